@@ -1,0 +1,208 @@
+"""The one event stream. Viewer, metrics, recorder and "why is my request slow?" only read it.
+
+Requests' and steps' events are always built while anybody listens; blocks' events only while somebody asked for them,
+because there are many. Counters belong to `KVCache`; a `Step` event carries how much they grew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from octavo.core.ids import BlockId, Row, SealId
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+class Arrived(NamedTuple):
+    request_id: str
+    num_prompt_tokens: int
+    max_tokens: int
+    width: int
+    priority: int
+
+
+class Admitted(NamedTuple):
+    """From waiting to running. `num_cached_tokens` of it were found in the prefix cache."""
+
+    request_id: str
+    num_cached_tokens: int
+    num_tokens: int
+
+
+class Waiting(NamedTuple):
+    """Why a request does not run; emitted when the reason changes, not once a step. `reason` is one of
+
+    blocks                    `needs` blocks; there are `free` and `evictable` ones (less the watermark)
+    rows                      `needs` rows; `free` are left
+    budget                    `needs` tokens of a step's budget; `free` are left
+    in flight                 `needs` results of it are still on the device
+    prefix in flight          a step being planned writes the block that it would look up next
+    behind a swapped request  nobody new comes in before all that was swapped out is back
+    """
+
+    request_id: str
+    reason: str
+    needs: int
+    free: int
+    evictable: int
+
+
+class Preempted(NamedTuple):
+    """Taken off the device, by `how` ("recompute" or "swap"), because `for_request` needed blocks."""
+
+    request_id: str
+    how: str
+    for_request: str
+    needs: int
+    free: int
+    evictable: int
+
+
+class SwappedIn(NamedTuple):
+    request_id: str
+    num_copied: int
+    num_kept: int
+
+
+class SwapLost(NamedTuple):
+    """A block that a swapped request had left behind was evicted meanwhile: it gives up its copy and is recomputed."""
+
+    request_id: str
+
+
+class Recomputed(NamedTuple):
+    """A step failed on the device; what this request had in it and after it is computed again."""
+
+    request_id: str
+    step: int
+
+
+class Finished(NamedTuple):
+    request_id: str
+    reason: str
+    num_tokens: int
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """A plan was made. The last seven count what it did to blocks, and what was looked up, since the `Step` before."""
+
+    step: int
+    num_slices: int
+    num_tokens: int
+    num_running: int
+    num_waiting: int
+    num_swapped: int
+    used: int
+    cached: int
+    free: int
+    hits: int
+    misses: int
+    evicted: int
+    copied: int
+    swapped_out: int
+    swapped_in: int
+    sealed: int
+
+
+# -- blocks: only for those who ask -------------------------------------------------------------------------------------
+
+
+class Allocated(NamedTuple):
+    block_id: BlockId
+
+
+class Shared(NamedTuple):
+    block_id: BlockId
+    refs: int
+
+
+class Released(NamedTuple):
+    """One reference fewer. At 0 the block is cached if it is sealed, else free."""
+
+    block_id: BlockId
+    refs: int
+    cached: bool
+
+
+class Copied(NamedTuple):
+    src: BlockId
+    dst: BlockId
+
+
+class Sealed(NamedTuple):
+    block_id: BlockId
+    seal_id: SealId
+    parent_id: SealId
+    token_ids: bytes
+    """int32, native byte order."""
+
+
+class Evicted(NamedTuple):
+    block_id: BlockId
+    seal_id: SealId
+
+
+class TableChanged(NamedTuple):
+    """A row's table was written from `start` on (see `plan.TableWrite`), for this sequence of this request."""
+
+    request_id: str
+    sequence_index: int
+    row: Row
+    start: int
+    block_ids: tuple[BlockId, ...]
+
+
+RequestEvent: TypeAlias = (
+    Arrived | Admitted | Waiting | Preempted | SwappedIn | SwapLost | Recomputed | Finished
+)
+BlockEvent: TypeAlias = Allocated | Shared | Released | Copied | Sealed | Evicted | TableChanged
+Event: TypeAlias = RequestEvent | Step | BlockEvent
+Listener: TypeAlias = Callable[[Event], None]
+
+
+class EventStream:
+    """Calls its listeners, in the order in which they came, for each event.
+
+    `active` and `blocks` say whether anybody listens at all, and to blocks: ask before building an event. A listener
+    must not raise and must not call back into the core.
+    """
+
+    __slots__ = ("_block_listeners", "_listeners", "active", "blocks")
+
+    def __init__(self) -> None:
+        self._listeners: list[Listener] = []
+        self._block_listeners: list[Listener] = []
+        self.active = False
+        self.blocks = False
+
+    def subscribe(self, listener: Listener, *, blocks: bool = False) -> Callable[[], None]:
+        """Start to listen; `blocks` asks for blocks' events too. Returns a function that ends it."""
+        self._listeners.append(listener)
+        if blocks:
+            self._block_listeners.append(listener)
+        self._count()
+
+        def unsubscribe() -> None:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+            if listener in self._block_listeners:
+                self._block_listeners.remove(listener)
+            self._count()
+
+        return unsubscribe
+
+    def _count(self) -> None:
+        self.active, self.blocks = bool(self._listeners), bool(self._block_listeners)
+
+    def emit(self, event: RequestEvent | Step) -> None:
+        for listener in self._listeners:
+            listener(event)
+
+    def emit_block(self, event: BlockEvent) -> None:
+        for listener in self._block_listeners:
+            listener(event)

@@ -1,0 +1,161 @@
+"""What crosses the seam between the scheduler and an executor: a `StepPlan` one way, a `StepResult` the other.
+
+A plan is data: what one step does to memory, and which tokens it computes. The core decides, the executor obeys.
+
+Stream order is the one promise asked of an executor. Plan k+1 happens after plan k on the device, and inside a plan:
+
+    row setups and table writes -> swaps out -> swaps in -> copies -> slices (in any order among themselves)
+
+A plan owns its lists and nothing in them aliases live state, so the device may read them late.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from octavo.core.ids import BlockId, HostBlockId, Row, SealId
+    from octavo.core.request import Sequence
+    from octavo.core.sampling_params import SamplingParams
+
+
+class BlockCopy(NamedTuple):
+    """Copy-on-write: a whole block, over all layers, device to device."""
+
+    src: BlockId
+    dst: BlockId
+
+
+class SwapOut(NamedTuple):
+    """Device to host."""
+
+    src: BlockId
+    dst: HostBlockId
+
+
+class SwapIn(NamedTuple):
+    """Host to device."""
+
+    src: HostBlockId
+    dst: BlockId
+
+
+class TableWrite(NamedTuple):
+    """block_tables[row, start : start + len(block_ids)] = block_ids. A newly given row begins with its whole table."""
+
+    row: Row
+    start: int
+    block_ids: tuple[BlockId, ...]
+
+
+class RowSetup(NamedTuple):
+    """A row changes hands: everything sampled on it from now on is this sequence's.
+
+    The noise that picks a token is a function of (seed, sample_index, position) only. `stop_ids` end the sequence on
+    the device too, early: the host has the last word.
+    """
+
+    row: Row
+    sampling_params: SamplingParams
+    seed: int
+    sample_index: int
+    stop_ids: frozenset[int]
+
+
+class Slice(NamedTuple):
+    """One sequence's share of a step, as `StepPlan.slices` shows it to readers that are not in a hurry.
+
+    Positions [start, start + count) are computed. The last `num_sampled` of them each give a token; all but the first
+    of those are a window: the device feeds itself what it has just sampled. From the last row of logits come
+    `num_draws` tokens instead of one: the samples of a request about to fork, or the candidates of one that decides on
+    the host. `token_ids` are the tokens that the host knows, None where the row itself holds the one to go on from.
+
+        position   start                          start + count
+           |  chunk of known tokens  |  window    |
+           +-------------------------+------------+
+                                  ^ first sampled from this position
+    """
+
+    row: Row
+    start: int
+    count: int
+    num_sampled: int
+    num_draws: int
+    token_ids: array[int] | None
+
+
+class StepPlan:
+    """One step, as parallel flat lists with one entry a slice: no object a slice, because the host's cost is counted.
+
+    rows, starts, counts   the slice's row, first position and number of positions
+    samples                tokens that come back: 0 for a chunk, 1, or a window's length
+    draws                  slice -> tokens drawn from its last row of logits, where that is not 1
+    host_tokens            slice -> its first tokens; absent: the row's own last token. They clear the row's done flag
+    sequences              the owner at plan time: results go to it, never to the row's present owner. For the
+                           scheduler alone; an executor does not look at it
+    seal_mark              every seal id above it was given out by this plan or later: what a failed step takes back
+    """
+
+    __slots__ = (
+        "copies",
+        "counts",
+        "draws",
+        "host_tokens",
+        "row_setups",
+        "rows",
+        "samples",
+        "seal_mark",
+        "sequences",
+        "starts",
+        "step",
+        "swap_ins",
+        "swap_outs",
+        "table_writes",
+    )
+
+    def __init__(self, step: int = 0, seal_mark: SealId = 0) -> None:
+        self.step = step
+        self.rows: list[Row] = []
+        self.starts: list[int] = []
+        self.counts: list[int] = []
+        self.samples: list[int] = []
+        self.draws: dict[int, int] = {}
+        self.host_tokens: dict[int, array[int]] = {}
+        self.row_setups: list[RowSetup] = []
+        self.table_writes: list[TableWrite] = []
+        self.swap_outs: list[SwapOut] = []
+        self.swap_ins: list[SwapIn] = []
+        self.copies: list[BlockCopy] = []
+        self.sequences: list[Sequence] = []
+        self.seal_mark = seal_mark
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to do. A plan may consist of swaps alone; dropping it would lose their copies."""
+        return bool(self.rows or self.swap_outs or self.swap_ins)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.counts)
+
+    def slices(self) -> Iterator[Slice]:
+        for i, row in enumerate(self.rows):
+            yield Slice(
+                row, self.starts[i], self.counts[i], self.samples[i], self.draws.get(i, 1), self.host_tokens.get(i)
+            )
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step gave.
+
+    tokens    one entry a slice: the tokens sampled, in order. Nothing for a chunk. A window that met a stop id on the
+              device may be shorter than planned, or padded: the host cuts at the first stop token itself. For a slice
+              with draws, the draws: tokens, or what the request's `decide` understands, such as (logprob, token)
+    errors    slice -> what is wrong with it (numbers that are not finite). Only that request fails
+    """
+
+    tokens: Seq[Seq[Any]]
+    errors: dict[int, str] = field(default_factory=dict)

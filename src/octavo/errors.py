@@ -1,0 +1,108 @@
+"""What can go wrong, and whose fault it is.
+
+OctavoError                       anything that Octavo raises on purpose
+├── UsageError (ValueError)       the caller's mistake: the message names the value, the limit and the remedy
+│   ├── UnknownOptionError        an argument or option that does not exist; names the nearest that does
+│   ├── ParameterError            a value out of its range (temperature, top_p, block_size, ...)
+│   ├── PromptError               an empty prompt, a token id outside the vocabulary, a prompt of the wrong type
+│   ├── ContextLengthError        prompt, or prompt + max_tokens, longer than the model's context
+│   ├── CapacityError             a request that could never run in the pool, the row budget or the token budget
+│   └── TemplateError             a chat that the model's template refuses, or a model without one
+├── ModelError                    the model cannot be loaded
+│   ├── ModelNotFoundError        no such directory, file, name in the catalogue, or hub repository
+│   ├── UnsupportedModelError     an architecture, a feature or a file format that Octavo does not have
+│   └── CheckpointError           files that are missing, cut short, corrupt, or of the wrong shape or dtype
+├── MemoryBudgetError             weights, activations and KV blocks do not fit; the message prints the budget
+└── EngineError                   the engine failed
+    ├── StepError                 a step raised on the device; the scheduler has taken back what it had promised
+    └── RequestFailedError        one request failed (numbers that are not finite, ...); no other was touched
+
+"No room now" is no exception but a value: the scheduler says what a request waits for (see `core.events.Waiting`).
+A broken invariant is our own bug and an `assert`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class OctavoError(Exception):
+    """Root of the tree. `code` is a stable machine-readable word, `param` the argument at fault, if one is."""
+
+    code = "error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class UsageError(OctavoError, ValueError):
+    code = "invalid_value"
+
+
+class UnknownOptionError(UsageError, TypeError):
+    """Also a `TypeError`, as Python's own complaint about an unexpected keyword argument is."""
+
+    code = "unknown_parameter"
+
+    @classmethod
+    def of(cls, what: str, name: str, known: Iterable[str]) -> UnknownOptionError:
+        names = sorted(known)
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
+        return cls(f"{what} has no option {name!r}; {hint}", param=name)
+
+
+class ParameterError(UsageError):
+    pass
+
+
+class PromptError(UsageError):
+    pass
+
+
+class ContextLengthError(UsageError):
+    code = "context_length_exceeded"
+
+
+class CapacityError(UsageError):
+    code = "exceeds_kv_capacity"
+
+
+class TemplateError(UsageError):
+    code = "no_chat_template"
+
+
+class ModelError(OctavoError):
+    code = "model_error"
+
+
+class ModelNotFoundError(ModelError):
+    code = "model_not_found"
+
+
+class UnsupportedModelError(ModelError):
+    code = "unsupported_model"
+
+
+class CheckpointError(ModelError):
+    code = "bad_checkpoint"
+
+
+class MemoryBudgetError(OctavoError):
+    code = "out_of_memory"
+
+
+class EngineError(OctavoError):
+    code = "engine_error"
+
+
+class StepError(EngineError):
+    code = "step_failed"
+
+
+class RequestFailedError(EngineError):
+    code = "numerical_error"
