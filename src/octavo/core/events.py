@@ -109,7 +109,7 @@ class Step(NamedTuple):
     sealed: int
 
 
-# -- blocks: only for those who ask -------------------------------------------------------------------------------------
+# -- blocks: only for those who ask -----------------------------------------------------------------------------------
 
 
 class Allocated(NamedTuple):
@@ -157,9 +157,7 @@ class TableChanged(NamedTuple):
     block_ids: tuple[BlockId, ...]
 
 
-RequestEvent: TypeAlias = (
-    Arrived | Admitted | Waiting | Preempted | SwappedIn | SwapLost | Recomputed | Finished
-)
+RequestEvent: TypeAlias = Arrived | Admitted | Waiting | Preempted | SwappedIn | SwapLost | Recomputed | Finished
 BlockEvent: TypeAlias = Allocated | Shared | Released | Copied | Sealed | Evicted | TableChanged
 Event: TypeAlias = RequestEvent | Step | BlockEvent
 Listener: TypeAlias = Callable[[Event], None]

@@ -12,13 +12,14 @@ A plan owns its lists and nothing in them aliases live state, so the device may 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from octavo.core.ids import BlockId, HostBlockId, Row, SealId
-    from octavo.core.request import Sequence
+    from octavo.core.request import Request, Sequence
     from octavo.core.sampling_params import SamplingParams
 
 
@@ -68,12 +69,12 @@ class RowSetup(NamedTuple):
 class Slice(NamedTuple):
     """One sequence's share of a step, as `StepPlan.slices` shows it to readers that are not in a hurry.
 
-    Positions [start, start + count) are computed. The last `num_sampled` of them each give a token; all but the first
-    of those are a window: the device feeds itself what it has just sampled. From the last row of logits come
+    Positions [start, start + num_positions) are computed. The last `num_sampled` of them each give a token; all but the
+    first of those are a window: the device feeds itself what it has just sampled. From the last row of logits come
     `num_draws` tokens instead of one: the samples of a request about to fork, or the candidates of one that decides on
     the host. `token_ids` are the tokens that the host knows, None where the row itself holds the one to go on from.
 
-        position   start                          start + count
+        position   start                  start + num_positions
            |  chunk of known tokens  |  window    |
            +-------------------------+------------+
                                   ^ first sampled from this position
@@ -81,7 +82,7 @@ class Slice(NamedTuple):
 
     row: Row
     start: int
-    count: int
+    num_positions: int
     num_sampled: int
     num_draws: int
     token_ids: array[int] | None
@@ -96,7 +97,9 @@ class StepPlan:
     host_tokens            slice -> its first tokens; absent: the row's own last token. They clear the row's done flag
     sequences              the owner at plan time: results go to it, never to the row's present owner. For the
                            scheduler alone; an executor does not look at it
+    swapped                requests that this plan moves between the tiers; for the scheduler alone, too
     seal_mark              every seal id above it was given out by this plan or later: what a failed step takes back
+    outstanding            what is left of `samples` once a part of a window has landed
     """
 
     __slots__ = (
@@ -104,6 +107,7 @@ class StepPlan:
         "counts",
         "draws",
         "host_tokens",
+        "outstanding",
         "row_setups",
         "rows",
         "samples",
@@ -113,6 +117,7 @@ class StepPlan:
         "step",
         "swap_ins",
         "swap_outs",
+        "swapped",
         "table_writes",
     )
 
@@ -130,7 +135,9 @@ class StepPlan:
         self.swap_ins: list[SwapIn] = []
         self.copies: list[BlockCopy] = []
         self.sequences: list[Sequence] = []
+        self.swapped: list[Request] = []
         self.seal_mark = seal_mark
+        self.outstanding: list[int] | None = None
 
     def __bool__(self) -> bool:
         """Whether there is anything to do. A plan may consist of swaps alone; dropping it would lose their copies."""

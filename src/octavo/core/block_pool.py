@@ -1,0 +1,192 @@
+"""The device's blocks: who uses them, which of them are cached, and where content is to be found.
+
+Three states partition the pool:
+
+    used    refs > 0
+    cached  refs == 0, sealed: findable, in order of release, the oldest evicted first
+    free    refs == 0, no content
+
+Flat arrays and O(1) operations; no object a block. Free blocks are a stack and a high-water mark, so that starting with
+a million of them fills nothing. The links of the cached blocks lie in two arrays with the null block as sentinel.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import TypeAlias
+
+from octavo.core.events import Allocated, EventStream, Evicted, Released, Sealed, Shared
+from octavo.core.ids import NULL_BLOCK, BlockId, SealId
+
+Key: TypeAlias = tuple[SealId, bytes]
+"""The content of a block: the seal id of the blocks before it, and its tokens as int32. Exact, no digest."""
+
+
+class BlockPool:
+    """`num_blocks` usable blocks, ids 1 to num_blocks. A misuse (double release, an id out of range) is our own bug."""
+
+    __slots__ = (
+        "_freed",
+        "_index",
+        "_key_of",
+        "_next",
+        "_prev",
+        "_roots",
+        "_untouched",
+        "events",
+        "last_seal_id",
+        "num_blocks",
+        "num_cached",
+        "num_evicted",
+        "num_free",
+        "num_refs",
+        "num_sealed",
+        "refs",
+        "seal_id",
+    )
+
+    def __init__(self, num_blocks: int, events: EventStream | None = None) -> None:
+        n = num_blocks + 1
+        self.num_blocks = num_blocks
+        self.events = events or EventStream()
+        self.refs = array("i", bytes(4 * n))
+        self.seal_id = array("q", bytes(8 * n))  # 0: not sealed
+        self._prev, self._next = array("i", bytes(4 * n)), array("i", bytes(4 * n))  # oldest cached at _next[0]
+        self._key_of: list[Key | None] = [None] * n
+        self._index: dict[Key, BlockId] = {}
+        self._roots: dict[bytes, SealId] = {}
+        self._untouched = 1  # ids from here on were never used
+        self._freed: list[BlockId] = []
+        self.num_free, self.num_cached = num_blocks, 0
+        self.num_refs = 0  # references over all blocks: minus `num_used`, the blocks that sharing saves
+        self.last_seal_id = 0
+        self.num_sealed, self.num_evicted = 0, 0
+
+    @property
+    def num_available(self) -> int:
+        """What `take` can give: free, then cached."""
+        return self.num_free + self.num_cached
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free - self.num_cached
+
+    # -- references ----------------------------------------------------------------------------------------------------
+
+    def take(self) -> BlockId:
+        """A block of one's own: a free one, else the oldest cached one, which is evicted."""
+        if self.num_free:
+            self.num_free -= 1
+            if self._freed:
+                block = self._freed.pop()
+            else:
+                block = self._untouched
+                self._untouched = block + 1
+        else:
+            block = self._next[NULL_BLOCK]
+            assert block, "taking from an empty pool: room is checked first"
+            self._unlink(block)
+            self._evict(block)
+        self.refs[block] = 1
+        self.num_refs += 1
+        if self.events.blocks:
+            self.events.emit_block(Allocated(block))
+        return block
+
+    def share(self, block: BlockId) -> None:
+        assert 0 < block <= self.num_blocks, block
+        if not self.refs[block]:
+            self._unlink(block)
+        self.refs[block] += 1
+        self.num_refs += 1
+        if self.events.blocks:
+            self.events.emit_block(Shared(block, self.refs[block]))
+
+    def release(self, block: BlockId) -> None:
+        """One reference fewer. The last one leaves a sealed block cached, the newest in line, and frees another."""
+        refs = self.refs[block] - 1
+        assert refs >= 0, f"block {block} released more often than shared"
+        self.refs[block] = refs
+        self.num_refs -= 1
+        if self.events.blocks:
+            self.events.emit_block(Released(block, refs, not refs and self.seal_id[block] != 0))
+        if refs:
+            return
+        if self.seal_id[block]:
+            self._link(block)
+        else:
+            self._freed.append(block)
+            self.num_free += 1
+
+    # -- content -------------------------------------------------------------------------------------------------------
+
+    def root(self, salt: bytes) -> SealId:
+        """What the first block of a sequence hangs from: one id a salt, below 0."""
+        return self._roots.setdefault(salt, -1 - len(self._roots))
+
+    def find(self, key: Key) -> BlockId:
+        """The block with this content, `NULL_BLOCK` if there is none."""
+        return self._index.get(key, NULL_BLOCK)
+
+    def seal(self, block: BlockId, key: Key) -> SealId:
+        """Make a full block findable. Returns the canonical seal id of its content.
+
+        That is the id of an older equal block, if there is one: then this block is not indexed, becomes free when it
+        is released, and its sequence's chain goes on under the older one's id. A block that is sealed already (left
+        on the device by a swap, its parent evicted and sealed anew) keeps its seal: it is indexed once.
+        """
+        if other := self._index.get(key, NULL_BLOCK):
+            return self.seal_id[other]
+        if self.seal_id[block]:
+            return self.seal_id[block]
+        self.last_seal_id = seal_id = self.last_seal_id + 1
+        self._index[key], self._key_of[block], self.seal_id[block] = block, key, seal_id
+        self.num_sealed += 1
+        if self.events.blocks:
+            self.events.emit_block(Sealed(block, seal_id, *key))
+        return seal_id
+
+    def unseal(self, block: BlockId) -> None:
+        """Take back a seal: the content is not what it was to be (a failed step). A cached block becomes free."""
+        if not self.refs[block]:
+            self._unlink(block)
+            self._freed.append(block)
+            self.num_free += 1
+        self._evict(block)
+
+    def sealed_after(self, mark: SealId) -> list[BlockId]:
+        """Blocks whose seal is younger than `mark`. Looks at every block: for rare occasions."""
+        return [b for b, seal in enumerate(self.seal_id) if seal > mark]
+
+    def forget_cached(self) -> None:
+        """Evict all cached blocks."""
+        while block := self._next[NULL_BLOCK]:
+            self.unseal(block)
+
+    def cached(self) -> Iterator[BlockId]:
+        """The cached blocks, the next to be evicted first."""
+        block = self._next[NULL_BLOCK]
+        while block:
+            yield block
+            block = self._next[block]
+
+    def _evict(self, block: BlockId) -> None:
+        if self.events.blocks:
+            self.events.emit_block(Evicted(block, self.seal_id[block]))
+        key = self._key_of[block]
+        assert key is not None, f"block {block} is not sealed"
+        del self._index[key]
+        self._key_of[block], self.seal_id[block] = None, 0
+        self.num_evicted += 1
+
+    def _link(self, block: BlockId) -> None:
+        newest = self._prev[NULL_BLOCK]
+        self._next[newest], self._prev[block] = block, newest
+        self._next[block], self._prev[NULL_BLOCK] = NULL_BLOCK, block
+        self.num_cached += 1
+
+    def _unlink(self, block: BlockId) -> None:
+        older, newer = self._prev[block], self._next[block]
+        self._next[older], self._prev[newer] = newer, older
+        self.num_cached -= 1

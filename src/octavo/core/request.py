@@ -1,0 +1,193 @@
+"""What a caller asked for (`Request`) and the streams of tokens that it owns (`Sequence`).
+
+There is no phase. A sequence has `num_computed` chasing its length, and prefill, chunked prefill, decode, prefix hits,
+preemption and recomputation are all that one subtraction:
+
+    token_ids   known to the host                      num_pending
+    +------------------------------------------------+--------------+
+    |                                                |  sampled, not yet here
+    +---------------------------------------+--------+--------------+
+    0                                       num_computed            length
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+from enum import Enum
+from typing import Any
+
+from octavo.core.ids import BlockId, Row, SealId
+from octavo.core.sampling_params import SamplingParams
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """One stream of tokens, and where its keys and values are.
+
+    token_ids     prompt and output, as far as the host knows them
+    num_pending   sampled on the device, not yet known here
+    num_computed  positions planned, those in flight included
+    limit         length at which it ends; the last token is never computed
+    block_ids     its block table: device ids; while swapped, host ids, and -b for a block b left on the device
+    room          len(block_ids) * block_size
+    row           its line in the device's tables, -1 without one
+    row_has_last  that row holds this sequence's last token: the device can go on by itself
+    seal_ids      the seal id under which each leading sealed block is known (its own, or that of an equal block)
+    seal_at       the number of positions known and computed at which the next block can be sealed
+    finish_reason "" while it lives; "stop", "length", "abort", "error" or, for a beam not chosen, "pruned"
+    stop_token    the stop token that ended it, None if another thing did
+    """
+
+    __slots__ = (
+        "block_ids",
+        "finish_reason",
+        "index",
+        "limit",
+        "num_computed",
+        "num_pending",
+        "request",
+        "room",
+        "row",
+        "row_has_last",
+        "seal_at",
+        "seal_ids",
+        "stop_token",
+        "token_ids",
+    )
+
+    def __init__(self, request: Request, index: int, token_ids: array[int], limit: int) -> None:
+        self.request = request
+        self.index = index
+        self.token_ids = token_ids
+        self.limit = limit
+        self.num_pending = 0
+        self.num_computed = 0
+        self.block_ids: list[BlockId] = []
+        self.room = 0
+        self.row: Row = -1
+        self.row_has_last = False
+        self.seal_ids: list[SealId] = []
+        self.seal_at = 0
+        self.finish_reason = ""
+        self.stop_token: int | None = None
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.request.prompt_token_ids) :].tolist()
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request.request_id!r}/{self.index}, {len(self.token_ids)}+{self.num_pending} tokens, "
+            f"{self.num_computed} computed, blocks {self.block_ids})"
+        )
+
+
+Decide = Callable[[list[tuple[Sequence, Any]]], list[tuple[Sequence, int]]]
+"""From each live sequence's candidates to the continuations kept: (parent, token), at most `width`, best first."""
+
+
+class Request:
+    """What a caller asked for: one or more sequences, scheduled, preempted and freed together (a sequence group).
+
+    width      rows that it takes from admission to finish: its n, or its beam width
+    decide     chooses among candidates on the host after every token (beam search); then `num_draws` candidates come
+               back from each sequence instead of one token
+    host_wait  the host has a say after every token: nothing is planned while anything of it is pending
+    salt       requests of different salts share no blocks
+
+    An empty prompt is the caller's error and refused where prompts come in; the core asserts.
+    """
+
+    __slots__ = (
+        "arrival",
+        "decide",
+        "done",
+        "error",
+        "forked",
+        "host_wait",
+        "left_behind",
+        "max_tokens",
+        "must_wait",
+        "num_cached_tokens",
+        "num_draws",
+        "order",
+        "priority",
+        "prompt_token_ids",
+        "request_id",
+        "salt",
+        "sampling_params",
+        "seed",
+        "sequences",
+        "solo",
+        "status",
+        "stop_ids",
+        "waits_for",
+        "width",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Iterable[int],
+        sampling_params: SamplingParams,
+        *,
+        max_tokens: int | None = None,
+        seed: int = 0,
+        stop_ids: Iterable[int] = (),
+        priority: int = 0,
+        salt: bytes = b"",
+        width: int | None = None,
+        num_draws: int | None = None,
+        decide: Decide | None = None,
+        host_wait: bool = False,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids = array("i", prompt_token_ids)
+        assert self.prompt_token_ids, "an empty prompt is refused at the boundary"
+        self.sampling_params = sampling_params
+        self.max_tokens = sampling_params.max_tokens if max_tokens is None else max_tokens
+        self.seed = seed
+        self.stop_ids = frozenset(stop_ids) | frozenset(sampling_params.stop_token_ids or ())
+        self.priority = priority
+        self.salt = salt
+        self.width = sampling_params.n if width is None else width
+        self.decide = decide
+        self.num_draws = (self.width if decide is None else 2 * self.width) if num_draws is None else num_draws
+        self.host_wait = host_wait or decide is not None
+        self.forked = self.width == 1 or decide is not None
+        self.must_wait = self.host_wait or not self.forked
+        # Filled in by the scheduler:
+        self.arrival = -1
+        self.order: tuple[int, int] = (0, -1)
+        self.status = Status.WAITING
+        self.sequences: list[Sequence] = []  # the live ones
+        self.done: list[Sequence] = []  # the ended ones, in the order in which they ended
+        self.solo: Sequence | None = None  # the only sequence that there will ever be: the hot path
+        self.num_cached_tokens = -1  # found in the prefix cache at the first admission
+        self.waits_for = ""  # the reason said last
+        self.error = ""  # what went wrong with it on the device
+        self.left_behind: dict[BlockId, SealId] = {}  # while swapped: device blocks left there, and their seals then
+
+    def begin(self, arrival: int, order: tuple[int, int], max_tokens: int) -> None:
+        """The scheduler takes it on: its place in line and its length are known."""
+        self.arrival, self.order, self.max_tokens = arrival, order, max_tokens
+        prompt = self.prompt_token_ids
+        self.sequences = [Sequence(self, 0, prompt[:], len(prompt) + max_tokens)]
+        self.solo = self.sequences[0] if self.width == 1 and self.decide is None else None
+
+    @property
+    def num_pending(self) -> int:
+        return sum(s.num_pending for s in self.sequences)
+
+    def __lt__(self, other: Request) -> bool:
+        return self.order < other.order
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id!r}, {self.status.value}, {self.sequences})"

@@ -1,0 +1,634 @@
+"""Which sequences compute how many positions in the next step, and what memory must do for it.
+
+Each step: the running in order of arrival; then the swapped; then the waiting, and those only while nothing is swapped.
+Each of the three stops at the first request that does not fit. The scheduler plans step k+1 while the device runs step
+k, so what it knows of a sequence lags what the device has: `num_pending` tokens are on their way.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from typing import Any, NamedTuple
+
+from octavo.core import events as ev
+from octavo.core.block_pool import Key
+from octavo.core.kv_cache import KVCache, KVStats
+from octavo.core.plan import StepPlan, StepResult
+from octavo.core.policy import Policy, PreemptionMode
+from octavo.core.request import Request, Sequence, Status
+from octavo.errors import CapacityError
+
+
+class Pick(NamedTuple):
+    """What a sequence is to do in a step: compute positions, the last `num_sampled` of which give a token."""
+
+    sequence: Sequence
+    num_positions: int
+    num_sampled: int
+
+
+class _Draft:
+    """A plan in the making."""
+
+    __slots__ = ("budget", "plan", "preempted", "sealable", "writes")
+
+    def __init__(self, plan: StepPlan, budget: int) -> None:
+        self.plan = plan
+        self.budget = budget  # tokens left of max_num_batched_tokens
+        self.preempted = False  # somebody was thrown out in this step: nobody comes in
+        self.sealable: list[Sequence] = []  # sequences with blocks that this plan fills
+        self.writes: set[Key] = set()  # the first block that each of those fills
+
+
+class Scheduler:
+    """The queues of requests, over one `KVCache` that nobody else touches.
+
+    max_num_batched_tokens  positions a step computes at most, windows included
+    max_num_seqs            sequences that run at most: the rows of the cache
+    decode_window           positions that the device may decode by itself in one step
+    num_watermark_blocks    blocks that an admission leaves alone while anything runs, for the running to grow into
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        *,
+        max_num_batched_tokens: int = 8192,
+        decode_window: int = 1,
+        num_watermark_blocks: int = 0,
+        policy: Policy | None = None,
+    ) -> None:
+        self.cache = cache
+        self.max_num_seqs = cache.rows.num_rows
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.decode_window = decode_window
+        self.num_watermark_blocks = num_watermark_blocks
+        self.policy = policy or Policy()
+        self.events = cache.events
+        self.requests: dict[str, Request] = {}  # all that have not finished
+        self.running: list[Request] = []  # each of the three in the policy's order
+        self.swapped: list[Request] = []
+        self.waiting: list[Request] = []
+        self.in_flight: deque[StepPlan] = deque()  # planned, their results not here
+        self.num_rows_taken = 0
+        self.num_steps = 0
+        self.num_preemptions = 0
+        self._num_arrivals = 0
+        self._counted = cache.counts()
+
+    # -- the door ------------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Put a request in line. Raises `CapacityError`, with the numbers, for one that could never run.
+
+        A `max_tokens` of None is a default: as many as fit. A number is taken at its word.
+        """
+        prompt, width, cache = len(request.prompt_token_ids), request.width, self.cache
+        assert request.request_id not in self.requests, request.request_id
+        most = cache.longest_output(prompt, width)
+        wanted = most if request.max_tokens is None else request.max_tokens
+        if wanted > most or most < 1:
+            needs = cache.blocks_at_longest(prompt, max(wanted, 1), width)
+            raise CapacityError(
+                f"the request needs {needs} blocks of {cache.block_size} tokens at its longest ({prompt} prompt "
+                f"tokens, max_tokens {request.max_tokens}, width {width}) and the pool has {cache.pool.num_blocks}; "
+                + (f"max_tokens of at most {most} fits" if most >= 1 else "shorten the prompt or enlarge the pool")
+            )
+        most_rows = min(self.max_num_seqs, self.max_num_batched_tokens)
+        if width > most_rows:
+            raise CapacityError(
+                f"the request decodes {width} sequences together and at most {most_rows} run in a step; "
+                "lower n or raise max_num_seqs and max_num_batched_tokens"
+            )
+        arrival = self._num_arrivals
+        self._num_arrivals += 1
+        request.begin(arrival, self.policy.order(request, arrival), wanted)
+        self.requests[request.request_id] = request
+        insort(self.waiting, request)
+        if self.events.active:
+            self.events.emit(ev.Arrived(request.request_id, prompt, wanted, width, request.priority))
+
+    def abort(self, request_id: str, reason: str = "abort") -> Request | None:
+        """End a request in whatever state it is. Unknown and finished ones are left alone."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._finish(request, reason)
+        return request
+
+    def stop(self, sequence: Sequence, reason: str = "stop") -> bool:
+        """The caller of the engine saw the end of a sequence (a stop string); True when that ended its request."""
+        if sequence.finish_reason:
+            return False
+        return self._retire(sequence, reason)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests or self.in_flight)
+
+    def stats(self) -> KVStats:
+        return self.cache.stats()
+
+    # -- planning ------------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """The next step; an empty plan (false) when there is nothing to do before a result has come."""
+        plan = StepPlan(self.num_steps, self.cache.pool.last_seal_id)
+        draft = _Draft(plan, self.max_num_batched_tokens)
+        settled = self._plan_running(draft, self._window())
+        if settled and not draft.preempted:
+            while self.swapped and draft.budget > 0 and self._swap_in(self.swapped[0], draft):
+                pass
+            while self.waiting and not self.swapped and draft.budget > 0 and self._admit(self.waiting[0], draft):
+                pass
+        for sequence in draft.sealable:  # findable from the next plan on, not within this one
+            self.cache.seal(sequence)
+        if plan:
+            self.in_flight.append(plan)
+            self.num_steps += 1
+            if self.events.active:
+                self._tell(draft)
+        return plan
+
+    def _window(self) -> int:
+        """Positions to decode at once. One, while somebody at the door could come in with the next step.
+
+        A request that waits for blocks or rows could come in only when another ends; it waits a window for that.
+        """
+        line = self.swapped or self.waiting
+        if not line or line[0].waits_for in ("blocks", "rows"):
+            return self.decode_window
+        return 1
+
+    def _plan_running(self, draft: _Draft, window: int) -> bool:
+        """Plan the running in order. True when all of them were seen."""
+        cache, pool, plan, running = self.cache, self.cache.pool, draft.plan, self.running
+        rows, starts, counts, samples, sequences = plan.rows, plan.starts, plan.counts, plan.samples, plan.sequences
+        budget, i = draft.budget, 0
+        while i < len(running) and budget > 0:
+            request = running[i]
+            seq = request.solo
+            if seq is not None and seq.row_has_last and not request.must_wait:
+                # The hot path: one sequence that decodes. Nothing here looks at more than the end of it.
+                start = seq.num_computed
+                count = seq.limit - 1 - start
+                if count <= 0:  # all planned: waits for its last result
+                    i += 1
+                    continue
+                if count > window:
+                    count = window
+                if count > budget:
+                    count = budget
+                if start + count > seq.room:
+                    needs = cache.blocks_for(start + count) - len(seq.block_ids)
+                    if needs > pool.num_available:
+                        if not self._make_room(request, needs, draft):
+                            break
+                        continue
+                    cache.grow(seq, count, plan)
+                rows.append(seq.row)
+                starts.append(start)
+                counts.append(count)
+                samples.append(count)
+                sequences.append(seq)
+                seq.num_computed = start + count
+                seq.num_pending += count
+                budget -= count
+                i += 1
+                continue
+            picks = self._picks(request, budget, window)
+            if picks is None:  # its sequences do not fit together into what is left of the budget
+                break
+            needs = cache.blocks_needed((p.sequence, p.num_positions) for p in picks)
+            if needs > pool.num_available:
+                if not self._make_room(request, needs, draft):
+                    break
+                continue
+            self._place(picks, draft)
+            budget -= sum(p.num_positions for p in picks)
+            i += 1
+        draft.budget = budget
+        return i == len(running)
+
+    def _picks(self, request: Request, budget: int, window: int) -> list[Pick] | None:
+        """What its sequences do next: [] nothing before a result has come, None nothing within this budget."""
+        sequences = request.sequences
+        if request.must_wait and request.num_pending:
+            return []
+        if len(sequences) > 1:
+            if (rebuild := self._rebuild(request, budget)) is not None:
+                return rebuild
+            window = min(window, budget // len(sequences))  # all of them step together, or none
+            if window < 1:
+                return None
+        if request.must_wait:
+            window = 1
+        picks = []
+        for seq in sequences:
+            length = len(seq.token_ids) + seq.num_pending
+            if length >= seq.limit:
+                continue
+            due = length - seq.num_computed  # known tokens, or the one that the row holds
+            if due > budget:
+                return [Pick(seq, budget, 0)]
+            fed = min(window, seq.limit - length, budget - due + 1) - 1  # positions that the device feeds itself
+            picks.append(Pick(seq, due + fed, fed + 1))
+        return picks
+
+    def _rebuild(self, request: Request, budget: int) -> list[Pick] | None:
+        """After a recompute: one sequence after another, each up to its last token; None when all have caught up.
+
+        All at once, unshared, they might never fit where they fitted when they forked.
+        """
+        for seq in request.sequences:
+            due = len(seq.token_ids) + seq.num_pending - 1 - seq.num_computed
+            if due > 0:
+                if request.status is Status.SWAPPED:  # swapped while it was being rebuilt: first back, then on
+                    return []
+                if not seq.block_ids:
+                    self.cache.attach(seq, self.cache.sibling_prefix(seq))
+                    due = len(seq.token_ids) - 1 - seq.num_computed
+                if due > 0:
+                    return [Pick(seq, min(due, budget), 0)]
+        return None
+
+    def _place(self, picks: list[Pick], draft: _Draft) -> None:
+        """Put the slices of a request into the plan. There is room."""
+        plan, cache = draft.plan, self.cache
+        for seq, count, num_sampled in picks:
+            cache.grow(seq, count, plan)
+            if seq.row < 0:
+                cache.rows.give(seq, plan)
+            start, request = seq.num_computed, seq.request
+            if not seq.row_has_last:
+                plan.host_tokens[len(plan.rows)] = seq.token_ids[start : start + count]
+            if num_sampled and (request.decide or not request.forked):
+                plan.draws[len(plan.rows)] = request.num_draws
+            plan.rows.append(seq.row)
+            plan.starts.append(start)
+            plan.counts.append(count)
+            plan.samples.append(num_sampled)
+            plan.sequences.append(seq)
+            seq.num_computed = start + count
+            seq.num_pending += num_sampled
+            seq.row_has_last = num_sampled > 0 and not request.must_wait
+            if min(len(seq.token_ids), seq.num_computed) >= seq.seal_at:
+                draft.sealable.append(seq)
+                if (key := cache.next_key(seq, seq.seal_ids)) is not None:
+                    draft.writes.add(key)
+
+    # -- coming in -----------------------------------------------------------------------------------------------------
+
+    def _admit(self, request: Request, draft: _Draft) -> bool:
+        """Let the first in line in, and plan its first slice. False: it waits, and says for what."""
+        cache, pool, seq = self.cache, self.cache.pool, request.sequences[0]
+        if request.num_pending:
+            return self._wait(request, "in flight", request.num_pending)
+        if self.num_rows_taken + request.width > self.max_num_seqs:
+            return self._wait(request, "rows", request.width, self.max_num_seqs - self.num_rows_taken)
+        prefix = cache.lookup(seq)
+        if draft.writes and cache.next_block_in(draft.writes, seq, prefix):
+            return self._wait(request, "prefix in flight", 0)
+        needs = cache.blocks_to_admit(seq, prefix)
+        if needs > pool.num_available - self._watermark():
+            return self._wait_for_blocks(request, needs)
+        self.waiting.remove(request)
+        if request.num_cached_tokens < 0:
+            cache.count_lookup(seq, len(prefix.block_ids))
+            request.num_cached_tokens = len(prefix.block_ids) * cache.block_size
+        cache.attach(seq, prefix)
+        self._enter(request)
+        if self.events.active:
+            self.events.emit(ev.Admitted(request.request_id, seq.num_computed, len(seq.token_ids)))
+        picks = self._picks(request, draft.budget, 1)
+        if picks and (
+            len(request.sequences) == 1
+            or cache.blocks_needed((p.sequence, p.num_positions) for p in picks) <= pool.num_available
+        ):
+            self._place(picks, draft)
+            draft.budget -= sum(p.num_positions for p in picks)
+        return True
+
+    def _swap_in(self, request: Request, draft: _Draft) -> bool:
+        """Bring back the first of the swapped, whole, and plan its next slices. False: it waits."""
+        cache = self.cache
+        if request.num_pending:
+            return self._wait(request, "in flight", request.num_pending)
+        if self.num_rows_taken + request.width > self.max_num_seqs:
+            return self._wait(request, "rows", request.width, self.max_num_seqs - self.num_rows_taken)
+        found = cache.find_swapped(request)
+        if found is None:  # a block left behind was evicted: what is on the host is of no use without it
+            self.swapped.remove(request)
+            self._to_waiting(request)
+            if self.events.active:
+                self.events.emit(ev.SwapLost(request.request_id))
+            return True
+        picks = self._picks(request, draft.budget, 1)
+        if picks is None:
+            return self._wait(request, "budget", len(request.sequences), draft.budget)
+        needs = found.num_needed + cache.blocks_needed(((p.sequence, p.num_positions) for p in picks), swapped=True)
+        if needs > cache.pool.num_available - self._watermark():
+            return self._wait_for_blocks(request, needs)
+        self.swapped.remove(request)
+        cache.swap_in(request, found, draft.plan)
+        self._enter(request)
+        if self.events.active:
+            self.events.emit(ev.SwappedIn(request.request_id, len(found.host_ids), len(found.left_behind)))
+        self._place(picks, draft)
+        draft.budget -= sum(p.num_positions for p in picks)
+        return True
+
+    def _enter(self, request: Request) -> None:
+        request.status, request.waits_for = Status.RUNNING, ""
+        insort(self.running, request)
+        self.num_rows_taken += request.width
+
+    def _watermark(self) -> int:
+        return self.num_watermark_blocks if self.running else 0  # else a request as large as the pool waits for ever
+
+    # -- giving way ----------------------------------------------------------------------------------------------------
+
+    def _make_room(self, request: Request, needs: int, draft: _Draft) -> bool:
+        """Preempt one request. False when it was the asker itself."""
+        draft.preempted = True
+        victim = self.policy.victim(self.running)
+        self._preempt(victim, request, needs, draft.plan)
+        return victim is not request
+
+    def _preempt(self, victim: Request, asker: Request, needs: int, plan: StepPlan) -> None:
+        """Its blocks and rows are given up at once, also with a step in flight: stream order makes that safe, and late
+        results are appended whatever its state."""
+        cache, pool = self.cache, self.cache.pool
+        free, evictable = pool.num_free, pool.num_cached
+        self.running.remove(victim)
+        self.num_rows_taken -= victim.width
+        self.num_preemptions += 1
+        for seq in victim.sequences:
+            cache.rows.release(seq)
+        mode = self.policy.preemption_mode(victim)
+        if mode is PreemptionMode.SWAP and not cache.swap_out(victim, plan):
+            mode = PreemptionMode.RECOMPUTE
+        if mode is PreemptionMode.SWAP:
+            victim.status = Status.SWAPPED
+            insort(self.swapped, victim)
+        else:
+            self._to_waiting(victim)
+        victim.waits_for = ""
+        if self.events.active:
+            self.events.emit(ev.Preempted(victim.request_id, mode.value, asker.request_id, needs, free, evictable))
+
+    def _to_waiting(self, request: Request) -> None:
+        """Give up its blocks, wherever they are, and stand in line again."""
+        for seq in request.sequences:
+            self.cache.free(seq)
+        request.status, request.left_behind = Status.WAITING, {}
+        insort(self.waiting, request)
+
+    def _wait(self, request: Request, reason: str, needs: int, free: int = 0, evictable: int = 0) -> bool:
+        """Say why a request waits, once per reason and not once a step. Always False."""
+        if request.waits_for != reason:
+            request.waits_for = reason
+            if self.events.active:
+                self.events.emit(ev.Waiting(request.request_id, reason, needs, free, evictable))
+        return False
+
+    def _wait_for_blocks(self, request: Request, needs: int) -> bool:
+        pool = self.cache.pool
+        free = max(0, pool.num_free - self._watermark())
+        return self._wait(request, "blocks", needs, free, pool.num_cached)
+
+    # -- results -------------------------------------------------------------------------------------------------------
+
+    def update(self, plan: StepPlan, result: StepResult, *, last: bool = True) -> list[Request]:
+        """Take in what a plan gave; returns the requests that this finished.
+
+        With `last` false it is a part: the first columns of a window that still runs, for streams that want them now.
+        Results go to the plan's sequences, whatever has become of them, and are dropped for those that have ended.
+        """
+        if last:
+            assert self.in_flight and self.in_flight[0] is plan, "results come in the order of the plans"
+            self.in_flight.popleft()
+        else:
+            self._note_landed(plan, result)
+        finished: list[Request] = []
+        for i in result.errors:
+            request = plan.sequences[i].request
+            if request.status is not Status.FINISHED:
+                request.error = result.errors[i]
+                self._finish(request, "error")
+                finished.append(request)
+        candidates: dict[Request, list[tuple[Sequence, Any]]] = {}
+        for seq, tokens in zip(plan.sequences, result.tokens, strict=True):
+            if not tokens or seq.finish_reason:  # a chunk, or the over-run of a sequence that has ended
+                continue
+            request = seq.request
+            if request.decide is not None:
+                seq.num_pending -= 1
+                candidates.setdefault(request, []).append((seq, tokens))
+                continue
+            if not request.forked:
+                tokens = self._fork(seq, tokens)
+            if len(tokens) == 1:
+                token = tokens[0]
+                seq.num_pending -= 1
+                seq.token_ids.append(token)
+                if token in request.stop_ids:
+                    seq.stop_token = token
+            else:
+                seq.num_pending -= len(tokens)
+                if not request.stop_ids.isdisjoint(tokens):
+                    tokens = self._cut(seq, tokens)
+                seq.token_ids.extend(tokens)
+            known = len(seq.token_ids)
+            sealable = known if known < seq.num_computed else seq.num_computed
+            if sealable >= seq.seal_at and request.status is Status.RUNNING:
+                self.cache.seal(seq)
+            if seq.stop_token is not None:
+                if self._retire(seq, "stop"):
+                    finished.append(request)
+            elif known >= seq.limit and self._retire(seq, "length"):
+                finished.append(request)
+        for request, parents in candidates.items():
+            if self._branch(request, parents):
+                finished.append(request)
+        return finished
+
+    def _note_landed(self, plan: StepPlan, result: StepResult) -> None:
+        if plan.outstanding is None:
+            plan.outstanding = list(plan.samples)
+        for i, tokens in enumerate(result.tokens):
+            plan.outstanding[i] -= len(tokens)
+
+    def _cut(self, seq: Sequence, tokens: Any) -> Any:
+        """A window's tokens up to its first stop token; what the device did after it does not count."""
+        for i, token in enumerate(tokens):
+            if token in seq.request.stop_ids:
+                seq.stop_token = token
+                return tokens[: i + 1]
+        raise AssertionError("no stop token among these")
+
+    def _fork(self, parent: Sequence, draws: Any) -> Any:
+        """The samples part: one draw stays with the parent, each other one starts a sequence over the same blocks."""
+        request = parent.request
+        request.forked, request.must_wait = True, request.host_wait
+        children = []
+        for index in range(1, request.width):
+            child = Sequence(request, index, parent.token_ids[:], parent.limit)
+            self.cache.fork(parent, child)
+            children.append(child)
+        request.sequences += children
+        for child, token in zip(children, draws[1:], strict=True):
+            self._append(child, token)
+        return draws[:1]
+
+    def _branch(self, request: Request, parents: list[tuple[Sequence, Any]]) -> bool:
+        """Keep the continuations that the request decides on; True when that ended it.
+
+        A parent chosen twice is forked, and all heirs take their references before the unchosen let go of theirs:
+        otherwise a block could fall to 0 and be lost between the two.
+        """
+        assert request.decide is not None
+        chosen = request.decide(parents)
+        tokens_before = {seq: seq.token_ids[:] for seq, _ in parents}
+        heirs: list[tuple[Sequence, int]] = []
+        kept: set[Sequence] = set()
+        for index, (parent, token) in enumerate(chosen):
+            heir = parent
+            if parent in kept:
+                heir = Sequence(request, index, tokens_before[parent][:], parent.limit)
+                self.cache.fork(parent, heir)
+            kept.add(parent)
+            heirs.append((heir, token))
+        for seq, _ in parents:
+            if seq not in kept:
+                seq.finish_reason = "pruned"
+                self._drop(seq)
+        request.sequences = [heir for heir, _ in heirs]
+        for index, (heir, token) in enumerate(heirs):
+            heir.index, heir.row_has_last = index, False
+            self._append(heir, token)
+        if not request.sequences and request.status is not Status.FINISHED:
+            self._finish(request, "stop")
+        return request.status is Status.FINISHED
+
+    def _append(self, seq: Sequence, token: int) -> None:
+        """One token, chosen on the host or drawn for a sequence that has just come to be."""
+        request = seq.request
+        seq.token_ids.append(token)
+        if token in request.stop_ids:
+            seq.stop_token = token
+        if request.status is Status.RUNNING:
+            self.cache.seal(seq)
+        if seq.stop_token is not None:
+            self._retire(seq, "stop")
+        elif len(seq.token_ids) >= seq.limit:
+            self._retire(seq, "length")
+
+    def _retire(self, seq: Sequence, reason: str) -> bool:
+        """One sequence ended; True when its request did with it."""
+        request = seq.request
+        seq.finish_reason = reason
+        if len(request.sequences) == 1:
+            self._finish(request, reason)
+            return True
+        request.sequences.remove(seq)
+        request.done.append(seq)
+        self._drop(seq)
+        return False
+
+    def _finish(self, request: Request, reason: str) -> None:
+        for seq in request.sequences:
+            seq.finish_reason = seq.finish_reason or reason
+            if reason == "error" and request.status is Status.RUNNING:
+                self.cache.discard(seq)
+            self._drop(seq)
+        request.done += request.sequences
+        request.sequences = []
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+            self.num_rows_taken -= request.width
+        elif request.status is Status.SWAPPED:
+            self.swapped.remove(request)
+        else:
+            self.waiting.remove(request)
+        request.status = Status.FINISHED
+        del self.requests[request.request_id]
+        if self.events.active:
+            num_tokens = sum(len(s.token_ids) - len(request.prompt_token_ids) for s in request.done)
+            self.events.emit(ev.Finished(request.request_id, reason, num_tokens))
+
+    def _drop(self, seq: Sequence) -> None:
+        self.cache.rows.release(seq)
+        self.cache.free(seq)
+
+    # -- a step that failed --------------------------------------------------------------------------------------------
+
+    def fail(self, plan: StepPlan) -> list[Request]:
+        """A step failed on the device, and with it all that was queued after it.
+
+        What these plans sealed is taken back, and every request in them is recomputed from what the host knows: its
+        blocks, wherever they are, are not to be trusted. Returns those requests; the engine may abort any of them.
+        """
+        assert plan in self.in_flight
+        touched: dict[Request, None] = {}
+        void: StepPlan | None = None
+        while void is not plan:
+            void = self.in_flight.pop()
+            for seq, num_sampled in zip(void.sequences, void.outstanding or void.samples, strict=True):
+                if not seq.finish_reason:
+                    seq.num_pending -= num_sampled
+                    touched[seq.request] = None
+            touched.update((r, None) for r in void.swapped if r.status is not Status.FINISHED)
+        self.cache.unseal_after(plan.seal_mark)
+        for request in touched:
+            self._recompute(request, plan.step)
+        return list(touched)
+
+    def _recompute(self, request: Request, step: int) -> None:
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+            self.num_rows_taken -= request.width
+            for seq in request.sequences:
+                self.cache.rows.release(seq)
+        elif request.status is Status.SWAPPED:
+            self.swapped.remove(request)
+        else:
+            self.waiting.remove(request)
+        self._to_waiting(request)
+        request.waits_for = ""
+        if self.events.active:
+            self.events.emit(ev.Recomputed(request.request_id, step))
+
+    # -- telling -------------------------------------------------------------------------------------------------------
+
+    def _tell(self, draft: _Draft) -> None:
+        pool, plan, before = self.cache.pool, draft.plan, self._counted
+        self._counted = now = self.cache.counts()
+        self.events.emit(
+            ev.Step(
+                plan.step,
+                len(plan.rows),
+                self.max_num_batched_tokens - draft.budget,
+                len(self.running),
+                len(self.waiting),
+                len(self.swapped),
+                pool.num_used,
+                pool.num_cached,
+                pool.num_free,
+                *(n - b for n, b in zip(now, before, strict=True)),
+            )
+        )
+        self._explain(draft)
+
+    def _explain(self, draft: _Draft) -> None:
+        """The first in line was not even tried: say why."""
+        if self.swapped and self.waiting:
+            self._wait(self.waiting[0], "behind a swapped request", len(self.swapped))
+        line = self.swapped or self.waiting
+        if line and not line[0].waits_for:
+            request = line[0]
+            if draft.preempted:
+                self._wait_for_blocks(request, self.cache.blocks_for(len(request.sequences[0].token_ids)))
+            else:
+                num_due = len(request.sequences[0].token_ids) - request.sequences[0].num_computed
+                self._wait(request, "budget", num_due, draft.budget)

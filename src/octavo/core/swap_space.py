@@ -1,0 +1,47 @@
+"""The host tier: blocks in pinned memory, for what is swapped out. Nothing is cached here and nothing is sealed."""
+
+from __future__ import annotations
+
+from array import array
+
+from octavo.core.ids import HostBlockId
+
+
+class SwapSpace:
+    """`num_blocks` host blocks, ids from 1, counted like the device's."""
+
+    __slots__ = ("_freed", "_untouched", "num_blocks", "num_free", "refs")
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.refs = array("i", bytes(4 * (num_blocks + 1)))
+        self.num_free = num_blocks
+        self._untouched = 1
+        self._freed: list[HostBlockId] = []
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free
+
+    def take(self) -> HostBlockId:
+        assert self.num_free, "taking from a full swap space: room is checked first"
+        self.num_free -= 1
+        if self._freed:
+            block = self._freed.pop()
+        else:
+            block = self._untouched
+            self._untouched = block + 1
+        self.refs[block] = 1
+        return block
+
+    def share(self, block: HostBlockId) -> None:
+        assert self.refs[block] > 0, block
+        self.refs[block] += 1
+
+    def release(self, block: HostBlockId) -> None:
+        refs = self.refs[block] - 1
+        assert refs >= 0, f"host block {block} released more often than shared"
+        self.refs[block] = refs
+        if not refs:
+            self._freed.append(block)
+            self.num_free += 1

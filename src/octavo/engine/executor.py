@@ -1,0 +1,32 @@
+"""The seam. Above it nobody knows what computes: a CPU, a GPU, several, a cost model, or the oracle of the tests.
+
+An executor promises stream order (see `octavo.core.plan`): plan k+1 happens after plan k, and inside a plan table
+writes, swaps out, swaps in, copies and slices happen in that order.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from octavo.core.plan import StepPlan, StepResult
+
+
+class Running(Protocol):
+    """A plan that was submitted."""
+
+    def poll(self) -> StepResult | None:
+        """What has landed since the last call, without waiting; None when that is nothing, or when all is here."""
+
+    def result(self) -> StepResult:
+        """Wait for the rest: all that `poll` has not given yet.
+
+        Raises `octavo.errors.StepError` when the step failed; then everything submitted after it fails too.
+        """
+
+
+class Executor(Protocol):
+    def submit(self, plan: StepPlan) -> Running:
+        """Queue a plan behind those submitted before, and return at once."""
+
+    def close(self) -> None:
+        """Give back what the device holds. A second call does nothing."""

@@ -1,0 +1,312 @@
+"""Random workloads for the oracle: arrivals, chats, forks, beams, aborts, stops, preemption, swaps, failed steps.
+
+`run(seed)` makes a small world from a seed and drives the real scheduler through it until everything has ended, checking
+after every call. `python -m tests.workloads 0 1000` runs seeds 0 to 999 and prints what they reached.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+from octavo.core import events as ev
+from octavo.core.kv_cache import KVCache
+from octavo.core.plan import StepPlan
+from octavo.core.policy import Policy, PreemptionMode
+from octavo.core.request import Request, Status
+from octavo.core.sampling_params import SamplingParams
+from octavo.core.scheduler import Scheduler
+from octavo.errors import CapacityError
+
+from . import oracle as o
+from .oracle import Invariant, Stall, WrongOutput, need
+
+MAX_STEPS = 8000
+
+
+class RandomPolicy(Policy):
+    """Chooses by lot how each victim gives way."""
+
+    def __init__(self, rnd: random.Random, by_priority: bool) -> None:
+        super().__init__(by_priority)
+        self.random = rnd
+
+    def preemption_mode(self, victim: Request) -> PreemptionMode:
+        return self.random.choice(list(PreemptionMode))
+
+
+class World:
+    """One scheduler, one oracle, and the requests that are to come."""
+
+    def __init__(self, seed: int, totals: Counter[str]) -> None:
+        self.random = rnd = random.Random(seed)
+        self.totals = totals
+        self.kind = rnd.choice(["", "", "swap", "chat", "prefix"])
+        self.tight = rnd.random() < 0.6
+        size = 1 if self.kind == "chat" else rnd.choice([1, 2, 3, 4, 8])
+        num_blocks = max(4, rnd.randint(40, 90 if self.tight else 130) // size)
+        num_host = num_blocks if self.kind == "swap" else rnd.choice([0, num_blocks // 2, num_blocks])
+        self.rows = rnd.choice([2, 4, 8, 16])
+        self.cache = KVCache(num_blocks, size, num_host, num_rows=self.rows, enable_prefix_caching=rnd.random() < 0.9)
+        self.seen: Counter[str] = Counter()
+        if rnd.random() < 0.5:
+            self.cache.events.subscribe(self._listen, blocks=rnd.random() < 0.5)
+        by_priority = rnd.random() < 0.5
+        mode = rnd.choice([None, *PreemptionMode, "lot", "lot"])
+        if self.kind == "swap":
+            mode = PreemptionMode.SWAP
+        policy = RandomPolicy(rnd, by_priority) if mode == "lot" else Policy(by_priority, mode)
+        self.scheduler = Scheduler(
+            self.cache,
+            max_num_batched_tokens=rnd.choice([self.rows, self.rows + 3, 32, 256]),
+            decode_window=rnd.choice([1, 1, 2, 4, 8]),
+            num_watermark_blocks=rnd.choice([0, 0, 1, 3]),
+            policy=policy,
+        )
+        if rnd.random() < 0.4:
+            o.watch_eviction(self.cache)
+        coin = lambda: rnd.random() < 0.5  # noqa: E731
+        self.habits = o.Habits(coin(), coin(), coin(), coin(), coin())
+        self.oracle = o.Oracle(self.cache, self.habits, seed)
+        self.depth = rnd.choice([1, 2, 2, 3])
+        self.failing = rnd.choice([0.0, 0.0, 0.0, 0.05])
+        self.requests = self._requests()
+        self.wanted = {r.request_id: r for r in self.requests}
+        self.stopped: set[str] = set()
+        self.aborted: set[str] = set()
+        self.finished: set[str] = set()
+        self.flight: deque[tuple[StepPlan, Any]] = deque()
+
+    def _listen(self, event: ev.Event) -> None:
+        name = type(event).__name__
+        if isinstance(event, ev.Preempted):
+            name += " " + event.how
+        elif isinstance(event, ev.Waiting):
+            name += " for " + event.reason
+        self.seen[name] += 1
+        if isinstance(event, ev.Step):
+            need(event.used + event.cached + event.free == self.cache.pool.num_blocks, Invariant, "Step event", event)
+
+    def _requests(self) -> list[Request]:
+        rnd, todo = self.random, []
+        token = lambda: rnd.randrange(o.VOCAB)  # noqa: E731
+        prefixes = [[token() for _ in range(rnd.randint(1, 20))] for _ in range(2)]
+        for i in range(rnd.randint(1, 14)):
+            prompt = (rnd.choice(prefixes) if rnd.random() < 0.6 else []) + [token() for _ in range(rnd.randint(1, 12))]
+            if rnd.random() < 0.2 or self.kind == "chat":
+                prompt = list(rnd.choice(prefixes))
+            if self.kind in ("swap", "prefix"):
+                prompt = prefixes[0] + [token() for _ in range(rnd.randint(1, 4))]
+            salt = rnd.choice([b"", b"", b"tenant"]) if self.kind == "" else b""
+            if todo and rnd.random() < 0.25:  # the next turn of a chat: an earlier output, its stop token included
+                before = rnd.choice(todo)
+                more = o.reference(before)[0][1]
+                if len(more) < 50:
+                    prompt, salt = more + [token() for _ in range(rnd.randint(1, 3))], before.salt
+            kind = rnd.random()
+            width = rnd.randint(2, 4) if kind < 0.25 else rnd.randint(1, 4) if kind < 0.45 else 1
+            beam = 0.25 <= kind < 0.45
+            stops = rnd.choice([(), (), (), (0,)]) if self.kind != "chat" else (0,)
+            request = Request(
+                f"r{i}",
+                prompt,
+                SamplingParams(max_tokens=None),
+                max_tokens=rnd.randint(8, 24) if self.tight else rnd.randint(1, rnd.choice([4, 12, 30])),
+                stop_ids=stops,
+                priority=rnd.choice([0, 0, 0, 1]),
+                salt=salt,
+                width=width,
+                num_draws=width,
+                decide=o.keep_best(width) if beam else None,
+                host_wait=rnd.random() < 0.1,
+            )
+            todo.append(request)
+        return todo
+
+    # -- driving -------------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        to_come = deque(self.requests)
+        want = {r.request_id: o.reference(r) for r in self.requests}
+        rnd, scheduler, turns = self.random, self.scheduler, 0
+        while to_come or scheduler.requests or self.flight:
+            turns += 1
+            need(turns < MAX_STEPS, Stall, "livelock")
+            while to_come and (rnd.random() < (0.9 if self.tight else 0.4) or not (scheduler.requests or self.flight)):
+                self._add(to_come.popleft(), want)
+            if rnd.random() < 0.04:
+                self._interfere()
+            plan = self._plan() if len(self.flight) < self.depth else None
+            if self.flight and (not plan or len(self.flight) >= self.depth or rnd.random() < 0.2):
+                self._land()
+            elif plan is not None and not plan and not self.flight and not to_come:
+                need(not scheduler.requests, Stall, "nothing planned, nothing in flight", scheduler.requests)
+        self._at_rest(want)
+
+    def _add(self, request: Request, want: dict[str, Any]) -> None:
+        self.totals["requests"] += 1
+        try:
+            self.scheduler.add(request)
+        except CapacityError:
+            self.totals["refused"] += 1
+            want.pop(request.request_id)
+
+    def _interfere(self) -> None:
+        rnd, scheduler = self.random, self.scheduler
+        request = self.wanted[rnd.choice(list(self.wanted))]
+        name = request.request_id
+        if name in scheduler.requests:
+            self.totals["abort " + request.status.value + (" in flight" if request.num_pending else "")] += 1
+            if rnd.random() < 0.3 and not request.num_pending:
+                self.totals["stop a sequence"] += 1
+                self.stopped.add(name)
+                if scheduler.stop(rnd.choice(request.sequences)):
+                    self.finished.add(name)
+            else:
+                self.aborted.add(name)
+                scheduler.abort(name)
+        scheduler.abort("nobody")
+        if rnd.random() < 0.1:
+            self.cache.reset_prefix_cache()
+        o.check(scheduler)
+
+    def _plan(self) -> StepPlan:
+        scheduler = self.scheduler
+        running, waiting = list(scheduler.running), list(scheduler.waiting)
+        plan = scheduler.schedule()
+        o.check(scheduler)
+        left = [r for r in running if r not in scheduler.running]
+        came = [r for r in waiting if r in scheduler.running]
+        need(not (left and (came or plan.swap_ins)), Invariant, "somebody came in in a step that preempted")
+        need(not (came and scheduler.swapped), Invariant, "admitted while others are swapped")
+        need(all(len(r.sequences) > 1 or r.sequences[0] in plan.sequences for r in came), Invariant, "came for nothing")
+        need(plan.num_tokens <= scheduler.max_num_batched_tokens, Invariant, "token budget")
+        need(all(n <= scheduler.decode_window for n in plan.samples), Invariant, "window")
+        self._computed_once(plan, came)
+        if plan:
+            self.flight.append((plan, self.oracle.submit(plan)))
+        return plan
+
+    def _computed_once(self, plan: StepPlan, came: list[Request]) -> None:
+        """No two that come in together compute the same first block: the second waits for the first's."""
+        if not self.cache.enable_prefix_caching:
+            return
+        first = {}
+        size = self.cache.block_size
+        for request in came:
+            seq = request.sequences[0]
+            if seq not in plan.sequences:
+                continue
+            i = plan.sequences.index(seq)
+            end = plan.starts[i] // size * size + size
+            if end <= min(plan.starts[i] + plan.counts[i], len(seq.token_ids) - 1):
+                content = (request.salt, seq.token_ids[:end].tobytes())
+                need(content not in first, Invariant, "computed twice in one step", request, first.get(content))
+                first[content] = request
+
+    def _land(self) -> None:
+        plan, running = self.flight[0]
+        scheduler, totals = self.scheduler, self.totals
+        if self.random.random() < self.failing:
+            totals["failed steps"] += 1
+            void = [p for p, _ in self.flight]
+            self.flight.clear()
+            redone = scheduler.fail(plan)
+            self.oracle.fail(void)
+            totals["recomputed after a failed step"] += len(redone)
+            need(all(r.status is Status.WAITING and not r.num_pending for r in redone), Invariant, "not taken back")
+            o.check(scheduler)
+            return
+        while (part := running.poll()) is not None:
+            totals["columns"] += 1
+            self._take_in(scheduler.update(plan, part, last=False))
+            o.check(scheduler)
+            if self.random.random() < 0.3:
+                break
+        self.flight.popleft()
+        self._take_in(scheduler.update(plan, running.result()))
+        o.check(scheduler)
+
+    def _take_in(self, finished: list[Request]) -> None:
+        for request in finished:
+            need(request.request_id not in self.finished, WrongOutput, "finished twice", request)
+            self.finished.add(request.request_id)
+
+    def _at_rest(self, want: dict[str, Any]) -> None:
+        pool = self.cache.pool
+        need(not any(pool.refs) and pool.num_cached + pool.num_free == pool.num_blocks, Invariant, "blocks leaked")
+        need(self.cache.swap_space.num_used == 0, Invariant, "host blocks leaked")
+        need(self.cache.rows.num_free == self.rows and not self.scheduler.num_rows_taken, Invariant, "rows leaked")
+        need(not self.cache._holders and self.cache.stats().num_used == 0, Invariant, "holders leaked")
+        for name, wanted in want.items():
+            request = self.wanted[name]
+            got = o.outputs(request)
+            if name in self.aborted or name in self.stopped:
+                if request.decide is None:
+                    whole = dict(wanted)
+                    need(all(t == whole[j][: len(t)] for j, t in got), WrongOutput, name, "cut short")
+            else:
+                need(got == wanted, WrongOutput, name, got, wanted)
+                need(name in self.finished, WrongOutput, name, "never reported")
+
+
+def run(seed: int, totals: Counter[str] | None = None) -> Counter[str]:
+    """Drive the world of this seed to its end. Raises what the oracle found."""
+    totals = Counter() if totals is None else totals
+    world = World(seed, totals)
+    world.run()
+    totals.update(world.oracle.counts)
+    totals.update(world.seen)
+    totals["workloads"] += 1
+    return totals
+
+
+def cover(totals: Counter[str]) -> None:
+    """Count what random workloads reach, by wrapping the core; for the command line only."""
+
+    def wrap(cls: type, name: str, note: Callable[..., None]) -> None:
+        inner = getattr(cls, name)
+
+        def outer(self: Any, *args: Any, **kwargs: Any) -> Any:
+            note(self, *args)
+            return inner(self, *args, **kwargs)
+
+        setattr(cls, name, outer)
+
+    def preempt(scheduler: Scheduler, victim: Request, asker: Request, *_: Any) -> None:
+        totals["preempt a group" if len(victim.sequences) > 1 else "preempt one"] += 1
+        totals["preempt in flight"] += victim.num_pending > 0
+        totals["preempt a window in flight"] += any(s.num_pending > 1 for s in victim.sequences)
+        totals["preempt itself"] += victim is asker
+
+    wrap(Scheduler, "_preempt", preempt)
+    wrap(KVCache, "sibling_prefix", lambda *_: totals.update(["rebuild a sibling"]))
+    wrap(KVCache, "fork", lambda c, p, *_: totals.update(["fork " + p.request.status.value]))
+
+
+def main(first: int, last: int) -> int:
+    totals: Counter[str] = Counter()
+    bad: Counter[str] = Counter()
+    cover(totals)
+    begin = time.time()
+    for seed in range(first, last):
+        try:
+            run(seed, totals)
+        except Exception as error:
+            bad[f"{type(error).__name__} {str(error)[:60]}"] += 1
+            if sum(bad.values()) <= 3:
+                print("seed", seed)
+                traceback.print_exc()
+    for name, n in sorted(totals.items()):
+        print(f"{n:>12,}  {name}")
+    print(dict(bad) or "no failures", f"{time.time() - begin:.1f} s")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
