@@ -1,3 +1,30 @@
-"""Octavo serves large language models from paged key/value memory. Importing it loads no torch."""
+"""Octavo serves large language models from paged key/value memory.
+
+The public names are loaded when they are first used: importing octavo loads no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from octavo.core.sampling_params import SamplingParams
+    from octavo.engine.outputs import CompletionOutput, RequestOutput
+    from octavo.llm import LLM
 
 __version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+_HOME = {
+    "LLM": "octavo.llm",
+    "SamplingParams": "octavo.core.sampling_params",
+    "RequestOutput": "octavo.engine.outputs",
+    "CompletionOutput": "octavo.engine.outputs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -14,8 +14,13 @@ from octavo.core.plan import StepPlan, StepResult
 class Running(Protocol):
     """A plan that was submitted."""
 
-    def poll(self) -> StepResult | None:
-        """What has landed since the last call, without waiting; None when that is nothing, or when all is here."""
+    @property
+    def done(self) -> bool:
+        """Whether `result` would not wait."""
+
+    def poll(self, timeout_s: float = 0.0) -> StepResult | None:
+        """The columns of tokens that have landed since the last call, before the last of them; waits at most that long
+        for one. None when there is nothing of the kind: then either nothing has landed, or all has."""
 
     def result(self) -> StepResult:
         """Wait for the rest: all that `poll` has not given yet.

@@ -1,0 +1,86 @@
+# Every target works from a fresh clone: it makes .venv first. `make help` lists them.
+#
+#   PYTHON      the interpreter that .venv is made from (3.11 or newer)
+#   TORCH       which torch to install, e.g. TORCH='torch==2.12.*'
+#   PIP_ARGS    what else pip is told, e.g. the index of torch's CPU builds, which spares gigabytes of CUDA on Linux:
+#               make demo PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu'
+#   ARGS        what else the program of a target is told, e.g. make test ARGS='tests/core -k fork'
+
+PYTHON   ?= python3
+TORCH    ?= torch>=2.11,<2.14
+PIP_ARGS ?=
+ARGS     ?=
+
+VENV    := .venv
+BIN     := $(VENV)/bin
+RUNTIME := $(VENV)/.installed
+DEV     := $(VENV)/.installed-dev
+# Two workers on two cores, with one thread each: torch's own threads would only fight over the tiny tensors of tests.
+PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check prove mutants bench lint types contracts size coverage clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(RUNTIME) ## a real model answers eight prompts together, from paged memory
+	@$(BIN)/octavo demo $(ARGS)
+
+test: $(DEV) ## every test but the slow ones
+	@echo '== test'
+	@$(PYTEST) -n $(WORKERS) -m 'not slow' $(ARGS)
+
+check: test coverage lint types contracts size ## what a change must pass: tests, coverage, lint, types, imports, sizes
+	@echo '== all checks passed'
+
+prove: $(DEV) ## the long proofs: 10^6 steps under the oracle, small worlds exhaustively, the full matrix
+	@$(PYTEST) -m slow -n $(WORKERS) $(ARGS)
+
+mutants: $(DEV) ## plant every known bug in the core, one at a time, and see the tests kill it
+	@$(BIN)/python scripts/mutants.py $(ARGS)
+
+bench: $(RUNTIME) ## the core's cost on the host, and the attention ladder
+	@$(BIN)/octavo bench core
+	@$(BIN)/octavo bench attention
+
+coverage: $(DEV)
+	@echo '== coverage: every branch of octavo.core'
+	@$(PYTEST) -n $(WORKERS) -m 'not slow' tests/core --cov --cov-report=term:skip-covered --cov-fail-under=100
+
+lint: $(DEV)
+	@echo '== lint'
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+
+types: $(DEV)
+	@echo '== types'
+	@$(BIN)/mypy
+
+contracts: $(DEV)
+	@echo '== import contracts'
+	@$(BIN)/lint-imports --no-logo
+
+size: $(DEV)
+	@echo '== size'
+	@$(BIN)/python scripts/size.py
+
+clean: ## remove .venv and what the tools left behind
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage* build dist
+	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps are older than pyproject.toml after a change to it, and only then is anything installed again.
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: $(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(RUNTIME): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) '$(TORCH)' -e .
+	@touch $@
+
+$(DEV): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) '$(TORCH)' -e '.[dev]'
+	@touch $(RUNTIME) $@

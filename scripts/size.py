@@ -1,0 +1,102 @@
+"""Lines of code per folder of src/octavo against a budget; fails when one is above it.
+
+A line of code holds a token that is no comment and no docstring: a budget on explanations would be a reason to explain
+less. All lines stand in a column beside it. A budget may be raised, with a reason in the same commit.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import sys
+import tokenize
+from pathlib import Path
+from typing import NamedTuple
+
+BUDGETS: dict[str, int] = {
+    "core": 1500,
+    "engine": 1200,
+    "text": 700,
+    "kernels": 2200,
+    "models": 1200,
+    "runner": 1800,
+    "serve": 1800,
+    "cluster": 500,
+    "simulate": 1800,
+    "view": 600,
+    "view (JavaScript)": 1200,
+    "cli": 800,
+}
+JAVASCRIPT = {".js", ".mjs"}
+VENDORED = "vendor"
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+
+
+class Size(NamedTuple):
+    code: int
+    lines: int
+
+    def plus(self, other: Size) -> Size:
+        return Size(self.code + other.code, self.lines + other.lines)
+
+
+def size_of(path: Path) -> Size:
+    """One file's. In JavaScript only blank lines and lines of // are no code."""
+    source = path.read_text(encoding="utf-8")
+    lines = source.splitlines()
+    if path.suffix in JAVASCRIPT:
+        return Size(sum(bool(line.strip()) and not line.strip().startswith("//") for line in lines), len(lines))
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in NO_CODE:
+            code.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        # A string that stands alone: a docstring, or the description under an attribute.
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            code.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return Size(len(code), len(lines))
+
+
+def sizes(root: Path) -> dict[str, Size]:
+    """Per top-level folder of the package at `root`; its own modules are "(top)"; JavaScript stands apart."""
+    totals: dict[str, Size] = {}
+    for path in sorted(root.rglob("*")):
+        parts = path.relative_to(root).parts
+        if VENDORED in parts or path.suffix not in {".py", *JAVASCRIPT}:
+            continue
+        folder = parts[0] if len(parts) > 1 else "(top)"
+        if path.suffix in JAVASCRIPT:
+            folder += " (JavaScript)"
+        totals[folder] = totals.get(folder, Size(0, 0)).plus(size_of(path))
+    return totals
+
+
+def main(root: Path) -> int:
+    totals = sizes(root)
+    if not totals:
+        print(f"error: no source in {root}", file=sys.stderr)
+        return 1
+    print(f"{'':<20}{'code':>7}{'budget':>8}{'all lines':>11}")
+    over: list[str] = []
+    for folder in sorted(totals, key=lambda name: (name not in BUDGETS, name)):
+        code, lines = totals[folder]
+        budget = BUDGETS.get(folder)
+        print(f"{folder:<20}{code:>7,}{f'{budget:,}' if budget else '-':>8}{lines:>11,}")
+        if budget is not None and code > budget:
+            over.append(f"error: {folder} is {code - budget} lines over its budget of {budget:,}")
+    print(f"{'all':<20}{sum(s.code for s in totals.values()):>7,}{'':>8}{sum(s.lines for s in totals.values()):>11,}")
+    for line in over:
+        print(line, file=sys.stderr)
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1] / "src" / "octavo"))

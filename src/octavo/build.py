@@ -1,0 +1,124 @@
+"""The composition root: from what the caller said to an engine that runs. The one place that knows all the parts."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from octavo.checkpoint import Checkpoint, open_checkpoint
+from octavo.config import EngineArgs, EngineConfig
+from octavo.core.kv_cache import KVCache
+from octavo.core.policy import Policy, PreemptionMode
+from octavo.core.scheduler import Scheduler
+from octavo.engine.engine import Engine
+from octavo.errors import MemoryBudgetError
+from octavo.kernels import cpu as cpu_ops
+from octavo.models.decoder import Decoder
+from octavo.models.spec import DecoderSpec, spec_from_config
+from octavo.models.weights import load_decoder
+from octavo.runner.executor import LocalExecutor
+from octavo.runner.memory import Budget, plan_memory
+from octavo.runner.runner import ModelRunner
+from octavo.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("octavo")
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """An engine and what was settled on the way."""
+
+    engine: Engine
+    config: EngineConfig
+    spec: DecoderSpec
+    tokenizer: Tokenizer | None
+
+
+def build(args: EngineArgs) -> Built:
+    """Load the model, plan the memory, and put the engine together. Raises `ModelError` or `MemoryBudgetError`."""
+    checkpoint = open_checkpoint(args.model, revision=args.revision)
+    spec = spec_from_config(checkpoint.config, checkpoint.generation_config)
+    tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_checkpoint(checkpoint)
+    dtype = torch.float32 if args.dtype == "auto" else getattr(torch, args.dtype)
+    decoder = _load(checkpoint, spec, dtype)
+    budget = plan_memory(
+        args,
+        bytes_per_token=spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize,
+        weight_bytes=decoder.num_bytes,
+        model_len=spec.max_position_embeddings,
+    )
+    for warning in budget.warnings:
+        logger.warning(warning)
+    config = EngineConfig(
+        args=args,
+        dtype=str(dtype).removeprefix("torch."),
+        max_model_len=budget.max_model_len,
+        num_blocks=budget.num_blocks,
+        num_host_blocks=budget.num_host_blocks,
+        bytes_per_block=budget.bytes_per_block,
+        weight_bytes=budget.weight_bytes,
+    )
+    executor = LocalExecutor(_runner(decoder, config, budget, dtype))
+    eos = {*spec.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}
+    engine = Engine(
+        make_scheduler(config),
+        executor,
+        vocab_size=spec.vocab_size,
+        max_model_len=config.max_model_len,
+        eos_token_ids=sorted(eos),
+        overlap=args.async_scheduling,
+        seed=args.seed,
+    )
+    return Built(engine, config, spec, tokenizer)
+
+
+def make_scheduler(config: EngineConfig) -> Scheduler:
+    """The core that a configuration describes."""
+    args = config.args
+    cache = KVCache(
+        config.num_blocks,
+        args.block_size,
+        config.num_host_blocks,
+        num_rows=args.max_num_seqs,
+        enable_prefix_caching=args.enable_prefix_caching,
+    )
+    return Scheduler(
+        cache,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        decode_window=args.decode_window,
+        num_watermark_blocks=int(args.watermark * config.num_blocks),
+        policy=Policy(
+            by_priority=args.scheduling_policy == "priority",
+            mode=None if args.preemption_mode == "auto" else PreemptionMode(args.preemption_mode),
+        ),
+    )
+
+
+def _load(checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype) -> Decoder:
+    try:
+        return load_decoder(checkpoint, spec, dtype=dtype, device="cpu", ops=cpu_ops)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        raise MemoryBudgetError(
+            f"the weights of {checkpoint.path} do not fit into memory as {dtype}; try dtype bfloat16 or a smaller model"
+        ) from error
+
+
+def _runner(decoder: Decoder, config: EngineConfig, budget: Budget, dtype: torch.dtype) -> ModelRunner:
+    spec = decoder.spec
+    block = (spec.num_layers, 2, spec.num_kv_heads, config.args.block_size, spec.head_dim)
+    try:
+        # Zeros cost nothing here: the system gives each of their pages when it is first written to.
+        kv = torch.zeros(config.num_blocks + 1, *block, dtype=dtype)
+        host_kv = torch.zeros(config.num_host_blocks + 1, *block, dtype=dtype)
+    except RuntimeError as error:
+        raise MemoryBudgetError(
+            f"No available memory for the cache blocks: {budget.table()}; lower num_gpu_blocks_override, "
+            "kv_cache_memory_bytes or swap_space"
+        ) from error
+    return ModelRunner(
+        decoder, kv, host_kv, num_rows=config.args.max_num_seqs, max_model_len=config.max_model_len, ops=cpu_ops
+    )

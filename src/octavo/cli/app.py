@@ -1,0 +1,69 @@
+"""The command line's table of contents: which commands there are. Nothing heavy is imported before a command runs."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated
+
+import typer
+
+import octavo
+from octavo.cli.bench import bench
+from octavo.cli.blocks import blocks
+from octavo.cli.chat import chat
+from octavo.cli.demo import demo
+from octavo.cli.generate import generate
+from octavo.cli.models import models
+
+app = typer.Typer(
+    help="Serve large language models from paged key/value memory, and see every block.",
+    add_completion=False,
+    rich_markup_mode=None,
+    invoke_without_command=True,
+    # --max_tokens is --max-tokens.
+    context_settings={
+        "token_normalize_func": lambda name: name.replace("_", "-"),
+        "help_option_names": ["-h", "--help"],
+    },
+)
+app.command()(generate)
+app.command()(chat)
+app.command()(demo)
+app.command()(blocks)
+app.add_typer(models, name="models")
+app.add_typer(bench, name="bench")
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")] = False,
+) -> None:
+    # `main.run` has taken --debug out already, so that it may stand anywhere; it is declared for the help's sake.
+    del debug
+    if version:
+        print(f"octavo {octavo.__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def call(args: list[str]) -> int:
+    """Run a command line. Returns its exit code, or raises what the command raised."""
+    code = typer.main.get_command(app).main(args, prog_name="octavo", standalone_mode=False)
+    return code if isinstance(code, int) else 0
+
+
+def usage_problem(error: Exception) -> str | None:
+    """What is wrong with the command line, if that is what this error says."""
+    if not isinstance(error, typer.TyperException):
+        return None
+    option = getattr(error, "option_name", "")
+    if option.startswith("-") and type(error).__name__ == "NoSuchOption":
+        context = getattr(error, "ctx", None)
+        known = [name for param in context.command.params for name in param.opts] if context else []
+        near = difflib.get_close_matches(option, known, n=1, cutoff=0.5)
+        command = context.command_path if context else "octavo"
+        return f"no option {option}; " + (f"did you mean {near[0]}?" if near else f"see {command} --help")
+    message = error.format_message().rstrip(".")
+    return message[:1].lower() + message[1:]

@@ -1,0 +1,157 @@
+"""`octavo generate`: complete prompts, all of them together."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+from octavo.cli.models import load
+from octavo.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Model, options_of
+from octavo.cli.terminal import printable
+from octavo.config import EngineArgs
+from octavo.core.sampling_params import SamplingParams
+from octavo.errors import PromptError
+
+if TYPE_CHECKING:
+    from octavo.engine.outputs import RequestOutput
+    from octavo.llm import LLM
+
+Prompt: TypeAlias = str | dict[str, Any]
+"""Text, or {"prompt_token_ids": [...]}."""
+
+
+@options_of(EngineArgs, ENGINE, into="engine")
+@options_of(SamplingParams, SAMPLING, into="sampling")
+def generate(
+    *,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt; may be repeated.")
+    ] = None,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='A prompt a line, as text or as JSON with "prompt" or "prompt_token_ids"; - reads stdin.',
+        ),
+    ] = None,
+    model: Model = DEFAULT_MODEL,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    engine: dict[str, Any],
+    sampling: dict[str, Any],
+) -> None:
+    """Complete prompts, all in one continuous batch.
+
+    One prompt on a terminal is streamed. --json prints one object a line: prompt, text, token_ids, finish_reason and
+    num_cached_tokens, in the order of the prompts.
+    """
+    prompts: list[Prompt] = list(prompt or [])
+    if prompts_file is not None:
+        prompts += read_prompts(prompts_file)
+    if not prompts:
+        raise PromptError("no prompt; give --prompt TEXT or --prompts-file FILE", param="prompt")
+
+    params = SamplingParams(**sampling)  # before the model is loaded: a mistake in it costs no wait
+    with load(model, engine) as llm:
+        if len(prompts) == 1 and params.n == 1 and sys.stdout.isatty() and not as_json:
+            failed = stream(llm, prompts[0], params)
+        else:
+            outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+            failed = show_json(outputs) if as_json else show_text(outputs)
+    if failed:
+        raise typer.Exit(1)
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts of a file, "-" for stdin. Its first line says whether all of them are JSON objects.
+
+    Raises `PromptError` with the line's number for one that is not a prompt.
+    """
+    try:
+        text = sys.stdin.buffer.read().decode() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PromptError(f"cannot read {path}: {error.strerror}", param="prompts_file") from None
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{path} is not UTF-8 (byte {error.start})", param="prompts_file") from None
+    # Not splitlines(): a prompt may hold characters that Unicode, but no editor, takes for the end of a line.
+    lines = [(i, line) for i, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1) if line.strip()]
+    if not lines:
+        raise PromptError(f"{path} has no prompt; it needs one a line", param="prompts_file")
+    if not _is_object(lines[0][1]):
+        return [line.rstrip("\r") for _, line in lines]
+    return [_prompt_of(line, f"{path}, line {i}") for i, line in lines]
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _prompt_of(line: str, where: str) -> Prompt:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise PromptError(f"{where} is no JSON: {error}", param="prompts_file") from None
+    if isinstance(record, dict):
+        if isinstance(text := record.get("prompt"), str):
+            return text
+        if isinstance(ids := record.get("prompt_token_ids"), list):
+            return {"prompt_token_ids": ids}
+    raise PromptError(f'{where} has neither a "prompt" of text nor "prompt_token_ids"', param="prompts_file")
+
+
+def stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> bool:
+    """Print one completion as it grows; whether it failed."""
+    shown = 0
+    for output in llm.stream([prompt], params):
+        completion = output.outputs[0]
+        print(printable(completion.text[shown:]), end="", flush=True)
+        shown = len(completion.text)
+    print()
+    return report_failures([output])
+
+
+def show_text(outputs: Sequence[RequestOutput]) -> bool:
+    """A single completion bare, several under their prompts; whether any failed."""
+    bare = sum(len(output.outputs) for output in outputs) == 1
+    for output in outputs:
+        if not bare:
+            print(f">>> {output.prompt if output.prompt is not None else list(output.prompt_token_ids)}")
+        for completion in output.outputs:
+            print(printable(completion.text) if sys.stdout.isatty() else completion.text, end="\n" if bare else "\n\n")
+    return report_failures(outputs)
+
+
+def show_json(outputs: Sequence[RequestOutput]) -> bool:
+    for output in outputs:
+        for record in records(output):
+            print(json.dumps(record, ensure_ascii=False), flush=True)
+    return report_failures(outputs)
+
+
+def records(output: RequestOutput) -> Iterator[dict[str, Any]]:
+    """What --json prints: one object a completion, numbered where a prompt has several."""
+    for completion in output.outputs:
+        record = {
+            "prompt": output.prompt if output.prompt is not None else list(output.prompt_token_ids),
+            "text": completion.text,
+            "token_ids": list(completion.token_ids),
+            "finish_reason": completion.finish_reason,
+            "num_cached_tokens": output.num_cached_tokens,
+        }
+        yield record | ({"index": completion.index} if len(output.outputs) > 1 else {})
+
+
+def report_failures(outputs: Sequence[RequestOutput]) -> bool:
+    """One line on stderr for each request that failed on its own, all others being fine."""
+    failed = [output for output in outputs if any(c.finish_reason == "error" for c in output.outputs)]
+    sys.stdout.flush()
+    for output in failed:
+        print(f"error: request {output.request_id} failed: {output.outputs[0].stop_reason}", file=sys.stderr)
+    return bool(failed)

@@ -1,0 +1,74 @@
+"""The `octavo` command: runs one, and turns what went wrong into one line and an exit code.
+
+0  done      1  it failed      2  a mistake in the call      130  interrupted (Ctrl-C)
+
+A traceback is shown only with `--debug`, or OCTAVO_DEBUG=1.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+
+
+def main() -> None:
+    code = run(sys.argv[1:])
+    if code == INTERRUPTED:
+        # Whoever presses Ctrl-C again while threads are being joined wants it to end, not to read about threads.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(code)
+
+
+def run(args: Sequence[str]) -> int:
+    """Run one command line and return its exit code. Prints, but never raises and never exits."""
+    debug = "--debug" in args or os.environ.get("OCTAVO_DEBUG", "0") not in ("", "0")
+    try:
+        # Imported here, not above: Ctrl-C during imports is answered like Ctrl-C anywhere else.
+        from octavo.cli.app import call
+
+        code = call([arg for arg in args if arg != "--debug"])
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has left (`octavo ... | head`). Python flushes stdout once more at exit: into nothing, then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else FAILED
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        message, code = explain(error)
+        print(f"error: {message}", file=sys.stderr)
+        return code
+
+
+def explain(error: Exception) -> tuple[str, int]:
+    """An exception as one line, and the exit code that goes with it."""
+    from octavo.cli.app import usage_problem
+    from octavo.errors import OctavoError, UsageError
+
+    if (problem := usage_problem(error)) is not None:
+        message, code = problem, MISUSED
+    elif isinstance(error, UsageError):
+        message, code = str(error), MISUSED
+    elif isinstance(error, OctavoError):
+        message, code = str(error), FAILED
+    elif isinstance(error, OSError) and error.strerror:
+        name = f": {error.filename}" if error.filename else ""
+        message, code = f"{error.strerror}{name}", FAILED
+    else:
+        kind = type(error).__name__
+        message, code = f"{kind}: {error} (a bug of Octavo's; --debug shows where)", FAILED
+    return " ".join(message.split()), code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""The loop: plan a step, submit it, take in the result of the one before, and tell what came of it."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from octavo.core import events as ev
+from octavo.core.plan import StepPlan, StepResult
+from octavo.core.request import Request, Sequence
+from octavo.core.sampling_params import SamplingParams
+from octavo.core.scheduler import Scheduler
+from octavo.engine.executor import Executor, Running
+from octavo.engine.garbage import QuietGarbage
+from octavo.engine.outputs import MakeDetokenizer, RequestMetrics, RequestOutput, RequestState
+from octavo.engine.stats import EngineStats
+from octavo.errors import ContextLengthError, ParameterError, PromptError, StepError
+
+logger = logging.getLogger("octavo.engine")
+
+POLL_S = 0.1
+"""How long one wait for the device lasts before the loop looks around (for Ctrl-C)."""
+
+
+class Engine:
+    """Requests in, outputs out, one step at a time. Not thread-safe: one thread owns it.
+
+    vocab_size, max_model_len   what a prompt is checked against
+    eos_token_ids               the model's own ends of sequence
+    overlap                     plan the next step while the device computes this one
+    seed                        where the seeds of requests that bring none come from
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Seq[int] = (),
+        overlap: bool = True,
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.stats = EngineStats()
+        self.garbage = QuietGarbage()
+        self._clock = clock
+        self._seeds = random.Random(seed)
+        self._depth = 2 if overlap else 1
+        self._flight: deque[tuple[StepPlan, Running]] = deque()
+        self._states: dict[str, RequestState] = {}
+        self._num_incremental = 0
+        self._num_failures = 0  # steps failed in a row
+        scheduler.events.subscribe(self.stats)
+        scheduler.events.subscribe(self._listen)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Seq[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        salt: bytes = b"",
+        make_detokenizer: MakeDetokenizer | None = None,
+        stream: bool = False,
+    ) -> None:
+        """Queue a request; with `stream`, `step` tells of it whenever it has new tokens, else when it has finished.
+
+        Raises `PromptError`, `ContextLengthError`, `ParameterError` or `CapacityError`; then nothing was queued.
+        """
+        if request_id in self._states:
+            raise ParameterError(f"a request {request_id!r} is running already; ids must differ", param="request_id")
+        self.check_prompt(prompt_token_ids)
+        max_tokens = self._max_tokens(len(prompt_token_ids), params)
+        if max(params.stop_token_ids or (), default=0) >= self.vocab_size:
+            raise ParameterError(
+                f"stop_token_ids has {max(params.stop_token_ids or ())}, the vocabulary ends at {self.vocab_size - 1}",
+                param="stop_token_ids",
+            )
+        request = Request(
+            request_id,
+            prompt_token_ids,
+            params,
+            max_tokens=max_tokens,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            stop_ids=() if params.ignore_eos else self.eos_token_ids,
+            priority=priority,
+            salt=salt,
+        )
+        self.scheduler.add(request)
+        if not params.detokenize:
+            make_detokenizer = None
+        incremental = make_detokenizer is not None and (stream or bool(params.stop_strings))
+        self._num_incremental += incremental or stream
+        self._states[request_id] = RequestState(
+            request, prompt, RequestMetrics(self._clock()), make_detokenizer, incremental, stream
+        )
+
+    def check_prompt(self, prompt_token_ids: Seq[int]) -> None:
+        """Raises `PromptError` for an empty prompt or a token that the model does not have."""
+        if not prompt_token_ids:
+            raise PromptError("the prompt is empty; give it at least one token", param="prompt", code="empty_prompt")
+        for i, token in enumerate(prompt_token_ids):
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
+                raise PromptError(
+                    f"token {i} of the prompt is {token!r}; token ids are integers from 0 to {self.vocab_size - 1}",
+                    param="prompt",
+                    code="invalid_token_id",
+                )
+
+    def _max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
+        """A number is taken at its word; a default is cut to what fits."""
+        limit = self.max_model_len
+        if num_prompt + 1 > limit or (params.max_tokens is not None and num_prompt + params.max_tokens > limit):
+            asked = f"{params.max_tokens} for the completion" if params.max_tokens is not None else "a completion"
+            raise ContextLengthError(
+                f"This model's maximum context length is {limit} tokens. However, you requested {num_prompt} tokens in "
+                f"the prompt and {asked}; shorten the prompt"
+                + (f", or ask for at most {limit - num_prompt} tokens" if num_prompt < limit else ""),
+                param="prompt" if num_prompt + 1 > limit else "max_tokens",
+            )
+        if params.max_tokens is not None:
+            return params.max_tokens
+        most = self.scheduler.cache.longest_output(num_prompt, params.n)
+        return max(1, min(limit - num_prompt, most))
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request, whatever it is doing; its output so far, None when there is no such request."""
+        self.scheduler.abort(request_id)
+        return self._close(request_id) if request_id in self._states else None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._states or self._flight)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._states)
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Plan one step, and take in what the device has; returns the requests that have something to tell.
+
+        May return nothing while the device works. Waits for the device when there is nothing else to do.
+        """
+        plan = None
+        if len(self._flight) < self._depth:
+            plan = self.scheduler.schedule()
+            if plan:
+                self._flight.append((plan, self.executor.submit(plan)))
+        if not self._flight or (plan and len(self._flight) < self._depth):
+            return []
+        self.garbage.breathe()
+        plan, running = self._flight[0]
+        try:
+            if self._num_incremental:
+                while not running.done:
+                    if (part := running.poll(POLL_S)) is not None:
+                        return self._take_in(plan, part, last=False)
+            result = running.result()
+        except StepError as error:
+            return self._failed(plan, error)
+        self._flight.popleft()
+        self._num_failures = 0
+        return self._take_in(plan, result, last=True)
+
+    def drain(self) -> None:
+        """Wait for all that is in flight, and drop it: for leaving in the middle of something."""
+        while self._flight:
+            plan, running = self._flight.popleft()
+            try:
+                self.scheduler.update(plan, running.result())
+            except StepError:
+                self._flight.clear()
+                self.scheduler.fail(plan)
+
+    def _take_in(self, plan: StepPlan, result: StepResult, *, last: bool) -> list[RequestOutput]:
+        now = self._clock()
+        finished = self.scheduler.update(plan, result, last=last)
+        for i in plan.host_tokens:  # the slices of prompts, and of what was recomputed
+            state = self._state_of(plan.sequences[i])
+            if result.tokens[i] and state is not None and state.metrics.first_token_time is None:
+                state.metrics.first_token_time = now
+        told: dict[str, RequestState] = {}
+        if self._num_incremental:
+            for sequence, tokens in zip(plan.sequences, result.tokens, strict=True):
+                state = self._state_of(sequence)
+                if state is None or not tokens:
+                    continue
+                if state.incremental:
+                    self._read(state, finished)
+                if state.stream:
+                    told[state.request.request_id] = state
+        outputs = [s.output() for name, s in told.items() if s.request.sequences]
+        for request in finished:
+            if (output := self._close(request.request_id, now)) is not None:
+                outputs.append(output)
+        return outputs
+
+    def _read(self, state: RequestState, finished: list[Request]) -> None:
+        """Text from new tokens. A stop string in it ends the sequence, which the scheduler cannot know."""
+        request = state.request
+        for sequence in [*request.sequences, *request.done]:
+            if state.read(sequence) and not sequence.finish_reason and self.scheduler.stop(sequence):
+                finished.append(request)
+
+    def _state_of(self, sequence: Sequence) -> RequestState | None:
+        return self._states.get(sequence.request.request_id)
+
+    def _close(self, request_id: str, now: float | None = None) -> RequestOutput | None:
+        """The last output of a request; it is forgotten here."""
+        state = self._states.pop(request_id, None)
+        if state is None:
+            return None
+        self._num_incremental -= state.incremental or state.stream
+        state.metrics.finished_time = self._clock() if now is None else now
+        output = state.output()
+        state.request.done = []  # its sequences point to it: without this, only the collector could free them
+        return output
+
+    def _failed(self, plan: StepPlan, error: StepError) -> list[RequestOutput]:
+        """A step failed. Once may be chance: all that was in flight is computed again. Twice in a row, the requests of
+        the failed plan fail."""
+        self._flight.clear()
+        self.stats.num_failed_steps += 1
+        self._num_failures += 1
+        in_plan = {seq.request.request_id for seq in plan.sequences}
+        self.scheduler.fail(plan)
+        if self._num_failures == 1:
+            logger.warning("step %d failed and is computed again: %s", plan.step, error)
+            return []
+        logger.error("step %d failed again; its %d requests are given up: %s", plan.step, len(in_plan), error)
+        self._num_failures = 0
+        outputs = []
+        for request_id in in_plan & self._states.keys():
+            self._states[request_id].request.error = str(error)
+            self.scheduler.abort(request_id, "error")
+            if (output := self._close(request_id)) is not None:
+                outputs.append(output)
+        return outputs
+
+    def _listen(self, event: ev.Event) -> None:
+        if isinstance(event, ev.Admitted | ev.Preempted):
+            state = self._states.get(event.request_id)
+            if state is None:
+                return
+            if isinstance(event, ev.Preempted):
+                state.metrics.num_preemptions += 1
+            elif state.metrics.first_scheduled_time is None:
+                state.metrics.first_scheduled_time = self._clock()
+
+    def close(self) -> None:
+        self._flight.clear()
+        self.executor.close()

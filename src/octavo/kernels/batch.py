@@ -1,0 +1,136 @@
+"""What the kernels read besides the data itself: `RaggedBatch` for attention, `SamplingTensors` for sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedBatch:
+    """One call's tokens of several sequences, flattened: prompts, chunks and single decode tokens side by side.
+
+        sequence        0           1   2         3          query_len = 5, 1, 1, 4
+        tokens     | a b c d e    | f | g | h i j k |
+        query_start  0              5   6   7         11
+
+    Query i of sequence s is at position `seq_lens[s] - query_len[s] + i` and sees the keys of positions 0 to its own,
+    which are in the pool already: K and V are written first, then attended to.
+
+    positions      [num_tokens] int64, each token's place in its sequence
+    slot_mapping   [num_tokens] int64, each token's place in the pool: block_id * block_size + offset
+    query_start    [num_seqs + 1] int32, exclusive prefix sum of the query lengths. Tokens past its last entry are
+                   padding: nobody reads what attention gives for them
+    seq_lens       [num_seqs] int32, context length, this call's tokens included
+    block_tables   [num_seqs, max_blocks] int32, padded with 0, the null block
+    max_query_len, max_seq_len   ints of the host, so that sizing a launch needs no look at the device
+    derived        what a kernel works out from the rest, kept for the other layers of the step. So the tensors of a
+                   batch do not change once a kernel has seen it: the next step has its own batch
+    """
+
+    positions: Tensor
+    slot_mapping: Tensor
+    query_start: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+    max_query_len: int
+    max_seq_len: int
+    derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def num_seqs(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @classmethod
+    def from_lists(
+        cls,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        block_size: int,
+        *,
+        device: torch.device | str = "cpu",
+    ) -> RaggedBatch:
+        """The batch of sequences whose last `query_lens[s]` of `seq_lens[s]` tokens are computed by this call."""
+        positions: list[int] = []
+        slots: list[int] = []
+        for query_len, seq_len, block_ids in zip(query_lens, seq_lens, block_tables, strict=True):
+            assert 0 <= query_len <= seq_len <= len(block_ids) * block_size, (query_len, seq_len, block_ids)
+            for p in range(seq_len - query_len, seq_len):
+                positions.append(p)
+                slots.append(block_ids[p // block_size] * block_size + p % block_size)
+        width = max((len(block_ids) for block_ids in block_tables), default=0)
+        padded = [[*block_ids, *[0] * (width - len(block_ids))] for block_ids in block_tables]
+        return cls(
+            positions=torch.tensor(positions, dtype=torch.int64, device=device),
+            slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
+            query_start=torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device),
+            seq_lens=torch.tensor(list(seq_lens), dtype=torch.int32, device=device),
+            block_tables=torch.tensor(padded, dtype=torch.int32, device=device).reshape(len(padded), width),
+            max_query_len=max(query_lens, default=0),
+            max_seq_len=max(seq_lens, default=0),
+        )
+
+
+@dataclass(slots=True)
+class SamplingTensors:
+    """How each row of logits is sampled: the part of `SamplingParams` that the device needs.
+
+    temperature    [num_rows] float32, 0: greedy
+    top_k          [num_rows] int32, 0: all
+    top_p          [num_rows] float32, 1: all
+    min_p          [num_rows] float32, 0: all
+    seed           [num_rows] int64
+    sample_index   [num_rows] int64, which of its request's samples the row is
+    position       [num_rows] int64, position that the sampled token will have
+    all_greedy     every temperature is 0           } known to the host, so that the device's work
+    any_filter     some row has top_k, top_p, min_p } can be chosen without looking at it
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    sample_index: Tensor
+    position: Tensor
+    all_greedy: bool
+    any_filter: bool
+
+    def rows(self, row_ids: Tensor) -> SamplingTensors:
+        """Those rows alone; row_ids int64. The host's flags stay: they say what may be, not what is."""
+        return replace(self, **{name: getattr(self, name)[row_ids] for name in PER_ROW})
+
+    @classmethod
+    def from_lists(
+        cls,
+        temperature: Sequence[float],
+        top_k: Sequence[int],
+        top_p: Sequence[float],
+        min_p: Sequence[float],
+        seed: Sequence[int],
+        sample_index: Sequence[int],
+        position: Sequence[int],
+        *,
+        device: torch.device | str = "cpu",
+    ) -> SamplingTensors:
+        filters = zip(temperature, top_k, top_p, min_p, strict=True)
+        return cls(
+            temperature=torch.tensor(temperature, dtype=torch.float32, device=device),
+            top_k=torch.tensor(top_k, dtype=torch.int32, device=device),
+            top_p=torch.tensor(top_p, dtype=torch.float32, device=device),
+            min_p=torch.tensor(min_p, dtype=torch.float32, device=device),
+            seed=torch.tensor(seed, dtype=torch.int64, device=device),
+            sample_index=torch.tensor(sample_index, dtype=torch.int64, device=device),
+            position=torch.tensor(position, dtype=torch.int64, device=device),
+            all_greedy=not any(t > 0 for t in temperature),
+            any_filter=any(t > 0 and (k > 0 or p < 1 or m > 0) for t, k, p, m in filters),
+        )
+
+
+PER_ROW = tuple(f.name for f in fields(SamplingTensors) if f.name not in ("all_greedy", "any_filter"))

@@ -1,0 +1,385 @@
+"""Every operation in plain torch, in any float dtype: the oracle that the fast paths are tested against.
+
+The pool of K and V is one tensor `[num_blocks + 1, num_layers, 2, num_kv_heads, block_size, head_dim]`. Block 0 is the
+null block, which padding reads and writes and nobody owns; index 2 is 0 for K, 1 for V. A layer's view of it,
+`kv[:, layer]`, is what `kv_layer` means here: `[num_blocks + 1, 2, num_kv_heads, block_size, head_dim]`, strided.
+
+Sums are taken in float32, or in float64 for float64 inputs, whatever the dtype of the data.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any, Literal, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.errors import UnsupportedModelError
+from octavo.kernels.batch import RaggedBatch, SamplingTensors
+
+# -- norms and activation ---------------------------------------------------------------------------------------------
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to accumulate in: float32, float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; x [..., size], weight [size].
+
+    Rounded to x's dtype before the weight is applied, as the checkpoints of the Llama family were trained.
+    """
+    wide = x.to(wide_dtype(x.dtype))
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * (wide * scale).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual): a layer's exit and the next one's entry in one operation."""
+    residual = x + residual
+    return rms_norm(residual, weight, eps), residual
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up; gate_up [num_tokens, 2 * size] holds gate, then up -> [num_tokens, size]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+# -- rotary position embedding ----------------------------------------------------------------------------------------
+
+
+def rope_table(
+    head_dim: int,
+    max_len: int,
+    theta: float,
+    *,
+    scaling: dict[str, Any] | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """cos and sin of every position's angles -> [max_len, head_dim]: head_dim / 2 cosines, then as many sines.
+
+    `scaling` is the checkpoint's `rope_scaling` (or `rope_parameters`) as config.json has it: "default", "linear",
+    "llama3" or "yarn" (arXiv 2309.00071). Raises `UnsupportedModelError` for another.
+    """
+    wide = wide_dtype(dtype)
+    exponents = torch.arange(0, head_dim, 2, device=device).to(wide) / head_dim
+    frequencies: Tensor = 1.0 / torch.pow(theta, exponents)  # [head_dim / 2]
+    scaling = scaling or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    amplitude = 1.0
+    if kind == "linear":
+        frequencies = frequencies / scaling["factor"]
+    elif kind == "llama3":
+        frequencies = _llama3_frequencies(frequencies, scaling)
+    elif kind == "yarn":
+        frequencies, amplitude = _yarn_frequencies(frequencies, theta, scaling)
+    elif kind != "default":
+        raise UnsupportedModelError(
+            f"rope scaling {kind!r} is not supported; supported: default, linear, llama3, yarn", param="rope_scaling"
+        )
+    angles = torch.outer(torch.arange(max_len, device=device).to(wide), frequencies)  # [max_len, head_dim / 2]
+    table: Tensor = torch.cat((angles.cos(), angles.sin()), dim=-1) * amplitude
+    return table.to(dtype)
+
+
+def _llama3_frequencies(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
+    """Long wavelengths are stretched by `factor`, short ones kept, those between blended: Llama 3.1's recipe.
+
+    turns = how often a frequency goes round within the original context:
+
+        turns    0 ..... low_freq_factor ..... high_freq_factor ..... inf
+        scaled   f / factor      |   linear blend     |        f
+    """
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    keep: Tensor = ((turns - low) / (high - low)).clamp(0, 1)
+    return torch.lerp(frequencies / scaling["factor"], frequencies, keep)
+
+
+def _yarn_frequencies(frequencies: Tensor, theta: float, scaling: dict[str, Any]) -> tuple[Tensor, float]:
+    """YaRN's blend of kept and stretched frequencies, and the factor on cos and sin (arXiv 2309.00071, 3.2 to 3.4)."""
+    factor = scaling["factor"]
+    context = scaling["original_max_position_embeddings"]
+    num_pairs = frequencies.shape[0]
+
+    def pair_that_turns(times: float) -> float:  # the (fractional) index of the frequency with that many turns
+        return num_pairs * math.log(context / (times * 2 * math.pi)) / math.log(theta)
+
+    low = pair_that_turns(scaling.get("beta_fast") or 32)
+    high = pair_that_turns(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * num_pairs - 1)
+    pairs = torch.arange(num_pairs, device=frequencies.device).to(frequencies.dtype)
+    stretch = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
+    blended = stretch * frequencies / factor + (1 - stretch) * frequencies
+
+    def temperature(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    amplitude = scaling.get("attention_factor")
+    if amplitude is None:
+        mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        amplitude = temperature(mscale) / temperature(mscale_all) if mscale and mscale_all else temperature(1.0)
+    return blended, float(amplitude)
+
+
+def apply_rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn each pair (i, i + head_dim / 2) of a head by its position's angle (arXiv 2104.09864, in Llama's layout).
+
+    q [num_tokens, num_heads, head_dim], k [num_tokens, num_kv_heads, head_dim], positions [num_tokens],
+    cos_sin from `rope_table` -> (q, k), turned.
+    """
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [num_tokens, 1, head_dim / 2] each
+    return _turn(q, cos, sin), _turn(k, cos, sin)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.to(wide_dtype(x.dtype)).chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+# -- moving K and V ---------------------------------------------------------------------------------------------------
+
+
+def kv_write(k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+    """Put each token's K and V into its slot; k, v [num_tokens, num_kv_heads, head_dim], slot_mapping [num_tokens].
+
+    Padding tokens aim at the null block. Runs before the attention that reads them, so that a token sees itself.
+    """
+    block_size = kv_layer.shape[3]
+    block_ids, offsets = slot_mapping // block_size, slot_mapping % block_size
+    kv_layer[block_ids, 0, :, offsets] = k.to(kv_layer.dtype)
+    kv_layer[block_ids, 1, :, offsets] = v.to(kv_layer.dtype)
+
+
+def block_copy(kv: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
+    """Copy-on-write: whole blocks, over all layers. Every source is read before any target is written."""
+    kv.index_copy_(0, dst_ids, kv.index_select(0, src_ids))
+
+
+def swap_out(kv: Tensor, host_kv: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
+    """Device blocks `src_ids` to host blocks `dst_ids`; both pools have the same shape but for the number of blocks."""
+    host_kv.index_copy_(0, dst_ids.to(host_kv.device), kv.index_select(0, src_ids).to(host_kv.device))
+
+
+def swap_in(host_kv: Tensor, kv: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
+    """Host blocks `src_ids` to device blocks `dst_ids`."""
+    kv.index_copy_(0, dst_ids, host_kv.index_select(0, src_ids.to(host_kv.device)).to(kv.device))
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+
+@overload
+def paged_attention(
+    q: Tensor,
+    kv_layer: Tensor,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    window: int = 0,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def paged_attention(
+    q: Tensor, kv_layer: Tensor, batch: RaggedBatch, *, scale: float, window: int = 0, return_lse: Literal[True]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def paged_attention(
+    q: Tensor, kv_layer: Tensor, batch: RaggedBatch, *, scale: float, window: int = 0, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def paged_attention(
+    q: Tensor,
+    kv_layer: Tensor,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    window: int = 0,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention of a ragged batch's queries over K and V that lie in blocks (vLLM paper, equation 4).
+
+    q           [num_tokens, num_heads, head_dim]; num_heads is a multiple of num_kv_heads, and neighbouring query
+                heads share a K/V head
+    window      0: a query sees every key up to its own position; w: the last w of them, its own included
+    return_lse  also give log(sum(exp(scores))), [num_tokens, num_heads] float32 (float64 for float64 inputs), by which
+                attention over disjoint sets of keys is merged
+
+    -> [num_tokens, num_heads, head_dim]. A row without keys (padding) is 0, its lse -inf.
+    """
+    head_dim, num_kv_heads = q.shape[2], kv_layer.shape[2]
+    wide = wide_dtype(q.dtype)
+    out = torch.zeros_like(q)
+    lse = q.new_full(q.shape[:2], -math.inf, dtype=wide)
+    for s, (begin, end) in enumerate(pairwise(batch.query_start.tolist())):
+        seq_len = int(batch.seq_lens[s])
+        if begin == end or seq_len == 0:
+            continue
+        positions = torch.arange(seq_len - (end - begin), seq_len, device=q.device)
+        first_key = max(0, int(positions[0]) - window + 1) if window else 0
+        keys, values = gather_kv(kv_layer, batch.block_tables[s], first_key, seq_len)
+        # Neighbouring query heads share a K/V head: [num_kv_heads, group, query_len, head_dim]
+        grouped = q[begin:end].to(wide).view(end - begin, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+        scores = (
+            grouped @ keys.to(wide).transpose(-1, -2).unsqueeze(1) * scale
+        )  # [num_kv_heads, group, query_len, keys]
+        hidden = visible_keys(positions, torch.arange(first_key, seq_len, device=q.device), window).logical_not()
+        scores = scores.masked_fill(hidden, -math.inf)
+        row_lse = scores.logsumexp(-1)  # [num_kv_heads, group, query_len]
+        weights = (scores - row_lse.unsqueeze(-1)).exp()
+        result = weights @ values.to(wide).unsqueeze(1)  # [num_kv_heads, group, query_len, head_dim]
+        out[begin:end] = result.flatten(0, 1).transpose(0, 1).to(q.dtype)
+        lse[begin:end] = row_lse.flatten(0, 1).T
+    return (out, lse) if return_lse else out
+
+
+def gather_kv(kv_layer: Tensor, block_ids: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+    """K and V of positions [start, end) of a sequence, each [num_kv_heads, end - start, head_dim].
+
+    block_ids is the sequence's row of the block tables. Slots outside the range are not touched: unused ones may hold
+    anything, NaN included.
+    """
+    block_size = kv_layer.shape[3]
+    first, last = start // block_size, -(-end // block_size)
+    blocks = kv_layer[block_ids[first:last].long()]  # [blocks, 2, num_kv_heads, block_size, head_dim]
+    rows = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [2, num_kv_heads, blocks * block_size, head_dim]
+    keys, values = rows[:, :, start - first * block_size : end - first * block_size]
+    return keys, values
+
+
+def visible_keys(query_positions: Tensor, key_positions: Tensor, window: int) -> Tensor:
+    """[queries, keys] bool: which keys each query sees, its own position being the last."""
+    distance = query_positions.unsqueeze(-1) - key_positions
+    return (distance >= 0) & (distance < window) if window else distance >= 0
+
+
+def merge_attention(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """One attention over the union of disjoint sets of keys, from the attention over each.
+
+    outs [parts, ..., head_dim], lses [parts, ...] -> (out [..., head_dim], lse [...]). A part without keys has
+    lse -inf and counts for nothing, also where no part has any.
+    """
+    lse = lses.logsumexp(0)
+    weights = torch.where(lses == -math.inf, 0.0, (lses - lse).exp())  # exp(-inf - -inf) would be NaN
+    out = (weights.unsqueeze(-1) * outs.to(weights.dtype)).sum(0)
+    return out.to(outs.dtype), lse
+
+
+# -- sampling ---------------------------------------------------------------------------------------------------------
+
+
+def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
+    """One token a row -> [num_rows] int64; logits [num_rows, vocab_size].
+
+    Greedy rows take the argmax, the lowest id of equals. Others draw from softmax(filtered_logits) by the exponential
+    race: of independent Exp(1) waiting times divided by their tokens' probabilities, token t's is the shortest with
+    probability p(t). The noise belongs to (seed, sample_index, position, token) alone, so that a draw depends neither
+    on the row, nor on the batch, nor on how often a sequence was preempted.
+    """
+    greedy = logits.to(wide_dtype(logits.dtype)).argmax(-1)
+    if params.all_greedy:
+        return greedy
+    scores = filtered_logits(logits, params)
+    token_ids = torch.arange(logits.shape[-1], device=logits.device)
+    noise = exponential_noise(noise_keys(params.seed, params.sample_index, params.position).unsqueeze(-1), token_ids)
+    drawn = (scores.log_softmax(-1) - noise.log()).argmax(-1)
+    return torch.where(params.temperature > 0, drawn, greedy)
+
+
+def filtered_logits(logits: Tensor, params: SamplingTensors) -> Tensor:
+    """Logits / temperature, -inf where top_k, top_p and min_p, in that order, leave a token out.
+
+    top_k   the k likeliest, and all as likely as the last of these
+    top_p   of what top_k left, the smallest set of likeliest tokens with at least that mass; equals by id
+    min_p   of what top_p left, those at least min_p times as likely as the likeliest
+
+    Each keeps the likeliest token whatever its number. A greedy row (temperature 0) is divided by 1.
+    """
+    temperature = torch.where(params.temperature > 0, params.temperature, 1.0)
+    scaled = logits.to(wide_dtype(logits.dtype)) / temperature.unsqueeze(-1)
+    if not params.any_filter:
+        return scaled
+    ordered, token_ids = scaled.sort(dim=-1, descending=True, stable=True)
+    keep = keep_of_ordered(ordered, params.top_k, params.top_p, params.min_p)
+    return scaled.masked_fill(torch.empty_like(keep).scatter_(-1, token_ids, ~keep), -math.inf)
+
+
+def keep_of_ordered(
+    ordered: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, log_total: Tensor | None = None
+) -> Tensor:
+    """What the filters keep of logits in descending order, [num_rows, num_logits] bool; see `filtered_logits`.
+
+    log_total [num_rows, 1] is the log-sum-exp of all logits where `ordered` holds only the likeliest of them.
+    """
+    num_logits = ordered.shape[-1]
+    k = torch.where(top_k > 0, top_k, num_logits).clamp(max=num_logits).long().unsqueeze(-1)
+    keep = ordered >= ordered.gather(-1, k - 1)
+    left = ordered.masked_fill(~keep, -math.inf)
+    log_mass = left.logsumexp(-1, keepdim=True)
+    if log_total is not None:
+        log_mass = torch.where(top_k.unsqueeze(-1) > 0, log_mass, log_total)
+    probs = (left - log_mass).exp()
+    mass_before = probs.cumsum(-1) - probs
+    # A rounded sum may reach 1 before the last token does: top_p = 1 keeps everything by decree, not by arithmetic.
+    keep &= (mass_before < top_p.unsqueeze(-1)) | (top_p >= 1).unsqueeze(-1)
+    keep &= probs >= min_p.unsqueeze(-1) * probs[:, :1]
+    keep[:, 0] = True
+    return keep
+
+
+def finite_rows(logits: Tensor) -> Tensor:
+    """[num_rows] bool: rows without NaN and infinity. Look before masks put -inf into them."""
+    low, high = logits.aminmax(dim=-1)  # both are NaN where any element is
+    return low.isfinite() & high.isfinite()
+
+
+# The noise is a counter-based generator: SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number
+# generators", OOPSLA 2014), whose n-th output is a mix of key + n * GOLDEN. Integers are int64 and wrap around.
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+GOLDEN = _signed(0x9E3779B97F4A7C15)
+MIX_1 = _signed(0xBF58476D1CE4E5B9)
+MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """A logical shift: torch's keeps the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = _mix_high(x)
+    return x ^ _shift_right(x, 31)
+
+
+def _mix_high(x: Tensor) -> Tensor:
+    """`_mix` without its last step, which is there for the low bits: it changes one of the upper 32."""
+    x = (x ^ _shift_right(x, 30)) * MIX_1
+    return (x ^ _shift_right(x, 27)) * MIX_2
+
+
+def noise_keys(seed: Tensor, sample_index: Tensor, position: Tensor) -> Tensor:
+    """One int64 key a row from what its noise may depend on; all [num_rows] int64."""
+    key = _mix(seed + GOLDEN)
+    key = _mix(key + sample_index + GOLDEN)
+    return _mix(key + position + GOLDEN)
+
+
+def exponential_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Exp(1) noise, float32, of a key and a token id each: the inverse of the distribution at 32 random bits."""
+    bits = _shift_right(_mix_high(keys + (token_ids + 1) * GOLDEN), 32)
+    # float32 rounds the highest of these to 1, whose logarithm would make the noise infinite and the token
+    # impossible, the only one left included.
+    uniform = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    return -torch.log1p(-uniform)

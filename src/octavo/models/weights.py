@@ -1,0 +1,241 @@
+"""From a checkpoint's files into a decoder's tensors, each number read once and copied once.
+
+A `Decoder` lists the weights that it wants, a source (safetensors or GGUF) the tensors that the files hold; the two
+lists are compared before a byte of either is touched. Then the rows are copied in pieces, by a few threads, from the
+mapped file straight to where they are computed with: a model needs its own memory, plus a piece a thread.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
+from types import ModuleType
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from octavo.checkpoint import Checkpoint
+from octavo.errors import CheckpointError
+from octavo.models.decoder import Decoder
+from octavo.models.layers import ALONE, TensorParallel, Weight
+from octavo.models.spec import DecoderSpec
+
+MAX_PROBLEMS = 10
+PIECE_ELEMENTS = 1 << 20  # 4 MB of float32: small enough for the caches, large enough to hide the calls
+MAX_THREADS = 4  # copying saturates memory long before it runs out of cores
+
+
+def load_decoder(
+    checkpoint: Checkpoint,
+    spec: DecoderSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    ops: ModuleType,
+    tp: TensorParallel = ALONE,
+    max_len: int | None = None,
+) -> Decoder:
+    """The decoder that `spec` describes, filled with the checkpoint's weights converted to `dtype`.
+
+    max_len limits the rotary table to the positions that will be used. Raises `CheckpointError`, whose one line lists
+    up to ten problems: tensors missing, unexpected, of the wrong shape or dtype, damaged, or holding NaN or infinity.
+    """
+    stored = _read_gguf(checkpoint, spec) if checkpoint.format == "gguf" else _read_safetensors(checkpoint)
+    # First the whole model on the meta device: what does not match must not cost the memory of one.
+    plan = Decoder(spec, ops=ops, dtype=dtype, device="meta", max_len=1)
+    _report(checkpoint, _mismatches(list(plan.weights()), stored, spec))
+    decoder = Decoder(spec, ops=ops, dtype=dtype, device=device, tp=tp, max_len=max_len)
+    _report(checkpoint, _fill(decoder.weights(), stored))
+    return decoder
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a file, under the name that Transformers gives it.
+
+    dtype   as the format names it
+    read    (first, last) -> rows [first, last) in any float dtype; may be a view into the mapped file
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[int, int], Tensor]
+    file: str
+
+
+# -- safetensors ------------------------------------------------------------------------------------------------------
+
+FLOAT_DTYPES = ("F32", "F16", "BF16")
+
+
+def _read_safetensors(checkpoint: Checkpoint) -> dict[str, Stored]:
+    stored: dict[str, Stored] = {}
+    problems = []
+    for path in checkpoint.shards:
+        try:
+            shard: Any = safe_open(path, framework="pt", device="cpu")  # maps the file; checks header and length
+        except (SafetensorError, OSError) as e:
+            problems.append(f"{path.name} is cut short or damaged ({_one_line(e)})")
+            continue
+        for name in list(shard.keys()):
+            piece = shard.get_slice(name)
+            if name in stored:
+                problems.append(f"{name} is in two shards, {stored[name].file} and {path.name}")
+            stored[name] = Stored(tuple(piece.get_shape()), piece.get_dtype(), _rows_of(shard, name), path.name)
+    _report(checkpoint, problems)
+    return stored
+
+
+def _rows_of(shard: Any, name: str) -> Callable[[int, int], Tensor]:
+    return lambda first, last: shard.get_tensor(name)[first:last]  # get_tensor gives a view of the mapping
+
+
+# -- GGUF -------------------------------------------------------------------------------------------------------------
+
+# llama.cpp's names and Transformers', of whole tensors and of the parts of layer N ("blk.N.", "model.layers.N.").
+GGUF_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+GGUF_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def _canonical_name(name: str) -> str:
+    """A GGUF tensor's name in Transformers' words; unknown names as they are."""
+    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
+        layer, part, kind = match.groups()
+        return f"model.layers.{layer}.{GGUF_LAYER_NAMES.get(part, part)}.{kind}"
+    stem, _, kind = name.rpartition(".")
+    return f"{GGUF_NAMES.get(stem, stem)}.{kind}"
+
+
+def _read_gguf(checkpoint: Checkpoint, spec: DecoderSpec) -> dict[str, Stored]:
+    reader = checkpoint.gguf
+    permuted = {}
+    if reader.value("general.architecture") == "llama":
+        permuted = {
+            "q_proj": _half_rotation_rows(spec.num_heads, spec.head_dim),
+            "k_proj": _half_rotation_rows(spec.num_kv_heads, spec.head_dim),
+        }
+    stored = {}
+    for tensor in reader.tensors:
+        name = _canonical_name(tensor.name)
+        shape = tuple(int(n) for n in reversed(tensor.shape))  # GGUF names the fastest dimension first
+        projection = name.split(".")[-2]
+        read = _dequantised_rows(tensor, shape, permuted.get(projection))
+        stored[name] = Stored(shape, tensor.tensor_type.name, read, checkpoint.path.name)
+    return stored
+
+
+def _half_rotation_rows(num_heads: int, head_dim: int) -> np.ndarray:
+    """Where each row of a Q or K projection lies in a GGUF file of architecture "llama".
+
+    llama.cpp turns neighbouring pairs of a head, Transformers pairs half a head apart; for the former's sake the rows
+    are stored interleaved:      in the file   0 3 1 4 2 5      we want   0 1 2 3 4 5     (head_dim 6)
+    """
+    rows = np.arange(num_heads * head_dim).reshape(num_heads, head_dim // 2, 2)
+    return rows.swapaxes(1, 2).reshape(-1)
+
+
+def _dequantised_rows(
+    tensor: gguf.ReaderTensor, shape: tuple[int, ...], order: np.ndarray | None
+) -> Callable[[int, int], Tensor]:
+    def read(first: int, last: int) -> Tensor:
+        # Rows are whole numbers of quantisation blocks, so they can be taken apart and reordered before decoding.
+        rows = np.asarray(tensor.data[first:last] if order is None else tensor.data[order[first:last]])
+        # As one long row: gguf decodes sixteen rows at a time, and its Python costs more than its arithmetic.
+        values = gguf.quants.dequantize(rows.reshape(1, -1), tensor.tensor_type)
+        return torch.from_numpy(np.require(values, requirements="W").reshape(last - first, *shape[1:]))
+
+    return read
+
+
+# -- comparing and filling --------------------------------------------------------------------------------------------
+
+
+def _mismatches(weights: list[Weight], stored: dict[str, Stored], spec: DecoderSpec) -> Iterator[str]:
+    """What the model wants and the files do not hold, and the other way round.
+
+    A tensor without a place is a problem, too: a bias that config.json does not mention would be dropped in silence,
+    and every answer be wrong.
+    """
+    for weight in weights:
+        found = stored.get(weight.name)
+        if found is None:
+            yield f"{weight.name} is missing"
+        elif found.shape != weight.shape:
+            yield f"{weight.name} has shape {list(found.shape)}, expected {list(weight.shape)}"
+        elif found.dtype not in FLOAT_DTYPES and found.dtype not in gguf.GGMLQuantizationType.__members__:
+            yield f"{weight.name} has dtype {found.dtype}, expected {', '.join(FLOAT_DTYPES)}"
+    known = {weight.name for weight in weights}
+    for name in sorted(stored.keys() - known):
+        if not _is_redundant(name, spec):
+            yield f"{name} is unexpected: config.json has no place for it"
+
+
+def _is_redundant(name: str, spec: DecoderSpec) -> bool:
+    """Tables that follow from the config, and the second copy of a tied embedding."""
+    tied_head = spec.tie_word_embeddings and name == "lm_head.weight"
+    return tied_head or name == "rope_freqs.weight" or name.endswith(".rotary_emb.inv_freq")
+
+
+def _fill(weights: Iterable[Weight], stored: dict[str, Stored]) -> Iterator[str]:
+    """Copy every weight, in pieces, by several threads; gives a problem for each weight that cannot be used."""
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
+        problems = threads.map(
+            lambda job: _copy_rows(*job), chain.from_iterable(_jobs(w, stored[w.name]) for w in weights)
+        )
+        yield from dict.fromkeys(problem for problem in problems if problem)  # one line a weight, not one a piece
+
+
+def _jobs(weight: Weight, stored: Stored) -> Iterator[tuple[Weight, Stored, int, int]]:
+    num_rows = weight.tensor.shape[0]
+    piece = max(1, PIECE_ELEMENTS // math.prod(weight.shape[1:]))
+    for first in range(0, num_rows, piece):
+        yield weight, stored, first, min(first + piece, num_rows)
+
+
+def _copy_rows(weight: Weight, stored: Stored, first: int, last: int) -> str | None:
+    """Rows [first, last) of the weight's tensor."""
+    target = weight.tensor[first:last]
+    try:
+        rows = stored.read(weight.start[0] + first, weight.start[0] + last)
+    except NotImplementedError:
+        return f"{weight.name} has dtype {stored.dtype}, which cannot be decoded"
+    for dim in range(1, rows.ndim):
+        rows = rows.narrow(dim, weight.start[dim], target.shape[dim])
+    target.copy_(rows)
+    # A sum is one cheap pass, and not finite if any element is not; only then is it worth looking at each.
+    if not target.sum(dtype=torch.float32).isfinite() and not target.isfinite().all():
+        return f"{weight.name} holds NaN or infinity (as {str(weight.tensor.dtype).removeprefix('torch.')})"
+    return None
+
+
+def _report(checkpoint: Checkpoint, problems: Iterable[str]) -> None:
+    """Raise one `CheckpointError` for all problems, if there are any."""
+    problems = list(problems)
+    if problems:
+        more = f"; and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
+        raise CheckpointError(f"{checkpoint.path}: {'; '.join(problems[:MAX_PROBLEMS])}{more}; fetch the model again")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

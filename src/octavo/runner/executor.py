@@ -1,0 +1,116 @@
+"""The seam over a `ModelRunner` in this process: a queue, and one thread that works it off in order."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+
+from octavo.core.plan import StepPlan, StepResult
+from octavo.errors import StepError
+from octavo.runner.runner import ModelRunner
+
+WAIT_S = 0.2
+"""How long one wait lasts before the caller's thread may see a signal."""
+
+
+class LocalRunning:
+    """A plan in the queue, or what came of it so far."""
+
+    def __init__(self, executor: LocalExecutor, plan: StepPlan) -> None:
+        self.plan = plan
+        self._executor = executor
+        self._landed = threading.Condition()
+        self._columns: deque[StepResult] = deque()
+        self._error: BaseException | None = None
+        self._done = False
+
+    @property
+    def done(self) -> bool:
+        return self._done
+
+    def poll(self, timeout_s: float = 0.0) -> StepResult | None:
+        with self._landed:
+            self._landed.wait_for(lambda: self._columns or self._done, timeout_s)
+            if self._done:
+                return None
+            return self._gather()
+
+    def result(self) -> StepResult:
+        with self._landed:
+            while not self._done:
+                self._landed.wait(WAIT_S)
+            if self._error is None:
+                return self._gather() or StepResult([[] for _ in self.plan.rows])
+        self._executor.recover()
+        raise StepError(f"{type(self._error).__name__}: {self._error}") from self._error
+
+    def _gather(self) -> StepResult | None:
+        """All columns that have landed, as one."""
+        if not self._columns:
+            return None
+        whole = self._columns.popleft()
+        tokens = [list(t) for t in whole.tokens]
+        errors = dict(whole.errors)
+        while self._columns:
+            column = self._columns.popleft()
+            errors |= column.errors
+            for mine, more in zip(tokens, column.tokens, strict=True):
+                mine += more
+        return StepResult(tokens, errors)
+
+    def land(self, column: StepResult) -> None:
+        with self._landed:
+            self._columns.append(column)
+            self._landed.notify_all()
+
+    def end(self, error: BaseException | None) -> None:
+        with self._landed:
+            self._error, self._done = error, True
+            self._landed.notify_all()
+
+
+class LocalExecutor:
+    """Runs plans one after another on a thread of its own, so that the next one is planned meanwhile."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self._queue: queue.SimpleQueue[LocalRunning | None] = queue.SimpleQueue()
+        self._failed = False  # a step failed: what was queued behind it fails too, until the caller knows
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="octavo-runner", daemon=True)
+        self._thread.start()
+
+    def submit(self, plan: StepPlan) -> LocalRunning:
+        assert not self._closed
+        running = LocalRunning(self, plan)
+        self._queue.put(running)
+        return running
+
+    def recover(self) -> None:
+        """The caller has seen a failure. What it had queued since is worked off, failing, before it goes on."""
+        if self._failed:
+            marker = LocalRunning(self, StepPlan())
+            self._queue.put(marker)
+            with marker._landed:
+                marker._landed.wait_for(lambda: marker._done)
+            self._failed = False
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
+            self._thread.join(timeout=60)
+
+    def _work(self) -> None:
+        while (running := self._queue.get()) is not None:
+            if self._failed:
+                running.end(StepError("a step before it failed"))
+                continue
+            try:
+                self.runner.run(running.plan, running.land)
+            except Exception as error:
+                self._failed = True
+                running.end(error)
+            else:
+                running.end(None)

@@ -1,0 +1,118 @@
+"""How many blocks fit: the budget of memory, said in numbers when it does not add up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.config import CPU_KV_BYTES, DEFAULT_SWAP_BYTES, GIB, EngineArgs
+from octavo.errors import MemoryBudgetError
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Blocks and lengths that fit, and what they are made of. Blocks are usable ones; the null block is one more."""
+
+    weight_bytes: int
+    bytes_per_block: int
+    num_blocks: int
+    num_host_blocks: int
+    max_model_len: int
+    block_size: int
+    free_bytes: int
+    warnings: tuple[str, ...] = ()
+
+    def table(self) -> str:
+        """One line, for messages."""
+        kv, swap = (self.num_blocks + 1) * self.bytes_per_block, self.num_host_blocks * self.bytes_per_block
+        return (
+            f"weights {_gib(self.weight_bytes)}, KV pool {_gib(kv)} ({self.num_blocks} blocks of {self.block_size} "
+            f"tokens, {_gib(self.bytes_per_block)} each), swap space {_gib(swap)}, free memory {_gib(self.free_bytes)}"
+        )
+
+
+def plan_memory(
+    args: EngineArgs, *, bytes_per_token: int, weight_bytes: int, model_len: int, free_bytes: int | None = None
+) -> Budget:
+    """Settle the sizes of the pool, the swap space and the longest sequence, on a CPU.
+
+    bytes_per_token   K and V of one token over all layers
+    weight_bytes      the weights, loaded already
+    model_len         positions that the model knows
+    free_bytes        memory that is left now; None: ask the machine
+
+    Raises `MemoryBudgetError` when no request, or not the `max_model_len` that was asked for, fits.
+    """
+    free = free_memory() if free_bytes is None else free_bytes
+    size = args.block_size
+    per_block = bytes_per_token * size
+    asked = args.max_model_len
+    wanted_len = model_len if asked in (None, -1) else min(asked or 0, model_len)
+    warnings = []
+    if asked is not None and asked > model_len:
+        warnings.append(
+            f"max_model_len {asked} is more than the {model_len} positions that the model knows; using those"
+        )
+    if args.num_gpu_blocks_override is not None:
+        num_blocks = args.num_gpu_blocks_override
+    elif args.kv_cache_memory_bytes is not None:
+        num_blocks = args.kv_cache_memory_bytes // per_block - 1
+    else:
+        most = args.max_num_seqs * -(-wanted_len // size)
+        num_blocks = min(min(CPU_KV_BYTES, free // 4) // per_block - 1, most)
+    longest = num_blocks * size  # one sequence alone; its last token takes no slot
+    max_model_len = wanted_len
+    if longest + 1 < wanted_len and asked is None and longest > 0:
+        max_model_len = longest
+        warnings.append(f"the KV pool holds {longest} tokens; max_model_len is {longest} instead of {model_len}")
+    elif asked == -1:
+        max_model_len = min(wanted_len, longest)
+    host = DEFAULT_SWAP_BYTES if args.swap_space is None else int(args.swap_space * GIB)
+    if args.preemption_mode == "recompute":
+        host = 0
+    num_host = host // per_block
+    if num_host > num_blocks:
+        if args.swap_space is not None:
+            warnings.append(f"swap_space {args.swap_space:g} GiB is larger than the KV pool; cut to its size")
+        num_host = max(0, num_blocks)
+    budget = Budget(weight_bytes, per_block, num_blocks, num_host, max_model_len, size, free, tuple(warnings))
+    if num_blocks < 1 or max_model_len < 2:
+        raise MemoryBudgetError(
+            "No available memory for the cache blocks: " + budget.table() + "; free some memory, raise "
+            "kv_cache_memory_bytes or lower block_size"
+        )
+    if max_model_len > longest + 1:
+        raise MemoryBudgetError(
+            f"To serve at least one request with the model's max seq len ({max_model_len}), "
+            f"{-(-(max_model_len - 1) // size)} blocks are needed and the pool has {num_blocks}; the largest "
+            f"max_model_len that fits is {longest} (-1 or auto picks it). {budget.table()}"
+        )
+    if (num_blocks + 1 + num_host) * per_block > free and free:
+        raise MemoryBudgetError(
+            "No available memory for the cache blocks: " + budget.table() + "; lower num_gpu_blocks_override, "
+            "kv_cache_memory_bytes or swap_space"
+        )
+    return budget
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take: the machine's available memory, or what its cgroup leaves."""
+    available = 0
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
+    if limit.isdigit() and used.isdigit():
+        available = min(available or int(limit), max(0, int(limit) - int(used)))
+    return available or 4 * GIB  # a machine without /proc: assume little
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 100 else f"{num_bytes / 1024:.0f} KiB"

@@ -1,0 +1,272 @@
+"""A conversation as the text that a model was trained on, by the Jinja template that the model brings.
+
+A template is a program by a stranger. It runs in Jinja's immutable sandbox (no attribute that leads to Python, no
+change to what it is given) and within bounds: about a second, 1 MiB of output, and no operator or padding that makes a
+larger value than that.
+The environment is the one that templates are written for: trimmed blocks, `break` and `continue`, `tojson` without
+HTML escapes, `raise_exception`, `strftime_now`, and the `{% generation %}` tag, which changes nothing here.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+from types import CodeType
+from typing import Any
+
+import jinja2
+from jinja2 import filters, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+from octavo.errors import TemplateError
+
+MAX_SOURCE_CHARS = 1 << 20
+MAX_OUTPUT_CHARS = 1 << 20
+MAX_RENDER_S = 1.0
+MAX_INT_BITS = 4096
+HERE = "\ufdd1 "
+"""Put behind the final message to see where it ends; the space shows whether the template trims what it is given."""
+PADDING_METHODS = ("ljust", "rjust", "center", "zfill", "expandtabs")
+DROPPED_FILTERS = ("center", "wordwrap", "pprint", "urlize", "xmlattr")
+"""Filters that make much out of little, or HTML; no chat needs one."""
+
+
+def render(
+    template: str,
+    messages: Sequence[dict[str, Any]],
+    *,
+    tools: Sequence[dict[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    special_tokens: dict[str, str],
+    **kwargs: Any,
+) -> str:
+    """The prompt's text.
+
+    `add_generation_prompt` opens the assistant's turn; `continue_final_message` leaves the final message open, for the
+    model to go on with it. `special_tokens` (bos_token, eos_token, ...) and `kwargs` (`enable_thinking`, ...) are the
+    template's variables. Raises `TemplateError`, one line, for whatever the template refuses or does wrong.
+    """
+    if not isinstance(messages, (list, tuple)) or not messages or not all(isinstance(m, dict) for m in messages):
+        raise TemplateError("messages must be a list of at least one object with role and content", param="messages")
+    if continue_final_message:
+        if add_generation_prompt:
+            raise TemplateError("continue_final_message and add_generation_prompt exclude each other; choose one")
+        messages = [*messages[:-1], _with_text_end(messages[-1], HERE)]
+    variables = {**special_tokens, **kwargs, "messages": messages, "tools": tools or None}
+    text = _run(_compiled(template), {**variables, "add_generation_prompt": add_generation_prompt})
+    return _cut_at_end_of_final(text) if continue_final_message else text
+
+
+def check(template: str) -> None:
+    """Raises `TemplateError` if the template cannot be compiled; for a server to call before its first request."""
+    _compiled(template)
+
+
+def _run(code: CodeType, variables: dict[str, Any]) -> str:
+    sandbox = _Sandbox()  # one for each rendering: it holds the clock and the count
+    program = jinja2.Template.from_code(sandbox, code, sandbox.make_globals(None))
+    parts, num_chars = [], 0
+    try:
+        for part in program.generate(variables):
+            num_chars += len(part)
+            if num_chars > MAX_OUTPUT_CHARS:
+                raise SecurityError(f"its text is longer than {MAX_OUTPUT_CHARS:,} characters")
+            parts.append(part)
+    except _Refused as e:
+        raise TemplateError(f"the chat template refuses the messages: {_line(e)}", param="messages") from e
+    except Exception as e:  # a template can raise anything that Python can
+        raise TemplateError(f"the chat template fails: {_line(e)}", param="messages") from e
+    return "".join(parts)
+
+
+@lru_cache(maxsize=32)
+def _compiled(template: str) -> CodeType:
+    if len(template) > MAX_SOURCE_CHARS:
+        raise TemplateError(
+            f"the chat template has {len(template):,} characters; at most {MAX_SOURCE_CHARS:,} are read"
+        )
+    try:
+        return _Sandbox().compile(template)
+    except jinja2.TemplateSyntaxError as e:
+        raise TemplateError(f"the chat template is wrong in line {e.lineno}: {_line(e)}") from e
+    except Exception as e:  # nested too deep, ...
+        raise TemplateError(f"the chat template cannot be compiled: {_line(e)}") from e
+
+
+def _line(e: BaseException) -> str:
+    text = " ".join(str(e).split()) or type(e).__name__
+    return re.sub("[\ufdd0\ufdd1]", "", text)[:300]
+
+
+def _with_text_end(message: dict[str, Any], end: str) -> dict[str, Any]:
+    """The message with `end` behind its text, which is a string or the last text part of a list."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": content + end}
+    if isinstance(content, list) and content and isinstance(content[-1], dict):
+        part = content[-1]
+        if isinstance(part.get("text"), str):
+            return {**message, "content": [*content[:-1], {**part, "text": part["text"] + end}]}
+    raise TemplateError("continue_final_message needs a final message that ends in text", param="messages")
+
+
+def _cut_at_end_of_final(text: str) -> str:
+    at = text.rfind(HERE.strip())
+    if at < 0:
+        raise TemplateError("the chat template leaves the final message out, so it cannot be continued")
+    return text[:at] if text.startswith(HERE, at) else text[:at].rstrip()
+
+
+# ---- the sandbox
+
+
+class _Refused(jinja2.TemplateError):
+    """The template called `raise_exception`."""
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox with a clock, which every call and every turn of a loop looks at, and limits on sizes."""
+
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _Generation], finalize=self._count
+        )
+        self._deadline = time.monotonic() + MAX_RENDER_S
+        self._num_chars = 0
+        self.filters["tojson"] = _tojson
+        self.filters["indent"] = _indent
+        self.filters["format"] = _format
+        for name in DROPPED_FILTERS:
+            del self.filters[name]
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        program: nodes.Template = _Bounds().visit(super()._parse(source, name, filename))
+        return program
+
+    def tick(self) -> str:
+        if time.monotonic() > self._deadline:
+            raise SecurityError(f"it runs for longer than {MAX_RENDER_S:g} s")
+        return ""
+
+    def join(self, *values: Any) -> str:
+        """What `a ~ b` means, bounded."""
+        texts = [str(value) for value in values]
+        _check_size(sum(map(len, texts)))
+        return "".join(texts)
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self.tick()
+        owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
+        if isinstance(owner, str) and name in ("format", "format_map"):
+            _check_format(owner)
+        elif isinstance(owner, str) and name in PADDING_METHODS:
+            for value in (*args, *kwargs.values()):
+                _check_size(abs(value) * max(1, owner.count("\t")) if isinstance(value, int) else 0)
+        return super().call(context, obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+":
+            _check_size(_size(left) + _size(right))
+        elif operator == "*" and isinstance(left, int) and isinstance(right, int):
+            _check_bits(left.bit_length() + right.bit_length())
+        elif operator == "*":
+            _check_size(max(_size(left), 1) * abs(right) if isinstance(right, int) else 0)
+            _check_size(max(_size(right), 1) * abs(left) if isinstance(left, int) else 0)
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            _check_bits(left.bit_length() * abs(right))
+        elif operator == "%" and isinstance(left, str):
+            _check_format(left)
+        return super().call_binop(context, operator, left, right)
+
+    def _count(self, value: Any) -> Any:
+        """Sees every `{{ value }}`, also inside `{% set %}` blocks and macros, whose text is no output yet."""
+        self.tick()
+        self._num_chars += _size(value)
+        _check_size(self._num_chars // 4)  # text may pass through a few macros on its way out
+        return value
+
+
+class _Bounds(NodeTransformer):
+    """Rewrites a template so that loops look at the clock and `~` at the size of what it makes."""
+
+    def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802 - the visitor's naming
+        self.generic_visit(node)
+        tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
+        node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Call:  # noqa: N802
+        self.generic_visit(node)
+        return nodes.Call(nodes.EnvironmentAttribute("join"), node.nodes, [], None, None, lineno=node.lineno)
+
+
+class _Generation(Extension):
+    """`{% generation %} ... {% endgeneration %}` frames the assistant's words for training; here it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, (str, list, tuple, dict)) else 0
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_OUTPUT_CHARS:
+        raise SecurityError(f"it asks for a value of {size:,} characters or items; the limit is {MAX_OUTPUT_CHARS:,}")
+
+
+def _check_bits(num_bits: int) -> None:
+    if num_bits > MAX_INT_BITS:
+        raise SecurityError(f"it asks for an integer of {num_bits:,} bits; the limit is {MAX_INT_BITS:,}")
+
+
+def _check_format(form: str) -> None:
+    """Of a format, % or braces: no width of five digits, none that is given by an argument."""
+    if re.search(r"\d{5}|%[^a-zA-Z%]*\*|\{[^{}]*\{", form):
+        raise SecurityError("it formats with a width above 9,999 or with a width given as an argument")
+
+
+def _raise_exception(message: str) -> None:
+    raise _Refused(message)
+
+
+def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    """Jinja's filter, at most 16 columns wide."""
+    return filters.do_indent(text, width[:16] if isinstance(width, str) else min(width, 16), first, blank)
+
+
+def _format(form: str, *args: Any, **kwargs: Any) -> str:
+    """Jinja's filter: `"%s" | format(x)`."""
+    _check_format(form)
+    return str(form) % (kwargs or args)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON; Jinja's own filter escapes for HTML."""
+    if isinstance(indent, int):
+        indent = min(indent, 16)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

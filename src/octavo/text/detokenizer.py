@@ -1,0 +1,194 @@
+"""Tokens to text as they arrive, with nothing shown that would have to be taken back.
+
+Two things are held back: the first bytes of a character whose other bytes are in tokens to come, and text that may turn
+out to be the beginning of a stop string. The text does not depend on how the tokens are cut into calls.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tokenizers.decoders import DecodeStream
+
+from octavo.errors import ParameterError
+
+if TYPE_CHECKING:
+    from octavo.text.tokenizer import Tokenizer
+
+NUM_CONTEXT_IDS = 4
+"""Tokens of the prompt that can matter to what follows: a character has at most four bytes."""
+
+
+class Detokenizer:
+    """One sequence's text.
+
+    `text` is what has been shown, without what is held back. When a stop string is complete, `stop_reason` is that
+    string, the text ends before it (behind it with `include_stop`), and later tokens are ignored. Of several stop
+    strings the one that is complete first wins, and of those complete at the same character the longest.
+    `num_tokens_kept` counts the tokens up to and including the one that completed it: a call may bring more.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+    ) -> None:
+        if any(not isinstance(s, str) or not s for s in stop):
+            raise ParameterError(
+                f"stop strings must be strings of at least one character, not {list(stop)!r}", param="stop"
+            )
+        self.text = ""
+        self.stop_reason: str | None = None
+        self.num_tokens_kept = 0
+        self._skipped_ids = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._num_ids = tokenizer.vocab_size
+        context_ids = [i for i in prompt_ids if self._is_visible(i)]
+        self._pieces = (
+            _ByteStream(tokenizer, context_ids)
+            if tokenizer.has_token_bytes
+            else _TextStream(tokenizer, context_ids, skip_special_tokens)
+        )
+        self._stops = [_StopString(s) for s in stop]
+        self._include_stop = include_stop
+        self._held = ""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Take tokens, in order; the text that can be shown now."""
+        shown = []
+        for token_id in ids:
+            if self.stop_reason is not None:
+                break
+            self.num_tokens_kept += 1
+            if self._is_visible(token_id):
+                shown.append(self._show(self._pieces.push(token_id)))
+        return self._add(shown)
+
+    def finish(self) -> str:
+        """No more tokens will come: the text that was held back. Bytes of a character never completed are U+FFFD."""
+        if self.stop_reason is not None:
+            return ""
+        shown = [self._show(self._pieces.flush())]
+        if self.stop_reason is None:
+            shown.append(self._held)
+            self._held = ""
+        return self._add(shown)
+
+    def _is_visible(self, token_id: int) -> bool:
+        """Ids between the tokenizer's and the end of a padded embedding have no text."""
+        return token_id not in self._skipped_ids and 0 <= token_id < self._num_ids
+
+    def _add(self, shown: list[str]) -> str:
+        new = "".join(shown)
+        if new:
+            self.text += new
+        return new
+
+    def _show(self, piece: str) -> str:
+        """New text in, text that is safe to show out."""
+        if not self._stops or not piece:
+            return piece
+        text, num_before = self._held + piece, len(self._held)
+        for at, char in enumerate(piece, start=num_before + 1):  # text[:at] ends with char
+            complete = [s for s in self._stops if s.step(char)]
+            if complete:
+                found = max(complete, key=lambda s: len(s.text))
+                self.stop_reason, self._held = found.text, ""
+                return text[:at] if self._include_stop else text[: at - len(found.text)]
+        num_held = max(s.num_matched for s in self._stops)
+        shown, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
+        return shown
+
+
+class _StopString:
+    """How much of a stop string the text ends with (Knuth, Morris and Pratt 1977): one step a character."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.num_matched = 0  # the longest beginning of `text`, not all of it, that the text so far ends with
+        self._shorter = [0] * (len(text) + 1)  # n -> the longest beginning that the first n characters end with
+        for n in range(1, len(text)):
+            self._shorter[n + 1] = self._after(self._shorter[n], text[n])
+
+    def step(self, char: str) -> bool:
+        """Whether the stop string is complete with `char`."""
+        self.num_matched = self._after(self.num_matched, char)
+        if self.num_matched < len(self.text):
+            return False
+        self.num_matched = self._shorter[self.num_matched]
+        return True
+
+    def _after(self, num_matched: int, char: str) -> int:
+        while num_matched and self.text[num_matched] != char:
+            num_matched = self._shorter[num_matched]
+        return num_matched + (self.text[num_matched] == char)
+
+
+class _ByteStream:
+    """For tokens that are bytes (byte-level BPE, SentencePiece): an incremental UTF-8 decoder, one step a token."""
+
+    def __init__(self, tokenizer: Tokenizer, context_ids: Sequence[int]) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strips_space = tokenizer.strips_first_space and not any(map(self._token_bytes, context_ids))
+        for token_id in context_ids[-NUM_CONTEXT_IDS:]:  # the prompt may end inside a character
+            self._utf8.decode(self._token_bytes(token_id))
+
+    def push(self, token_id: int) -> str:
+        return self._stripped(self._utf8.decode(self._token_bytes(token_id)))
+
+    def flush(self) -> str:
+        return self._stripped(self._utf8.decode(b"", final=True))
+
+    def _stripped(self, text: str) -> str:
+        if self._strips_space and text:
+            self._strips_space = False
+            return text.removeprefix(" ")
+        return text
+
+
+class _TextStream:
+    """For every other decoder: the library's stream, which decodes a window of tokens and compares."""
+
+    def __init__(self, tokenizer: Tokenizer, context_ids: Sequence[int], skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._pending_ids: list[int] = []  # tokens whose text has not been given out
+        self._context_ids: list[int] = []  # what came just before them
+        self._stream = self._restarted(context_ids)
+
+    def push(self, token_id: int) -> str:
+        self._pending_ids.append(token_id)
+        try:
+            text = self._stream.step(self._tokenizer.backend, token_id)
+        except Exception:
+            # "Invalid prefix": later tokens changed the text of earlier ones, which has been shown and stays.
+            return self.flush()
+        if text is None:
+            return ""
+        self._context_ids = self._pending_ids[-NUM_CONTEXT_IDS:]
+        self._pending_ids = []
+        return str(text)
+
+    def flush(self) -> str:
+        """The pending tokens' text: with the context before them if that gives a continuation, else by itself."""
+        decode = self._tokenizer.backend.decode
+        before = decode(self._context_ids, skip_special_tokens=self._skip_special_tokens)
+        whole = decode(self._context_ids + self._pending_ids, skip_special_tokens=self._skip_special_tokens)
+        if whole.startswith(before):
+            text = whole[len(before) :]
+        else:
+            text = decode(self._pending_ids, skip_special_tokens=self._skip_special_tokens)
+        self._stream = self._restarted(self._context_ids + self._pending_ids)
+        return str(text)
+
+    def _restarted(self, ids: Sequence[int]) -> DecodeStream:
+        """A stream that goes on behind `ids`, with nothing pending."""
+        self._context_ids = list(ids[-NUM_CONTEXT_IDS:])
+        self._pending_ids = []
+        return DecodeStream(ids=self._context_ids, skip_special_tokens=self._skip_special_tokens)

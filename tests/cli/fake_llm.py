@@ -1,0 +1,126 @@
+"""An LLM without a model: it answers a prompt with the prompt's own tokens in reverse, one at a time.
+
+A token is a word; its id is its place in `VOCABULARY`, which grows. Enough of `octavo.LLM` for the commands, so that
+their tests say what the commands do and not what models do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from octavo.core.kv_cache import KVCache, KVStats
+from octavo.core.sampling_params import SamplingParams
+from octavo.errors import ContextLengthError, ModelNotFoundError
+
+VOCABULARY: list[str] = []
+
+
+def encode(text: str) -> list[int]:
+    words = text.split()
+    VOCABULARY.extend(word for word in dict.fromkeys(words) if word not in VOCABULARY)
+    return [VOCABULARY.index(word) for word in words]
+
+
+def decode(ids: list[int]) -> str:
+    return " ".join(VOCABULARY[i] for i in ids)
+
+
+@dataclass
+class Completion:
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass
+class Output:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    finished: bool = False
+    num_cached_tokens: int = 0
+    metrics: None = None
+
+
+class Tokenizer:
+    chat_template: str | None = "role: content"
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> tuple[str, list[int]]:
+        text = " ".join(f"{m['role']}: {m['content']}" for m in messages)
+        return text, encode(text)
+
+
+class FakeLLM:
+    """Records how it was made and asked. `FAIL` in a prompt fails that request, `TOO LONG` refuses the call."""
+
+    made: ClassVar[list[FakeLLM]] = []
+
+    def __init__(self, model: str, **engine: Any) -> None:
+        if model.startswith("absent"):
+            raise ModelNotFoundError(f"no model {model!r}")
+        self.model, self.engine = model, engine
+        self.asked: list[tuple[list[Any], SamplingParams]] = []
+        self.tokenizer = Tokenizer()
+        self.kv = KVCache(64, 4)
+        self.closed = False
+        self.num_aborted = 0
+        FakeLLM.made.append(self)
+
+    def __enter__(self) -> FakeLLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closed = True
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
+
+    def kv_stats(self) -> KVStats:
+        return self.kv.stats()
+
+    def generate(self, prompts: list[Any], params: SamplingParams, *, use_tqdm: bool = True) -> list[Output]:
+        last = {output.request_id: output for output in self.stream(prompts, params)}
+        return [last[str(i)] for i in range(len(prompts))]
+
+    def stream(self, prompts: list[Any], params: SamplingParams) -> Iterator[Output]:
+        """All the prompts' first words, then all their second ones, and so on; cumulative text."""
+        self.asked.append((prompts, params))
+        outputs = [self._output(str(i), prompt, params.n) for i, prompt in enumerate(prompts)]
+        try:
+            while growing := [output for output in outputs if not output.finished]:
+                for output in growing:
+                    self._step(output, params)
+                    yield output
+        except GeneratorExit:
+            self.num_aborted += 1
+            raise
+
+    def _output(self, request_id: str, prompt: Any, n: int) -> Output:
+        text = prompt if isinstance(prompt, str) else prompt.get("prompt")
+        ids = encode(text) if text is not None else prompt["prompt_token_ids"]
+        if "TOO LONG" in decode(ids):
+            raise ContextLengthError("This model's maximum context length is 7 tokens. However, there are more")
+        return Output(
+            request_id, text or decode(ids), ids, [Completion(i) for i in range(n)], num_cached_tokens=len(ids) // 2
+        )
+
+    def _step(self, output: Output, params: SamplingParams) -> None:
+        for completion in output.outputs:
+            num = len(completion.token_ids)
+            if "FAIL" in (output.prompt or ""):
+                completion.finish_reason, completion.stop_reason = "error", "numbers that are not finite"
+            else:
+                completion.token_ids = [*completion.token_ids, output.prompt_token_ids[-1 - num]]
+                completion.text = decode(completion.token_ids)
+                if num + 1 == len(output.prompt_token_ids):
+                    completion.finish_reason = "stop"
+                elif num + 1 == params.max_tokens:
+                    completion.finish_reason = "length"
+        output.finished = output.outputs[0].finish_reason is not None

@@ -1,0 +1,160 @@
+"""Exit codes, one-line errors, options: what holds for every command."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from octavo import errors
+from octavo.cli import app
+from octavo.cli.main import run
+from tests.cli.conftest import Call
+from tests.cli.fake_llm import FakeLLM
+
+OCTAVO = [sys.executable, "-m", "octavo.cli.main"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (errors.ParameterError("temperature is 3"), 2, "temperature is 3"),
+        (errors.UnknownOptionError.of("LLM", "blok_size", ["block_size"]), 2, "did you mean 'block_size'"),
+        (errors.CapacityError("needs 9 blocks,\n  8 exist"), 2, "needs 9 blocks, 8 exist"),
+        (errors.ModelNotFoundError("no such model"), 1, "no such model"),
+        (errors.MemoryBudgetError("8 GiB short"), 1, "8 GiB short"),
+        (errors.StepError("it broke"), 1, "it broke"),
+        (FileNotFoundError(2, "No such file or directory", "x.gguf"), 1, "No such file or directory: x.gguf"),
+        (ZeroDivisionError("division by zero"), 1, "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_an_error_is_one_line_and_a_code(
+    monkeypatch: pytest.MonkeyPatch, call: Call, error: Exception, code: int, message: str
+) -> None:
+    def fail(args: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(app, "call", fail)
+    done = call("generate")
+    assert done.code == code
+    assert done.err.startswith("error: ")
+    assert message in done.err
+    assert done.err.count("\n") == 1
+    assert done.out == ""
+
+
+@pytest.mark.parametrize("args", [("--debug", "generate", "-p", "x"), ("generate", "-p", "x", "--debug")])
+def test_debug_shows_the_traceback_wherever_it_stands(call: Call, fake: type[FakeLLM], args: tuple[str, ...]) -> None:
+    done = call(*args, "--model", "absent")
+    assert done.code == 1
+    assert "Traceback" in done.err
+    assert done.err.endswith("error: no model 'absent'\n")
+
+
+@pytest.mark.parametrize(("value", "shown"), [("1", True), ("0", False), ("", False)])
+def test_octavo_debug(
+    monkeypatch: pytest.MonkeyPatch, call: Call, fake: type[FakeLLM], value: str, shown: bool
+) -> None:
+    monkeypatch.setenv("OCTAVO_DEBUG", value)
+    assert ("Traceback" in call("generate", "-p", "x", "--model", "absent").err) == shown
+
+
+def test_interrupt_is_quiet(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    def interrupt(args: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(app, "call", interrupt)
+    done = call("generate")
+    assert (done.code, done.out, done.err) == (130, "", "")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--versoin",), "no option --versoin; did you mean --version?"),
+        (("generate", "--max-tokns", "3"), "no option --max-tokns; did you mean --max-tokens?"),
+        (("generate", "--max_tokns", "3"), "did you mean --max-tokens?"),
+        (("generate", "--xyzzy"), "no option --xyzzy; see octavo generate --help"),
+        (("generat",), "no such command 'generat'. Did you mean 'generate'"),
+        (("models", "fetsh", "x"), "Did you mean 'fetch'"),
+        (("models", "fetch"), "missing argument"),
+        (("generate", "--max-tokens"), "--max-tokens"),
+        (("generate", "--max-tokens", "many"), "--max-tokens"),
+        (("generate", "--preemption-mode", "drop"), "--preemption-mode"),
+        (("blocks", "--num-blocks", "0"), "--num-blocks"),
+    ],
+)
+def test_a_mistake_in_the_call_is_one_line_and_2(call: Call, args: tuple[str, ...], message: str) -> None:
+    done = call(*args)
+    assert done.code == 2
+    assert done.err.startswith("error: ")
+    assert message in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_underscores_are_dashes(call: Call, fake: type[FakeLLM]) -> None:
+    assert call("generate", "--prompt", "a b c", "--max_tokens", "1").out == "c\n"
+
+
+def test_nothing_at_all_is_help(call: Call) -> None:
+    done = call()
+    assert done.code == 0
+    assert "generate" in done.out
+    assert call("--help").out == done.out
+
+
+def test_an_option_named_debug_is_found_in_help(call: Call) -> None:
+    assert "--debug" in call("--help").out
+
+
+def test_version(call: Call) -> None:
+    from octavo import __version__
+
+    assert call("--version").out == f"octavo {__version__}\n"
+
+
+def test_run_never_exits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", "--help"]) == 0  # typer itself would leave the process
+    assert "--temperature" in capsys.readouterr().out
+
+
+def test_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
+    script = tmp_path / "script"
+    script.write_text("help\n" * 20_000)
+    process = subprocess.Popen(
+        [*OCTAVO, "blocks", "--script", str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline() == "blocks> help\n"
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(10) == 1
+
+
+def test_a_pipe_closed_before_the_first_line_is_quiet() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([*OCTAVO, "--help"], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_ctrl_c_while_it_waits_for_input() -> None:
+    process = subprocess.Popen(
+        [*OCTAVO, "blocks"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    process.stdin.write("stats\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "Hits: 0\n"  # it runs
+    time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=10)
+    assert (process.returncode, err) == (130, "")
+    assert "Traceback" not in out

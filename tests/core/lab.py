@@ -1,0 +1,182 @@
+"""A small world driven by hand: one scheduler over the oracle, a plan at a time, everything checked after every call."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from typing import Any
+
+from octavo.core import events as ev
+from octavo.core.block_pool import BlockPool
+from octavo.core.kv_cache import KVCache
+from octavo.core.plan import Slice, StepPlan, StepResult
+from octavo.core.policy import Policy, PreemptionMode
+from octavo.core.request import Request, Sequence
+from octavo.core.sampling_params import SamplingParams
+from octavo.core.scheduler import Scheduler
+from tests import oracle as o
+
+SWAP = Policy(mode=PreemptionMode.SWAP)
+RECOMPUTE = Policy(mode=PreemptionMode.RECOMPUTE)
+ANY = SamplingParams(max_tokens=None)
+
+
+class Lab:
+    """`plan` makes and submits a step, `land` takes in the oldest in flight, `run` goes on to the end of everything."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 2,
+        *,
+        host: int = 0,
+        rows: int = 8,
+        budget: int = 256,
+        window: int = 1,
+        watermark: int = 0,
+        policy: Policy | None = None,
+        caching: bool = True,
+        habits: o.Habits | None = None,
+        listen: bool = True,
+    ) -> None:
+        self.cache = KVCache(num_blocks, block_size, host, num_rows=rows, enable_prefix_caching=caching)
+        self.pool = self.cache.pool
+        self.scheduler = Scheduler(
+            self.cache,
+            max_num_batched_tokens=budget,
+            decode_window=window,
+            num_watermark_blocks=watermark,
+            policy=policy,
+        )
+        self.oracle = o.Oracle(self.cache, habits or o.Habits())
+        self.events: list[ev.Event] = []
+        if listen:
+            self.cache.events.subscribe(self.events.append, blocks=True)
+        self.flight: deque[tuple[StepPlan, Any]] = deque()
+        self.requests: dict[str, Request] = {}
+        self.finished: list[str] = []
+
+    def add(self, name: str, prompt: list[int], max_tokens: int | None, **options: Any) -> Request:
+        request = make(name, prompt, max_tokens, **options)
+        self.scheduler.add(request)
+        self.requests[name] = request
+        return request
+
+    def plan(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        o.check(self.scheduler)
+        if plan:
+            self.flight.append((plan, self.oracle.submit(plan)))
+        return plan
+
+    def part(self) -> list[str]:
+        """Take in the next column of the oldest window in flight."""
+        plan, running = self.flight[0]
+        columns = running.poll()
+        assert columns is not None
+        return self._took(self.scheduler.update(plan, columns, last=False))
+
+    def land(self) -> list[str]:
+        plan, running = self.flight.popleft()
+        return self._took(self.scheduler.update(plan, running.result()))
+
+    def err(self, request: Request) -> list[str]:
+        """The oldest in flight lands, with numbers of this request that are not finite."""
+        plan, running = self.flight.popleft()
+        i = next(i for i, s in enumerate(plan.sequences) if s.request is request)
+        return self._took(self.scheduler.update(plan, StepResult(running.result().tokens, {i: "NaN"})))
+
+    def fail(self) -> list[str]:
+        """The oldest in flight fails, and all after it."""
+        void = [plan for plan, _ in self.flight]
+        self.flight.clear()
+        redone = self.scheduler.fail(void[0])
+        self.oracle.fail(void)
+        o.check(self.scheduler)
+        return [r.request_id for r in redone]
+
+    def step(self) -> StepPlan:
+        plan = self.plan()
+        self.land()
+        return plan
+
+    def abort(self, name: str) -> None:
+        self.scheduler.abort(name)
+        o.check(self.scheduler)
+
+    def run(self, depth: int = 1, limit: int = 500) -> None:
+        """To the end; then every output is the reference's (a prefix of it, for what was ended early), nothing leaks."""
+        for _ in range(limit):
+            if not self.scheduler.has_work:
+                break
+            plan = self.plan() if len(self.flight) < depth else None
+            o.need(plan or self.flight or not self.scheduler.requests, o.Stall, self.scheduler.requests)
+            if self.flight and (not plan or len(self.flight) >= depth):
+                self.land()
+        assert not self.scheduler.has_work, "livelock"
+        self.at_rest()
+
+    def at_rest(self) -> None:
+        for request in self.requests.values():
+            got, want = o.outputs(request), o.reference(request)
+            if all(s.finish_reason in ("stop", "length", "pruned") for s in request.done) and not request.error:
+                assert got == want, (request.request_id, got, want)
+            elif request.decide is None:
+                whole = dict(want)
+                assert all(tokens == whole[i][: len(tokens)] for i, tokens in got)
+        assert self.pool.num_used == 0 and self.pool.num_refs == 0
+        assert self.cache.swap_space.num_used == 0
+        assert self.cache.rows.num_free == self.scheduler.max_num_seqs
+        assert not self.cache._holders
+
+    def told(self, *kinds: type) -> list[ev.Event]:
+        return [e for e in self.events if isinstance(e, kinds)]
+
+    def reasons(self, name: str) -> list[str]:
+        """Why a request waited, in order."""
+        return [e.reason for e in self.events if isinstance(e, ev.Waiting) and e.request_id == name]
+
+    def _took(self, finished: list[Request]) -> list[str]:
+        o.check(self.scheduler)
+        names = [r.request_id for r in finished]
+        self.finished += names
+        return names
+
+
+def make(name: str, prompt: list[int], max_tokens: int | None, **options: Any) -> Request:
+    beam = options.pop("beam", 0)
+    if beam:
+        options.update(width=beam, num_draws=beam, decide=o.keep_best(beam))
+    return Request(name, prompt, ANY, max_tokens=max_tokens, **options)
+
+
+def answer(prompt: list[int], num: int, index: int = 0) -> list[int]:
+    """What the oracle's model says to a prompt: the output of sample `index`, with no stop token."""
+    request = make("", prompt, num, width=index + 1)
+    return dict(o.reference(request))[index][len(prompt) :]
+
+
+def slice_of(plan: StepPlan, request: Request, index: int = 0) -> Slice | None:
+    """The slice of one sequence of a request in a plan."""
+    for s, seq in zip(plan.slices(), plan.sequences, strict=True):
+        if seq.request is request and seq.index == index:
+            return s
+    return None
+
+
+def sequence(tokens: list[int], limit: int = 1 << 20, **options: Any) -> Sequence:
+    """A sequence over a cache with no scheduler: for tests of the facade."""
+    request = Request("s", tokens, ANY, **options)
+    request.begin(0, (0, 0), limit)
+    return request.sequences[0]
+
+
+def arrange(pool: BlockPool, *block_ids: int) -> None:
+    """Take and release until these blocks are what `take` gives next, in this order. The pool must be unused."""
+    taken = [pool.take() for _ in range(max(block_ids))]
+    for block in [b for b in taken if b not in block_ids] + list(reversed(block_ids)):
+        pool.release(block)
+
+
+def ints(tokens: list[int]) -> array[int]:
+    return array("i", tokens)

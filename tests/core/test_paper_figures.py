@@ -1,0 +1,346 @@
+"""The figures of the paper (SOSP'23), and the walk-throughs of those who explained it, with their block ids."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+import pytest
+
+from octavo.core.ids import block_names
+from octavo.core.kv_cache import KVCache
+from octavo.core.plan import BlockCopy, StepPlan, TableWrite
+from octavo.core.request import Sequence
+from octavo.core.scheduler import Scheduler
+
+from .lab import Lab, arrange, ints, make, sequence
+
+
+def filled(cache: KVCache, seq: Sequence) -> list[tuple[int, int]]:
+    """The paper's block table: (physical block, filled slots)."""
+    size = cache.block_size
+    return [(b, min(size, seq.num_computed - i * size)) for i, b in enumerate(seq.block_ids)]
+
+
+def compute(cache: KVCache, seq: Sequence, count: int, plan: StepPlan | None = None) -> StepPlan:
+    """`count` positions are computed, and the sequence then knows one token more than it has computed."""
+    plan = StepPlan() if plan is None else plan  # an empty plan is false
+    if not seq.block_ids:
+        cache.attach(seq, cache.lookup(seq))
+        count -= seq.num_computed
+    cache.grow(seq, count, plan)
+    seq.num_computed += count
+    missing = seq.num_computed + 1 - len(seq.token_ids)
+    seq.token_ids.extend(range(100, 100 + max(0, missing)))
+    cache.seal(seq)
+    return plan
+
+
+def test_figure_6_a_request_through_prompt_and_two_decode_steps() -> None:
+    """Seven prompt tokens in blocks 7 and 1; the first decode fills the slot that is left, the second takes block 3."""
+    lab = Lab(8, block_size=4)
+    arrange(lab.pool, 7, 1, 3)
+    request = lab.add("fathers", [4, 2, 1, 0, 3, 3, 1], 8)
+    plan = lab.plan()
+    (seq,) = request.sequences
+    assert filled(lab.cache, seq) == [(7, 4), (1, 3)]
+    assert plan.table_writes == [TableWrite(seq.row, 0, (7, 1))]
+    lab.land()
+
+    plan = lab.plan()
+    assert filled(lab.cache, seq) == [(7, 4), (1, 4)]  # 3 -> 4
+    assert plan.table_writes == []
+    lab.land()
+
+    plan = lab.plan()
+    assert filled(lab.cache, seq) == [(7, 4), (1, 4), (3, 1)]
+    assert plan.table_writes == [TableWrite(seq.row, 2, (3,))]
+    lab.land()
+    lab.run()
+
+
+def test_figure_7_two_requests_side_by_side() -> None:
+    """Logical neighbours need not be physical ones, and the space is used by both."""
+    lab = Lab(8, block_size=4)
+    arrange(lab.pool, 7, 1, 5, 2, 3, 8)
+    a = lab.add("A", [4, 2, 1, 0, 3, 3, 1], 6)
+    b = lab.add("B", [1, 1, 0, 2, 4, 0], 6)
+    lab.step()
+    assert filled(lab.cache, a.sequences[0]) == [(7, 4), (1, 3)]
+    assert filled(lab.cache, b.sequences[0]) == [(5, 4), (2, 2)]
+    lab.step()
+    lab.step()
+    assert filled(lab.cache, a.sequences[0]) == [(7, 4), (1, 4), (3, 1)]
+    assert filled(lab.cache, b.sequences[0]) == [(5, 4), (2, 4)]
+    lab.step()
+    assert filled(lab.cache, b.sequences[0]) == [(5, 4), (2, 4), (8, 1)]
+    assert lab.cache.stats().num_unfilled_slots == 2 + 3 <= 2 * (4 - 1)
+    lab.run()
+
+
+def test_figure_8_parallel_sampling_copies_on_write() -> None:
+    """Two samples share 7 and 1. A1 writes: block 1 is copied to 3, its references go from 2 to 1. A2 writes in place."""
+    lab = Lab(8, block_size=4)
+    arrange(lab.pool, 7, 1, 3)
+    request = lab.add("A", [4, 2, 1, 0, 3, 3, 1], 3, width=2)
+    lab.step()
+    a1, a2 = request.sequences
+    assert a1.block_ids == a2.block_ids == [7, 1]
+    assert [lab.pool.refs[b] for b in (7, 1, 3)] == [2, 2, 0]
+    assert lab.cache.stats().num_saved_by_sharing == 2
+
+    plan = lab.plan()
+    assert plan.copies == [BlockCopy(1, 3)]
+    assert a1.block_ids == [7, 3]
+    assert a2.block_ids == [7, 1]
+    assert [lab.pool.refs[b] for b in (7, 1, 3)] == [2, 1, 1]
+    assert lab.cache.num_copied == 1
+    lab.land()
+    lab.run()
+    assert lab.cache.num_copied == 1  # only the last block of the prompt is ever copied
+
+
+def test_figure_9_beam_search_shares_as_its_tree_grows_and_shrinks() -> None:
+    """Four beams: all share block 0; 0 to 2 share three blocks, 3 parts at the second. Then 0 and 3 fall: 2, 4, 5 and 8
+    come free, and the heirs of 1 and 2 take 9 to 12."""
+    cache = KVCache(13, 2, num_rows=0, enable_prefix_caching=False)
+    arrange(cache.pool, 13, 1, 3, 4, 2, 5, 6, 7, 8)
+    zero, one, three, four, two, five, six, seven, eight = 13, 1, 3, 4, 2, 5, 6, 7, 8
+    beam = [sequence([1, 2])]
+    compute(cache, beam[0], 2)
+    assert beam[0].block_ids == [zero]
+
+    def fork(parent: Sequence) -> Sequence:
+        child = Sequence(parent.request, 0, parent.token_ids[:], parent.limit)
+        cache.fork(parent, child)
+        return child
+
+    beam.append(fork(beam[0]))  # candidate 3 parts from the rest at the second block
+    shared, apart = beam
+    compute(cache, shared, 2)
+    compute(cache, shared, 2)
+    assert shared.block_ids == [zero, one, three]
+    compute(cache, apart, 2)
+    compute(cache, apart, 2)
+    assert apart.block_ids == [zero, four, two]
+    beam = [shared, fork(shared), fork(shared), apart]
+    for seq in beam[:3]:
+        compute(cache, seq, 2)
+    compute(cache, apart, 2)
+    assert [s.block_ids[3:] for s in beam] == [[five], [six], [seven], [eight]]
+    assert [cache.pool.refs[b] for b in (zero, one, three, four, two)] == [4, 3, 3, 1, 1]
+    assert cache.pool.num_used == 9
+
+    heirs = [beam[1], fork(beam[1]), beam[2], fork(beam[2])]
+    cache.free(beam[0])
+    cache.free(beam[3])
+    assert [cache.pool.refs[b] for b in (four, two, five, eight)] == [0, 0, 0, 0]
+    assert [cache.pool.refs[b] for b in (zero, one, three, six, seven)] == [4, 4, 4, 2, 2]
+    assert cache.pool.num_free == 13 - 5
+    before = cache.num_copied
+    for heir in heirs:
+        compute(cache, heir, 1)
+    assert len({h.block_ids[-1] for h in heirs}) == 4  # a new block each
+    assert cache.num_copied == before  # full blocks are never copied
+    for heir in heirs:
+        cache.free(heir)
+    assert cache.pool.num_used == 0
+
+
+def test_only_the_last_logical_block_is_ever_copied() -> None:
+    """Four sharers of a partial tail: three copies, each of the tail, and the last sharer writes in place."""
+    cache = KVCache(10, 4)
+    parent = sequence(list(range(7)))
+    compute(cache, parent, 6)
+    children = [Sequence(parent.request, i, parent.token_ids[:], 99) for i in (1, 2, 3)]
+    for child in children:
+        cache.fork(parent, child)
+    head, tail = parent.block_ids
+    group = [parent, *children]
+    assert cache.blocks_needed((s, 1) for s in group) == 3
+    plan = StepPlan()
+    for seq in group:
+        cache.grow(seq, 1, plan)
+        seq.num_computed += 1
+    assert [c.src for c in plan.copies] == [tail] * 3
+    assert children[-1].block_ids == [head, tail]
+    assert cache.pool.refs[tail] == 1 and cache.pool.refs[head] == 4
+
+
+def test_shared_prefix_is_mapped_not_computed() -> None:
+    """A system prompt computed once: a later request's table begins with its blocks, only its own part is computed."""
+    lab = Lab(16, block_size=4)
+    system = [1, 0, 2, 2, 4, 4, 3, 1]
+    first = lab.add("first", [*system, 3], 2)
+    lab.step()
+    blocks = first.sequences[0].block_ids[:2]
+    lab.run()
+    second = lab.add("second", [*system, 0, 1], 2)
+    plan = lab.plan()
+    assert second.sequences[0].block_ids[:2] == blocks
+    assert (plan.starts, plan.counts) == ([8], [2])
+    assert second.num_cached_tokens == 8
+    lab.land()
+    lab.run()
+
+
+def test_a_lesson_64_tokens_forked_three_times() -> None:
+    """Blocks of 16: 64 tokens fill 4 blocks, referenced once; three forks make it 4 each, and cost nothing. Ten tokens
+    more for each of the four then take a block each: 8 in all, not 12, and nothing is copied, for no tail was partial."""
+    cache = KVCache(64, 16)
+    parent = sequence(list(range(65)))
+    compute(cache, parent, 64)
+    assert parent.block_ids == [1, 2, 3, 4]
+    assert [cache.pool.refs[b] for b in parent.block_ids] == [1] * 4
+    children = [Sequence(parent.request, i, parent.token_ids[:], 999) for i in (1, 2, 3)]
+    for child in children:
+        cache.fork(parent, child)
+    assert [cache.pool.refs[b] for b in parent.block_ids] == [4] * 4
+    assert cache.pool.num_used == 4 and cache.stats().num_saved_by_sharing == 12
+    plan = StepPlan()
+    for seq in [parent, *children]:
+        compute(cache, seq, 10, plan)
+    assert cache.pool.num_used == 8
+    assert plan.copies == []
+    naive = sum(len(s.block_ids) for s in [parent, *children])
+    assert naive == 20 and naive / cache.pool.num_used == 2.5
+
+    child = Sequence(parent.request, 9, parent.token_ids[:], 999)
+    cache.fork(parent, child)  # now the tail is partial, and writing to it takes a copy: allocate, copy, repoint
+    tail = parent.block_ids[-1]
+    assert cache.blocks_needed([(child, 1)]) == 1
+    compute(cache, child, 1, plan)
+    assert plan.copies == [BlockCopy(tail, child.block_ids[-1])]
+    assert parent.block_ids[-1] == tail and cache.pool.refs[tail] == 1
+
+
+def test_a_session_by_hand_allocate_generate_fork_free() -> None:
+    """The bookkeeping simulation's session: prompts hit what is cached, forks share, stats count, the end frees all."""
+    cache = KVCache(10, 4)
+
+    def allocate(tokens: list[int]) -> Sequence:
+        seq = sequence(tokens)
+        cache.count_lookup(seq, len(cache.lookup(seq).block_ids))
+        compute(cache, seq, len(tokens))
+        return seq
+
+    first = allocate([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    stats = cache.stats()
+    assert (stats.num_hits, stats.num_misses, stats.hit_rate) == (0, 3, 0.0)
+    second = allocate([1, 2, 3, 4, 5, 6, 7, 8, 10])
+    assert second.block_ids[:2] == first.block_ids[:2]
+    stats = cache.stats()
+    assert (stats.num_hits, stats.num_misses, stats.num_used, stats.num_free) == (2, 4, 4, 6)
+    assert stats.hit_rate == pytest.approx(1 / 3)
+    assert (stats.num_hit_tokens, stats.num_queried_tokens) == (8, 18)
+    cache.free(first)
+    assert [cache.pool.refs[b] for b in second.block_ids] == [1, 1, 1]
+    cache.free(second)
+    cache.free(second)
+    stats = cache.stats()
+    assert (stats.num_used, stats.num_cached, stats.num_free) == (0, 2, 8)
+    third = allocate([1, 2, 3, 4, 5, 6, 7, 8, 11])  # freed blocks keep their content until they are taken
+    assert third.num_computed == 9 and cache.stats().num_hits == 4
+    assert stats.as_dict()["num_cached"] == 2
+
+
+def test_unfilled_slots_are_in_the_last_block_alone() -> None:
+    """Ten tokens take what ten tokens need; 990 reserved slots are not wasted, six slots of the tail are not filled."""
+    cache = KVCache(64, 16)
+    seq = sequence(list(range(11)))
+    compute(cache, seq, 10)
+    assert cache.pool.num_used == 1 and cache.stats().num_unfilled_slots == 6
+    compute(cache, seq, 6)
+    assert cache.pool.num_used == 1 and cache.stats().num_unfilled_slots == 0
+    compute(cache, seq, 1)
+    assert cache.pool.num_used == 2 and cache.stats().num_unfilled_slots == 15
+
+
+def test_blocks_go_where_there_is_room() -> None:
+    """Logical 0, 1, 2 lie in 7, 2, 14."""
+    cache = KVCache(16, 16)
+    arrange(cache.pool, 7, 2, 14)
+    seq = sequence(list(range(40)))
+    compute(cache, seq, 36)
+    assert filled(cache, seq) == [(7, 16), (2, 16), (14, 4)]
+
+
+def test_36_tokens_in_blocks_of_16() -> None:
+    """Scattered blocks 5, 12, 23 hold 16, 16 and 4; freed, the next sequence reuses them."""
+    cache = KVCache(32, 16, enable_prefix_caching=False)
+    arrange(cache.pool, 5, 12, 23)
+    seq = sequence(list(range(40)))
+    compute(cache, seq, 36)
+    assert filled(cache, seq) == [(5, 16), (12, 16), (23, 4)]
+    cache.free(seq)
+    other = sequence(list(range(7)))
+    compute(cache, other, 6)
+    assert other.block_ids == [5]
+
+
+def test_swapped_blocks_are_never_more_than_the_device_has() -> None:
+    KVCache(4, 2, 4)
+    with pytest.raises(AssertionError, match="never larger"):
+        KVCache(4, 2, 5)
+
+
+def test_recomputation_is_one_prefill_of_prompt_and_output() -> None:
+    """Section 4.5: the tokens generated at eviction join the prompt; one step computes them all."""
+    lab = Lab(8, block_size=4, caching=False)
+    request = lab.add("A", [1, 2, 3], 6)
+    for _ in range(4):
+        lab.step()
+    (seq,) = request.sequences
+    lab.scheduler._preempt(request, request, 0, StepPlan())
+    assert seq.block_ids == [] and len(seq.token_ids) == 7
+    plan = lab.plan()
+    assert (plan.starts, plan.counts, plan.samples) == ([0], [7], [1])
+    lab.land()
+    lab.run()
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_names_chain_from_parent_to_child() -> None:
+    a = list(block_names([1, 2, 3, 4, 5, 6, 7, 8, 9], 4))
+    assert len(a) == 2  # full blocks alone
+    root = sha256(b"").digest()
+    first = sha256(root + bytes([1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0, 4, 0, 0, 0])).digest()
+    assert a[0] == first
+    assert a[1] == sha256(first + bytes([5, 0, 0, 0, 6, 0, 0, 0, 7, 0, 0, 0, 8, 0, 0, 0])).digest()
+
+
+def test_the_same_tokens_after_another_prefix_have_another_name() -> None:
+    x = list(block_names([1, 2, 9, 9], 2))
+    y = list(block_names([3, 4, 9, 9], 2))
+    assert x[1] != y[1]
+
+
+def test_names_are_of_fixed_width() -> None:
+    """[1, 23] and [12, 3] write the same digits."""
+    assert list(block_names([1, 23], 2)) != list(block_names([12, 3], 2))
+
+
+def test_names_of_different_tenants_never_meet() -> None:
+    ours, theirs = (set(block_names(range(16), 4, salt=salt)) for salt in (b"ours", b"theirs"))
+    assert not ours & theirs
+
+
+def test_names_by_another_digest() -> None:
+    xxhash = pytest.importorskip("xxhash")
+    names = list(block_names(range(8), 4, digest=xxhash.xxh3_128_digest))
+    assert [len(n) for n in names] == [16, 16] and names[0] != names[1]
+
+
+def test_the_core_finds_by_content_where_names_differ() -> None:
+    """Inside, equal digits in other tokens are other content too: the key is fixed-width."""
+    lab = Lab(8, block_size=2)
+    lab.add("a", [1, 23, 0], 1)
+    lab.run()
+    seq = make("b", [12, 3, 0], 1)
+    seq.begin(0, (0, 0), 1)
+    assert lab.cache.lookup(seq.sequences[0]).block_ids == []
+    again = make("c", [1, 23, 0], 1)
+    again.begin(0, (0, 0), 1)
+    assert len(lab.cache.lookup(again.sequences[0]).block_ids) == 1
+    assert isinstance(lab.scheduler, Scheduler) and ints([1]).itemsize == 4

@@ -1,0 +1,646 @@
+"""The subtle rules: one test each, with the smallest world that goes wrong without it.
+
+Every world here runs over the oracle, so that a rule broken in another way than the assertions expect still shows.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.core import events as ev
+from octavo.core.plan import StepPlan
+from octavo.core.policy import Policy, PreemptionMode
+from octavo.core.request import Request, Sequence, Status
+from octavo.errors import CapacityError
+from tests import oracle as o
+
+from .lab import RECOMPUTE, SWAP, Lab, answer, sequence, slice_of
+
+LAZY = o.Habits(eager=False)
+
+
+def crowded(policy: Policy, *, steps: int = 3, late: int = 0, **options: object) -> Lab:
+    """A and B fill a pool of 6 blocks in three steps; in the fourth A needs one more, and B, the later, gives way.
+
+    `late` of those steps are still in flight when this returns.
+    """
+    lab = Lab(6, host=6, policy=policy, **options)  # type: ignore[arg-type]
+    lab.add("A", [1, 2, 3, 4], 6)
+    lab.add("B", [5, 6, 7, 8], 6)
+    for _ in range(steps):
+        lab.plan()
+        if len(lab.flight) > late:
+            lab.land()
+    return lab
+
+
+def throw_out(lab: Lab, request: Request) -> StepPlan:
+    """Preempt a request between two steps."""
+    plan = StepPlan()
+    lab.scheduler._preempt(request, request, 0, plan)
+    lab.oracle.submit(plan)
+    return plan
+
+
+# -- prefixes ---------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_found_inside_its_own_plan() -> None:
+    """Slices run in any order: what this plan computes, another slice of it must not read."""
+    lab = Lab(8, habits=o.Habits(shuffles=True))
+    first, second = lab.add("first", [1, 2, 3, 4], 2), lab.add("second", [1, 2, 3, 4, 0], 2)
+    plan = lab.plan()
+    assert plan.sequences == first.sequences
+    assert lab.reasons("second") == ["prefix in flight"]
+    plan = lab.plan()  # found from the next plan on, though the first has not landed
+    assert slice_of(plan, second) is not None and second.num_cached_tokens == 4
+    assert second.sequences[0].block_ids[:2] == first.sequences[0].block_ids[:2]
+    lab.run()
+
+
+def test_a_system_prompt_shared_by_eight_is_computed_once() -> None:
+    lab = Lab(40)
+    system = [7, 7, 6, 6, 5, 5]
+    requests = [lab.add(f"r{i}", [*system, i], 2) for i in range(8)]
+    plan = lab.step()
+    assert plan.counts == [7]
+    assert lab.reasons("r1") == ["prefix in flight"]
+    plan = lab.step()
+    assert [s.num_positions for s in plan.slices()] == [1] * 8
+    assert [r.num_cached_tokens for r in requests] == [0] + [6] * 7
+    lab.run()
+
+
+def test_a_long_prefix_in_flight_is_waited_for_chunk_by_chunk() -> None:
+    """The second of two equal prompts does not take the part that is there and compute the rest beside the first."""
+    lab = Lab(20, budget=5)
+    prompt = list(range(10, 22))
+    lab.add("first", prompt, 1)
+    second = lab.add("second", [*prompt, 1], 1)
+    lab.plan()
+    while not second.sequences[0].num_computed:
+        assert lab.plan()
+    assert second.num_cached_tokens == 12
+    lab.run()
+
+
+def test_prefix_in_flight_compares_tokens_and_salt() -> None:
+    lab = Lab(16)
+    lab.add("first", [1, 2, 3, 4], 1)
+    lab.add("other tokens", [1, 3, 3, 4], 1)
+    lab.add("other tenant", [1, 2, 3, 4], 1, salt=b"x")
+    lab.add("too short to share", [1, 2], 1)
+    assert len(lab.plan().rows) == 4
+    lab.run()
+
+
+def test_a_stop_token_is_never_sealed() -> None:
+    """Step k returns the stop token of position p while k+1, in flight, covers p: the device may never have written it.
+    The chat's next turn begins with all of this output, the stop token too."""
+    stop = next(t for t in answer([1], 6)[1:])
+    lab = Lab(16, block_size=1, habits=o.Habits(stops=True))
+    turn = lab.add("turn 1", [1], 6, stop_ids=[stop])
+    lab.run(depth=2)
+    tokens = turn.done[0].token_ids.tolist()
+    assert tokens[-1] == stop
+    following = lab.add("turn 2", [*tokens, 3], 2)
+    lab.run(depth=2)
+    assert following.num_cached_tokens == len(tokens) - 1
+
+
+def test_only_known_tokens_are_sealed() -> None:
+    """`num_computed` runs ahead of the tokens that the host knows by a window and a step in flight."""
+    lab = Lab(16, window=6)
+    request = lab.add("A", [1, 2, 3, 4], 20)
+    lab.plan()
+    lab.plan()
+    (seq,) = request.sequences
+    assert (seq.num_computed, len(seq.token_ids)) == (10, 4)
+    assert len(seq.seal_ids) == 2 and lab.pool.num_sealed == 2
+    lab.run(depth=2)
+
+
+def test_a_block_is_found_after_its_own_parent_alone() -> None:
+    """The tokens of a block say nothing without those before it."""
+    lab = Lab(16)
+    lab.add("A", [1, 1, 2, 2, 0], 1)
+    lab.run()
+    other = lab.add("B", [3, 3, 2, 2, 0], 1)
+    lab.run()
+    assert other.num_cached_tokens == 0
+
+
+def test_tenants_share_nothing() -> None:
+    lab = Lab(16)
+    lab.add("ours", [1, 1, 2, 2, 0], 1, salt=b"us")
+    lab.run()
+    theirs, ours = lab.add("theirs", [1, 1, 2, 2, 0], 1), lab.add("ours again", [1, 1, 2, 2, 0], 1, salt=b"us")
+    lab.run()
+    assert (theirs.num_cached_tokens, ours.num_cached_tokens) == (0, 4)
+
+
+# -- results, rows and steps in flight --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_results_go_to_the_sequence_of_the_plan(stops: bool) -> None:
+    """A ends while its next step is in flight; its row goes to B; then A's over-run lands."""
+    stop = answer([1, 2], 1)[0]
+    lab = Lab(8, rows=1, habits=o.Habits(stops=stops))
+    a = lab.add("A", [1, 2], 5, stop_ids=[stop])
+    b = lab.add("B", [3, 4], 5)
+    lab.plan()
+    lab.plan()
+    assert lab.land() == ["A"]
+    lab.plan()
+    (seq,) = b.sequences
+    assert seq.row == 0 and seq.num_pending == 1
+    assert lab.land() == []  # A's
+    assert seq.num_pending == 1 and len(seq.token_ids) == 2
+    lab.run(depth=2)
+    assert a.done[0].token_ids.tolist() == [1, 2, stop]
+
+
+@pytest.mark.parametrize("policy", [RECOMPUTE, SWAP])
+def test_late_results_of_a_preempted_request_are_kept(policy: Policy) -> None:
+    lab = crowded(policy, late=1)
+    b = lab.requests["B"]
+    lab.plan()
+    assert b.status in (Status.WAITING, Status.SWAPPED)
+    (seq,) = b.sequences
+    assert (seq.num_pending, len(seq.token_ids)) == (1, 6)
+    lab.land()
+    assert (seq.num_pending, len(seq.token_ids)) == (0, 7)
+    lab.run(depth=2)
+
+
+@pytest.mark.parametrize("policy", [RECOMPUTE, SWAP])
+def test_a_preempted_request_is_back_only_when_nothing_of_it_is_pending(policy: Policy) -> None:
+    """Otherwise its last token is unknown: it would go on without it, and sample that position twice."""
+    lab = crowded(policy, late=1)
+    lab.plan()
+    lab.abort("A")
+    plan = lab.plan()
+    assert lab.requests["B"].sequences[0] not in plan.sequences
+    assert lab.reasons("B")[-1] == "in flight"
+    lab.land()
+    assert slice_of(lab.plan(), lab.requests["B"]) is not None
+    lab.run(depth=2)
+
+
+@pytest.mark.parametrize("policy", [RECOMPUTE, SWAP])
+def test_a_window_in_flight_is_kept_when_its_request_is_preempted(policy: Policy) -> None:
+    lab = crowded(policy, steps=2, late=1, window=2)
+    b = lab.requests["B"]
+    while b.status is Status.RUNNING:
+        lab.plan()
+    pending = b.num_pending
+    assert pending == 2
+    lab.run(depth=2)
+
+
+def test_the_first_slice_on_a_new_row_brings_its_tokens() -> None:
+    """A row newly given holds the last token, and the done flag, of its owner before."""
+    stop = answer([1, 2], 1)[0]
+    lab = Lab(8, rows=1, habits=o.Habits(stops=True))
+    lab.add("A", [1, 2], 5, stop_ids=[stop])
+    lab.step()
+    b = lab.add("B", [3, 4], 3)
+    plan = lab.plan()
+    found = slice_of(plan, b)
+    assert found is not None and found.row == 0
+    assert found.token_ids is not None and found.token_ids.tolist() == [3, 4]
+    lab.run()
+
+
+@pytest.mark.parametrize("policy", [RECOMPUTE, SWAP])
+def test_after_preemption_a_row_no_longer_holds_the_last_token(policy: Policy) -> None:
+    """B's row passes to C and back; the slice that brings B back must name its token."""
+    lab = crowded(policy)
+    b = lab.requests["B"]
+    lab.plan()
+    (seq,) = b.sequences
+    assert seq.row == -1 and not seq.row_has_last
+    lab.abort("A")
+    lab.land()
+    plan = lab.plan()
+    found = slice_of(plan, b)
+    assert found is not None and found.token_ids is not None
+    assert plan.row_setups[0].row == found.row and plan.table_writes[0].start == 0
+    lab.run()
+
+
+def test_a_row_setup_says_whose_noise_it_is() -> None:
+    lab = Lab(16)
+    request = lab.add("A", [1, 2, 3], 4, seed=99, stop_ids=[777], width=2)
+    (setup,) = lab.step().row_setups
+    assert (setup.row, setup.seed, setup.sample_index, setup.stop_ids) == (0, 99, 0, frozenset({777}))
+    assert setup.sampling_params is request.sampling_params
+    (setup,) = lab.step().row_setups  # the sibling's, after the fork
+    assert (setup.row, setup.seed, setup.sample_index) == (1, 99, 1)
+    lab.run()
+
+
+def test_table_writes_are_applied_in_stream_order() -> None:
+    """A is aborted in flight and C takes its row with blocks that hold a prefix: were the device's table changed at
+    once, A's step would write into them."""
+    lab = Lab(12, rows=1, habits=LAZY)
+    lab.add("P", [1, 2, 3, 4, 0], 1)
+    lab.run()
+    lab.add("A", [5, 6, 7, 8], 4)
+    lab.plan()
+    lab.abort("A")
+    c = lab.add("C", [1, 2, 3, 4, 1], 2)
+    lab.plan()
+    assert c.num_cached_tokens == 4
+    lab.run(depth=2)
+
+
+def test_a_plan_aliases_no_live_state() -> None:
+    """The device may read a plan late."""
+    lab = Lab(16, habits=LAZY)
+    request = lab.add("A", [1, 2, 3], 8, width=2)
+    plan = lab.plan()
+    before = [list(w.block_ids) for w in plan.table_writes], list(plan.host_tokens[0])
+    lab.land()
+    lab.plan()
+    (seq, _) = request.sequences
+    seq.block_ids[0], kept = 99, seq.block_ids[0]
+    assert ([list(w.block_ids) for w in plan.table_writes], list(plan.host_tokens[0])) == before
+    assert all(isinstance(w.block_ids, tuple) for w in plan.table_writes)
+    seq.block_ids[0] = kept
+    lab.run()
+
+
+# -- copies and swaps -------------------------------------------------------------------------------------------------
+
+
+def test_swaps_out_come_before_slices() -> None:
+    """The victim's block is taken, and written, by an older request in the same plan."""
+    lab = crowded(SWAP)
+    plan = lab.plan()
+    taken = {b for w in plan.table_writes for b in w.block_ids}
+    assert taken & {s.src for s in plan.swap_outs}
+    assert slice_of(plan, lab.requests["A"]) is not None
+    lab.run()
+    assert lab.cache.num_swapped_out == lab.cache.num_swapped_in == 3
+
+
+def swapped_after_its_fork() -> Lab:
+    """A needs a block when G, two samples that share a partial tail, has just forked: G is swapped out whole."""
+    lab = Lab(4, host=4, policy=SWAP)
+    lab.add("A", [1, 2, 3, 4], 2)
+    group = lab.add("G", [5, 6, 7], 2, width=2)
+    lab.step()
+    plan = lab.plan()
+    assert group.status is Status.SWAPPED
+    assert len(plan.swap_outs) == 2  # each block once, though each has two owners
+    return lab
+
+
+def test_swaps_in_come_before_copies() -> None:
+    """A group comes back with a shared tail and copies it in the same plan."""
+    lab = swapped_after_its_fork()
+    host = lab.cache.swap_space
+    assert [host.refs[b] for b in (1, 2)] == [2, 2] and host.num_used == 2
+    lab.land()
+    plan = lab.plan()
+    assert len(plan.swap_ins) == 2 and len(plan.copies) == 1
+    assert plan.copies[0].src in {s.dst for s in plan.swap_ins}
+    assert host.num_used == 0
+    lab.run()
+
+
+def test_a_plan_of_swaps_alone_is_submitted() -> None:
+    """A waits for its last result, B needs a block and gives way itself: the step has no slice, yet B's blocks move."""
+    lab = Lab(5, host=5, policy=SWAP)
+    lab.add("A", [1, 2, 3, 4], 2)
+    lab.add("B", [5, 6, 7], 5)
+    lab.plan()
+    lab.land()
+    lab.plan()
+    plan = lab.plan()
+    assert not plan.rows and plan.swap_outs and plan
+    assert lab.requests["B"].status is Status.SWAPPED
+    assert lab.told(ev.Preempted) == [ev.Preempted("B", "swap", "B", 1, 0, 0)]
+    assert lab.scheduler.in_flight[-1] is plan
+    lab.run(depth=2)
+
+
+def left_behind(num_blocks: int = 8) -> tuple[Lab, Sequence, Sequence]:
+    """Two sequences over one sealed block; the second is swapped out and leaves that block behind."""
+    lab = Lab(num_blocks, host=num_blocks, listen=False)
+    cache = lab.cache
+    first, second = sequence([1, 2, 9]), sequence([1, 2, 3])
+    for seq in (first, second):
+        cache.attach(seq, cache.lookup(seq))
+        cache.grow(seq, 3 - seq.num_computed, StepPlan())
+        seq.num_computed = 3
+        cache.seal(seq)
+        seq.request.status = Status.RUNNING
+    assert first.block_ids[0] == second.block_ids[0] == 1
+    plan = StepPlan()
+    assert cache.swap_out(second.request, plan)
+    second.request.status = Status.SWAPPED
+    assert len(plan.swap_outs) == 1 and second.block_ids == [-1, 1]
+    assert second.request.left_behind == {1: lab.pool.seal_id[1]}
+    return lab, first, second
+
+
+def test_what_was_left_behind_pins_nothing() -> None:
+    lab, first, _ = left_behind()
+    assert lab.pool.refs[1] == 1
+    lab.cache.free(first)
+    assert lab.pool.num_used == 0 and list(lab.pool.cached()) == [1]
+
+
+def test_what_was_left_behind_is_shared_before_blocks_are_taken() -> None:
+    """Its last owner ended: the block is cached, and the oldest. Taking first would evict it for the same request."""
+    lab, first, second = left_behind(3)
+    cache, pool = lab.cache, lab.pool
+    cache.free(first)
+    assert pool.num_available == 3
+    found = cache.find_swapped(second.request)
+    assert found is not None and found.num_needed == 2
+    while pool.num_free > 1:
+        pool.take()
+    plan = StepPlan()
+    cache.swap_in(second.request, found, plan)
+    assert second.block_ids[0] == 1 and pool.seal_id[1] and len(plan.swap_ins) == 1
+    assert second.block_ids[1] != 1
+    assert len(second.seal_ids) == 1 and not second.request.left_behind
+
+
+def test_what_was_left_behind_counts_when_it_is_in_no_use() -> None:
+    lab, first, second = left_behind()
+    found = lab.cache.find_swapped(second.request)
+    assert found is not None and found.num_needed == 1  # the first still owns it
+    lab.cache.free(first)
+    found = lab.cache.find_swapped(second.request)
+    assert found is not None and found.num_needed == 2
+    assert found.left_behind == [1] and found.host_ids == [1]
+
+
+def test_what_was_left_behind_is_verified_by_its_seal_id() -> None:
+    """The block was evicted and holds the same tokens again, under another seal id, or something else: it is lost."""
+    lab, first, second = left_behind()
+    cache, pool = lab.cache, lab.pool
+    key = pool._key_of[1]
+    assert key is not None
+    cache.free(first)
+    cache.reset_prefix_cache()
+    assert cache.find_swapped(second.request) is None
+    block = pool.take()
+    assert block == 1
+    pool.seal(block, (key[0], b"others"))
+    assert cache.find_swapped(second.request) is None
+
+
+def test_a_swapped_request_that_lost_a_block_is_recomputed() -> None:
+    """A shares a sealed block with B; B is swapped, A ends, and the block is forgotten before B comes back."""
+    lab = Lab(6, host=6, policy=SWAP)
+    lab.add("A", [1, 2, 3, 4], 6)
+    lab.step()
+    b = lab.add("B", [1, 2, 5, 6], 6)
+    while b.status is not Status.SWAPPED:
+        lab.step()
+    assert len(b.left_behind) == 1 and b.sequences[0].block_ids[0] < 0
+    lab.abort("A")
+    assert lab.cache.reset_prefix_cache() > 0
+    assert b.status is Status.SWAPPED
+    lab.plan()
+    assert lab.told(ev.SwapLost) == [ev.SwapLost("B")]
+    assert b.status is Status.RUNNING and not b.left_behind and lab.cache.swap_space.num_used == 0
+    lab.run()
+
+
+def test_what_is_shared_inside_a_group_alone_goes_out_with_it() -> None:
+    """Only owners outside the request keep a sealed block on the device."""
+    lab = Lab(12, host=12, policy=SWAP)
+    group = lab.add("G", [1, 2, 3, 4, 5], 4, width=3)
+    lab.step()
+    plan = throw_out(lab, group)
+    assert not group.left_behind and len(plan.swap_outs) == 3
+    assert all(s.block_ids == [1, 2, 3] for s in group.sequences)
+    lab.abort("G")
+    lab.at_rest()
+
+
+def test_blocks_that_come_back_are_sealed_anew() -> None:
+    lab = crowded(SWAP)
+    b = lab.requests["B"]
+    lab.step()
+    lab.abort("A")
+    lab.cache.reset_prefix_cache()
+    lab.step()
+    (seq,) = b.sequences
+    assert len(seq.seal_ids) == seq.num_computed // 2 == 3
+    assert all(lab.pool.seal_id[x] for x in seq.block_ids[:3])
+    lab.run()
+
+
+def test_without_host_room_a_victim_is_recomputed() -> None:
+    lab = Lab(6, host=2, policy=SWAP)
+    lab.add("A", [1, 2, 3, 4], 6)
+    lab.add("B", [5, 6, 7, 8], 6)
+    lab.run()
+    assert [e.how for e in lab.told(ev.Preempted)] == ["recompute"]
+    assert lab.cache.num_swapped_out == 0
+
+
+@pytest.mark.parametrize(("policy", "status"), [(SWAP, Status.SWAPPED), (RECOMPUTE, Status.WAITING)])
+def test_a_fork_happens_in_the_tier_where_the_request_is(policy: Policy, status: Status) -> None:
+    """A beam's step lands after its group was preempted: the device's counts of other blocks must not move."""
+    lab = Lab(5, host=5, policy=policy)
+    lab.add("A", [1, 2, 3, 4], 4)
+    beam = lab.add("beam", [5, 6, 7], 3, beam=2)
+    lab.plan()
+    lab.plan()
+    assert beam.status is Status.RUNNING and beam.num_pending == 1
+    while beam.status is Status.RUNNING:
+        assert lab.plan()
+    assert beam.status is status and beam.num_pending == 1
+    device = lab.pool.refs[:]
+    lab.land()
+    assert len(beam.sequences) == 2
+    assert lab.pool.refs == device
+    if status is Status.SWAPPED:
+        host = lab.cache.swap_space
+        assert [host.refs[b] for b in beam.sequences[0].block_ids] == [2, 2]
+    lab.run(depth=2)
+
+
+def test_heirs_fork_before_the_unchosen_let_go() -> None:
+    """Both survivors come from the last beam: were the rest freed in passing, a parent's blocks would be gone."""
+    kept = []
+
+    def last_twice(parents: list) -> list:
+        live = [seq for seq, _ in parents]
+        kept.append([s.index for s in live])
+        return [(live[-1], 1), (live[-1], 2)]
+
+    lab = Lab(12)
+    request = lab.add("beam", [1, 2, 3], 5, width=2, num_draws=2, decide=last_twice)
+    lab.step()
+    lab.step()
+    first, second = request.sequences
+    assert kept == [[0], [0, 1]]
+    assert first.block_ids == second.block_ids and lab.pool.refs[first.block_ids[-1]] == 2
+    assert first.token_ids.tolist()[-2:] == [2, 1] and second.token_ids.tolist()[-2:] == [2, 2]
+    while lab.scheduler.has_work:
+        lab.step()
+    assert lab.pool.num_used == 0
+    assert {s.finish_reason for s in request.done} == {"length"}
+
+
+def test_the_need_of_a_group_is_counted_as_a_whole() -> None:
+    """Two sequences at a block's edge and one block free: the second must not take from an empty pool."""
+    lab = Lab(6, policy=RECOMPUTE)
+    lab.add("A", [1, 2, 3], 3)
+    group = lab.add("G", [5, 6, 7, 8], 3, width=2)
+    lab.step()
+    assert lab.pool.num_available == 2
+    lab.pool.take()  # somebody's: one is left
+    sequences = [(s, 1) for s in group.sequences]
+    assert [lab.cache.blocks_needed([s]) for s in sequences] == [1, 1]
+    assert lab.cache.blocks_needed(sequences) == 2
+    plan = lab.scheduler.schedule()
+    assert slice_of(plan, group) is None and group.status is Status.WAITING
+    assert slice_of(plan, lab.requests["A"]) is not None
+
+
+def test_a_group_is_rebuilt_one_sequence_at_a_time_from_its_sibling() -> None:
+    """A pool of 10 and three samples over a prompt of 6 blocks: 6 + 3 fit where they forked, 3 x 7 never will."""
+    lab = Lab(10, block_size=2, policy=RECOMPUTE, caching=False)
+    prompt = list(range(10, 22))
+    group = lab.add("G", prompt, 3, width=3)
+    lab.step()
+    lab.step()
+    assert lab.pool.num_used == 9
+    throw_out(lab, group)
+    assert lab.pool.num_used == 0
+    counts = []
+    for _ in range(3):
+        plan = lab.step()
+        counts.append(plan.counts)
+    assert counts[0] == [13] and counts[1] == [1] and counts[2] == [1]  # all but the last token of each
+    assert lab.pool.num_used == 9
+    lab.run()
+
+
+def test_a_rebuilt_sibling_shares_directly_where_an_equal_block_is_canonical() -> None:
+    """An equal block elsewhere owns the index entry: through the index a sibling would share that one, or nothing."""
+    lab = Lab(12, policy=RECOMPUTE)
+    group = lab.add("G", [1, 2, 3, 4, 5], 3, width=2)
+    lab.step()
+    throw_out(lab, group)
+    lab.cache.reset_prefix_cache()
+    lab.step()
+    lab.step()
+    a, b = group.sequences
+    assert a.block_ids[:2] == b.block_ids[:2]
+    assert [lab.pool.refs[x] for x in a.block_ids[:2]] == [2, 2]
+    lab.run()
+
+
+# -- the door, the line and giving way ----------------------------------------------------------------------------------
+
+
+def test_the_door_counts_the_width() -> None:
+    lab = Lab(10)
+    lab.add("fits", list(range(12)), 3, width=3)  # 6 + 3 x 1
+    with pytest.raises(CapacityError, match="needs 14 blocks of 2 tokens .* pool has 10; max_tokens of at most 3 fits"):
+        lab.add("does not", list(range(12)), 5, width=4)
+    assert list(lab.scheduler.requests) == ["fits"]
+    lab.run()
+
+
+def test_no_watermark_where_nothing_runs() -> None:
+    """A request as large as the pool would wait for ever."""
+    lab = Lab(4, watermark=2)
+    lab.add("A", [1, 2, 3, 4, 5, 6], 3)
+    lab.run()
+    lab = Lab(4, watermark=2, host=4, policy=SWAP)
+    request = lab.add("A", [1, 2, 3, 4, 5, 6], 3)
+    lab.step()
+    throw_out(lab, request)
+    assert request.status is Status.SWAPPED
+    lab.run()
+
+
+def test_the_watermark_is_left_for_the_running() -> None:
+    for watermark, comes in ((3, True), (4, False)):
+        lab = Lab(8, watermark=watermark)
+        lab.add("A", [1, 2, 3, 4], 4)
+        b = lab.add("B", [5, 6, 7, 8, 9], 2)
+        lab.plan()
+        assert (b.status is Status.RUNNING) == comes
+        if not comes:  # 6 are free, 4 of them not for those who come
+            assert lab.told(ev.Waiting) == [ev.Waiting("B", "blocks", 3, 2, 0)]
+        lab.run()
+
+
+def test_the_watermark_holds_for_the_swapped_too() -> None:
+    lab = Lab(8, host=8, watermark=3, policy=SWAP)
+    lab.add("A", [1, 2, 3, 4], 8)
+    b = lab.add("B", [5, 6], 8)
+    lab.step()
+    throw_out(lab, b)
+    lab.pool.take()
+    lab.pool.take()
+    lab.pool.take()
+    lab.scheduler.schedule()
+    assert b.status is Status.SWAPPED and b.waits_for == "blocks"
+
+
+def test_the_victim_is_the_last() -> None:
+    """Whoever is planned already has a slice in the plan being made: its blocks would be written by two owners."""
+    for policy in (RECOMPUTE, SWAP):
+        lab = Lab(9, host=9, policy=policy)
+        for i, name in enumerate("ABC"):
+            lab.add(name, [10 * i, 1, 2, 3], 6)
+        for _ in range(3):
+            lab.step()
+        plan = lab.plan()
+        assert [e.request_id for e in lab.told(ev.Preempted)] == ["C"]
+        assert [s.request.request_id for s in plan.sequences] == ["A", "B"]
+        lab.run()
+
+
+def test_a_step_that_preempts_brings_nobody_in() -> None:
+    """B asks and gives way itself; the swapped group would fit into what B leaves, and waits for the next step."""
+    lab = Lab(6, host=6)  # a single sequence is recomputed, a group is swapped
+    a = lab.add("A", [1, 2, 3, 4], 6)
+    b = lab.add("B", [5, 6, 7, 8], 6)
+    group = lab.add("G", [9], 2, width=2)
+    lab.step()
+    throw_out(lab, group)
+    lab.step()
+    lab.step()
+    assert group.status is Status.SWAPPED and lab.pool.num_available == 0
+    a.sequences[0].limit = 7  # all its positions are planned: it is B who asks
+    plan = lab.plan()
+    assert b.status is Status.WAITING and lab.pool.num_available == 3
+    assert group.status is Status.SWAPPED and not plan
+    lab.abort("A")
+    assert lab.plan().swap_ins  # first the swapped, then those who wait
+    assert (group.status, b.status) == (Status.RUNNING, Status.WAITING) or b.status is Status.RUNNING
+    lab.run()
+
+
+@pytest.mark.parametrize("mode", list(PreemptionMode))
+def test_self_preemption_counts_as_preemption(mode: PreemptionMode) -> None:
+    """The last in line throws itself out; the one that waits would fit now, and waits all the same."""
+    lab = Lab(6, host=6, policy=Policy(mode=mode))
+    lab.add("A", [1, 2, 3, 4], 6)
+    b = lab.add("B", [5, 6, 7, 8], 6)
+    for _ in range(3):
+        lab.step()
+    small = lab.add("small", [9], 1)
+    lab.scheduler.running[0].sequences[0].limit = 7  # A has all its positions planned: B is the one who asks
+    plan = lab.plan()
+    assert b.status is not Status.RUNNING and small.status is Status.WAITING
+    assert not plan.rows
+    assert [e.for_request for e in lab.told(ev.Preempted)] == ["B"]
+    if mode is PreemptionMode.SWAP:
+        assert lab.reasons("small") == ["behind a swapped request"]

@@ -1,0 +1,186 @@
+"""The decoder against Transformers in float32: the same logits at every position, however the tokens are served."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.errors import ParameterError
+from octavo.kernels import cpu, reference
+from octavo.models.layers import TensorParallel
+from tests.models.tiny import (
+    PagedRun,
+    assert_close,
+    make_tiny_checkpoint,
+    random_prompts,
+    read_decoder,
+    transformers_logits,
+)
+
+PROMPTS = random_prompts(1, 9, 23, 17)
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True, "intermediate_size": 38}),
+    "llama one head": ("llama", {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "hidden_size": 24}),
+    "llama linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e4, "factor": 3.0}}),
+    "llama llama3 rope": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e3,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "qwen2 yarn rope": (
+        "qwen2",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral window": ("mistral", {"sliding_window": 5}),
+    "qwen2": ("qwen2", {"intermediate_size": 26}),
+    "qwen2 tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 7}),
+    "qwen3": ("qwen3", {}),
+    "qwen3 even": ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 38}),
+    "qwen3 grouped": ("qwen3", {"num_key_value_heads": 1, "attention_bias": True, "head_dim": 16}),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[Tensor]]]:
+    """Each case's directory, and Transformers' logits of every prompt; made when first asked for."""
+
+    class Models(dict[str, tuple[Path, list[Tensor]]]):
+        def __missing__(self, case: str) -> tuple[Path, list[Tensor]]:
+            kind, sizes = CASES[case]
+            directory = make_tiny_checkpoint(kind, tmp_path_factory.mktemp("model"), **sizes)
+            self[case] = directory, transformers_logits(directory, PROMPTS)
+            return self[case]
+
+    return Models()
+
+
+def random_steps(seed: int) -> list[list[int]]:
+    """Prompts, chunks and single tokens side by side, and sequences that skip a step."""
+    rng = random.Random(seed)
+    return [[rng.choice([0, 1, 1, 2, 5, 11]) for _ in PROMPTS] for _ in range(200)]
+
+
+@pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(models: Any, case: str, ops: ModuleType) -> None:
+    directory, expected = models[case]
+    decoder = read_decoder(directory, ops)
+    for block_size, chunk in [(16, 999), (8, 7), (1, 4), (8, random_steps(1)), (16, 1)]:
+        got = PagedRun(decoder, PROMPTS, block_size=block_size, seed=block_size).run(chunk)
+        for actual, wanted in zip(got, expected, strict=True):
+            assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+@pytest.mark.parametrize("block_size", [1, 8, 16])
+@pytest.mark.parametrize("chunk", [1, 7, 999, "mixed"])
+def test_every_schedule_gives_the_same_logits(models: Any, chunk: Any, block_size: int, ops: ModuleType) -> None:
+    directory, expected = models["qwen3 grouped"]
+    run = PagedRun(read_decoder(directory, ops), PROMPTS, block_size=block_size, seed=3)
+    for actual, wanted in zip(run.run(random_steps(block_size) if chunk == "mixed" else chunk), expected, strict=True):
+        assert_close(actual, wanted)
+
+
+def test_only_the_rows_asked_for_get_logits(models: Any) -> None:
+    directory, expected = models["llama"]
+    run = PagedRun(read_decoder(directory), PROMPTS, block_size=8)
+    forward, wanted_rows = run.decoder.forward, torch.tensor([32, 0, 9])  # ends of sequences 2, 0 and 1
+    seen = {}
+    run.decoder.forward = lambda ids, batch, kv, rows: seen.setdefault("logits", forward(ids, batch, kv, wanted_rows))  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError):
+        run.step([len(prompt) for prompt in PROMPTS])  # it splits by all rows, and gets three
+    assert seen["logits"].dtype == torch.float32
+    assert_close(seen["logits"], torch.stack([expected[2][-1], expected[0][-1], expected[1][-1]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_near(models: Any, dtype: torch.dtype) -> None:
+    directory, expected = models["qwen3"]
+    decoder = read_decoder(directory, cpu, dtype)
+    assert decoder.num_bytes * 2 == read_decoder(directory).num_bytes
+    for actual, wanted in zip(PagedRun(decoder, PROMPTS, block_size=16).run(999), expected, strict=True):
+        assert actual.dtype == torch.float32
+        assert_close(actual, wanted, 0.1)
+
+
+def test_tied_weights_are_counted_once(models: Any) -> None:
+    tied, untied = (read_decoder(models[case][0]) for case in ("llama tied", "llama"))
+    assert tied.head is tied.embedding
+    assert untied.num_bytes - tied.num_bytes == tied.embedding.nbytes
+
+
+def test_max_len_shortens_the_rotary_table_only(models: Any) -> None:
+    directory, expected = models["llama"]
+    decoder = read_decoder(directory, max_len=23)
+    assert decoder.cos_sin.shape == (23, 16)
+    assert_close(PagedRun(decoder, PROMPTS, block_size=8).run(999)[2], expected[2])
+
+
+class Ranks:
+    """Two ranks as two threads: `all_reduce` waits for the other's part, and both take the sum."""
+
+    def __init__(self, size: int) -> None:
+        self.parts: list[Tensor | None] = [None] * size
+        self.barrier = threading.Barrier(size, timeout=20)
+
+    def rank(self, rank: int) -> TensorParallel:
+        def all_reduce(part: Tensor) -> Tensor:
+            self.parts[rank] = part
+            self.barrier.wait()
+            total = torch.stack([p for p in self.parts if p is not None]).sum(0)
+            self.barrier.wait()
+            return total
+
+        return TensorParallel(rank, len(self.parts), all_reduce)
+
+
+@pytest.mark.parametrize("case", ["llama biases", "qwen2", "qwen3 even"])
+def test_two_ranks_make_one_model(models: Any, case: str) -> None:
+    directory, expected = models[case]
+    ranks = Ranks(2)
+
+    def run(rank: int) -> list[Tensor]:
+        try:
+            decoder = read_decoder(directory, tp=ranks.rank(rank))
+            return PagedRun(decoder, PROMPTS, block_size=8, tp_size=2).run(7)
+        except BaseException:
+            ranks.barrier.abort()  # or the other rank would wait
+            raise
+
+    with ThreadPoolExecutor(2) as threads:
+        results = list(threads.map(run, range(2)))
+    for result in results:
+        for actual, wanted in zip(result, expected, strict=True):
+            assert_close(actual, wanted)
+
+
+def test_a_tensor_parallel_size_that_does_not_fit_is_refused(models: Any) -> None:
+    with pytest.raises(ParameterError, match="tensor_parallel_size 3 does not divide the model's 4 attention heads"):
+        read_decoder(models["llama"][0], tp=TensorParallel(0, 3))

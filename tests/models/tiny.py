@@ -1,0 +1,238 @@
+"""Tiny random models with every weight at random, saved as Transformers saves them, and what drives them.
+
+The initial weights of Transformers hide bugs: biases are 0, norms are 1, and attention is almost uniform. Here no bias
+is 0, no two norms are alike, and some keys matter far more than others.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from octavo.checkpoint import open_checkpoint
+from octavo.kernels import reference
+from octavo.kernels.batch import RaggedBatch
+from octavo.models.decoder import Decoder
+from octavo.models.spec import DecoderSpec, spec_from_config
+from octavo.models.weights import load_decoder
+
+VOCAB_SIZE = 97
+
+# Odd on purpose: a transposed or swapped dimension then has no chance to fit.
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64},
+    "mistral": {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 24, "hidden_size": 72},
+    "qwen2": {"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 112},  # head_dim 8
+    "qwen3": {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 24, "hidden_size": 40},
+}
+
+
+def make_tiny_checkpoint(kind: str, directory: Path, *, seed: int = 0, **sizes: Any) -> Path:
+    """A random model of `kind` ("llama", "mistral", "qwen2", "qwen3") in a new directory -> the directory.
+
+    `sizes` are words of config.json and override the kind's. The weights are float32.
+    """
+    import transformers
+
+    config_class, model_class = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    }[kind]
+    words = {
+        "vocab_size": VOCAB_SIZE,
+        "intermediate_size": 37,
+        "num_hidden_layers": 3,
+        "max_position_embeddings": 128,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+        "dtype": "float32",
+    }
+    model = model_class(config_class(**(words | KINDS[kind] | sizes)))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                parameter.copy_(1 + 0.2 * noise)
+            elif parameter.ndim == 1:
+                parameter.copy_(0.3 * noise)
+            else:
+                parameter.copy_(noise * 1.5 / parameter.shape[1] ** 0.5)
+    model.save_pretrained(directory)
+    return directory
+
+
+def transformers_logits(directory: Path, prompts: Sequence[Sequence[int]], **kwargs: Any) -> list[Tensor]:
+    """What Transformers computes in float32, one sequence at a time: [num_tokens, vocab_size] each."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", **kwargs
+    )
+    with torch.inference_mode():
+        return [model(torch.tensor([list(prompt)])).logits[0] for prompt in prompts]
+
+
+def read_spec(path: Path) -> DecoderSpec:
+    checkpoint = open_checkpoint(path)
+    return spec_from_config(checkpoint.config, checkpoint.generation_config)
+
+
+def read_decoder(path: Path, ops: ModuleType = reference, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Decoder:
+    """The model in a directory or a .gguf file, on the CPU."""
+    return load_decoder(open_checkpoint(path), read_spec(path), dtype=dtype, device="cpu", ops=ops, **kwargs)
+
+
+def random_prompts(*lengths: int, vocab_size: int = VOCAB_SIZE, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
+
+
+def empty_pool(
+    spec: DecoderSpec, num_blocks: int, block_size: int, *, dtype: torch.dtype = torch.float32, tp_size: int = 1
+) -> Tensor:
+    """A pool of K and V full of NaN: whoever reads a slot that nobody wrote is found out."""
+    shape = (num_blocks + 1, spec.num_layers, 2, spec.num_kv_heads // tp_size, block_size, spec.head_dim)
+    return torch.full(shape, torch.nan, dtype=dtype)
+
+
+class PagedRun:
+    """Sequences on their way through a decoder: every step takes any number of tokens of each.
+
+    Each sequence owns blocks from all over the pool, in random order.
+    """
+
+    def __init__(
+        self, decoder: Decoder, prompts: Sequence[Sequence[int]], *, block_size: int, seed: int = 0, tp_size: int = 1
+    ) -> None:
+        self.decoder = decoder
+        self.prompts = prompts
+        self.block_size = block_size
+        self.num_computed = [0] * len(prompts)
+        counts = [-(-len(prompt) // block_size) for prompt in prompts]
+        num_blocks = sum(counts) + 3
+        ids = random.Random(seed).sample(range(1, num_blocks + 1), num_blocks)
+        self.block_tables = [[ids.pop() for _ in range(count)] for count in counts]
+        self.kv = empty_pool(decoder.spec, num_blocks, block_size, dtype=decoder.embedding.dtype, tp_size=tp_size)
+
+    def step(self, num_tokens: Sequence[int]) -> list[Tensor]:
+        """The next `num_tokens[s]` tokens of every sequence s, in one call -> their logits, a tensor a sequence."""
+        taking = [s for s, count in enumerate(num_tokens) if count]
+        if not taking:
+            return [torch.empty(0, self.decoder.spec.vocab_size) for _ in num_tokens]
+        query_lens = [num_tokens[s] for s in taking]
+        before = [self.num_computed[s] for s in taking]
+        seq_lens = [start + count for start, count in zip(before, query_lens, strict=True)]
+        flat = [t for s, a, b in zip(taking, before, seq_lens, strict=True) for t in self.prompts[s][a:b]]
+        tables = [self.block_tables[s][: -(-n // self.block_size)] for s, n in zip(taking, seq_lens, strict=True)]
+        batch = RaggedBatch.from_lists(query_lens, seq_lens, tables, self.block_size)
+        logits = self.decoder.forward(torch.tensor(flat), batch, self.kv, torch.arange(len(flat)))
+        for s, n in zip(taking, seq_lens, strict=True):
+            self.num_computed[s] = n
+        parts = iter(logits.split(query_lens))
+        return [next(parts) if count else logits[:0] for count in num_tokens]
+
+    def run(self, chunk: int | Sequence[Sequence[int]]) -> list[Tensor]:
+        """Everything that is left, at most `chunk` tokens of a sequence a step, or by a list of steps."""
+        parts: list[list[Tensor]] = [[] for _ in self.prompts]
+        steps = iter(chunk) if not isinstance(chunk, int) else None
+        while any(len(p) > n for p, n in zip(self.prompts, self.num_computed, strict=True)):
+            left = [len(p) - n for p, n in zip(self.prompts, self.num_computed, strict=True)]
+            most = [chunk] * len(left) if isinstance(chunk, int) else next(steps)  # type: ignore[arg-type]
+            for s, logits in enumerate(self.step([min(a, b) for a, b in zip(left, most, strict=True)])):
+                parts[s].append(logits)
+        return [torch.cat(p) for p in parts]
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
+    """Every logit within `tolerance` of the largest one."""
+    assert actual.shape == expected.shape
+    error = (actual - expected).abs().max() / expected.abs().max()
+    assert error <= tolerance, f"off by {error:.2e} of the largest logit, {tolerance:.0e} is allowed"
+
+
+# -- GGUF -------------------------------------------------------------------------------------------------------------
+
+GGUF_ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+GGUF_PARTS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name: str) -> str:
+    whole = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    stem, _, kind = name.rpartition(".")
+    if stem in whole:
+        return f"{whole[stem]}.{kind}"
+    _, _, layer, part = stem.split(".", 3)
+    return f"blk.{layer}.{GGUF_PARTS[part]}.{kind}"
+
+
+def interleave(rows: np.ndarray, num_heads: int) -> np.ndarray:
+    """The order in which llama.cpp's converter stores the rows of Q and K: pairs side by side."""
+    half = rows.shape[0] // num_heads // 2
+    return rows.reshape(num_heads, 2, half, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def write_tiny_gguf(directory: Path, path: Path, *, quantisation: str = "F32") -> Path:
+    """The safetensors model in `directory` as a GGUF file; matrices quantised, where 32 divides their rows."""
+    config = json.loads((directory / "config.json").read_text())
+    arch = GGUF_ARCHITECTURES[config["architectures"][0]]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"t{i}" for i in range(config["vocab_size"])])
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        rows = tensor.numpy()
+        if arch == "llama" and "q_proj" in name:
+            rows = interleave(rows, heads)
+        if arch == "llama" and "k_proj" in name:
+            rows = interleave(rows, kv_heads)
+        kind = gguf.GGMLQuantizationType[quantisation]
+        if rows.ndim == 2 and kind != gguf.GGMLQuantizationType.F32 and rows.shape[1] % 32 == 0:
+            writer.add_tensor(gguf_name(name), gguf.quants.quantize(rows, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(gguf_name(name), rows)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

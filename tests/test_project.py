@@ -1,0 +1,159 @@
+"""The project's own rules: what may be imported where, how large a folder may be, and that its files agree."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import octavo
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "octavo"
+
+
+def modules_in(folder: str) -> list[str]:
+    """The modules of one folder of the package, by their full names."""
+    paths = sorted((PACKAGE / folder).rglob("*.py"))
+    names = [".".join(("octavo", *p.relative_to(PACKAGE).with_suffix("").parts)) for p in paths]
+    return [name.removesuffix(".__init__") for name in names]
+
+
+def loaded_by(code: str) -> set[str]:
+    """The modules that a fresh interpreter has loaded after `code`, beyond those that it starts with.
+
+    -S keeps site-packages' own start-up files out, which load modules before any code runs; the path is given instead.
+    """
+    probe = f"import sys; before = set(sys.modules)\n{code}\nprint(*(set(sys.modules) - before), sep='\\n')"
+    path = os.pathsep.join([str(PACKAGE.parent), *(p for p in sys.path if p.endswith("site-packages"))])
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", probe], capture_output=True, text=True, check=True, env={"PYTHONPATH": path}
+    )
+    return set(done.stdout.split())
+
+
+def test_core_is_the_standard_library_alone() -> None:
+    names = modules_in("core")
+    assert "octavo.core.scheduler" in names
+    loaded = loaded_by("\n".join(f"import {name}" for name in names))
+    allowed = {"octavo", "octavo.errors", "octavo.core"}
+    strangers = {
+        name
+        for name in loaded
+        if name not in allowed
+        and not name.startswith("octavo.core.")
+        and name.split(".")[0] not in sys.stdlib_module_names
+    }
+    assert not strangers
+
+
+@pytest.mark.parametrize("folder", ["core", "engine", "text", "view", "cli"])
+def test_no_torch_where_no_tensors_are(folder: str) -> None:
+    loaded = loaded_by("\n".join(f"import {name}" for name in modules_in(folder)))
+    assert f"octavo.{folder}" in loaded
+    assert not {"torch", "transformers", "triton"} & loaded
+
+
+@pytest.mark.parametrize(
+    "module", ["octavo", "octavo.config", "octavo.catalog", "octavo.checkpoint", "octavo.bench.core"]
+)
+def test_these_modules_load_no_torch(module: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        pytest.fail(f"{module} is gone; take it out of this list, or put it back")
+    assert "torch" not in loaded_by(f"import {module}")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["generate", "--help"], ["bench", "--help"], ["--version"], ["models"]]
+)
+def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
+    loaded = loaded_by(f"from octavo.cli.main import run\nassert run({arguments!r}) == 0")
+    assert "octavo.cli.app" in loaded
+    assert not {"torch", "numpy", "transformers", "tokenizers", "huggingface_hub"} & loaded
+
+
+def test_versions_agree() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == octavo.__version__
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert octavo.__version__ in re.findall(r"^## \[?([\w.]+)\]?", changes, re.MULTILINE)
+
+
+def test_makefile_and_project_want_the_same_torch() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = next(d for d in project["dependencies"] if d.startswith("torch"))
+    assert f"TORCH    ?= {wanted}\n" in (ROOT / "Makefile").read_text()
+
+
+def test_one_word_for_one_thing() -> None:
+    """A block is a block: neither of the words that other systems have for it."""
+    wrong = re.compile(r"\b(pages?|slabs?)\b|_(page|slab)s?\b|\b(page|slab)s?_", re.IGNORECASE)
+    found = [
+        f"{path.relative_to(ROOT)}:{i}: {line.strip()}"
+        for folder in ("core", "engine", "kernels", "models", "runner", "cli")
+        for path in sorted((PACKAGE / folder).rglob("*.py"))
+        for i, line in enumerate(path.read_text().splitlines(), 1)
+        if wrong.search(line)
+    ]
+    assert not found
+
+
+# -- scripts/size.py -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def size() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("size", ROOT / "scripts" / "size.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SOURCE = '''"""A docstring
+of two lines."""
+
+# a comment
+TEXT = """no
+docstring"""  # and a comment
+
+
+class A:
+    """What it is."""
+
+    x = 1
+    """What x is."""
+
+    def f(self) -> int:
+        return (
+            self.x
+        )
+'''
+
+
+def test_size_counts_code_and_not_its_explanation(size: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "core").mkdir()
+    (tmp_path / "core" / "a.py").write_text(SOURCE)
+    (tmp_path / "top.py").write_text("x = 1\n")
+    assert size.sizes(tmp_path) == {"core": (8, 18), "(top)": (1, 1)}
+
+
+@pytest.mark.parametrize(("lines", "code"), [(1500, 0), (1501, 1)])
+def test_size_fails_above_a_budget(
+    size: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: int, code: int
+) -> None:
+    (tmp_path / "core").mkdir()
+    (tmp_path / "core" / "a.py").write_text("x = 1\n" * lines)
+    assert size.main(tmp_path) == code
+    assert ("core is 1 lines over its budget of 1,500" in capsys.readouterr().err) == bool(code)
+
+
+def test_size_of_nothing_is_a_mistake(size: ModuleType, tmp_path: Path) -> None:
+    assert size.main(tmp_path) == 1
