@@ -396,7 +396,7 @@ def _check_pool(pool: BlockPool, owners: Counter[int]) -> None:
     again = pool._freed + list(range(pool._untouched, pool.num_blocks + 1))
     need(sorted(again) == free, Invariant, "the free stack")
     sealed = [b for b in range(1, pool.num_blocks + 1) if pool.seal_id[b]]
-    need(len(pool._index) == len(sealed), Invariant, "index")
+    need(pool.num_findable == len(sealed), Invariant, "index")
     need(all(pool.find(pool._key_of[b]) == b for b in sealed if pool._key_of[b]), Invariant, "index entries")
     seals = [pool.seal_id[b] for b in sealed]
     need(len(set(seals)) == len(seals) and max(seals, default=0) <= pool.last_seal_id, Invariant, "seal ids")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from octavo.checkpoint import Checkpoint, open_checkpoint
@@ -111,10 +113,9 @@ def _runner(decoder: Decoder, config: EngineConfig, budget: Budget, dtype: torch
     spec = decoder.spec
     block = (spec.num_layers, 2, spec.num_kv_heads, config.args.block_size, spec.head_dim)
     try:
-        # Zeros cost nothing here: the system gives each of their pages when it is first written to.
-        kv = torch.zeros(config.num_blocks + 1, *block, dtype=dtype)
-        host_kv = torch.zeros(config.num_host_blocks + 1, *block, dtype=dtype)
-    except RuntimeError as error:
+        kv = _lazy_zeros((config.num_blocks + 1, *block), dtype)
+        host_kv = _lazy_zeros((config.num_host_blocks + 1, *block), dtype)
+    except MemoryError as error:
         raise MemoryBudgetError(
             f"No available memory for the cache blocks: {budget.table()}; lower num_gpu_blocks_override, "
             "kv_cache_memory_bytes or swap_space"
@@ -122,3 +123,9 @@ def _runner(decoder: Decoder, config: EngineConfig, budget: Budget, dtype: torch
     return ModelRunner(
         decoder, kv, host_kv, num_rows=config.args.max_num_seqs, max_model_len=config.max_model_len, ops=cpu_ops
     )
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take memory where they are first written. (torch.zeros writes all of them: seconds for a large pool.)"""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

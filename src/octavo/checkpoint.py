@@ -110,7 +110,7 @@ def _kind(path: Path) -> Literal["directory", "file"] | None:
             raise ModelNotFoundError(f"{path} is a loop of symbolic links") from e
         if e.errno == errno.EACCES:
             raise ModelNotFoundError(f"{path} cannot be reached: permission denied") from e
-        if path.is_symlink():
+        if os.path.islink(path):  # unlike Path.is_symlink, it is silent about names that are too long
             raise ModelNotFoundError(f"{path} is a symbolic link to {os.readlink(path)}, which does not exist") from e
         return None
     if not os.access(path, os.R_OK | (os.X_OK if stat.S_ISDIR(mode) else 0)):
@@ -124,7 +124,7 @@ def _not_found(text: str) -> ModelNotFoundError:
     if re.match(r"(?i)https?://", text):
         hint = 'name a hub repository as "org/name"'
     return ModelNotFoundError(
-        f"no model {text!r}: it is no directory, no .gguf file, no name of the catalogue and no hub repository; {hint}"
+        f"no model {text[:200]!r}: it is no directory, no .gguf file, no name of the catalogue and no hub repository; {hint}"
     )
 
 

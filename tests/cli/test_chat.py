@@ -77,6 +77,12 @@ def test_a_turn_that_does_not_fit_is_taken_back(say: Callable[..., Any], fake: t
     assert asked(fake)[2].endswith("user: bye")
 
 
+def test_an_answer_that_failed_is_taken_back(say: Callable[..., Any], fake: type[FakeLLM]) -> None:
+    done = say("FAIL", "bye")
+    assert done.err.startswith("error: request 0 failed: numbers that are not finite")
+    assert asked(fake)[1] == "user: bye"
+
+
 def test_control_characters_do_not_reach_the_terminal(say: Callable[..., Any]) -> None:
     assert "\x1b" not in say("red \x1b[31m").out
 

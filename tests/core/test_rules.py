@@ -623,8 +623,7 @@ def test_a_step_that_preempts_brings_nobody_in() -> None:
     assert b.status is Status.WAITING and lab.pool.num_available == 3
     assert group.status is Status.SWAPPED and not plan
     lab.abort("A")
-    assert lab.plan().swap_ins  # first the swapped, then those who wait
-    assert (group.status, b.status) == (Status.RUNNING, Status.WAITING) or b.status is Status.RUNNING
+    assert lab.plan().swap_ins and group.status is Status.RUNNING
     lab.run()
 
 

@@ -31,7 +31,7 @@ def train_byte_level() -> tokenizers.Tokenizer:
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
+        vocab_size=360, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator(CORPUS, trainer)
     backend.add_tokens([AddedToken("<tool>", special=False, normalized=False), AddedToken("漢é", normalized=False)])
@@ -46,7 +46,11 @@ def sentencepiece_parts() -> tuple[list[str], list[int], list[float]]:
     letters = sorted(set("▁abcdefghijklmnopqrstuvwxyz.,<>/é"))
     pieces += merged + letters
     types += [1] * (len(merged) + len(letters))
-    return pieces, types, [0.0] * 259 + [-float(n) for n in range(len(merged))] + [-1e3 - n for n in range(len(letters))]
+    return (
+        pieces,
+        types,
+        [0.0] * 259 + [-float(n) for n in range(len(merged))] + [-1e3 - n for n in range(len(letters))],
+    )
 
 
 def make_sentencepiece(*, strip: bool = True) -> tokenizers.Tokenizer:
@@ -54,9 +58,7 @@ def make_sentencepiece(*, strip: bool = True) -> tokenizers.Tokenizer:
     pieces, _, _ = sentencepiece_parts()
     merges = [("t", "h"), ("▁", "th"), ("▁th", "e"), ("h", "e"), ("i", "n"), ("▁", "a"), ("▁a", "n"), ("a", "n")]
     vocab = {p: i for i, p in enumerate(pieces)}
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
+    backend = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if strip else parts)
@@ -64,7 +66,7 @@ def make_sentencepiece(*, strip: bool = True) -> tokenizers.Tokenizer:
     return backend
 
 
-CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 402, "eos_token_id": 2}
+CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 362, "eos_token_id": 2}
 
 
 @pytest.fixture(scope="session")
@@ -98,7 +100,7 @@ def model_dir(tmp_path: Path, byte_level_json: str) -> Path:
 
 @pytest.fixture
 def write_gguf(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a tiny GGUF file: `write_gguf(name, arch=..., tensors=..., **metadata)`; None as a value leaves a key out."""
+    """Writes a tiny GGUF file; None as a value of `metadata` leaves the key out."""
 
     def write(
         name: str = "tiny.gguf",
@@ -136,7 +138,10 @@ def write_gguf(tmp_path: Path) -> Callable[..., Path]:
                 writer.add_string(key, value)
             elif value is not None:
                 writer.add_array(key, value)
-        weights = {"token_embd.weight": np.zeros((4, 16), np.float32), "blk.0.attn_q.weight": np.ones((16, 16), np.float32)}
+        weights = {
+            "token_embd.weight": np.zeros((4, 16), np.float32),
+            "blk.0.attn_q.weight": np.ones((16, 16), np.float32),
+        }
         for tensor_name, array in (tensors if tensors is not None else weights).items():
             writer.add_tensor(tensor_name, array)
         writer.write_header_to_file()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from octavo.cli.generate import report_failures
 from octavo.cli.models import load
 from octavo.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Model, options_of
 from octavo.cli.terminal import catch_interrupt, on_terminal, printable, read_line
@@ -84,20 +87,21 @@ class Conversation:
         shown = 0
         with catch_interrupt() as interrupt:
             try:
-                answers = self.llm.stream([chat_prompt(self.llm, messages)], self.params)
+                stream = self.llm.stream([chat_prompt(self.llm, messages)], self.params)
+            except UsageError as error:  # too long a conversation, most of all
+                print(f"error: {error}; /new begins again", file=sys.stderr)
+                return False
+            # Closing it aborts the request, whoever leaves and why; its full blocks stay in the cache.
+            with contextlib.closing(cast("Generator[RequestOutput]", stream)) as answers:
                 for output in answers:
                     first = first or time.perf_counter()
                     answer = output.outputs[0].text
                     print(printable(answer[shown:]), end="", flush=True)
                     shown = len(answer)
                     if interrupt.pressed:
-                        answers.close()  # aborts the request; its blocks stay in the cache
                         break
-            except UsageError as error:  # too long a conversation, most of all
-                print(f"error: {error}; /new begins again", file=sys.stderr)
-                return False
         print()
-        if output is not None:
+        if output is not None and not report_failures([output]):
             self.messages = [*messages, {"role": "assistant", "content": output.outputs[0].text}]
             self._tell(output, started, first or started)
         return interrupt.pressed

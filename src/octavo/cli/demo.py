@@ -34,13 +34,13 @@ LIBRARIAN = (
 )
 QUESTIONS: tuple[tuple[str | None, str], ...] = (
     (LIBRARIAN, "Why is the sky blue?"),
-    (LIBRARIAN, "Who invented printing with movable type?"),
-    (LIBRARIAN, "How does a magnet work?"),
+    (LIBRARIAN, "What is photosynthesis?"),
+    (LIBRARIAN, "How do bees make honey?"),
     (None, "What is the capital of France, and what is it known for?"),
-    (None, "Write a short poem about rain."),
-    (None, "Name three uses of a paper clip."),
     (None, "Explain what a computer's memory is for, in one sentence."),
-    (None, "Give me a simple recipe for pancakes."),
+    (None, "What is a prime number?"),
+    (None, "Write one sentence about a lighthouse."),
+    (None, "What does a baker do?"),
 )
 
 

@@ -7,7 +7,8 @@ Three states partition the pool:
     free    refs == 0, no content
 
 Flat arrays and O(1) operations; no object a block. Free blocks are a stack and a high-water mark, so that starting with
-a million of them fills nothing. The links of the cached blocks lie in two arrays with the null block as sentinel.
+a million of them fills nothing. The links of the cached blocks lie in two arrays with the null block as sentinel. The
+index is many small dicts: one large one would stop everything for 50 ms when it grows past half a million entries.
 """
 
 from __future__ import annotations
@@ -22,17 +23,20 @@ from octavo.core.ids import NULL_BLOCK, BlockId, SealId
 Key: TypeAlias = tuple[SealId, bytes]
 """The content of a block: the seal id of the blocks before it, and its tokens as int32. Exact, no digest."""
 
+BLOCKS_A_SHARD = 4096
+"""Blocks for each dict of the index. Growing one of this size takes about 0.2 ms."""
+
 
 class BlockPool:
     """`num_blocks` usable blocks, ids 1 to num_blocks. A misuse (double release, an id out of range) is our own bug."""
 
     __slots__ = (
         "_freed",
-        "_index",
         "_key_of",
         "_next",
         "_prev",
         "_roots",
+        "_shards",
         "_untouched",
         "events",
         "last_seal_id",
@@ -54,7 +58,8 @@ class BlockPool:
         self.seal_id = array("q", bytes(8 * n))  # 0: not sealed
         self._prev, self._next = array("i", bytes(4 * n)), array("i", bytes(4 * n))  # oldest cached at _next[0]
         self._key_of: list[Key | None] = [None] * n
-        self._index: dict[Key, BlockId] = {}
+        num_shards = 1 << (num_blocks // BLOCKS_A_SHARD).bit_length()
+        self._shards: list[dict[Key, BlockId]] = [{} for _ in range(num_shards)]
         self._roots: dict[bytes, SealId] = {}
         self._untouched = 1  # ids from here on were never used
         self._freed: list[BlockId] = []
@@ -67,6 +72,11 @@ class BlockPool:
     def num_available(self) -> int:
         """What `take` can give: free, then cached."""
         return self.num_free + self.num_cached
+
+    @property
+    def num_findable(self) -> int:
+        """Blocks that the index knows."""
+        return sum(map(len, self._shards))
 
     @property
     def num_used(self) -> int:
@@ -127,7 +137,10 @@ class BlockPool:
 
     def find(self, key: Key) -> BlockId:
         """The block with this content, `NULL_BLOCK` if there is none."""
-        return self._index.get(key, NULL_BLOCK)
+        return self._shard(key).get(key, NULL_BLOCK)
+
+    def _shard(self, key: Key) -> dict[Key, BlockId]:
+        return self._shards[hash(key) & (len(self._shards) - 1)]
 
     def seal(self, block: BlockId, key: Key) -> SealId:
         """Make a full block findable. Returns the canonical seal id of its content.
@@ -136,12 +149,13 @@ class BlockPool:
         is released, and its sequence's chain goes on under the older one's id. A block that is sealed already (left
         on the device by a swap, its parent evicted and sealed anew) keeps its seal: it is indexed once.
         """
-        if other := self._index.get(key, NULL_BLOCK):
+        index = self._shard(key)
+        if other := index.get(key, NULL_BLOCK):
             return self.seal_id[other]
         if self.seal_id[block]:
             return self.seal_id[block]
         self.last_seal_id = seal_id = self.last_seal_id + 1
-        self._index[key], self._key_of[block], self.seal_id[block] = block, key, seal_id
+        index[key], self._key_of[block], self.seal_id[block] = block, key, seal_id
         self.num_sealed += 1
         if self.events.blocks:
             self.events.emit_block(Sealed(block, seal_id, *key))
@@ -176,7 +190,7 @@ class BlockPool:
             self.events.emit_block(Evicted(block, self.seal_id[block]))
         key = self._key_of[block]
         assert key is not None, f"block {block} is not sealed"
-        del self._index[key]
+        del self._shard(key)[key]
         self._key_of[block], self.seal_id[block] = None, 0
         self.num_evicted += 1
 

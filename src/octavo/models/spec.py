@@ -11,6 +11,11 @@ from octavo.errors import CheckpointError, UnsupportedModelError
 
 Config = dict[str, Any]
 
+# Far above any model's; what is above these is damage, and must not become a loop or an allocation.
+MOST_LAYERS = 10_000
+MOST_HEADS = 2**16
+MOST_HEAD_DIM = 2**12
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
@@ -65,13 +70,15 @@ def spec_from_config(config: Config, generation_config: Config | None = None) ->
         raise UnsupportedModelError(f"hidden_act {activation!r} is not supported; supported: silu", param="hidden_act")
 
     hidden_size = _size(config, "hidden_size")
-    num_heads = _size(config, "num_attention_heads")
-    num_kv_heads = _size(config, "num_key_value_heads", default=num_heads)
+    num_heads = _size(config, "num_attention_heads", most=MOST_HEADS)
+    num_kv_heads = _size(config, "num_key_value_heads", default=num_heads, most=MOST_HEADS)
     if num_heads % num_kv_heads:
         raise _bad("num_attention_heads", num_heads, f"a multiple of num_key_value_heads, {num_kv_heads}")
     vocab_size = _size(config, "vocab_size")
     rope_theta, rope_scaling = _rope(config)
-    traits: dict[str, Any] = {"head_dim": _size(config, "head_dim", default=hidden_size // num_heads or None)}
+    traits: dict[str, Any] = {
+        "head_dim": _size(config, "head_dim", default=hidden_size // num_heads or None, most=MOST_HEAD_DIM)
+    }
     traits |= FAMILY[architecture](config)
     if traits["head_dim"] % 2:
         raise _bad("head_dim", traits["head_dim"], "an even number: rotary embedding turns pairs")
@@ -80,7 +87,7 @@ def spec_from_config(config: Config, generation_config: Config | None = None) ->
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=_size(config, "intermediate_size"),
-        num_layers=_size(config, "num_hidden_layers"),
+        num_layers=_size(config, "num_hidden_layers", most=MOST_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         rms_norm_eps=_number(config, "rms_norm_eps", default=1e-6),
@@ -116,7 +123,7 @@ def _qwen2(config: Config) -> dict[str, Any]:
 def _qwen3(config: Config) -> dict[str, Any]:
     bias = _flag(config, "attention_bias")
     return {
-        "head_dim": _size(config, "head_dim", default=128),
+        "head_dim": _size(config, "head_dim", default=128, most=MOST_HEAD_DIM),
         "qkv_bias": bias,
         "o_bias": bias,
         "qk_norm": True,
@@ -144,7 +151,7 @@ def _same_on_every_layer(config: Config, window: int | None, *, first_layer: int
     """The window, if all layers have it; None, if none has. `layer_types`, where given, overrules `first_layer`."""
     if window is None:
         return None
-    num_layers = _size(config, "num_hidden_layers")
+    num_layers = _size(config, "num_hidden_layers", most=MOST_LAYERS)
     kinds = config.get("layer_types") or [
         "sliding_attention" if layer >= first_layer else "full_attention" for layer in range(num_layers)
     ]
@@ -252,13 +259,13 @@ def _dtype(config: Config) -> str:
     return str(name)
 
 
-def _size(config: Config, key: str, *, default: int | None = None) -> int:
-    """A count of at least 1. null is as good as absent, as in Transformers."""
+def _size(config: Config, key: str, *, default: int | None = None, most: int = 2**28) -> int:
+    """A count from 1 to `most`. null is as good as absent, as in Transformers."""
     value: Any = config.get(key)
     if value is None:
         value = default
-    if not _is_int(value) or not 1 <= value < 2**31:
-        raise _bad(key, value, "a whole number from 1 to 2147483647")
+    if not _is_int(value) or not 1 <= value <= most:
+        raise _bad(key, value, f"a whole number from 1 to {most}")
     return int(value)
 
 

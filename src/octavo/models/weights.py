@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from types import ModuleType
 from typing import Any
@@ -62,12 +63,14 @@ def load_decoder(
 class Stored:
     """A tensor in a file, under the name that Transformers gives it.
 
-    dtype   as the format names it
-    read    (first, last) -> rows [first, last) in any float dtype; may be a view into the mapped file
+    dtype       as the format names it
+    is_decoded  whether `read` knows that dtype
+    read        (first, last) -> rows [first, last) in any float dtype; may be a view into the mapped file
     """
 
     shape: tuple[int, ...]
     dtype: str
+    is_decoded: bool
     read: Callable[[int, int], Tensor]
     file: str
 
@@ -90,7 +93,8 @@ def _read_safetensors(checkpoint: Checkpoint) -> dict[str, Stored]:
             piece = shard.get_slice(name)
             if name in stored:
                 problems.append(f"{name} is in two shards, {stored[name].file} and {path.name}")
-            stored[name] = Stored(tuple(piece.get_shape()), piece.get_dtype(), _rows_of(shard, name), path.name)
+            shape, dtype = tuple(piece.get_shape()), piece.get_dtype()
+            stored[name] = Stored(shape, dtype, dtype in FLOAT_DTYPES, _rows_of(shard, name), path.name)
     _report(checkpoint, problems)
     return stored
 
@@ -124,35 +128,44 @@ def _canonical_name(name: str) -> str:
         layer, part, kind = match.groups()
         return f"model.layers.{layer}.{GGUF_LAYER_NAMES.get(part, part)}.{kind}"
     stem, _, kind = name.rpartition(".")
-    return f"{GGUF_NAMES.get(stem, stem)}.{kind}"
+    return f"{GGUF_NAMES[stem]}.{kind}" if stem in GGUF_NAMES else name
 
 
 def _read_gguf(checkpoint: Checkpoint, spec: DecoderSpec) -> dict[str, Stored]:
     reader = checkpoint.gguf
-    permuted = {}
+    permuted = {}  # which tensors' rows are, and how many heads they are of
     if reader.value("general.architecture") == "llama":
-        permuted = {
-            "q_proj": _half_rotation_rows(spec.num_heads, spec.head_dim),
-            "k_proj": _half_rotation_rows(spec.num_kv_heads, spec.head_dim),
-        }
+        permuted = {".attn_q.": spec.num_heads, ".attn_k.": spec.num_kv_heads}
     stored = {}
     for tensor in reader.tensors:
-        name = _canonical_name(tensor.name)
         shape = tuple(int(n) for n in reversed(tensor.shape))  # GGUF names the fastest dimension first
-        projection = name.split(".")[-2]
-        read = _dequantised_rows(tensor, shape, permuted.get(projection))
-        stored[name] = Stored(shape, tensor.tensor_type.name, read, checkpoint.path.name)
+        heads = next((count for part, count in permuted.items() if part in tensor.name), None)
+        order = None if heads is None else _half_rotation_rows(shape[0], heads)
+        read = _dequantised_rows(tensor, shape, order)
+        kind = tensor.tensor_type
+        stored[_canonical_name(tensor.name)] = Stored(shape, kind.name, _is_decoded(kind), read, checkpoint.path.name)
     return stored
 
 
-def _half_rotation_rows(num_heads: int, head_dim: int) -> np.ndarray:
+@cache
+def _is_decoded(kind: gguf.GGMLQuantizationType) -> bool:
+    _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    try:
+        gguf.quants.dequantize(np.zeros((1, block_bytes), dtype=np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _half_rotation_rows(num_rows: int, num_heads: int) -> np.ndarray | None:
     """Where each row of a Q or K projection lies in a GGUF file of architecture "llama".
 
     llama.cpp turns neighbouring pairs of a head, Transformers pairs half a head apart; for the former's sake the rows
     are stored interleaved:      in the file   0 3 1 4 2 5      we want   0 1 2 3 4 5     (head_dim 6)
     """
-    rows = np.arange(num_heads * head_dim).reshape(num_heads, head_dim // 2, 2)
-    return rows.swapaxes(1, 2).reshape(-1)
+    if num_rows % (2 * num_heads):
+        return None  # not these heads' rows: the shape is going to be refused
+    return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
 def _dequantised_rows(
@@ -183,12 +196,12 @@ def _mismatches(weights: list[Weight], stored: dict[str, Stored], spec: DecoderS
             yield f"{weight.name} is missing"
         elif found.shape != weight.shape:
             yield f"{weight.name} has shape {list(found.shape)}, expected {list(weight.shape)}"
-        elif found.dtype not in FLOAT_DTYPES and found.dtype not in gguf.GGMLQuantizationType.__members__:
-            yield f"{weight.name} has dtype {found.dtype}, expected {', '.join(FLOAT_DTYPES)}"
+        elif not found.is_decoded:
+            yield f"{weight.name} has dtype {found.dtype}, expected {', '.join(FLOAT_DTYPES)} or a type of GGUF's"
     known = {weight.name for weight in weights}
     for name in sorted(stored.keys() - known):
         if not _is_redundant(name, spec):
-            yield f"{name} is unexpected: config.json has no place for it"
+            yield f"{name} is unexpected: the configuration has no place for it"
 
 
 def _is_redundant(name: str, spec: DecoderSpec) -> bool:
@@ -216,10 +229,7 @@ def _jobs(weight: Weight, stored: Stored) -> Iterator[tuple[Weight, Stored, int,
 def _copy_rows(weight: Weight, stored: Stored, first: int, last: int) -> str | None:
     """Rows [first, last) of the weight's tensor."""
     target = weight.tensor[first:last]
-    try:
-        rows = stored.read(weight.start[0] + first, weight.start[0] + last)
-    except NotImplementedError:
-        return f"{weight.name} has dtype {stored.dtype}, which cannot be decoded"
+    rows = stored.read(weight.start[0] + first, weight.start[0] + last)
     for dim in range(1, rows.ndim):
         rows = rows.narrow(dim, weight.start[dim], target.shape[dim])
     target.copy_(rows)

@@ -170,7 +170,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         self.tick()
-        owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
+        method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps str.format
+        owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if isinstance(owner, str) and name in ("format", "format_map"):
             _check_format(owner)
         elif isinstance(owner, str) and name in PADDING_METHODS:

@@ -162,15 +162,23 @@ class Tokenizer:
             if len(texts) == 1:  # no detour over the library's thread pool
                 return [self.backend.encode(texts[0], add_special_tokens=add_special_tokens).ids]
             return [e.ids for e in self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
-        except TypeError as e:
-            wrong = next((t for t in texts if not isinstance(t, str)), None)
-            raise PromptError(f"a prompt is a str, not {type(wrong).__name__}; token ids need no encoding") from e
-        except UnicodeEncodeError as e:
-            raise PromptError(f"the prompt is not valid Unicode: a lone surrogate at character {e.start}") from e
+        except (TypeError, UnicodeEncodeError) as e:  # the library says TypeError of both
+            raise _bad_prompt(texts) from e
 
     def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         return None if text is None else self.backend.token_to_id(text)
+
+
+def _bad_prompt(texts: Sequence[str]) -> PromptError:
+    """Why the library took one of `texts` for no string."""
+    for text in texts:
+        if not isinstance(text, str):
+            return PromptError(f"a prompt is a str, not {type(text).__name__}; token ids need no encoding")
+        lone = re.search("[\ud800-\udfff]", text)
+        if lone:
+            return PromptError(f"the prompt is not valid Unicode: a lone surrogate at character {lone.start()}")
+    return PromptError("the prompt cannot be encoded")
 
 
 class _Marker:

@@ -1,0 +1,144 @@
+"""What the core costs on the host: `schedule` + `update`, with nothing behind them.
+
+All requests decode, with prefix caching, the statistics and the flight recorder on, and the garbage collector as the
+engine sets it. Prompts differ, and their lengths are spread over a block, so that every step has its share of requests
+that take a block and of requests that seal one. A round is as many steps as a block has tokens; figures are the median
+of the rounds' means, and the longest step is the one that took most processor time: what the collector or a growing
+table costs shows there, another process does not. No tensors: this module and what it imports load no torch.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from octavo.core.kv_cache import KVCache
+from octavo.core.plan import StepResult
+from octavo.core.request import Request
+from octavo.core.sampling_params import SamplingParams
+from octavo.core.scheduler import Scheduler
+from octavo.engine.garbage import QuietGarbage
+from octavo.engine.stats import EngineStats
+from octavo.view.recorder import Recorder
+
+BLOCK_SIZE = 16
+CASES = (  # requests, context, window
+    (1, 1024, 1),
+    (256, 1024, 1),
+    (256, 1024, 8),
+    (1024, 1024, 1),
+    (1024, 1024, 8),
+    (32, 1024, 1),
+    (32, 32768, 1),
+    (256, 32768, 1),
+    (256, 32768, 8),
+)
+NUM_ROUNDS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of `requests` that decode at `context` tokens each, `window` tokens a step. Times in microseconds."""
+
+    requests: int
+    context: int
+    window: int
+    us_per_step: float
+    us_per_request_step: float
+    us_per_token: float
+    longest_step_us: float
+
+
+def measure(requests: int, context: int, window: int, num_rounds: int = NUM_ROUNDS) -> Cost:
+    """One case. The first round, in which the prompts are computed, does not count."""
+    output = (num_rounds + 2) * BLOCK_SIZE * window
+    num_blocks = requests * ((context + output) // BLOCK_SIZE + 2)
+    cache = KVCache(num_blocks, BLOCK_SIZE, num_rows=requests)
+    cache.events.subscribe(EngineStats())
+    cache.events.subscribe(Recorder())
+    scheduler = Scheduler(cache, max_num_batched_tokens=1 << 40, decode_window=window)
+    params = SamplingParams(max_tokens=output)
+    for i in range(requests):
+        tokens = range(i, i + context - i % BLOCK_SIZE)
+        scheduler.add(Request(str(i), tokens, params, stop_ids=(1 << 30,)))
+    column = array("i", [7] * window)
+    rounds: list[float] = []
+    longest = 0.0
+    with QuietGarbage() as garbage:
+        _round(scheduler, column, garbage)  # the prompts, and the first of everything
+        gc.collect()
+        for _ in range(num_rounds):
+            took = _round(scheduler, column, garbage)
+            rounds.append(sum(wall for wall, _ in took) / BLOCK_SIZE)
+            longest = max(longest, *(cpu for _, cpu in took))
+    us = statistics.median(rounds) * 1e6
+    return Cost(requests, context, window, us, us / requests, us / requests / window, longest * 1e6)
+
+
+def _round(scheduler: Scheduler, column: array[int], garbage: QuietGarbage) -> list[tuple[float, float]]:
+    """(wall clock, processor time) of each step of a round, in seconds, the making of the result left out."""
+    took = []
+    for _ in range(BLOCK_SIZE):
+        begin, begin_cpu = time.perf_counter(), time.thread_time()
+        plan = scheduler.schedule()
+        planned, planned_cpu = time.perf_counter(), time.thread_time()
+        result = StepResult([column[:n] for n in plan.samples])
+        landed, landed_cpu = time.perf_counter(), time.thread_time()
+        scheduler.update(plan, result)
+        garbage.breathe()
+        end, end_cpu = time.perf_counter(), time.thread_time()
+        took.append((planned - begin + end - landed, planned_cpu - begin_cpu + end_cpu - landed_cpu))
+    return took
+
+
+def time_start(num_blocks: int = 1_000_000) -> float:
+    """Seconds until a pool of that many blocks is ready; the best of three."""
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        cache = KVCache(num_blocks, BLOCK_SIZE, num_rows=256)
+        times.append(time.perf_counter() - begin)
+        assert cache.pool.num_free == num_blocks
+    return min(times)
+
+
+def main(cases: Sequence[tuple[int, int, int]] = CASES, *, as_json: bool = False) -> list[Cost]:
+    """Measure and print: a table, or one JSON object a line."""
+    costs = []
+    for case in cases:
+        costs.append(measure(*case))
+        if as_json:
+            print(json.dumps({k: round(v, 4) for k, v in asdict(costs[-1]).items()}), flush=True)
+    start_s = time_start()
+    if as_json:
+        print(json.dumps({"num_blocks": 1_000_000, "start_s": round(start_s, 4)}), flush=True)
+    else:
+        _print_table(costs, start_s)
+    return costs
+
+
+def _print_table(costs: Sequence[Cost], start_s: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="schedule + update, microseconds", title_justify="left")
+    for name in ("requests", "context", "window", "a step", "a request a step", "a token", "longest step"):
+        table.add_column(name, justify="right")
+    for c in costs:
+        table.add_row(
+            f"{c.requests:,}",
+            f"{c.context:,}",
+            str(c.window),
+            f"{c.us_per_step:,.1f}",
+            f"{c.us_per_request_step:.3f}",
+            f"{c.us_per_token:.3f}",
+            f"{c.longest_step_us:,.0f}",
+        )
+    console = Console()
+    console.print(table)
+    console.print(f"a pool of 1,000,000 blocks starts in {start_s:.3f} s")

@@ -1,0 +1,671 @@
+"""The rules of memory, as DESIGN's section 4 numbers them: what `BlockPool`, `SwapSpace` and `KVCache` promise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octavo.core import events as ev
+from octavo.core.block_pool import BlockPool
+from octavo.core.ids import NULL_BLOCK
+from octavo.core.kv_cache import KVCache, Prefix
+from octavo.core.plan import BlockCopy, StepPlan, SwapIn, SwapOut, TableWrite
+from octavo.core.request import Sequence, Status
+from octavo.core.scheduler import _Draft
+from octavo.core.swap_space import SwapSpace
+
+from .lab import RECOMPUTE, Lab, arrange, sequence
+
+
+def snapshot(cache: KVCache, *sequences: Sequence) -> Any:
+    """Every byte of state, to be compared."""
+    pool, host = cache.pool, cache.swap_space
+    return (
+        [bytes(a) for a in (pool.refs, pool.seal_id, pool._prev, pool._next, host.refs)],
+        list(pool._key_of),
+        dict(pool._index),
+        dict(pool._roots),
+        (pool._untouched, list(pool._freed), pool.num_free, pool.num_cached, pool.num_refs, pool.last_seal_id),
+        (pool.num_sealed, pool.num_evicted, host.num_free, host._untouched, list(host._freed)),
+        list(cache.rows._free),
+        cache.counts(),
+        (cache.num_hit_tokens, cache.num_queried_tokens),
+        list(cache._holders),
+        [[list(v) if isinstance(v := getattr(s, k), list) else v for k in s.__slots__] for s in sequences],
+        [dict(s.request.left_behind) for s in sequences],
+    )
+
+
+def settle(cache: KVCache, tokens: list[int], count: int | None = None, **options: Any) -> Sequence:
+    """A sequence that looked its prompt up and computed `count` positions (all but the last token)."""
+    seq = sequence(tokens, **options)
+    cache.attach(seq, cache.lookup(seq))
+    count = len(tokens) - 1 if count is None else count
+    cache.grow(seq, count - seq.num_computed, StepPlan())
+    seq.num_computed = count
+    cache.seal(seq)
+    seq.request.status = Status.RUNNING
+    return seq
+
+
+# -- 4.1: three states ------------------------------------------------------------------------------------------------
+
+
+def test_three_states_partition_the_pool() -> None:
+    pool = BlockPool(4)
+    assert (pool.num_used, pool.num_cached, pool.num_free) == (0, 0, 4)
+    a, b = pool.take(), pool.take()
+    assert (pool.num_used, pool.num_cached, pool.num_free) == (2, 0, 2)
+    pool.seal(a, (-1, b"a"))
+    pool.release(a)
+    assert (pool.num_used, pool.num_cached, pool.num_free) == (1, 1, 2)
+    pool.release(b)
+    assert (pool.num_used, pool.num_cached, pool.num_free, pool.num_available) == (0, 1, 3, 4)
+    pool.share(a)
+    assert (pool.num_used, pool.num_cached, pool.num_free) == (1, 0, 3)
+
+
+def test_the_null_block_is_never_handed_out() -> None:
+    pool = BlockPool(3)
+    assert [pool.take() for _ in range(3)] == [1, 2, 3]
+    for misuse in (NULL_BLOCK, -1, 4):
+        with pytest.raises(AssertionError):
+            pool.share(misuse)
+
+
+def test_starting_fills_nothing() -> None:
+    """Ids from the high-water mark on were never written to any list."""
+    pool = BlockPool(1_000_000)
+    assert pool._freed == [] and pool._untouched == 1
+    assert pool.take() == 1
+    assert pool._untouched == 2
+
+
+def test_freed_blocks_come_back_last_in_first_out() -> None:
+    pool = BlockPool(4)
+    arrange(pool, 2, 4, 1)
+    assert [pool.take() for _ in range(4)] == [2, 4, 1, 3]
+
+
+def test_taking_from_an_empty_pool_is_our_own_bug() -> None:
+    pool, host = BlockPool(1), SwapSpace(1)
+    pool.take(), host.take()
+    with pytest.raises(AssertionError, match="empty pool"):
+        pool.take()
+    with pytest.raises(AssertionError, match="full swap space"):
+        host.take()
+
+
+# -- 4.2: sealing and the index -----------------------------------------------------------------------------------------
+
+
+def test_only_full_blocks_of_known_and_computed_tokens_are_sealed() -> None:
+    cache = KVCache(8, 4)
+    seq = settle(cache, list(range(10)), 7)
+    assert len(seq.seal_ids) == 1
+    seq.num_computed = 8
+    cache.seal(seq)
+    assert len(seq.seal_ids) == 2
+    assert [bool(cache.pool.seal_id[b]) for b in seq.block_ids] == [True, True]
+    ahead = settle(cache, [50, 51, 52], 3)
+    cache.grow(ahead, 6, StepPlan())
+    ahead.num_computed = 9  # a window in flight: its tokens are not known
+    cache.seal(ahead)
+    assert ahead.seal_ids == []
+
+
+def test_a_stop_token_does_not_count_as_computed() -> None:
+    cache = KVCache(8, 2)
+    seq = settle(cache, [1, 2, 3, 4, 5], 3)
+    seq.num_computed, seq.stop_token = 4, 4
+    del seq.token_ids[4:]
+    cache.seal(seq)
+    assert len(seq.seal_ids) == 1
+
+
+def test_seal_ids_are_never_used_twice() -> None:
+    pool = BlockPool(1)
+    seen = []
+    for _ in range(3):
+        block = pool.take()
+        seen.append(pool.seal(block, (-1, b"same")))
+        pool.release(block)
+        pool.forget_cached()
+    assert seen == [1, 2, 3] and pool.last_seal_id == 3 == pool.num_sealed
+
+
+def test_one_root_a_salt() -> None:
+    pool = BlockPool(1)
+    assert [pool.root(s) for s in (b"", b"a", b"", b"b", b"a")] == [-1, -2, -1, -3, -2]
+
+
+def test_the_older_of_equal_blocks_stays_canonical() -> None:
+    """The younger is not indexed and free on release; its sequence chains on under the older's seal id."""
+    cache = KVCache(8, 2)
+    pool = cache.pool
+    older = settle(cache, [1, 2, 9])
+    twin = sequence([1, 2, 3, 4, 9])
+    cache.attach(twin, Prefix([], []))
+    cache.grow(twin, 4, StepPlan())
+    twin.num_computed = 4
+    cache.seal(twin)
+    assert twin.seal_ids[0] == older.seal_ids[0] == pool.seal_id[older.block_ids[0]]
+    assert pool.seal_id[twin.block_ids[0]] == 0 and pool.seal_id[twin.block_ids[1]]
+    third = sequence([1, 2, 3, 4, 5])
+    assert cache.lookup(third).block_ids == [older.block_ids[0], twin.block_ids[1]]
+    free = pool.num_free
+    cache.free(twin)
+    assert pool.num_free == free + 1 and pool.num_cached == 1
+
+
+def test_a_sealed_block_keeps_its_seal() -> None:
+    """Its parent was evicted and sealed anew elsewhere: under a second key it would be indexed twice."""
+    pool = BlockPool(4)
+    block = pool.take()
+    seal = pool.seal(block, (7, b"x"))
+    assert pool.seal(block, (8, b"x")) == seal
+    assert len(pool._index) == 1 and pool.num_sealed == 1
+    assert pool.find((7, b"x")) == block and pool.find((8, b"x")) == NULL_BLOCK
+
+
+def test_blocks_filled_by_decoding_are_sealed_too() -> None:
+    lab = Lab(16)
+    first = lab.add("turn 1", [1, 2, 3], 6)
+    lab.run()
+    said = first.done[0].token_ids.tolist()
+    again = lab.add("turn 2", [*said, 0, 0], 1)
+    lab.run()
+    assert again.num_cached_tokens == 8 // 2 * 2 == (len(said) - 1) // 2 * 2
+
+
+def test_an_in_place_write_never_goes_to_a_sealed_block() -> None:
+    """Seals are for full blocks, so nothing indexed is ever written again."""
+    cache = KVCache(8, 4)
+    seq = settle(cache, [1, 2, 3, 4, 5, 6, 7])
+    assert not cache.pool.seal_id[seq.block_ids[1]]
+    assert cache.lookup(sequence([1, 2, 3, 4, 5, 6, 7, 0, 0])).block_ids == seq.block_ids[:1]
+
+
+def test_without_prefix_caching_nothing_is_sealed_or_found() -> None:
+    cache = KVCache(8, 2, enable_prefix_caching=False)
+    seq = settle(cache, [1, 2, 3, 4, 5])
+    assert seq.seal_ids == [] and cache.pool.num_sealed == 0 and seq.seal_at > 1 << 60
+    assert cache.lookup(sequence([1, 2, 3, 4, 5])) == ([], [])
+    cache.free(seq)
+    assert cache.pool.num_cached == 0 and cache.reset_prefix_cache() == 0
+
+
+# -- 4.3: looking up -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_lookup_leaves_a_token_to_compute(size: int) -> None:
+    """A prompt that is all there still needs logits."""
+    cache = KVCache(16, size)
+    settle(cache, list(range(9)), 8)
+    for length in range(1, 9):
+        found = cache.lookup(sequence(list(range(length))))
+        assert len(found.block_ids) == (length - 1) // size == len(found.seal_ids)
+
+
+def test_a_lookup_stops_at_the_first_miss() -> None:
+    """What lies behind a hole is no prefix, be it in the cache or not."""
+    cache = KVCache(8, 2)
+    seq = settle(cache, [1, 2, 3, 4, 5, 6, 7])
+    cache.free(seq)
+    assert list(cache.pool.cached()) == [3, 2, 1]
+    cache.pool.unseal(2)
+    found = cache.lookup(sequence([1, 2, 3, 4, 5, 6, 7]))
+    assert found.block_ids == [1]
+
+
+def test_the_next_block_that_a_lookup_missed() -> None:
+    cache = KVCache(8, 2)
+    seq = settle(cache, [1, 2, 3])
+    late = sequence([1, 2, 3, 4, 5])
+    found = cache.lookup(late)
+    key = (seq.seal_ids[0], late.token_ids[2:4].tobytes())
+    assert cache.next_block_in({key}, late, found)
+    assert not cache.next_block_in({(9, key[1])}, late, found)
+    assert not cache.next_block_in({key}, sequence([1, 2, 3, 4]), found)  # its last token is computed anyway
+
+
+# -- 4.4: releasing and evicting ------------------------------------------------------------------------------------------
+
+
+def test_the_oldest_cached_block_goes_first_and_a_tail_before_its_head() -> None:
+    cache = KVCache(6, 2)
+    a, b = settle(cache, [1, 2, 3, 4, 5, 6, 0], 6), settle(cache, [7, 8, 9, 9, 9, 9, 0], 6)
+    cache.free(b)
+    cache.free(a)
+    assert list(cache.pool.cached()) == [6, 5, 4, 3, 2, 1]
+    assert [cache.pool.take() for _ in range(4)] == [6, 5, 4, 3]
+    assert cache.pool.num_evicted == 4
+    assert cache.lookup(sequence([1, 2, 3, 4, 5, 6, 0])).block_ids == [1, 2]
+    assert cache.lookup(sequence([7, 8, 9, 9, 9, 9, 0])).block_ids == []
+
+
+def test_free_blocks_are_taken_before_cached_ones() -> None:
+    cache = KVCache(4, 2)
+    seq = settle(cache, [1, 2, 3])
+    cache.free(seq)
+    assert [cache.pool.take() for _ in range(3)] == [2, 3, 4]
+    assert cache.pool.num_cached == 1 and cache.pool.take() == 1
+    assert cache.pool._index == {} and cache.pool.num_cached == 0
+
+
+def test_a_hit_takes_a_block_out_of_the_line() -> None:
+    pool = BlockPool(3)
+    blocks = [pool.take() for _ in range(3)]
+    for i, b in enumerate(blocks):
+        pool.seal(b, (-1, bytes([i])))
+        pool.release(b)
+    pool.share(2)
+    assert list(pool.cached()) == [1, 3]
+    pool.release(2)
+    assert list(pool.cached()) == [1, 3, 2]
+
+
+def test_eviction_drops_the_entry_of_exactly_that_block() -> None:
+    pool = BlockPool(2)
+    a, b = pool.take(), pool.take()
+    pool.seal(a, (-1, b"a")), pool.seal(b, (-1, b"b"))
+    pool.release(a), pool.release(b)
+    assert pool.take() == a
+    assert (pool.find((-1, b"a")), pool.find((-1, b"b"))) == (NULL_BLOCK, b)
+    assert pool.seal_id[a] == 0
+    with pytest.raises(AssertionError, match="not sealed"):
+        pool._evict(a)
+
+
+def test_unsealing_a_cached_block_frees_it_and_a_used_one_stays_used() -> None:
+    pool = BlockPool(2)
+    a, b = pool.take(), pool.take()
+    pool.seal(a, (-1, b"a")), pool.seal(b, (-1, b"b"))
+    pool.release(a)
+    pool.unseal(a)
+    pool.unseal(b)
+    assert (pool.num_free, pool.num_cached, pool.num_used) == (1, 0, 1)
+    assert pool._index == {} and pool.take() == a
+
+
+def test_reset_forgets_the_cached_and_leaves_the_used() -> None:
+    cache = KVCache(8, 2)
+    gone, used = settle(cache, [1, 2, 3, 4, 5]), settle(cache, [6, 7, 8])
+    cache.free(gone)
+    assert cache.reset_prefix_cache() == 2
+    assert cache.pool.num_cached == 0
+    assert cache.lookup(sequence([1, 2, 3])).block_ids == []
+    assert cache.lookup(sequence([6, 7, 8])).block_ids == used.block_ids[:1]
+    assert cache.reset_prefix_cache() == 0
+
+
+# -- 4.5: counting at admission -----------------------------------------------------------------------------------------
+
+
+def test_admission_counts_the_hits_that_are_in_no_use() -> None:
+    cache = KVCache(6, 2)
+    seq = settle(cache, [1, 2, 3, 4, 5])
+    late = sequence([1, 2, 3, 4, 6])
+    assert cache.blocks_to_admit(late, cache.lookup(late)) == 1  # shared with one who lives
+    cache.free(seq)
+    assert cache.blocks_to_admit(late, cache.lookup(late)) == 3  # two come back from the cache
+    assert cache.blocks_to_admit(late, Prefix([], [])) == 3
+
+
+def test_questions_change_nothing() -> None:
+    cache = KVCache(8, 2, 8, num_rows=2)
+    used, gone = settle(cache, [1, 2, 3, 4, 5]), settle(cache, [6, 7, 8])
+    child = Sequence(used.request, 1, used.token_ids[:], 99)
+    cache.fork(used, child)
+    cache.free(gone)
+    late = sequence([6, 7, 8, 9])
+    cache.lookup(late)
+    before = snapshot(cache, used, child, gone, late)
+    found = cache.lookup(late)
+    cache.blocks_to_admit(late, found)
+    cache.blocks_needed([(used, 3), (child, 1)])
+    cache.next_block_in({(1, b"")}, late, found)
+    cache.sibling_prefix(child)
+    cache.find_swapped(used.request)
+    cache.stats(), cache.counts(), list(cache.pool.cached()), cache.pool.sealed_after(0)
+    assert snapshot(cache, used, child, gone, late) == before
+
+
+def test_a_refused_swap_leaves_every_byte_as_it_was() -> None:
+    cache = KVCache(8, 2, 1)
+    seq = settle(cache, [1, 2, 3, 4, 5])
+    plan = StepPlan()
+    before = snapshot(cache, seq)
+    assert not cache.swap_out(seq.request, plan)
+    assert snapshot(cache, seq) == before
+    assert not plan and not plan.swapped and cache.num_swapped_out == 0
+
+
+def test_a_request_that_waits_changes_nothing() -> None:
+    lab = Lab(5)
+    lab.add("A", [1, 2, 3, 4, 5, 6, 7], 2)
+    lab.step()
+    late = lab.add("B", [1, 2, 9, 9, 9, 9], 3)
+    before = snapshot(lab.cache, *late.sequences)
+    assert not lab.scheduler._admit(late, _Draft(StepPlan(), 99))
+    assert lab.reasons("B") == ["blocks"]
+    assert snapshot(lab.cache, *late.sequences) == before
+    lab.run()
+
+
+def test_what_was_looked_up_is_counted_once() -> None:
+    """At first admission; a second after preemption is no new question of the caller's."""
+    lab = Lab(6, policy=RECOMPUTE)
+    lab.add("A", [1, 2, 3, 4], 6)
+    lab.add("B", [5, 6, 7, 8], 6)
+    lab.run()
+    stats = lab.cache.stats()
+    assert lab.scheduler.num_preemptions == 1
+    assert (stats.num_hits, stats.num_misses, stats.num_queried_tokens) == (0, 4, 8)
+
+
+# -- 4.6: how much a sequence holds ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 16])
+def test_a_sequence_holds_just_what_it_computed(size: int) -> None:
+    cache = KVCache(40, size)
+    seq = sequence(list(range(100)))
+    cache.attach(seq, Prefix([], []))
+    for count in (1, 1, 2, 5, 1, 7):
+        needed = cache.blocks_needed([(seq, count)])
+        held = len(seq.block_ids)
+        cache.grow(seq, count, StepPlan())
+        seq.num_computed += count
+        assert len(seq.block_ids) - held == needed
+        assert len(seq.block_ids) == -(-seq.num_computed // size)
+        assert seq.room == len(seq.block_ids) * size
+
+
+def test_growing_tells_the_row_what_changed() -> None:
+    cache = KVCache(9, 2, num_rows=1)
+    seq = sequence([1, 2, 3])
+    cache.attach(seq, Prefix([], []))
+    plan = StepPlan()
+    cache.grow(seq, 3, plan)
+    assert plan.table_writes == []  # no row yet
+    seq.num_computed = 3
+    cache.rows.give(seq, plan)
+    assert plan.table_writes == [TableWrite(0, 0, (1, 2))]
+    cache.grow(seq, 1, plan)
+    seq.num_computed = 4
+    assert len(plan.table_writes) == 1
+    cache.grow(seq, 3, plan)
+    assert plan.table_writes[1:] == [TableWrite(0, 2, (3, 4))]
+
+
+def test_an_empty_prompt_is_the_callers_error() -> None:
+    with pytest.raises(AssertionError, match="empty prompt"):
+        sequence([])
+
+
+# -- 4.7: forks and copies ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_sharers", [2, 3, 4])
+def test_k_sharers_make_k_minus_one_copies(num_sharers: int) -> None:
+    cache = KVCache(20, 4, num_rows=8)
+    parent = settle(cache, list(range(6)), 6)
+    group = [parent] + [Sequence(parent.request, i, parent.token_ids[:], 99) for i in range(1, num_sharers)]
+    for child in group[1:]:
+        cache.fork(parent, child)
+        assert (child.num_computed, child.room, child.seal_ids) == (6, 8, parent.seal_ids)
+        assert child.seal_ids is not parent.seal_ids and child.block_ids is not parent.block_ids
+    head, tail = parent.block_ids
+    assert cache.pool.refs[tail] == num_sharers
+    plan = StepPlan()
+    cache.rows.give(group[0], plan)
+    assert cache.blocks_needed((s, 1) for s in group) == num_sharers - 1
+    assert cache.blocks_needed((s, 3) for s in group) == num_sharers - 1 + num_sharers
+    before = cache.pool.num_used
+    for seq in group:
+        cache.grow(seq, 1, plan)
+        seq.num_computed += 1
+    assert plan.copies == [BlockCopy(tail, s.block_ids[1]) for s in group[:-1]]
+    assert plan.table_writes[1:] == [TableWrite(0, 1, (group[0].block_ids[1],))]
+    assert group[-1].block_ids == [head, tail] and cache.pool.num_used == before + num_sharers - 1
+    assert cache.pool.refs[head] == num_sharers and cache.num_copied == num_sharers - 1
+    for seq in group:
+        cache.free(seq)
+    assert cache.pool.num_used == 0
+
+
+def test_a_full_tail_is_never_copied() -> None:
+    cache = KVCache(20, 4)
+    parent = settle(cache, list(range(9)), 8)
+    child = Sequence(parent.request, 1, parent.token_ids[:], 99)
+    cache.fork(parent, child)
+    assert cache.blocks_needed([(parent, 1), (child, 1)]) == 2
+    plan = StepPlan()
+    cache.grow(child, 1, plan)
+    assert plan.copies == [] and child.block_ids[:2] == parent.block_ids
+
+
+def test_a_fork_of_a_sequence_without_blocks_holds_none() -> None:
+    cache = KVCache(4, 2)
+    parent = sequence([1, 2])
+    child = Sequence(parent.request, 1, parent.token_ids[:], 99)
+    cache.fork(parent, child)
+    assert child.block_ids == [] and not cache._holders
+
+
+# -- 4.8: freeing ---------------------------------------------------------------------------------------------------------
+
+
+def test_free_is_idempotent_and_clears_the_table() -> None:
+    cache = KVCache(8, 2)
+    seq, other = settle(cache, [1, 2, 3, 4, 5]), settle(cache, [6, 7, 8, 9, 9])
+    cache.free(seq)
+    assert (seq.block_ids, seq.room, seq.num_computed, seq.seal_ids) == ([], 0, 0, [])
+    assert seq.seal_at == 2 and list(cache._holders) == [other]
+    before = snapshot(cache, seq, other)
+    cache.free(seq)
+    assert snapshot(cache, seq, other) == before
+
+
+def test_a_double_release_is_our_own_bug() -> None:
+    pool, host = BlockPool(2), SwapSpace(2)
+    for tier in (pool, host):
+        block = tier.take()
+        tier.release(block)
+        with pytest.raises(AssertionError, match="more often"):
+            tier.release(block)
+    with pytest.raises(AssertionError):
+        host.share(1)
+    assert (pool.num_used, host.num_used) == (0, 0)
+
+
+def test_rows_are_released_once() -> None:
+    cache = KVCache(4, 2, num_rows=2)
+    seq = settle(cache, [1, 2, 3])
+    cache.rows.give(seq, StepPlan())
+    assert seq.row == 0 and cache.rows.num_free == 1
+    seq.row_has_last = True
+    cache.rows.release(seq)
+    cache.rows.release(seq)
+    assert seq.row == -1 and not seq.row_has_last and cache.rows.num_free == 2
+
+
+def test_discard_takes_back_what_nobody_else_uses() -> None:
+    """The numbers of one sequence are not to be trusted; what others computed, or share by now, stays."""
+    cache = KVCache(8, 2)
+    good = settle(cache, [1, 2, 9])
+    bad = settle(cache, [1, 2, 3, 4, 5])
+    cache.discard(bad)
+    assert cache.lookup(sequence([1, 2, 3, 4, 5])).block_ids == good.block_ids[:1]
+    cache.free(bad)
+    assert cache.pool.num_cached == 0
+    assert cache.pool.num_used == 1
+
+
+# -- 4.9: the swap space --------------------------------------------------------------------------------------------------
+
+
+def test_host_blocks_are_counted_like_the_devices() -> None:
+    host = SwapSpace(3)
+    a, b = host.take(), host.take()
+    assert (a, b, host.num_used, host.num_free) == (1, 2, 2, 1)
+    host.share(a)
+    host.release(a)
+    assert host.num_used == 2
+    host.release(a)
+    assert host.num_used == 1 and host.take() == a
+    assert host.take() == 3
+
+
+def test_a_group_is_swapped_whole_each_block_once() -> None:
+    cache = KVCache(8, 2, 8)
+    parent = settle(cache, [1, 2, 3, 4], 3)
+    child = Sequence(parent.request, 1, parent.token_ids[:], 99)
+    parent.request.sequences.append(child)
+    cache.fork(parent, child)
+    cache.grow(child, 2, plan := StepPlan())
+    child.num_computed = 5
+    out = StepPlan()
+    assert cache.swap_out(parent.request, out)
+    parent.request.status = Status.SWAPPED
+    assert len(plan.copies) == 1
+    assert out.swap_outs == [SwapOut(1, 1), SwapOut(2, 2), SwapOut(3, 3), SwapOut(4, 4)]
+    assert out.swapped == [parent.request]
+    assert (parent.block_ids, child.block_ids) == ([1, 2], [1, 3, 4])
+    assert list(cache.swap_space.refs) == [0, 2, 1, 1, 1, 0, 0, 0, 0]
+    assert cache.pool.num_used == 0 and cache.pool.num_cached == 1 and not cache._holders
+    assert cache.num_swapped_out == 4
+
+    cache.reset_prefix_cache()
+    found = cache.find_swapped(parent.request)
+    assert found is not None and found.host_ids == [1, 2, 3, 4] and found.num_needed == 4
+    assert cache.blocks_needed([(parent, 1), (child, 1)], swapped=True) == 0
+    back = StepPlan()
+    cache.swap_in(parent.request, found, back)
+    assert [s.src for s in back.swap_ins] == [1, 2, 3, 4] and back.swapped == [parent.request]
+    assert all(isinstance(s, SwapIn) for s in back.swap_ins)
+    to = dict(back.swap_ins)
+    assert (parent.block_ids, child.block_ids) == ([to[1], to[2]], [to[1], to[3], to[4]])
+    assert cache.pool.refs[to[1]] == 2 and cache.pool.num_refs == 5
+    assert cache.swap_space.num_used == 0 and list(cache._holders) == [parent, child]
+    assert parent.seal_ids == [] and parent.seal_at == 2  # sealed anew
+    assert cache.num_swapped_in == 4
+
+
+def test_the_need_of_a_swapped_group_counts_its_host_references() -> None:
+    cache = KVCache(8, 2, 8)
+    parent = settle(cache, [1, 2, 3, 4], 3)
+    child = Sequence(parent.request, 1, parent.token_ids[:], 99)
+    parent.request.sequences.append(child)
+    cache.fork(parent, child)
+    cache.swap_out(parent.request, StepPlan())
+    parent.request.status = Status.SWAPPED
+    assert cache.blocks_needed([(parent, 1), (child, 1)], swapped=True) == 1  # the shared tail, for one of them
+    cache.free(parent)
+    cache.free(child)
+    assert cache.swap_space.num_used == 0 and cache.pool.num_used == 0
+
+
+def test_a_kept_prefix_keeps_its_seals_and_no_more() -> None:
+    """Blocks 1 and 2 are left behind, but the second table entry comes back from the host: seals count to the first gap."""
+    cache = KVCache(12, 2, 12)
+    other = settle(cache, [1, 2, 3, 4, 5])
+    seq = settle(cache, [1, 2, 3, 4, 5, 6, 7])
+    assert seq.block_ids[:2] == other.block_ids[:2]
+    assert len(seq.seal_ids) == 3
+    cache.swap_out(seq.request, StepPlan())
+    seq.request.status = Status.SWAPPED
+    assert seq.block_ids == [-1, -2, 1]
+    found = cache.find_swapped(seq.request)
+    assert found is not None and (found.left_behind, found.num_needed) == ([1, 2], 1)
+    cache.swap_in(seq.request, found, StepPlan())
+    assert seq.block_ids[:2] == [1, 2] and len(seq.seal_ids) == 2 and seq.seal_at == 6
+
+
+def test_aborting_a_swapped_request_frees_the_host() -> None:
+    cache = KVCache(8, 2, 8)
+    other, seq = settle(cache, [1, 2, 3]), settle(cache, [1, 2, 5, 6, 7])
+    cache.swap_out(seq.request, StepPlan())
+    seq.request.status = Status.SWAPPED
+    refs = cache.pool.refs[:]
+    cache.free(seq)
+    assert cache.swap_space.num_used == 0 and cache.pool.refs == refs
+    assert list(cache._holders) == [other]
+
+
+# -- 4.10: waste ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_fewer_unfilled_slots_than_a_block_a_sequence(size: int) -> None:
+    lab = Lab(80, block_size=size)
+    for i in range(4):
+        lab.add(f"r{i}", [i] * (3 + i), 12)
+    most = 0
+    while lab.scheduler.has_work:
+        lab.step()
+        stats = lab.cache.stats()
+        most = max(most, stats.num_unfilled_slots)
+        held = [s for r in lab.scheduler.running for s in r.sequences]
+        assert stats.num_unfilled_slots == sum(s.room - s.num_computed for s in held) <= len(held) * (size - 1)
+    assert (most > 0) == (size > 1)
+    lab.at_rest()
+
+
+def test_a_shared_tail_is_unfilled_once() -> None:
+    cache = KVCache(8, 4)
+    parent = settle(cache, list(range(6)), 6)
+    child = Sequence(parent.request, 1, parent.token_ids[:], 99)
+    cache.fork(parent, child)
+    assert cache.stats().num_unfilled_slots == 2 and cache.stats().num_saved_by_sharing == 2
+
+
+# -- capacity: one formula ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_longest_output_is_the_exact_inverse_of_the_blocks_at_the_longest(size: int) -> None:
+    for num_blocks in range(1, 9):
+        cache = KVCache(num_blocks, size)
+        for prompt in range(1, 14):
+            for width in range(1, 5):
+                most = cache.longest_output(prompt, width)
+                fits = [m for m in range(1, 60) if cache.blocks_at_longest(prompt, m, width) <= num_blocks]
+                assert max(most, 0) == max(fits, default=0), (num_blocks, prompt, width)
+
+
+def test_the_capacity_formula_is_the_sum_of_what_its_sequences_hold() -> None:
+    """P // B shared, and each of the rest its own to the last but one token."""
+    cache = KVCache(100, 4)
+    assert cache.blocks_at_longest(10, 7) == 4  # 16 positions
+    assert cache.blocks_at_longest(10, 8) == 5
+    assert cache.blocks_at_longest(10, 8, width=3) == 2 + 3 * 3
+    assert cache.blocks_at_longest(8, 1, width=3) == 2
+
+
+def test_no_two_events_of_blocks_contradict_the_pool() -> None:
+    """Replaying the events gives the reference counts and the states."""
+    lab = Lab(6, host=6, policy=None)
+    lab.add("A", [1, 2, 3, 4], 6)
+    lab.add("B", [5, 6, 7], 3, width=2)
+    lab.run()
+    refs: dict[int, int] = {}
+    for e in lab.events:
+        if isinstance(e, ev.Allocated):
+            assert refs.get(e.block_id, 0) == 0
+            refs[e.block_id] = 1
+        elif isinstance(e, ev.Shared):
+            refs[e.block_id] = refs.get(e.block_id, 0) + 1
+            assert refs[e.block_id] == e.refs
+        elif isinstance(e, ev.Released):
+            refs[e.block_id] -= 1
+            assert refs[e.block_id] == e.refs
+            assert not e.cached or e.refs == 0
+    assert not any(refs.values())
+    sealed, evicted = lab.told(ev.Sealed), lab.told(ev.Evicted)
+    assert len(sealed) == lab.pool.num_sealed and len(evicted) == lab.pool.num_evicted
+    assert {e.seal_id for e in evicted} <= {e.seal_id for e in sealed}
+    assert len(lab.told(ev.Copied)) == lab.cache.num_copied > 0

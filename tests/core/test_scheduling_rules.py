@@ -1,0 +1,899 @@
+"""The rules of scheduling, as DESIGN's section 5 numbers them: what a plan holds, who goes first, who waits for what."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from octavo.core import events as ev
+from octavo.core.kv_cache import KVCache
+from octavo.core.plan import Slice, StepPlan, StepResult
+from octavo.core.policy import Policy, PreemptionMode
+from octavo.core.request import Status
+from octavo.core.scheduler import Scheduler
+from octavo.errors import CapacityError
+from tests import oracle as o
+
+from .lab import RECOMPUTE, SWAP, Lab, answer, make, slice_of
+
+
+def names(plan: StepPlan) -> list[str]:
+    return [s.request.request_id for s in plan.sequences]
+
+
+# -- 5.1: a step --------------------------------------------------------------------------------------------------------
+
+
+def test_prefill_and_decode_share_a_step() -> None:
+    lab = Lab(20)
+    lab.add("A", [1, 2, 3], 5)
+    lab.step()
+    lab.add("B", [4, 5, 6, 7], 5)
+    plan = lab.plan()
+    assert (names(plan), plan.starts, plan.counts, plan.samples) == (["A", "B"], [3, 0], [1, 4], [1, 1])
+    assert list(plan.slices()) == [Slice(0, 3, 1, 1, 1, None), Slice(1, 0, 4, 1, 1, plan.host_tokens[1])]
+    assert plan.num_tokens == 5
+    lab.run()
+
+
+def test_a_long_prompt_is_chunked_by_the_budget() -> None:
+    lab = Lab(20, budget=4)
+    request = lab.add("A", list(range(10)), 3)
+    seen = []
+    while lab.scheduler.has_work:
+        plan = lab.step()
+        seen.append((plan.starts[0], plan.counts[0], plan.samples[0]))
+    assert seen == [(0, 4, 0), (4, 4, 0), (8, 2, 1), (10, 1, 1), (11, 1, 1)]
+    assert request.done[0].token_ids[10:].tolist() == answer(list(range(10)), 3)
+    lab.at_rest()
+
+
+def test_decode_goes_on_while_a_prompt_is_chunked() -> None:
+    lab = Lab(30, budget=4)
+    lab.add("A", [1, 2], 8)
+    lab.step()
+    lab.add("B", list(range(10)), 2)
+    for _ in range(3):
+        plan = lab.step()
+        assert names(plan) == ["A", "B"] and plan.counts == [1, 3]
+    assert lab.scheduler.running[1].sequences[0].num_computed == 9
+    lab.run()
+
+
+def test_the_budget_stops_the_line_and_the_reason_is_said() -> None:
+    lab = Lab(30, budget=4)
+    lab.add("A", [1, 2, 3, 4], 2)
+    lab.add("B", [4, 5, 6], 2)
+    lab.plan()
+    assert lab.told(ev.Waiting) == [ev.Waiting("B", "budget", 3, 0, 0)]
+    lab.run()
+
+
+def test_rows_bound_a_step_and_a_request_takes_its_width_from_the_start() -> None:
+    lab = Lab(40, rows=3)
+    lab.add("A", [1, 2], 3, width=2)
+    b = lab.add("B", [3, 4], 3, width=2)
+    lab.add("C", [5, 6], 3)
+    plan = lab.plan()
+    assert names(plan) == ["A"]  # C would fit, but stands behind B
+    assert lab.told(ev.Waiting) == [ev.Waiting("B", "rows", 2, 1, 0)]
+    assert lab.scheduler.num_rows_taken == 2
+    lab.run()
+    assert b.done
+
+
+def test_a_finished_sample_keeps_its_groups_row() -> None:
+    """Rows come back when the request ends: the width is taken until then."""
+    samples = [answer([1, 2], 4, i) for i in (0, 1)]
+    stop = next(iter({samples[0][0]} - {samples[1][0]}), samples[0][0])
+    lab = Lab(20, rows=2)
+    group = lab.add("A", [1, 2], 4, width=2, stop_ids=[stop])
+    lab.step()
+    if len(group.sequences) == 1:
+        assert lab.scheduler.num_rows_taken == 2
+    lab.run()
+    assert sorted(s.finish_reason for s in group.done)[0] in ("length", "stop")
+    assert lab.scheduler.num_rows_taken == 0
+
+
+def test_first_come_first_served_by_default() -> None:
+    lab = Lab(40, rows=1)
+    for name, priority in (("A", 1), ("B", 0), ("C", -1)):
+        lab.add(name, [1, 2], 1, priority=priority)
+    lab.run()
+    assert lab.finished == ["A", "B", "C"]
+
+
+def test_by_priority_the_lower_number_goes_first_and_then_the_earlier() -> None:
+    lab = Lab(40, rows=1, policy=Policy(by_priority=True))
+    for name, priority in (("A", 1), ("B", 0), ("C", -1), ("D", 0)):
+        lab.add(name, [1, 2], 1, priority=priority)
+    lab.run()
+    assert lab.finished == ["C", "B", "D", "A"]
+
+
+def test_by_priority_the_last_in_line_gives_way_though_it_came_first() -> None:
+    lab = Lab(6, policy=Policy(by_priority=True, mode=PreemptionMode.RECOMPUTE))
+    lab.add("early", [1, 2, 3, 4], 6, priority=5)
+    lab.step()
+    lab.add("urgent", [5, 6, 7, 8], 6)
+    lab.run()
+    assert {e.request_id for e in lab.told(ev.Preempted)} == {"early"}
+    assert lab.finished == ["urgent", "early"]
+
+
+def test_swapped_requests_come_back_before_anybody_new_comes_in() -> None:
+    lab = Lab(6, host=6, policy=SWAP)
+    lab.add("A", [1, 2, 3, 4], 6)
+    lab.add("B", [5, 6, 7, 8], 6)
+    while not lab.scheduler.swapped:
+        lab.step()
+    small = lab.add("C", [9], 1)
+    while lab.scheduler.swapped:
+        lab.step()
+        assert small.status is Status.WAITING or not lab.scheduler.swapped
+    assert lab.reasons("C")[0] == "behind a swapped request"
+    lab.run()
+    assert lab.finished.index("C") > lab.finished.index("A")
+
+
+def test_sequences_of_a_request_step_together_or_not_at_all() -> None:
+    lab = Lab(40, budget=4, rows=4)
+    lab.add("A", [1, 2], 6, width=2)
+    lab.add("B", [3, 4], 6, width=2)
+    for _ in range(30):
+        if not lab.scheduler.has_work:
+            break
+        plan = lab.step()
+        for request in lab.requests.values():
+            shares = [s for s in plan.sequences if s.request is request]
+            assert len(shares) in (0, 1, 2)
+            if len(request.sequences) == 2 and shares:
+                assert len(shares) == 2 or not shares[0].num_pending
+    lab.at_rest()
+
+
+def test_a_group_waits_when_the_rest_of_the_budget_is_too_small_for_it() -> None:
+    lab = Lab(40, budget=3, rows=4)
+    lab.add("A", [1, 2], 6)
+    group = lab.add("G", [3], 6, width=3)
+    lab.step()  # 2 + 1
+    plan = lab.step()
+    assert names(plan) == ["A"]  # 2 of 3 are left, and three sequences step together
+    while lab.requests["A"].status is not Status.FINISHED:
+        assert "G" not in names(lab.step())
+    assert len(lab.step().rows) == 3
+    lab.run()
+    assert len(group.done) == 3
+
+
+def test_a_swapped_group_waits_for_a_budget_that_takes_it_whole() -> None:
+    lab = Lab(20, host=20, budget=3, rows=4, policy=SWAP)
+    a = lab.add("A", [1, 2], 5)
+    group = lab.add("G", [3], 6, width=3)
+    lab.step()
+    lab.scheduler._preempt(group, group, 0, plan := StepPlan())
+    lab.oracle.submit(plan)
+    lab.plan()
+    assert group.status is Status.SWAPPED
+    assert lab.told(ev.Waiting)[-1] == ev.Waiting("G", "budget", 3, 2, 0)
+    lab.land()
+    while a.status is not Status.FINISHED:
+        lab.step()
+    assert lab.plan().swap_ins
+    lab.run()
+
+
+def test_swapped_requests_wait_for_rows() -> None:
+    lab = Lab(20, host=20, rows=2, policy=SWAP)
+    a = lab.add("A", [1, 2], 5)
+    lab.step()
+    lab.scheduler._preempt(a, a, 0, plan := StepPlan())
+    lab.oracle.submit(plan)
+    lab.scheduler.num_rows_taken += 2  # as if others ran
+    lab.scheduler.schedule()
+    assert lab.told(ev.Waiting)[-1] == ev.Waiting("A", "rows", 1, 0, 0)
+    lab.scheduler.num_rows_taken -= 2
+    lab.run()
+
+
+def test_an_empty_plan_is_false_and_leaves_no_trace() -> None:
+    lab = Lab(4)
+    plan = lab.plan()
+    assert not plan and plan.num_tokens == 0 and lab.scheduler.num_steps == 0 and not lab.told(ev.Step)
+    lab.add("A", [1], 1)
+    lab.plan()
+    assert lab.scheduler.has_work and not lab.plan()  # its last token is on its way
+    lab.run()
+    assert lab.scheduler.num_steps == 1 and not lab.scheduler.has_work
+
+
+# -- 5.2: giving way ------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_and_rows_are_given_up_at_once_with_a_step_in_flight() -> None:
+    lab = Lab(6, policy=RECOMPUTE)
+    lab.add("A", [1, 2, 3, 4], 6)
+    b = lab.add("B", [5, 6, 7, 8], 6)
+    lab.plan()
+    lab.plan()
+    while b.status is Status.RUNNING:
+        lab.land()
+        lab.plan()
+    assert lab.flight[0][0].sequences == [*lab.requests["A"].sequences, *b.sequences]
+    assert not b.sequences[0].block_ids and b.sequences[0].row < 0
+    assert lab.scheduler.num_rows_taken == 1
+    lab.run(depth=2)
+
+
+def test_a_preemption_is_told_with_its_numbers() -> None:
+    lab = Lab(6, policy=RECOMPUTE)
+    lab.add("A", [1, 2, 3, 4], 6)
+    lab.add("B", [5, 6, 7, 8], 6)
+    lab.run()
+    assert lab.told(ev.Preempted) == [ev.Preempted("B", "recompute", "A", 1, 0, 0)]
+    assert lab.reasons("B")[-1] == "blocks"
+    assert lab.scheduler.num_preemptions == 1
+
+
+def test_one_sequence_is_recomputed_and_a_group_is_swapped_unless_told() -> None:
+    single, group = make("s", [1], 2), make("g", [1], 2, width=2)
+    for request in (single, group):
+        request.begin(0, (0, 0), 2)
+    group.sequences.append(single.sequences[0])
+    assert Policy().preemption_mode(single) is PreemptionMode.RECOMPUTE
+    assert Policy().preemption_mode(group) is PreemptionMode.SWAP
+    for mode in PreemptionMode:
+        assert Policy(mode=mode).preemption_mode(group) is Policy(mode=mode).preemption_mode(single) is mode
+
+
+def test_several_give_way_until_there_is_room() -> None:
+    """A group needs three blocks at once; each victim gives one."""
+    lab = Lab(8, policy=RECOMPUTE)
+    group = lab.add("G", [1, 2], 4, width=3)
+    lab.step()
+    lab.step()
+    assert lab.pool.num_used == 4
+    for i in range(4):
+        lab.add(f"s{i}", [20 + i], 2)
+    lab.step()
+    assert lab.pool.num_used == 8
+    plan = lab.plan()
+    assert [e.request_id for e in lab.told(ev.Preempted)] == ["s3", "s2", "s1"]
+    assert len([s for s in plan.sequences if s.request is group]) == 3
+    lab.run()
+
+
+def test_a_group_is_rebuilt_while_it_is_swapped_in_again() -> None:
+    """Recomputed half-way, then swapped: first it comes back whole, then the rebuilding goes on."""
+    lab = Lab(12, host=12, budget=4)
+    group = lab.add("G", [1, 2, 3, 4, 5], 5, width=3)
+    for _ in range(3):
+        lab.step()
+    lab.scheduler.policy = RECOMPUTE
+    lab.scheduler._preempt(group, group, 0, StepPlan())
+    lab.step()
+    first, second, _ = group.sequences
+    assert first.num_computed and not second.num_computed
+    lab.scheduler.policy = SWAP
+    lab.scheduler._preempt(group, group, 0, plan := StepPlan())
+    lab.oracle.submit(plan)
+    plan = lab.plan()
+    assert plan.swap_ins and not plan.rows and group.status is Status.RUNNING
+    lab.land()
+    lab.run()
+
+
+def test_a_group_finds_its_own_blocks_in_the_cache_when_it_is_recomputed() -> None:
+    lab = Lab(16, policy=RECOMPUTE)
+    group = lab.add("G", [1, 2, 3, 4, 5], 6, width=2)
+    for _ in range(4):
+        lab.step()
+    lab.scheduler._preempt(group, group, 0, StepPlan())
+    plan = lab.plan()
+    assert plan.starts[0] >= 4
+    assert group.num_cached_tokens == 0  # counted at its first admission alone
+    lab.land()
+    lab.run()
+
+
+# -- 5.3: the door --------------------------------------------------------------------------------------------------------
+
+
+def test_a_default_length_is_cut_to_fit_and_a_number_never() -> None:
+    lab = Lab(4)
+    request = lab.add("default", [1, 2, 3], None)
+    assert request.max_tokens == 6 == lab.cache.longest_output(3)
+    with pytest.raises(CapacityError, match="max_tokens 7, width 1.* pool has 4; max_tokens of at most 6 fits"):
+        lab.add("explicit", [1, 2, 3], 7)
+    lab.run()
+    assert len(request.done[0].token_ids) == 9
+
+
+def test_a_prompt_that_never_fits_is_refused_with_the_numbers() -> None:
+    lab = Lab(4)
+    lab.add("just fits", list(range(8)), 1)
+    for max_tokens in (None, 1):
+        with pytest.raises(CapacityError, match="needs 5 blocks of 2 tokens .*9 prompt .*shorten the prompt or enlarge"):
+            lab.add("does not", list(range(9)), max_tokens)
+    lab.run()
+    assert lab.finished == ["just fits"]
+
+
+@pytest.mark.parametrize(("rows", "budget"), [(2, 9), (9, 2)])
+def test_more_sequences_than_rows_or_budget_are_refused(rows: int, budget: int) -> None:
+    lab = Lab(40, rows=rows, budget=budget)
+    with pytest.raises(CapacityError, match="decodes 3 sequences together and at most 2 run"):
+        lab.add("A", [1, 2], 3, width=3)
+    assert not lab.scheduler.has_work and not lab.told(ev.Arrived)
+    lab.add("B", [1, 2], 3, width=2)
+    lab.run()
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_what_the_door_lets_in_never_stalls(caching: bool) -> None:
+    """Every request that fits by the formula, at its longest, ends when it is alone; one token more is refused."""
+    tried = 0
+    for num_blocks, size, prompt, width in itertools.product((1, 2, 3, 5, 7), (1, 2, 3), range(1, 8), (1, 2, 3)):
+        cache = KVCache(num_blocks, size)
+        most = cache.longest_output(prompt, width)
+        if most < 1 or most > 8:
+            continue
+        for watermark in (0, 2):
+            lab = Lab(num_blocks, size, rows=3, budget=3, watermark=watermark, caching=caching, listen=False)
+            lab.add("A", list(range(prompt)), most, width=width)
+            with pytest.raises(CapacityError):
+                lab.add("B", list(range(prompt)), most + 1, width=width)
+            lab.run()
+            tried += 1
+    assert tried > 150
+
+
+def test_a_request_id_is_used_once_at_a_time() -> None:
+    lab = Lab(4)
+    lab.add("A", [1], 1)
+    with pytest.raises(AssertionError, match="A"):
+        lab.add("A", [1], 1)
+    lab.run()
+    lab.add("A", [1], 1)
+    lab.run()
+
+
+# -- 5.4: reasons -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_reason_is_said_when_it_changes_not_once_a_step() -> None:
+    lab = Lab(8)
+    lab.add("A", [1, 2, 3, 4, 5, 6, 7], 6)
+    lab.add("B", [9, 9, 9, 9, 9, 9, 9], 2)
+    lab.run()
+    assert lab.reasons("B") == ["blocks"]
+    assert lab.told(ev.Waiting) == [ev.Waiting("B", "blocks", 4, 4, 0)] or lab.told(ev.Waiting)[0].needs == 4
+
+
+def test_the_numbers_of_a_wait_for_blocks() -> None:
+    lab = Lab(8)
+    lab.add("gone", [1, 2, 3, 4, 5], 1)
+    lab.run()
+    assert (lab.pool.num_cached, lab.pool.num_free) == (2, 6)
+    lab.add("A", [6] * 9, 4)
+    lab.step()
+    lab.add("B", [7] * 9, 4)
+    lab.plan()
+    assert lab.told(ev.Waiting)[-1] == ev.Waiting("B", "blocks", 5, 1, 2)
+    lab.run()
+
+
+def test_events_of_a_life() -> None:
+    lab = Lab(8)
+    lab.add("A", [1, 2, 3], 2, priority=3)
+    lab.run()
+    kinds = (ev.Arrived, ev.Admitted, ev.Finished, ev.Step)
+    assert lab.told(*kinds) == [
+        ev.Arrived("A", 3, 2, 1, 3),
+        ev.Admitted("A", 0, 3),
+        ev.Step(0, 1, 3, 1, 0, 0, 2, 0, 6, 0, 2, 0, 0, 0, 0, 1),
+        ev.Step(1, 1, 1, 1, 0, 0, 2, 0, 6, 0, 0, 0, 0, 0, 0, 0),
+        ev.Finished("A", "length", 2),
+    ]
+
+
+def test_steps_tell_the_growth_of_every_counter() -> None:
+    lab = Lab(6, host=6, policy=SWAP)
+    lab.add("A", [1, 2, 3, 4], 6)
+    lab.add("B", [1, 2, 7], 3, width=2)
+    lab.run()
+    lab.add("C", [1, 2, 3, 4, 5, 6, 7, 8, 9], 2)
+    lab.run()
+    steps = lab.told(ev.Step)
+    stats = lab.scheduler.stats()
+    assert sum(s.hits for s in steps) == stats.num_hits > 0
+    assert sum(s.misses for s in steps) == stats.num_misses > 0
+    assert sum(s.copied for s in steps) == stats.num_copied > 0
+    assert sum(s.swapped_out for s in steps) == stats.num_swapped_out > 0
+    assert sum(s.swapped_in for s in steps) == stats.num_swapped_in > 0
+    assert sum(s.evicted for s in steps) == stats.num_evicted > 0
+    assert all(s.used + s.cached + s.free == 6 for s in steps)
+    swapped = lab.told(ev.SwappedIn)
+    assert [e.num_copied for e in swapped] == [stats.num_swapped_in]
+
+
+def test_whether_anybody_listens_changes_no_plan() -> None:
+    """What is recorded must be what happens when nothing is recorded."""
+
+    def plans(listen: bool) -> list[tuple]:
+        lab = Lab(6, host=6, window=3, listen=listen)
+        lab.add("A", [1, 2, 3, 4], 6)
+        lab.add("B", [5, 6, 7, 8], 6)
+        lab.add("C", [1, 2, 3], 3, width=2)
+        seen = []
+        while lab.scheduler.has_work:
+            plan = lab.step()
+            seen.append((names(plan), plan.starts, plan.counts, plan.swap_outs, plan.swap_ins, plan.copies))
+        return seen
+
+    assert plans(True) == plans(False)
+
+
+# -- 5.5: overlap and windows -----------------------------------------------------------------------------------------------
+
+
+def test_a_decode_slice_names_no_token() -> None:
+    lab = Lab(8)
+    request = lab.add("A", [1, 2, 3], 5)
+    assert lab.step().host_tokens
+    assert lab.plan().host_tokens == {}
+    assert lab.plan().host_tokens == {}  # the next one, with that in flight
+    assert request.sequences[0].num_pending == 2
+    lab.run(depth=2)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("window", [1, 3, 8])
+def test_a_window_ends_with_the_request(depth: int, window: int) -> None:
+    lab = Lab(30, window=window)
+    lab.add("A", [1, 2, 3], 12)
+    sampled = []
+    while lab.scheduler.has_work:
+        plan = lab.plan() if len(lab.flight) < depth else None
+        if plan:
+            sampled += plan.samples
+        if lab.flight and (not plan or len(lab.flight) >= depth):
+            lab.land()
+    assert sum(sampled) == 12 and max(sampled) <= window
+    assert len(sampled) == -(-12 // window)
+    lab.at_rest()
+
+
+def test_a_window_counts_in_the_budget() -> None:
+    lab = Lab(40, window=8, budget=10)
+    lab.add("A", [1], 30)
+    lab.add("B", [2], 30)
+    lab.step()
+    assert lab.plan().counts == [8, 2]
+    lab.land()
+    assert lab.plan().counts == [8, 2]
+    lab.run()
+
+
+def test_a_group_shares_the_budget_of_its_windows() -> None:
+    lab = Lab(40, window=8, budget=9, rows=3)
+    lab.add("G", [1], 20, width=3)
+    lab.step()
+    assert lab.plan().counts == [3, 3, 3]
+    lab.run()
+
+
+def test_a_window_shrinks_to_one_while_somebody_could_come_in() -> None:
+    lab = Lab(40, window=4, budget=6)
+    lab.add("A", [1, 2], 20)
+    assert lab.step().samples == [4]
+    lab.add("B", list(range(10, 22)), 2)
+    assert lab.plan().counts == [1, 5]
+    lab.run()
+
+
+def test_a_window_does_not_shrink_for_those_who_wait_for_others_to_end() -> None:
+    for rows, reason in ((1, "rows"), (2, "blocks")):
+        lab = Lab(14, window=4, rows=rows)
+        lab.add("A", [1, 2], 24)
+        lab.step()
+        lab.add("B", list(range(10, 34)), 4)
+        lab.step()
+        assert lab.requests["B"].waits_for == reason
+        assert lab.plan().samples == [4]
+        lab.run()
+
+
+def test_windows_are_one_where_the_host_has_a_say() -> None:
+    for options in ({"host_wait": True}, {"beam": 2}):
+        lab = Lab(40, window=4)
+        request = lab.add("A", [1, 2], 6, **options)
+        while lab.scheduler.has_work:
+            plan = lab.plan()
+            assert set(plan.samples) == {1}
+            assert not lab.plan(), "nothing is planned while anything of it is pending"
+            assert request.num_pending
+            lab.land()
+        lab.at_rest()
+
+
+def test_samples_wait_for_their_fork_and_part_from_one_row_of_logits() -> None:
+    lab = Lab(40, window=4)
+    request = lab.add("A", [1, 2, 3], 9, width=3)
+    plan = lab.plan()
+    assert plan.draws == {0: 3} and plan.samples == [1]
+    assert [s.num_draws for s in plan.slices()] == [3]
+    assert not lab.plan()
+    lab.land()
+    assert [s.index for s in request.sequences] == [0, 1, 2] and request.forked and not request.must_wait
+    plan = lab.plan()
+    assert plan.samples == [4, 4, 4] and plan.draws == {} and len(plan.host_tokens) == 3
+    lab.run(depth=2)
+
+
+def test_samples_that_the_host_watches_wait_after_their_fork_too() -> None:
+    lab = Lab(40, window=4)
+    lab.add("A", [1, 2, 3], 5, width=2, host_wait=True)
+    lab.step()
+    assert lab.plan().samples == [1, 1]
+    assert not lab.plan()
+    lab.run()
+
+
+def test_candidates_of_a_beam_are_drawn_from_every_sequence() -> None:
+    lab = Lab(40)
+    lab.add("A", [1, 2, 3], 4, beam=2)
+    assert lab.step().draws == {0: 2}
+    assert lab.step().draws == {0: 2, 1: 2}
+    lab.run()
+    assert make("b", [1], 1, width=3, decide=o.keep_best(3)).num_draws == 6  # twice its width unless told
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_result_is_cut_at_the_first_stop_token(stops: bool) -> None:
+    """The device's own test may only stop earlier writes, never decide."""
+    said = answer([1, 2], 8)
+    stop = said[3]
+    lab = Lab(20, window=8, habits=o.Habits(stops=stops))
+    request = lab.add("A", [1, 2], 8, stop_ids=[stop, 777])
+    assert lab.plan().samples == [8]
+    assert lab.land() == ["A"]
+    (seq,) = request.done
+    assert seq.token_ids[2:].tolist() == said[: said.index(stop) + 1]
+    assert (seq.finish_reason, seq.stop_token) == ("stop", stop)
+    lab.at_rest()
+
+
+def test_stop_ids_of_the_sampling_params_count_too() -> None:
+    from octavo.core.request import Request
+    from octavo.core.sampling_params import SamplingParams
+
+    request = Request("A", [1], SamplingParams(max_tokens=3, stop_token_ids=[4]), stop_ids=[5])
+    assert request.stop_ids == {4, 5} and request.max_tokens == 3
+    assert Request("B", [1], SamplingParams(max_tokens=3, n=2), max_tokens=9).max_tokens == 9
+
+
+def test_a_window_streams_its_columns_as_they_land() -> None:
+    lab = Lab(20, window=6, habits=o.Habits(splits=True))
+    request = lab.add("A", [1, 2], 6)
+    plan = lab.plan()
+    (seq,) = request.sequences
+    known = []
+    for _ in range(3):
+        lab.part()
+        known.append((len(seq.token_ids), seq.num_pending))
+    assert known == [(3, 5), (4, 4), (5, 3)]
+    assert plan.outstanding == [3] and plan.samples == [6]
+    assert len(seq.seal_ids) == 2  # four positions known and computed: two blocks
+    assert lab.land() == ["A"]
+    lab.at_rest()
+
+
+def test_a_stop_token_in_a_part_ends_the_request_and_the_rest_is_dropped() -> None:
+    said = answer([1, 2], 6)
+    lab = Lab(20, window=6, habits=o.Habits(splits=True, stops=False))
+    request = lab.add("A", [1, 2], 6, stop_ids=[said[1]])
+    lab.plan()
+    done: list[str] = []
+    while not done:
+        done = lab.part()
+    assert done == ["A"]
+    assert lab.land() == []
+    assert request.done[0].token_ids[2:].tolist() == said[: said.index(said[1]) + 1]
+    lab.at_rest()
+
+
+def test_a_stop_string_ends_a_sequence_from_outside() -> None:
+    lab = Lab(20)
+    request = lab.add("A", [1, 2, 3], 8, width=2)
+    lab.step()
+    first, second = request.sequences
+    assert lab.scheduler.stop(first) is False
+    assert request.sequences == [second] and first.finish_reason == "stop" and not first.block_ids
+    assert lab.scheduler.stop(first) is False  # a second time: nothing
+    lab.step()
+    assert lab.scheduler.stop(second, "stop") is True
+    assert request.status is Status.FINISHED and request.done == [first, second]
+    lab.at_rest()
+
+
+def test_results_come_in_the_order_of_the_plans() -> None:
+    lab = Lab(20)
+    lab.add("A", [1, 2, 3], 8)
+    lab.plan()
+    second = lab.plan()
+    with pytest.raises(AssertionError, match="in the order"):
+        lab.scheduler.update(second, StepResult([[1]]))
+    with pytest.raises(AssertionError):
+        Scheduler(KVCache(2, 2)).update(second, StepResult([[1]]))
+
+
+# -- aborts -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("status", list(Status))
+@pytest.mark.parametrize("options", [{}, {"width": 2}, {"beam": 2}])
+def test_abort_in_every_state(status: Status, depth: int, options: dict) -> None:
+    """Waiting, running, swapped or finished, with 0, 1 or 2 steps in flight: nothing leaks, the other is not touched."""
+    lab = Lab(16, host=16, rows=4, policy=SWAP, window=2)
+    lab.add("other", [1, 2, 3, 4], 12)
+    victim = lab.add("victim", [5, 6, 7], 5, **options)
+    lab.step()
+    for _ in range(depth):
+        lab.plan()
+    if status is Status.SWAPPED:
+        lab.scheduler._preempt(victim, victim, 0, plan := StepPlan())
+        lab.oracle.submit(plan)
+    elif status is Status.WAITING:
+        lab.scheduler.policy = RECOMPUTE
+        lab.scheduler._preempt(victim, victim, 0, StepPlan())
+    elif status is Status.FINISHED:
+        while victim.status is not Status.FINISHED:
+            lab.land() if lab.flight else lab.plan()
+    assert victim.status is status
+    ended = len(lab.told(ev.Finished))
+    lab.abort("victim")
+    lab.abort("victim")
+    assert victim.status is Status.FINISHED and not victim.sequences
+    assert len(lab.told(ev.Finished)) == (ended if status is Status.FINISHED else ended + 1)
+    if status is not Status.FINISHED:
+        assert {s.finish_reason for s in victim.done} <= {"abort", "stop", "length"}
+    lab.run(depth=max(1, depth))
+    assert "other" in lab.finished
+
+
+def test_abort_tells_what_was_aborted() -> None:
+    lab = Lab(8)
+    request = lab.add("A", [1, 2], 4)
+    lab.step()
+    assert lab.scheduler.abort("nobody") is None
+    assert lab.scheduler.abort("A", "disconnected") is request
+    assert lab.told(ev.Finished) == [ev.Finished("A", "disconnected", 1)]
+    assert request.done[0].finish_reason == "disconnected"
+
+
+# -- faults -------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_one_request_fails_that_one_alone() -> None:
+    lab = Lab(20)
+    a, b = lab.add("A", [1, 2, 3, 4, 5], 4), lab.add("B", [5, 6, 7, 8, 9], 4)
+    lab.plan()
+    assert lab.err(a) == ["A"]
+    assert a.error == "NaN" and a.done[0].finish_reason == "error" and not b.error
+    assert len(b.sequences[0].token_ids) == 6
+    lab.run()
+    again = lab.add("A again", [1, 2, 3, 4, 5], 1)
+    lab.run()
+    assert again.num_cached_tokens == 0  # its numbers are not to be trusted
+
+
+def test_an_error_in_a_step_after_the_end_is_no_news() -> None:
+    lab = Lab(20)
+    a = lab.add("A", [1, 2, 3], 9)
+    lab.plan()
+    lab.plan()
+    assert lab.err(a) == ["A"]
+    assert lab.err(a) == []
+    lab.at_rest()
+
+
+def test_an_error_ends_all_samples_of_its_request() -> None:
+    lab = Lab(20, host=20, policy=SWAP)
+    group, other = lab.add("G", [1, 2, 3], 9, width=3), lab.add("B", [1, 2, 9], 4)
+    lab.step()
+    lab.plan()
+    assert lab.err(group) == ["G"]
+    assert len(group.done) == 3 and {s.finish_reason for s in group.done} == {"error"}
+    lab.run()
+    assert other.done
+
+
+@pytest.mark.parametrize("policy", [SWAP, RECOMPUTE])
+def test_an_error_of_a_request_that_gave_way_meanwhile(policy: Policy) -> None:
+    lab = Lab(6, host=6, policy=policy)
+    lab.add("A", [1, 2, 3, 4], 6)
+    b = lab.add("B", [5, 6, 7, 8], 6)
+    while b.status is not (Status.SWAPPED if policy is SWAP else Status.WAITING) or not b.num_pending:
+        if len(lab.flight) == 2:
+            lab.land()
+        lab.plan()
+    assert lab.err(b) == ["B"]
+    lab.run(depth=2)
+
+
+def test_a_failed_step_takes_back_what_it_sealed() -> None:
+    lab = Lab(20)
+    lab.add("A", [1, 2, 3, 4, 5], 4)
+    lab.plan()
+    assert lab.pool.num_sealed == 2
+    assert lab.fail() == ["A"]
+    assert lab.pool.num_available == lab.pool.num_free == 20 and lab.pool._index == {}
+    assert lab.told(ev.Recomputed) == [ev.Recomputed("A", 0)]
+    (seq,) = lab.requests["A"].sequences
+    assert (seq.num_pending, seq.num_computed, seq.seal_ids, seq.row) == (0, 0, [], -1)
+    assert lab.plan().counts == [5]
+    lab.run()
+
+
+def test_a_failed_step_leaves_what_was_sealed_before_it() -> None:
+    lab = Lab(20)
+    a = lab.add("A", [1, 2, 3, 4, 5], 4)
+    lab.step()
+    lab.add("B", [6, 7, 8], 4)
+    lab.plan()
+    assert sorted(lab.fail()) == ["A", "B"]
+    plan = lab.plan()
+    found = slice_of(plan, a)
+    assert found is not None and found.start == 4  # computed by a step that landed
+    lab.run()
+
+
+def test_a_failed_step_takes_all_after_it_with_it() -> None:
+    lab = Lab(20)
+    a = lab.add("A", [1, 2, 3], 9)
+    lab.plan()
+    lab.plan()
+    lab.add("B", [4, 5, 6], 3)
+    lab.plan()
+    assert a.num_pending == 3
+    assert sorted(lab.fail()) == ["A", "B"]
+    assert a.num_pending == 0 and not lab.scheduler.in_flight
+    assert {r.status for r in lab.requests.values()} == {Status.WAITING}
+    lab.run(depth=2)
+
+
+def test_what_has_landed_of_a_failed_window_is_kept() -> None:
+    lab = Lab(20, window=6, habits=o.Habits(splits=True))
+    request = lab.add("A", [1, 2], 8)
+    lab.plan()
+    lab.part()
+    lab.part()
+    lab.fail()
+    (seq,) = request.sequences
+    assert (len(seq.token_ids), seq.num_pending) == (4, 0)
+    lab.run()
+
+
+def test_requests_without_a_part_in_a_failed_step_are_left_alone() -> None:
+    lab = Lab(20, budget=3)
+    a = lab.add("A", [1, 2, 3], 3)
+    lab.step()
+    w = lab.add("W", [4, 5], 3, host_wait=True)
+    lab.plan()
+    lab.plan()
+    lab.abort("A")
+    assert lab.fail() == ["W"]
+    assert a.status is Status.FINISHED and w.status is Status.WAITING
+    lab.run()
+
+
+def test_a_swap_of_a_failed_step_is_recomputed() -> None:
+    """Its copy never arrived, on either side."""
+    for back in (False, True):
+        lab = Lab(6, host=6, policy=SWAP)
+        lab.add("A", [1, 2, 3, 4], 6)
+        b = lab.add("B", [5, 6, 7, 8], 6)
+        for _ in range(3):
+            lab.step()
+        if not back:
+            assert lab.plan().swap_outs
+        else:
+            lab.step()
+            lab.abort("A")
+            assert lab.plan().swap_ins
+        lab.fail()
+        assert b.status is Status.WAITING and not b.left_behind
+        assert lab.cache.swap_space.num_used == 0
+        assert "B" in [e.request_id for e in lab.told(ev.Recomputed)]
+        lab.run()
+
+
+def test_a_failed_step_with_its_victim_swapped_before() -> None:
+    """B was swapped out with its result in flight; then that step fails: what is on the host is not to be trusted."""
+    lab = Lab(6, host=6, policy=SWAP)
+    lab.add("A", [1, 2, 3, 4], 6)
+    b = lab.add("B", [5, 6, 7, 8], 6)
+    for _ in range(3):
+        lab.plan()
+        if len(lab.flight) > 1:
+            lab.land()
+    lab.plan()
+    assert b.status is Status.SWAPPED and b.num_pending
+    lab.land()
+    lab.fail()
+    assert lab.cache.swap_space.num_used == 0 and b.status is Status.WAITING
+    lab.run(depth=2)
+
+
+def test_a_request_that_ended_in_a_failed_step_stays_ended() -> None:
+    lab = Lab(6, host=6, policy=SWAP)
+    lab.add("A", [1, 2, 3, 4], 6)
+    b = lab.add("B", [5, 6, 7, 8], 6)
+    for _ in range(3):
+        lab.step()
+    lab.plan()
+    lab.abort("B")
+    assert lab.fail() == ["A"]
+    assert b.status is Status.FINISHED
+    lab.run()
+
+
+def test_a_plan_that_landed_cannot_fail() -> None:
+    lab = Lab(6)
+    lab.add("A", [1, 2], 3)
+    plan = lab.step()
+    with pytest.raises(AssertionError):
+        lab.scheduler.fail(plan)
+
+
+def test_nobody_goes_on_from_a_prefix_that_a_failed_step_was_to_write() -> None:
+    """A group comes back, finds all but its last token in blocks that the step in flight fills, and gets no slice for
+    want of budget. That step fails: the group holds garbage, though no failed plan names it."""
+    lab = Lab(40, budget=7, rows=8, policy=RECOMPUTE)
+    group = lab.add("G", [1, 2, 3, 4, 5], 3, width=3)
+    lab.step()
+    tokens = group.sequences[0].token_ids.tolist()
+    lab.scheduler._preempt(group, group, 0, StepPlan())
+    lab.cache.reset_prefix_cache()
+    assert len(tokens) == 6
+    assert group.status is Status.WAITING
+
+
+# -- 5.6: plans -------------------------------------------------------------------------------------------------------------
+
+
+def test_plans_are_parallel_lists() -> None:
+    lab = Lab(30, budget=12)
+    lab.add("A", [1, 2, 3], 4)
+    lab.add("B", [4, 5, 6], 4, width=2)
+    lab.add("C", list(range(20)), 4)
+    while lab.scheduler.has_work:
+        plan = lab.step()
+        sizes = {len(x) for x in (plan.rows, plan.starts, plan.counts, plan.samples, plan.sequences)}
+        assert len(sizes) == 1
+        assert all(i < len(plan.rows) for i in (*plan.host_tokens, *plan.draws))
+        assert len(set(plan.rows)) == len(plan.rows)
+    lab.at_rest()
+
+
+def test_a_decode_step_writes_no_table_unless_a_block_is_new() -> None:
+    lab = Lab(30, block_size=4)
+    lab.add("A", [1, 2, 3], 9)
+    writes = []
+    while lab.scheduler.has_work:
+        writes.append([tuple(w) for w in lab.step().table_writes])
+    assert writes == [[(0, 0, (1,))], [], [(0, 1, (2,))], [], [], [], [(0, 2, (3,))], [], []]
+
+
+def test_step_numbers_and_seal_marks() -> None:
+    lab = Lab(30)
+    lab.add("A", [1, 2, 3, 4], 4)
+    lab.add("B", [5, 6, 7, 8], 4)
+    first, second = lab.plan(), lab.plan()
+    assert (first.step, second.step) == (0, 1)
+    assert (first.seal_mark, second.seal_mark) == (0, 4)
+    lab.run(depth=2)

@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import datetime
+import time
+
+import pytest
+
+from octavo.errors import TemplateError
+from octavo.text import chat_template
+from octavo.text.chat_template import render
+
+USER = [{"role": "user", "content": "Hi"}]
+
+
+def run(template: str, messages=USER, **kwargs) -> str:
+    return render(template, messages, special_tokens={"bos_token": "<s>", "eos_token": "</s>"}, **kwargs)
+
+
+def fails(template: str, *words: str, messages=USER, **kwargs) -> None:
+    start = time.perf_counter()
+    with pytest.raises(TemplateError) as caught:
+        run(template, messages, **kwargs)
+    assert time.perf_counter() - start < 3
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_chatml():
+    template = (
+        "{% for m in messages %}\n"
+        "    {{- '<|im_start|>' + m.role + '\\n' + m['content'] | trim + '<|im_end|>\\n' -}}\n"
+        "{% endfor %}\n"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    messages = [{"role": "system", "content": " Be brief. "}, *USER]
+    turns = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    assert run(template, messages, add_generation_prompt=False) == turns
+    assert run(template, messages) == turns + "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ bos_token }}{{ eos_token }}", "<s></s>"),
+        ("{%- for m in messages %}\n  {%- if true %}\nx\n  {%- endif %}\n{% endfor %}", "x"),
+        ("a\n  {% if true %}\nb\n  {% endif %}\nc", "a\nb\nc"),  # trimmed and stripped blocks
+        (
+            "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}"
+            "{% if i == 4 %}{% break %}{% endif %}{{ i }}{% endfor %}",
+            "023",
+        ),
+        ("{{ {'b': '<é>', 'a': [1, none, true]} | tojson }}", '{"b": "<é>", "a": [1, null, true]}'),
+        ("{{ {'b': 1} | tojson(indent=2) }}", '{\n  "b": 1\n}'),
+        ("{{ {'b': 1, 'a': 2} | tojson(separators=(',', ':'), sort_keys=true) }}", '{"a":2,"b":1}'),
+        ("{% generation %}{{ 'x' }}{% set y = 1 %}{% endgeneration %}z", "xz"),
+        ("{% macro f(n) %}<{{ n }}>{% endmacro %}{{ f(8000000) }}", "<8000000>"),
+        ("{% set ns = namespace(x=0) %}{% for m in messages %}{% set ns.x = ns.x + 1 %}{% endfor %}{{ ns.x }}", "1"),
+        ("{% for i in [1, 2] recursive %}{{ loop.index }}{% endfor %}{{ 'a' ~ 1 ~ 'b' }}", "12a1b"),
+        ("{% for i in [] %}x{% else %}none{% endfor %}", "none"),
+        ("{{ '%s-%5d' % ('a', 1700000000) }}{{ '{:>3}'.format(7) }}{{ '%s' | format(2) }}", "a-1700000000  72"),
+        ("{{ 'a\\nb' | indent(2) }}{{ 'ab' * 2 }}{{ [1] + [2] }}{{ 2 ** 10 }}{{ 7 % 4 }}", "a\n  babab[1, 2]10243"),
+        ("{{ 'x'.ljust(3) }}|{{ messages[0].missing }}|{{ messages[0].missing is defined }}", "x  ||False"),
+        ("{{ tools is none }}{{ enable_thinking }}", "TrueFalse"),
+        ("{{ messages[0].content.split('i')[0] }}{{ 'a b'.replace(' ', '') }}", "Hab"),
+    ],
+)
+def test_what_templates_use(template, text):
+    assert run(template, enable_thinking=False) == text
+
+
+def test_today():
+    assert run("{{ strftime_now('%Y') }}") in {str(datetime.datetime.now().year - d) for d in (0, 1)}
+
+
+def test_tools():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert run("{% if tools %}{{ tools[0].function.name }}{% endif %}", tools=tools) == "f"
+    assert run("{% if tools %}x{% endif %}", tools=[]) == ""
+
+
+# ---- going on with the final message
+
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+TRIMMED = TURNS.replace("m.content", "m.content | trim")
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "text"),
+    [
+        (TURNS, "Once upon", "<user>Hi</user><assistant>Once upon"),
+        (TURNS, "Once upon ", "<user>Hi</user><assistant>Once upon "),
+        (TRIMMED, "Once upon ", "<user>Hi</user><assistant>Once upon"),
+        (TURNS, "Hi", "<user>Hi</user><assistant>Hi"),
+    ],
+)
+def test_continue_final_message(template, content, text):
+    messages = [*USER, {"role": "assistant", "content": content}]
+    assert run(template, messages, add_generation_prompt=False, continue_final_message=True) == text
+    assert messages[-1]["content"] == content
+
+
+def test_continue_a_final_message_of_parts():
+    template = "{% for m in messages %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}"
+    messages = [{"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert run(template, messages, add_generation_prompt=False, continue_final_message=True) == "[a][b"
+
+
+def test_continue_what_cannot_be_continued():
+    fails(TURNS, "exclude each other", continue_final_message=True)
+    for content in (None, [], [{"type": "image"}], 7):
+        messages = [{"role": "assistant", "content": content}]
+        fails(TURNS, "ends in text", messages=messages, add_generation_prompt=False, continue_final_message=True)
+    fails("nothing", "leaves the final message out", add_generation_prompt=False, continue_final_message=True)
+
+
+# ---- what a template must not do
+
+
+@pytest.mark.parametrize("messages", [None, [], {}, "Hi", ["Hi"], [None], [USER]])
+def test_messages_that_are_none(messages):
+    fails("x", "list of at least one object", messages=messages)
+
+
+def test_a_template_may_refuse():
+    fails("{{ raise_exception('roles must\nalternate') }}", "refuses the messages: roles must alternate")
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for m in messages %}", "line 1"),
+        ("a\n{{ x | nosuchfilter }}", "line 2"),
+        ("{% include 'x' %}", "fails"),
+        ("{{ messages.x.y }}", "no attribute 'x'"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ none + 1 }}", "fails"),
+        ("{{ messages | tojson | fromjson }}", "line 1"),
+        ("{{ range | tojson }}", "JSON"),
+        ("{{" + "(" * 3000 + "}}", "compiled"),
+        ("x" * (1 << 21), "1,048,576"),
+    ],
+)
+def test_errors_are_one_line(template, words):
+    fails(template, words)
+
+
+def test_check_finds_syntax_errors_before_any_chat():
+    chat_template.check("{{ messages }}")
+    with pytest.raises(TemplateError, match="line 1"):
+        chat_template.check("{% if %}")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__class__ }}",
+        "{{ ''['__class__'] }}",
+        "{{ '' | attr('__class__') }}",
+        "{{ strftime_now.__globals__['datetime'].sys.modules.os.system('x') }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ raise_exception.__code__ }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os.popen('x').read() }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{{ lipsum.__globals__['os'] }}",
+        "{{ '{0.__class__.__mro__}'.format('') }}",
+        "{{ '{0.__class__}'.format_map({'0': ''}) }}",
+        "{{ ''.format.__self__.__class__ }}",
+        "{{ messages | map(attribute='__class__') | list }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update({'role': 'x'}) }}",
+        "{{ messages[0].pop('role') }}",
+        "{% set x = messages.clear() %}",
+        "{{ tick() }}",
+        "{{ environment }}{{ environment.filters }}",
+    ],
+)
+def test_the_sandbox_holds(template):
+    before = [dict(m) for m in USER]
+    try:
+        text = run(template)
+    except TemplateError as e:
+        assert "\n" not in str(e)  # noqa: PT017 - refused, or without effect
+    else:
+        assert "class" not in text
+        assert "function" not in text
+        assert "module" not in text
+    assert before == USER
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}", "longer than 0.2 s"),
+        (
+            "{% macro f(r) %}{% for b in r %}{% if false %}{% endif %}{% endfor %}{% endmacro %}"
+            "{% set r = range(99999) %}{% for a in r %}{{ f(r) }}{% endfor %}",
+            "longer than 0.2 s",
+        ),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+            "longer than 0.2 s",
+        ),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{% for a in [[]] recursive %}{{ loop([a]) }}{% endfor %}", "recursion"),
+        ("{{ range(10 ** 9) | list }}", "Range too big"),
+        ("{% for a in range(99999) %}{{ 'x' * 99 }}{% endfor %}", "longer than 1,048,576"),
+        ("{{ 'x' * 10 ** 9 }}", "1,048,576"),
+        ("{{ 10 ** 9 * 'x' }}", "1,048,576"),
+        ("{{ [1] * 10 ** 9 }}", "1,048,576"),
+        ("{{ 9 ** (9 ** 9) }}", "bits"),
+        ("{% set n = namespace(x=9) %}{% for a in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}", "bits"),
+        ("{% set n = namespace(x='xx') %}{% for a in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}", "1,048,576"),
+        ("{% set n = namespace(x='xx') %}{% for a in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "1,048,576"),
+        ("{% set n = namespace(x=[1]) %}{% for a in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}", "1,048,576"),
+        (
+            "{% set n = namespace(x='xx') %}{% for a in range(99) %}{% set y %}{{ n.x }}{{ n.x }}{% endset %}"
+            "{% set n.x = y %}{% endfor %}",
+            "1,048,576",
+        ),
+        ("{{ 'x'.ljust(10 ** 9) }}", "1,048,576"),
+        ("{{ 'x'.center(width=10 ** 9) }}", ""),
+        ("{{ '\t'.expandtabs(10 ** 9) }}", "1,048,576"),
+        ("{{ 'x' | center(10 ** 9) }}", "center"),
+        ("{{ '%999999999d' % 1 }}", "width"),
+        ("{{ '%*d' % (999999999, 1) }}", "width"),
+        ("{{ '%999999999d' | format(1) }}", "width"),
+        ("{{ '{:999999999}'.format(1) }}", "width"),
+        ("{{ '{:{}}'.format(1, 999999999) }}", "width"),
+    ],
+)
+def test_bounds(template, words, monkeypatch):
+    monkeypatch.setattr(chat_template, "MAX_RENDER_S", 0.2)
+    fails(template, words)
+
+
+def test_bounds_leave_long_chats_alone():
+    messages = [{"role": "user", "content": "x" * 1000}] * 900
+    assert len(run(TURNS, messages)) == 900 * 1013
+
+
+def test_templates_are_compiled_once_and_not_kept_forever():
+    chat_template._compiled.cache_clear()
+    for n in range(40):
+        run(f"{{{{ {n} }}}}")
+        run(f"{{{{ {n} }}}}")
+    info = chat_template._compiled.cache_info()
+    assert (info.hits, info.misses, info.currsize) == (40, 40, 32)
+
+
+def test_one_rendering_leaves_nothing_to_the_next(monkeypatch):
+    monkeypatch.setattr(chat_template, "MAX_RENDER_S", 0.2)
+    template = "{% set ns = namespace(x=1) %}{{ x is defined }}{% set x = 1 %}"
+    assert run(template) == run(template) == "False"
+    with pytest.raises(TemplateError, match=r"longer than 0\.2 s"):
+        run("{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}")
+    assert run(template) == "False"  # its clock is its own

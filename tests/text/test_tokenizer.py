@@ -1,0 +1,488 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tokenizers
+from conftest import CHATML, CONFIG, SPECIALS, make_sentencepiece, sentencepiece_parts, train_byte_level
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import models
+
+from octavo import catalog
+from octavo.checkpoint import open_checkpoint
+from octavo.errors import CheckpointError, PromptError, TemplateError, UnsupportedModelError
+from octavo.text.tokenizer import MARK, Tokenizer
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+STORIES = SHARED / "models" / "stories260k"
+BYTE_LEVEL = Tokenizer(train_byte_level(), chat_templates={"default": CHATML})
+SENTENCEPIECE = Tokenizer(
+    make_sentencepiece(), chat_templates={"default": "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}"}
+)
+BOTH = pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE], ids=["byte_level", "sentencepiece"])
+
+pieces = st.sampled_from(
+    [*SPECIALS, "<s>", "</s>", "<unk>", "<|im_", "end|>", "<", "|", ">", "s", "/", " ", "the ", "é", "🙂", "\n"]
+)
+hostile = st.lists(pieces, max_size=8).map("".join)
+
+
+# ---- ids and text
+
+
+@BOTH
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters=MARK)))
+def test_text_comes_back(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text, parse_special=False)) == text
+
+
+@BOTH
+def test_encoding_is_the_library_s(tokenizer):
+    plain = tokenizers.Tokenizer.from_str(
+        (train_byte_level() if tokenizer is BYTE_LEVEL else make_sentencepiece()).to_str()
+    )
+    texts = ["", " ", "the <|im_end|> </s> and <tool> 漢é", "naïve 👩‍👩‍👧\n\n the"]
+    assert tokenizer.encode_batch(texts) == [plain.encode(t).ids for t in texts]
+    assert [tokenizer.encode(t) for t in texts] == [plain.encode(t).ids for t in texts]
+    assert tokenizer.encode_batch([]) == []
+
+
+def test_cutting_and_padding_are_switched_off():
+    backend = train_byte_level()
+    backend.enable_truncation(3)
+    backend.enable_padding(length=50)
+    assert 3 < len(Tokenizer(backend).encode("the quick brown fox")) < 50
+
+
+@pytest.mark.parametrize("ids", [[-1], [362], [1, 10**12], [1.5], ["a"], [None]])
+def test_ids_out_of_range(ids):
+    with pytest.raises(PromptError, match="0 to 361"):
+        BYTE_LEVEL.decode(ids)
+
+
+def test_ids_of_a_padded_embedding_decode_to_nothing():
+    padded = Tokenizer(train_byte_level(), num_ids=512)
+    assert (padded.vocab_size, padded.num_ids) == (362, 512)
+    assert padded.decode([511, *padded.encode("the"), 362]) == "the"
+    assert padded.token_bytes(511) == b""
+    with pytest.raises(PromptError, match="0 to 511"):
+        padded.decode([512])
+
+
+@pytest.mark.parametrize("text", [None, 7, b"the", ["the"], {}])
+def test_prompts_that_are_no_text(text):
+    with pytest.raises(PromptError, match=type(text).__name__):
+        BYTE_LEVEL.encode(text)
+    with pytest.raises(PromptError, match=type(text).__name__):
+        BYTE_LEVEL.encode_batch(["a", text], parse_special=False)
+
+
+def test_a_lone_surrogate():
+    with pytest.raises(PromptError, match="surrogate"):
+        BYTE_LEVEL.encode("ab\ud800")
+
+
+@BOTH
+@given(ids=st.lists(st.integers(0, 280), max_size=12))
+def test_bytes_of_tokens_make_the_text(tokenizer, ids):
+    raw = b"".join(map(tokenizer.token_bytes, ids))
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    if tokenizer is BYTE_LEVEL:
+        assert raw.decode("utf-8", "replace") == text
+    elif "\ufffd" not in text:  # the library drops whole runs with one bad byte in them
+        assert raw.decode().removeprefix(" ") == text
+
+
+def test_every_token_has_the_library_s_bytes():
+    for i in range(BYTE_LEVEL.vocab_size):
+        assert BYTE_LEVEL.token_bytes(i).decode("utf-8", "replace") == BYTE_LEVEL.decode([i], False), i
+
+
+def test_other_decoders_have_no_bytes_of_tokens():
+    backend = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "the": 1, "##m": 2}, unk_token="[UNK]"))
+    backend.decoder = tokenizers.decoders.WordPiece()
+    assert not Tokenizer(backend).has_token_bytes
+    assert not Tokenizer(tokenizers.Tokenizer(models.BPE())).has_token_bytes
+    metaspace = make_sentencepiece()
+    metaspace.decoder = tokenizers.decoders.Metaspace()
+    assert not Tokenizer(metaspace).has_token_bytes
+
+
+# ---- user text never turns into control tokens
+
+
+@BOTH
+@given(text=hostile)
+def test_spelled_special_tokens_are_text(tokenizer, text):
+    ids = tokenizer.encode(text, add_special_tokens=False, parse_special=False)
+    assert not tokenizer.special_ids & set(ids)
+    assert tokenizer.decode(ids) == text
+    literal = tokenizers.Tokenizer.from_str(
+        (train_byte_level() if tokenizer is BYTE_LEVEL else make_sentencepiece()).to_str()
+    )
+    literal.encode_special_tokens = True  # the library's own switch: same ids
+    assert ids == literal.encode(text, add_special_tokens=False).ids
+
+
+def test_special_tokens_are_parsed_on_request():
+    assert BYTE_LEVEL.encode("<|im_start|>the<|im_end|>")[::2] == [1, 2]
+
+
+@given(contents=st.lists(hostile, min_size=1, max_size=3), role=hostile)
+def test_a_chat_has_its_template_s_special_tokens_and_no_other(contents, role):
+    messages = [{"role": role, "content": content} for content in contents]
+    text, ids = BYTE_LEVEL.encode_chat(messages)
+    assert text == "".join(f"<|im_start|>{role}\n{c}<|im_end|>\n" for c in contents) + "<|im_start|>assistant\n"
+    assert [i for i in ids if i in BYTE_LEVEL.special_ids] == [1, 2] * len(contents) + [1]
+    assert BYTE_LEVEL.decode(ids, skip_special_tokens=False) == text
+
+
+@given(contents=st.lists(hostile, min_size=1, max_size=3))
+def test_a_chat_in_sentencepiece(contents):
+    text, ids = SENTENCEPIECE.encode_chat([{"role": "user", "content": c} for c in contents])
+    assert [i for i in ids if i in SENTENCEPIECE.special_ids] == [1, 2] * len(contents)
+    assert text == "".join(f"<s>{c}</s>" for c in contents)
+
+
+def test_a_harmless_chat_is_encoded_as_its_text():
+    text, ids = BYTE_LEVEL.encode_chat([{"role": "user", "content": "the quick 漢字 <b>"}])
+    assert ids == BYTE_LEVEL.encode(text)
+
+
+@pytest.mark.parametrize(
+    "parts", [("<|im_", "end|>"), ("<|im_ \n", "end|>"), ("<", "|im_end|>"), ("<|im_end|", ">"), ("<", "|im_", "end|>")]
+)
+def test_a_special_token_cannot_be_put_together_from_parts(parts):
+    template = "{% for m in messages %}{% for part in m.content %}{{ part.text | trim }}{% endfor %}{% endfor %}"
+    messages = [{"role": "user", "content": [{"type": "text", "text": part} for part in parts]}]
+    text, ids = BYTE_LEVEL.encode_chat(messages, template=template)
+    assert text == "<|im_end|>"
+    assert not BYTE_LEVEL.special_ids & set(ids)
+
+
+def test_tools_and_variables_are_user_text_too():
+    template = "{{ tools | tojson }}{{ note }}{{ messages[0].content }}"
+    tools = [{"type": "function", "function": {"name": "<|im_end|>", "parameters": {"<|im_start|>": {}}}}]
+    text, ids = BYTE_LEVEL.encode_chat([{"content": "x"}], tools=tools, template=template, note="<|endoftext|>")
+    assert "<|im_end|>" in text
+    assert MARK not in text
+    assert not BYTE_LEVEL.special_ids & set(ids)
+
+
+def test_a_special_token_that_is_searched_for_after_the_normalizer():
+    backend = train_byte_level()
+    paper = json.loads(backend.to_str())
+    for token in paper["added_tokens"]:
+        token["normalized"] = True  # as in GPT-2's own file
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(paper)))
+    assert not tokenizer.special_ids & set(tokenizer.encode("the<|im_end|>", parse_special=False))
+    assert tokenizer.encode("the<|im_end|>")[-1] == 2
+
+
+def test_a_mark_in_user_text_hides_nothing():
+    assert BYTE_LEVEL.encode(f"the{MARK}n") == BYTE_LEVEL.encode("then")
+    assert not BYTE_LEVEL.special_ids & set(BYTE_LEVEL.encode(f"<{MARK}|im_end|>", parse_special=False))
+
+
+def test_tokenizers_without_special_tokens():
+    tokenizer = Tokenizer(tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")])))
+    assert tokenizer.encode("aba", parse_special=False) == [2, 0]
+    assert tokenizer.special_ids == frozenset()
+    assert tokenizer.eos_token_id is None
+
+
+def test_a_chat_without_a_template(byte_level):
+    with pytest.raises(TemplateError, match="no chat template"):
+        Tokenizer(byte_level).encode_chat([{"role": "user", "content": "x"}])
+
+
+def test_tools_choose_the_template_for_tools(byte_level):
+    tokenizer = Tokenizer(byte_level, chat_templates={"default": "plain", "tool_use": "tools"})
+    assert tokenizer.encode_chat([{"content": ""}])[0] == "plain"
+    assert tokenizer.encode_chat([{"content": ""}], tools=[{"name": "f"}])[0] == "tools"
+
+
+# ---- from a directory
+
+
+def test_a_directory(model_dir):
+    tokenizer = Tokenizer.from_checkpoint(open_checkpoint(model_dir))
+    assert tokenizer.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.eos_token_ids) == (1, 2, (2, 0))
+    assert tokenizer.chat_template == CHATML
+    assert tokenizer.vocab_size == tokenizer.num_ids == 362
+    assert tokenizer.special_ids == {0, 1, 2}
+
+
+def test_a_directory_with_nothing_but_tokenizer_json(model_dir):
+    (model_dir / "tokenizer_config.json").unlink()
+    (model_dir / "config.json").write_text(json.dumps(CONFIG | {"bos_token_id": 1, "vocab_size": 512}))
+    tokenizer = Tokenizer.from_checkpoint(open_checkpoint(model_dir))
+    assert tokenizer.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    assert tokenizer.chat_template is None
+    assert tokenizer.num_ids == 512
+
+
+def test_templates_of_a_directory(model_dir):
+    named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}, "nonsense", {}]
+    (model_dir / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert Tokenizer.from_checkpoint(open_checkpoint(model_dir)).chat_templates == {"default": "a", "tool_use": "b"}
+    (model_dir / "chat_template.jinja").write_text("file ü")
+    (model_dir / "additional_chat_templates").mkdir()
+    (model_dir / "additional_chat_templates" / "rag.jinja").write_text("c")
+    templates = Tokenizer.from_checkpoint(open_checkpoint(model_dir)).chat_templates
+    assert templates == {"default": "file ü", "tool_use": "b", "rag": "c"}
+    (model_dir / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja"):
+        Tokenizer.from_checkpoint(open_checkpoint(model_dir))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"model": {"type": "BPE"}}', "\xff"])
+def test_a_broken_tokenizer(model_dir, content):
+    (model_dir / "tokenizer.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(CheckpointError, match="skip_tokenizer_init=True") as caught:
+        Tokenizer.from_checkpoint(open_checkpoint(model_dir))
+    assert "\n" not in str(caught.value)
+
+
+def test_no_tokenizer(model_dir):
+    (model_dir / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="skip_tokenizer_init=True"):
+        Tokenizer.from_checkpoint(open_checkpoint(model_dir))
+
+
+def test_a_tokenizer_of_a_gigabyte(model_dir):
+    with open(model_dir / "tokenizer.json", "r+b") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(CheckpointError, match="1,073,741,824"):
+        Tokenizer.from_checkpoint(open_checkpoint(model_dir))
+
+
+def test_custom_code_is_refused(model_dir):
+    (model_dir / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["t.T", None]}}))
+    with pytest.raises(UnsupportedModelError, match="custom code"):
+        Tokenizer.from_checkpoint(open_checkpoint(model_dir))
+
+
+# ---- from a GGUF file
+
+
+def byte_level_metadata(pre: str, **more: object) -> dict[str, object]:
+    paper = json.loads(train_byte_level().to_str())
+    added = {token["id"]: token for token in paper["added_tokens"]}
+    vocab = {i: piece for piece, i in paper["model"]["vocab"].items()} | {i: t["content"] for i, t in added.items()}
+    types = [1 if i not in added else 3 if added[i]["special"] else 4 for i in range(len(vocab))]
+    return {
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [vocab[i] for i in range(len(vocab))],
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in paper["model"]["merges"]],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.chat_template": CHATML,
+        **more,
+    }
+
+
+def test_byte_level_from_gguf_is_the_same_tokenizer(write_gguf):
+    tokenizer = Tokenizer.from_checkpoint(open_checkpoint(write_gguf(metadata=byte_level_metadata("gpt-2"))))
+    for text in [
+        "the quick brown 123 dogs'",
+        "  e\u0301 漢é<tool>\n\n x",
+        "<|im_start|>user\nnaïve<|im_end|>",
+        "🙂👩‍👩‍👧",
+    ]:
+        assert tokenizer.encode(text) == BYTE_LEVEL.encode(text)
+    assert tokenizer.special_ids == BYTE_LEVEL.special_ids
+    assert tokenizer.vocab_size == BYTE_LEVEL.vocab_size
+    assert tokenizer.chat_template == CHATML
+    assert tokenizer.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    assert tokenizer.eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("gpt-2", ["It", "'s", " 12345", " DON", "'", "T", " é", "...", "\n ", " x"]),
+        ("smollm", ["It", "'s", " ", "1", "2", "3", "4", "5", " DON", "'", "T", " é", "...", "\n ", " x"]),
+        ("qwen2", ["It", "'s", " ", "1", "2", "3", "4", "5", " DON", "'T", " é", "...\n", " ", " x"]),
+        ("llama-bpe", ["It", "'s", " ", "123", "45", " DON", "'T", " é", "...\n", " ", " x"]),
+    ],
+)
+def test_words_are_cut_as_the_model_expects(write_gguf, pre, words):
+    path = write_gguf(metadata=byte_level_metadata(pre))
+    tokenizer = Tokenizer.from_checkpoint(open_checkpoint(path))
+    text = "It's 12345 DON'T é...\n  x"
+    spans = tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[a:b] for _, (a, b) in spans] == words
+
+
+def test_qwen2_composes_characters(write_gguf):
+    tokenizer = Tokenizer.from_checkpoint(open_checkpoint(write_gguf(metadata=byte_level_metadata("qwen2"))))
+    assert tokenizer.encode("e\u0301") == tokenizer.encode("é")
+
+
+@pytest.mark.parametrize(
+    ("pre", "flags", "ids"),
+    [
+        ("gpt-2", {}, []),
+        ("llama-bpe", {}, [1]),
+        ("llama-bpe", {"tokenizer.ggml.add_bos_token": False}, []),
+        ("gpt-2", {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}, [1, 2]),
+        ("gpt-2", {"tokenizer.ggml.add_eos_token": True}, [2]),
+    ],
+)
+def test_ends_of_a_text(write_gguf, pre, flags, ids):
+    path = write_gguf(metadata=byte_level_metadata(pre, **flags))
+    tokenizer = Tokenizer.from_checkpoint(open_checkpoint(path))
+    assert tokenizer.encode("") == ids
+    assert tokenizer.encode("", add_special_tokens=False) == []
+    assert tokenizer.encode("the")[:1] == (ids[:1] if 1 in ids else tokenizer.encode("the", False)[:1])
+
+
+def test_sentencepiece_from_gguf(write_gguf):
+    tokens, types, scores = sentencepiece_parts()
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": None,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.merges": None,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    tokenizer = Tokenizer.from_checkpoint(open_checkpoint(write_gguf(metadata=metadata)))
+    piece = tokenizer.backend.id_to_token
+    assert [piece(i) for i in tokenizer.encode("the and thin")] == ["<s>", "▁the", "▁and", "▁th", "in"]
+    assert [piece(i) for i in tokenizer.encode("漢", False)] == ["▁", "<0xE6>", "<0xBC>", "<0xA2>"]
+    assert tokenizer.decode(tokenizer.encode(" the 漢é\n")) == " the 漢é\n"
+    # "</" + "s>" are pieces, but no merge makes the control token out of them.
+    assert [piece(i) for i in tokenizer.encode("</s>", False, parse_special=False)] == ["▁", "</", "s>"]
+    assert tokenizer.encode("a</s>", False)[-1] == 2
+    assert tokenizer.strips_first_space
+    path = write_gguf("bare.gguf", metadata=metadata | {"tokenizer.ggml.add_space_prefix": False})
+    bare = Tokenizer.from_checkpoint(open_checkpoint(path))
+    assert piece(bare.encode("the")[1]) == "th"
+    assert bare.decode(bare.encode(" the")) == " the"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({"tokenizer.ggml.model": None}, "no tokenizer"),
+        ({"tokenizer.ggml.model": "bert"}, "'bert'; known: gpt2, llama"),
+        ({"tokenizer.ggml.pre": "chameleon"}, "'chameleon'"),
+        ({"tokenizer.ggml.pre": None}, "known: gpt-2"),
+        ({"tokenizer.ggml.tokens": ["a", "b", "a", "ab"]}, "'a' twice"),
+        ({"tokenizer.ggml.token_type": [1, 1]}, "2 token types"),
+        ({"tokenizer.ggml.merges": ["a z"]}, "broken"),
+        ({"tokenizer.ggml.merges": ["az"]}, "broken"),
+        ({"tokenizer.ggml.model": "llama"}, "score"),
+    ],
+)
+def test_gguf_tokenizers_that_cannot_be_used(write_gguf, metadata, words):
+    checkpoint = open_checkpoint(write_gguf(metadata=metadata))
+    with pytest.raises(CheckpointError, match=words) as caught:
+        Tokenizer.from_checkpoint(checkpoint)
+    assert "\n" not in str(caught.value)
+
+
+# ---- real models
+
+
+def prompts() -> list[str]:
+    """Texts that a tokenizer may trip over, and real questions where the data folder is there."""
+    texts = [
+        "Hello, World!",
+        "  two  spaces ",
+        "12345 3.14",
+        "naïve café 漢字 👩‍👩‍👧",
+        "def f(x):\n\treturn x\n\n\n",
+        "I'LL don't",
+    ]
+    path = SHARED / "prompts" / "mt_bench_question.jsonl"
+    if path.exists():
+        texts += [turn for line in path.read_text().splitlines() for turn in json.loads(line)["turns"]]
+    return texts
+
+
+@pytest.mark.model
+@pytest.mark.skipif(not catalog.CATALOG["smollm2-135m-instruct"].path.exists(), reason="SmolLM2 is not in the cache")
+def test_smollm2_agrees_with_transformers():
+    path = catalog.present("smollm2")
+    ours = Tokenizer.from_checkpoint(open_checkpoint(path))
+    # In a process of its own: it brings torch, and takes seconds.
+    code = (
+        "import sys, json, warnings; warnings.simplefilter('ignore'); from transformers import AutoTokenizer\n"
+        "t = AutoTokenizer.from_pretrained(sys.argv[1], gguf_file=sys.argv[2])\n"
+        "texts = json.load(sys.stdin)\n"
+        "messages = [{'role': 'user', 'content': 'Hi'}]\n"
+        "chat = t.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)\n"
+        "print(json.dumps([[t.encode(x) for x in texts], [t.decode(t.encode(x)) for x in texts], chat]))"
+    )
+    command = [sys.executable, "-c", code, str(path.parent), path.name]
+    done = subprocess.run(command, input=json.dumps(prompts()), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    ids, texts, chat = json.loads(done.stdout.splitlines()[-1])
+    assert ours.encode_batch(prompts()) == ids
+    assert [ours.decode(i) for i in ids] == texts
+    text, chat_ids = ours.encode_chat([{"role": "user", "content": "Hi"}])
+    assert text == chat
+    assert chat_ids == ours.encode(chat)
+
+
+@pytest.mark.model
+@pytest.mark.skipif(not catalog.CATALOG["smollm2-135m-instruct"].path.exists(), reason="SmolLM2 is not in the cache")
+def test_smollm2_known_ids():
+    tokenizer = Tokenizer.from_checkpoint(open_checkpoint(catalog.present("smollm2")))
+    assert tokenizer.decode(tokenizer.encode("<|im_start|>assistant\n"), False) == "<|im_start|>assistant\n"
+    assert tokenizer.encode("<|im_start|>assistant\n") == [1, 520, 9531, 198]
+    assert [tokenizer.backend.id_to_token(i) for i in tokenizer.encode("in 2024")] == ["in", "Ġ", "2", "0", "2", "4"]
+
+
+@pytest.mark.shared
+@pytest.mark.skipif(not STORIES.exists(), reason="shared/data is not there")
+def test_stories260k_comes_back():
+    tokenizer = Tokenizer.from_checkpoint(open_checkpoint(STORIES))
+    text = "Once upon a time, there was a little girl named Lily. 漢"
+    ids = tokenizer.encode(text)
+    assert ids[0] == tokenizer.bos_token_id == 1
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.eos_token_ids == (2, 1)
+    assert not tokenizer.special_ids & set(tokenizer.encode("</s><s>", False, parse_special=False))
+
+
+@pytest.mark.shared
+@pytest.mark.skipif(not STORIES.exists(), reason="shared/data is not there")
+def test_stories260k_through_gguf_is_the_same_tokenizer(write_gguf):
+    paper = json.loads((STORIES / "tokenizer.json").read_text())
+    vocab = sorted(paper["model"]["vocab"], key=paper["model"]["vocab"].get)
+    rank = {left + right: -float(n) for n, (left, right) in reversed(list(enumerate(paper["model"]["merges"])))}
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": None,
+        "tokenizer.ggml.merges": None,
+        "tokenizer.ggml.tokens": vocab,
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * (len(vocab) - 259)],
+        "tokenizer.ggml.scores": [rank.get(piece, -1e6) for piece in vocab],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    ours = Tokenizer.from_checkpoint(open_checkpoint(write_gguf(metadata=metadata)))
+    given = Tokenizer.from_checkpoint(open_checkpoint(STORIES))
+    for text in prompts():
+        assert ours.encode(text) == given.encode(text)
+        assert ours.decode(ours.encode(text)) == text
+
+
+def test_imports_no_torch():
+    heavy = "{'torch', 'transformers'}"
+    code = f"import sys, octavo.text.tokenizer, octavo.text.detokenizer; print({heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
