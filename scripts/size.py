@@ -25,7 +25,7 @@ BUDGETS: dict[str, int] = {
     "simulate": 1800,
     "view": 600,
     "view (JavaScript)": 1200,
-    "cli": 800,
+    "cli": 900,  # 800, and the demo, which is a program of its own
 }
 JAVASCRIPT = {".js", ".mjs"}
 VENDORED = "vendor"

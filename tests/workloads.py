@@ -43,7 +43,7 @@ class RandomPolicy(Policy):
 class World:
     """One scheduler, one oracle, and the requests that are to come."""
 
-    def __init__(self, seed: int, totals: Counter[str]) -> None:
+    def __init__(self, seed: int, totals: Counter[str], *, listen: bool | None = None) -> None:
         self.random = rnd = random.Random(seed)
         self.totals = totals
         self.kind = rnd.choice(["", "", "swap", "chat", "prefix"])
@@ -53,9 +53,12 @@ class World:
         num_host = num_blocks if self.kind == "swap" else rnd.choice([0, num_blocks // 2, num_blocks])
         self.rows = rnd.choice([2, 4, 8, 16])
         self.cache = KVCache(num_blocks, size, num_host, num_rows=self.rows, enable_prefix_caching=rnd.random() < 0.9)
+        if seed % 4 == 0:
+            self.cache.pool._shards = [{} for _ in range(4)]  # as in a pool of many thousands of blocks
         self.seen: Counter[str] = Counter()
-        if rnd.random() < 0.5:
-            self.cache.events.subscribe(self._listen, blocks=rnd.random() < 0.5)
+        listens, to_blocks = rnd.random() < 0.5, rnd.random() < 0.5
+        if listens if listen is None else listen:
+            self.cache.events.subscribe(self._listen, blocks=to_blocks)
         by_priority = rnd.random() < 0.5
         mode = rnd.choice([None, *PreemptionMode, "lot", "lot"])
         if self.kind == "swap":

@@ -92,7 +92,9 @@ class FakeLLM:
     def stream(self, prompts: list[Any], params: SamplingParams) -> Iterator[Output]:
         """All the prompts' first words, then all their second ones, and so on; cumulative text."""
         self.asked.append((prompts, params))
-        outputs = [self._output(str(i), prompt, params.n) for i, prompt in enumerate(prompts)]
+        return self._answers([self._output(str(i), prompt, params.n) for i, prompt in enumerate(prompts)], params)
+
+    def _answers(self, outputs: list[Output], params: SamplingParams) -> Iterator[Output]:
         try:
             while growing := [output for output in outputs if not output.finished]:
                 for output in growing:

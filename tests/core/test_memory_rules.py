@@ -24,7 +24,7 @@ def snapshot(cache: KVCache, *sequences: Sequence) -> Any:
     return (
         [bytes(a) for a in (pool.refs, pool.seal_id, pool._prev, pool._next, host.refs)],
         list(pool._key_of),
-        dict(pool._index),
+        pool.num_findable,
         dict(pool._roots),
         (pool._untouched, list(pool._freed), pool.num_free, pool.num_cached, pool.num_refs, pool.last_seal_id),
         (pool.num_sealed, pool.num_evicted, host.num_free, host._untouched, list(host._freed)),
@@ -165,7 +165,7 @@ def test_a_sealed_block_keeps_its_seal() -> None:
     block = pool.take()
     seal = pool.seal(block, (7, b"x"))
     assert pool.seal(block, (8, b"x")) == seal
-    assert len(pool._index) == 1 and pool.num_sealed == 1
+    assert pool.num_findable == pool.num_sealed == 1
     assert pool.find((7, b"x")) == block and pool.find((8, b"x")) == NULL_BLOCK
 
 
@@ -194,6 +194,23 @@ def test_without_prefix_caching_nothing_is_sealed_or_found() -> None:
     assert cache.lookup(sequence([1, 2, 3, 4, 5])) == ([], [])
     cache.free(seq)
     assert cache.pool.num_cached == 0 and cache.reset_prefix_cache() == 0
+
+
+def test_the_index_is_split_over_several_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of millions of entries would stop everything while it grows; which of them holds a key is the key's own."""
+    monkeypatch.setattr("octavo.core.block_pool.BLOCKS_A_SHARD", 4)
+    pool = BlockPool(40)
+    keys = [(-1 - i % 3, bytes([i])) for i in range(40)]
+    blocks = [pool.take() for _ in keys]
+    for block, key in zip(blocks, keys, strict=True):
+        pool.seal(block, key)
+    assert [pool.find(key) for key in keys] == blocks
+    sizes = [len(shard) for shard in pool._shards]
+    assert len(sizes) == 16 and sum(sizes) == 40 == pool.num_findable and max(sizes) < 20
+    for block in blocks[::2]:
+        pool.unseal(block)
+    assert [pool.find(key) for key in keys] == [0 if i % 2 == 0 else b for i, b in enumerate(blocks)]
+    assert len(BlockPool(4095)._shards) == 16 * 64 and len(BlockPool(3)._shards) == 1
 
 
 # -- 4.3: looking up -----------------------------------------------------------------------------------------------------
@@ -252,7 +269,7 @@ def test_free_blocks_are_taken_before_cached_ones() -> None:
     cache.free(seq)
     assert [cache.pool.take() for _ in range(3)] == [2, 3, 4]
     assert cache.pool.num_cached == 1 and cache.pool.take() == 1
-    assert cache.pool._index == {} and cache.pool.num_cached == 0
+    assert cache.pool.num_findable == 0 and cache.pool.num_cached == 0
 
 
 def test_a_hit_takes_a_block_out_of_the_line() -> None:
@@ -287,7 +304,7 @@ def test_unsealing_a_cached_block_frees_it_and_a_used_one_stays_used() -> None:
     pool.unseal(a)
     pool.unseal(b)
     assert (pool.num_free, pool.num_cached, pool.num_used) == (1, 0, 1)
-    assert pool._index == {} and pool.take() == a
+    assert pool.num_findable == 0 and pool.take() == a
 
 
 def test_reset_forgets_the_cached_and_leaves_the_used() -> None:

@@ -206,7 +206,7 @@ def test_the_sandbox_holds(template):
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ("{% for a in [[]] recursive %}{{ loop([a]) }}{% endfor %}", "recursion"),
         ("{{ range(10 ** 9) | list }}", "Range too big"),
-        ("{% for a in range(99999) %}{{ 'x' * 99 }}{% endfor %}", "longer than 1,048,576"),
+        ("{% for a in range(999) %}{{ 'x' * 9999 }}{% endfor %}", "longer than 1,048,576"),
         ("{{ 'x' * 10 ** 9 }}", "1,048,576"),
         ("{{ 10 ** 9 * 'x' }}", "1,048,576"),
         ("{{ [1] * 10 ** 9 }}", "1,048,576"),
@@ -232,7 +232,8 @@ def test_the_sandbox_holds(template):
     ],
 )
 def test_bounds(template, words, monkeypatch):
-    monkeypatch.setattr(chat_template, "MAX_RENDER_S", 0.2)
+    if "0.2 s" in words:  # the others must not depend on how busy the machine is
+        monkeypatch.setattr(chat_template, "MAX_RENDER_S", 0.2)
     fails(template, words)
 
 

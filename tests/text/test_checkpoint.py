@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -100,6 +101,31 @@ def test_a_download_that_was_broken_off_is_taken_up(model_dir, tmp_path, monkeyp
         lambda name, *, local_files_only, **_: str(broken if local_files_only else model_dir),
     )
     assert open_checkpoint("org/name").path == model_dir
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (huggingface_hub.errors.LocalEntryNotFoundError("x"), "cannot be reached"),
+        (huggingface_hub.errors.OfflineModeIsEnabled("x"), "HF_HUB_OFFLINE"),
+        (huggingface_hub.errors.HFValidationError("x"), "not a legal"),
+        (OSError(errno.ENOSPC, "x"), "HF_HOME"),
+        (RuntimeError("two\nlines"), "RuntimeError; check the network"),
+    ],
+)
+def test_why_the_hub_gave_nothing(monkeypatch, error, words):
+    def snapshot(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    refused("org/name", ModelNotFoundError, "org/name", words)
+
+
+def test_a_hub_repository_that_is_unusable_says_so(model_dir, monkeypatch):
+    (model_dir / "config.json").write_text("{")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(model_dir))
+    refused("org/name", CheckpointError, "config.json")
+    refused("org/name", CheckpointError, "config.json", download=False)
 
 
 def test_nothing_of_that_name(tmp_path):

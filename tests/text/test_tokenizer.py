@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import tokenizers
@@ -173,6 +174,12 @@ def test_tools_and_variables_are_user_text_too():
     assert not BYTE_LEVEL.special_ids & set(ids)
 
 
+def test_messages_of_any_mapping_are_marked():
+    messages = [MappingProxyType({"role": "user", "content": "<|im_end|>"})]
+    _, ids = BYTE_LEVEL.encode_chat(messages)
+    assert [i for i in ids if i in BYTE_LEVEL.special_ids] == [1, 2, 1]
+
+
 def test_a_special_token_that_is_searched_for_after_the_normalizer():
     backend = train_byte_level()
     paper = json.loads(backend.to_str())
@@ -186,6 +193,12 @@ def test_a_special_token_that_is_searched_for_after_the_normalizer():
 def test_a_mark_in_user_text_hides_nothing():
     assert BYTE_LEVEL.encode(f"the{MARK}n") == BYTE_LEVEL.encode("then")
     assert not BYTE_LEVEL.special_ids & set(BYTE_LEVEL.encode(f"<{MARK}|im_end|>", parse_special=False))
+
+
+def test_a_vocabulary_with_holes():
+    tokenizer = Tokenizer(tokenizers.Tokenizer(models.BPE({"a": 0, "b": 7}, [])))
+    assert tokenizer.vocab_size == 8
+    assert tokenizer.decode([7, 3, 0]) == "b a"  # no decoder: the library puts spaces
 
 
 def test_tokenizers_without_special_tokens():

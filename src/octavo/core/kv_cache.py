@@ -253,14 +253,18 @@ class KVCache:
             seal_ids.append(parent)
         self._sealed_as(sequence, seal_ids)
 
-    def unseal_after(self, mark: SealId) -> None:
-        """Take back every seal younger than `mark`, from the pool and from the sequences that count on it."""
+    def unseal_after(self, mark: SealId) -> list[Sequence]:
+        """Take back every seal younger than `mark`. Returns the sequences that counted on one of them."""
         for block in self.pool.sealed_after(mark):
             self.pool.unseal(block)
+        misled = []
         for sequence in self._holders:
             ids = sequence.seal_ids
             good = next((i for i, seal in enumerate(ids) if seal > mark), len(ids))
-            self._sealed_as(sequence, ids[:good])
+            if good < len(ids):
+                self._sealed_as(sequence, ids[:good])
+                misled.append(sequence)
+        return misled
 
     def _sealed_as(self, sequence: Sequence, seal_ids: list[SealId]) -> None:
         sequence.seal_ids = seal_ids

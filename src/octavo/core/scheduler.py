@@ -148,6 +148,7 @@ class Scheduler:
             self.num_steps += 1
             if self.events.active:
                 self._tell(draft)
+            self._explain(draft)  # also when nobody listens: the reasons decide on windows
         return plan
 
     def _window(self) -> int:
@@ -579,7 +580,8 @@ class Scheduler:
                     seq.num_pending -= num_sampled
                     touched[seq.request] = None
             touched.update((r, None) for r in void.swapped if r.status is not Status.FINISHED)
-        self.cache.unseal_after(plan.seal_mark)
+        for seq in self.cache.unseal_after(plan.seal_mark):  # with no slice in these plans, but with blocks of theirs
+            touched[seq.request] = None
         for request in touched:
             self._recompute(request, plan.step)
         return list(touched)
@@ -618,7 +620,6 @@ class Scheduler:
                 *(n - b for n, b in zip(now, before, strict=True)),
             )
         )
-        self._explain(draft)
 
     def _explain(self, draft: _Draft) -> None:
         """The first in line was not even tried: say why."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from tokenizers.decoders import DecodeStream
@@ -48,7 +49,7 @@ class Detokenizer:
         self.num_tokens_kept = 0
         self._skipped_ids = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._num_ids = tokenizer.vocab_size
-        context_ids = [i for i in prompt_ids if self._is_visible(i)]
+        context_ids = list(islice(filter(self._is_visible, reversed(prompt_ids)), NUM_CONTEXT_IDS))[::-1]
         self._pieces = (
             _ByteStream(tokenizer, context_ids)
             if tokenizer.has_token_bytes
@@ -136,7 +137,7 @@ class _ByteStream:
         self._token_bytes = tokenizer.token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._strips_space = tokenizer.strips_first_space and not any(map(self._token_bytes, context_ids))
-        for token_id in context_ids[-NUM_CONTEXT_IDS:]:  # the prompt may end inside a character
+        for token_id in context_ids:  # the prompt may end inside a character
             self._utf8.decode(self._token_bytes(token_id))
 
     def push(self, token_id: int) -> str:
@@ -177,15 +178,13 @@ class _TextStream:
 
     def flush(self) -> str:
         """The pending tokens' text: with the context before them if that gives a continuation, else by itself."""
-        decode = self._tokenizer.backend.decode
-        before = decode(self._context_ids, skip_special_tokens=self._skip_special_tokens)
-        whole = decode(self._context_ids + self._pending_ids, skip_special_tokens=self._skip_special_tokens)
-        if whole.startswith(before):
-            text = whole[len(before) :]
-        else:
-            text = decode(self._pending_ids, skip_special_tokens=self._skip_special_tokens)
+        before, whole = self._decode(self._context_ids), self._decode(self._context_ids + self._pending_ids)
+        text = whole[len(before) :] if whole.startswith(before) else self._decode(self._pending_ids)
         self._stream = self._restarted(self._context_ids + self._pending_ids)
-        return str(text)
+        return text
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, self._skip_special_tokens)
 
     def _restarted(self, ids: Sequence[int]) -> DecodeStream:
         """A stream that goes on behind `ids`, with nothing pending."""

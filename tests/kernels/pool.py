@@ -1,0 +1,90 @@
+"""Pools for the kernels' tests: every slot that holds no token is NaN, and block ids are shuffled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.batch import RaggedBatch
+
+NUM_LAYERS = 2
+LAYER = 1
+
+
+@dataclass
+class Case:
+    """One call of attention, and what every sequence's K and V are without blocks: keys[s], values[s]
+    [num_kv_heads, seq_len, head_dim]."""
+
+    q: Tensor
+    kv: Tensor
+    batch: RaggedBatch
+    tables: list[list[int]]
+    keys: list[Tensor]
+    values: list[Tensor]
+    scale: float
+
+    @property
+    def kv_layer(self) -> Tensor:
+        return self.kv[:, LAYER]
+
+    @property
+    def double(self) -> Case:
+        return Case(self.q.double(), self.kv.double(), self.batch, self.tables, self.keys, self.values, self.scale)
+
+
+def make_case(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    *,
+    num_kv_heads: int = 2,
+    group_size: int = 3,
+    head_dim: int = 16,
+    block_size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Case:
+    """A batch over a pool whose null block, unused blocks and unused slots are NaN, and so are the other layers."""
+    g = torch.Generator().manual_seed(seed)
+    num_blocks = [-(-n // block_size) for n in seq_lens]
+    pool_blocks = sum(num_blocks) + 3
+    ids = iter((torch.randperm(pool_blocks, generator=g) + 1).tolist())
+    tables = [[next(ids) for _ in range(n)] for n in num_blocks]
+    kv = torch.full((pool_blocks + 1, NUM_LAYERS, 2, num_kv_heads, block_size, head_dim), float("nan"), dtype=dtype)
+    keys, values = [], []
+    for table, n in zip(tables, seq_lens, strict=True):
+        rows = torch.randn(2, num_kv_heads, n, head_dim, generator=g).to(dtype)
+        keys.append(rows[0])
+        values.append(rows[1])
+        for p in range(n):
+            kv[table[p // block_size], LAYER, :, :, p % block_size] = rows[:, :, p]
+    q = torch.randn(sum(query_lens), num_kv_heads * group_size, head_dim, generator=g).to(dtype)
+    batch = RaggedBatch.from_lists(query_lens, seq_lens, tables, block_size)
+    return Case(q, kv, batch, tables, keys, values, scale=head_dim**-0.5)
+
+
+def naive_attention(case: Case, window: int = 0) -> tuple[Tensor, Tensor]:
+    """(out, lse) in float64 from the definition, a query and a head at a time, without blocks or batches."""
+    out = torch.zeros(case.q.shape, dtype=torch.float64)
+    lse = torch.zeros(case.q.shape[:2], dtype=torch.float64)
+    starts = case.batch.query_start.tolist()
+    for s, seq_len in enumerate(case.batch.seq_lens.tolist()):
+        for row in range(starts[s], starts[s + 1]):
+            position = seq_len - (starts[s + 1] - row)
+            first = max(0, position - window + 1) if window else 0
+            for head in range(case.q.shape[1]):
+                kv_head = head * case.keys[s].shape[0] // case.q.shape[1]
+                keys = case.keys[s][kv_head, first : position + 1].double()
+                values = case.values[s][kv_head, first : position + 1].double()
+                scores = keys @ case.q[row, head].double() * case.scale
+                out[row, head] = scores.softmax(0) @ values
+                lse[row, head] = scores.logsumexp(0)
+    return out, lse
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """The largest difference, as a share of the largest expected magnitude; NaN where anything is NaN."""
+    return float((actual.double() - expected).abs().max() / expected.abs().max())

@@ -1,0 +1,69 @@
+"""K and V go into the slots they are mapped to, and nowhere else."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+
+from octavo.kernels import cpu, reference
+from octavo.kernels.batch import RaggedBatch
+
+BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+
+
+@BOTH
+@pytest.mark.parametrize("block_size", [1, 2, 8, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_each_token_lands_in_its_slot_and_nothing_else_changes(
+    ops: ModuleType, block_size: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(block_size)
+    num_blocks, num_tokens = 7, 6
+    kv = torch.randn(num_blocks + 1, 3, 2, 2, block_size, 8).to(dtype)
+    before = kv.clone()
+    slots = torch.randperm(num_blocks * block_size)[:num_tokens] + block_size
+    k, v = torch.randn(2, num_tokens, 2, 8).to(dtype)
+    ops.kv_write(k, v, kv[:, 1], slots)
+    for token, slot in enumerate(slots.tolist()):
+        place = kv[slot // block_size, 1, :, :, slot % block_size]  # [2, num_kv_heads, head_dim]
+        assert torch.equal(place[0], k[token])
+        assert torch.equal(place[1], v[token])
+        before[slot // block_size, 1, :, :, slot % block_size] = place
+    assert torch.equal(kv, before)
+
+
+@BOTH
+def test_a_slot_of_a_large_pool_needs_int64(ops: ModuleType) -> None:
+    """A slot past 2^31 elements of the layer: the pool is a stride trick, so that the test takes no memory."""
+    num_blocks, block_size = 1 << 22, 1 << 10
+    row = torch.zeros(1, 1, 2, 1, block_size, 1)
+    kv = row.expand(num_blocks, 1, 2, 1, block_size, 1)
+    slot = (num_blocks - 1) * block_size + 5
+    assert slot > 2**31
+    ops.kv_write(torch.ones(1, 1, 1), torch.full((1, 1, 1), 2.0), kv[:, 0], torch.tensor([slot]))
+    assert row[0, 0, :, 0, 5].flatten().tolist() == [1.0, 2.0]
+    assert float(row.sum()) == 3.0
+
+
+@BOTH
+def test_padding_writes_to_the_null_block(ops: ModuleType) -> None:
+    kv = torch.zeros(3, 1, 2, 1, 4, 2)
+    ops.kv_write(torch.ones(3, 1, 2), torch.ones(3, 1, 2), kv[:, 0], torch.tensor([0, 9, 0]))
+    assert float(kv[1].abs().sum()) == 0
+    assert float(kv[2].sum()) == 4  # one token, K and V, head_dim 2
+
+
+def test_a_batch_maps_positions_through_the_block_table() -> None:
+    """S5.07: block_id = table[position // block_size], offset = position % block_size."""
+    batch = RaggedBatch.from_lists([3, 1], [6, 5], [[7, 1], [3, 9]], 4)
+    assert batch.positions.tolist() == [3, 4, 5, 4]
+    assert batch.slot_mapping.tolist() == [7 * 4 + 3, 1 * 4 + 0, 1 * 4 + 1, 9 * 4 + 0]
+    assert batch.slot_mapping.dtype == batch.positions.dtype == torch.int64
+    assert batch.query_start.tolist() == [0, 3, 4]
+    assert (batch.max_query_len, batch.max_seq_len, batch.num_seqs) == (3, 6, 2)
+
+
+def test_block_tables_are_padded_with_the_null_block() -> None:
+    assert RaggedBatch.from_lists([1, 1], [1, 9], [[5], [2, 3, 4]], 4).block_tables.tolist() == [[5, 0, 0], [2, 3, 4]]

@@ -1,0 +1,213 @@
+"""Paged attention: the reference against the definition in float64, the CPU's fast path against the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.kernels import cpu, reference
+from octavo.kernels.batch import RaggedBatch
+from tests.kernels.pool import Case, make_case, naive_attention, relative_error
+
+BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+MIXED = ([5, 1, 1, 7, 3], [5, 1, 9, 30, 11])  # prompt, first token's decode, decode, chunk, chunk
+
+
+def attend(ops: ModuleType, case: Case, window: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = ops.paged_attention(case.q, case.kv_layer, case.batch, scale=case.scale, window=window, return_lse=True)
+    return out, lse
+
+
+@BOTH
+@pytest.mark.parametrize("head_dim", [8, 16, 24, 64, 80, 128])
+def test_every_head_dim(ops: ModuleType, head_dim: int) -> None:
+    case = make_case(*MIXED, head_dim=head_dim)
+    out, lse = attend(ops, case)
+    expected, expected_lse = naive_attention(case)
+    assert relative_error(out, expected) < 2e-6
+    assert relative_error(lse, expected_lse) < 2e-6
+
+
+@BOTH
+@pytest.mark.parametrize(("num_kv_heads", "group_size"), [(1, 1), (3, 1), (1, 7), (3, 3), (2, 8), (1, 16)])
+def test_every_sharing_of_kv_heads(ops: ModuleType, num_kv_heads: int, group_size: int) -> None:
+    case = make_case(*MIXED, num_kv_heads=num_kv_heads, group_size=group_size)
+    assert relative_error(attend(ops, case)[0], naive_attention(case)[0]) < 2e-6
+
+
+@BOTH
+@pytest.mark.parametrize("block_size", [1, 2, 8, 16, 256])
+@pytest.mark.parametrize("window", [0, 1, 4, 9, 100])
+def test_every_block_size_and_window(ops: ModuleType, block_size: int, window: int) -> None:
+    case = make_case(*MIXED, block_size=block_size)
+    out, lse = attend(ops, case, window)
+    expected, expected_lse = naive_attention(case, window)
+    assert relative_error(out, expected) < 2e-6
+    assert relative_error(lse, expected_lse) < 2e-6
+
+
+def test_the_reference_is_exact_in_float64() -> None:
+    case = make_case(*MIXED, dtype=torch.float64)
+    out, lse = attend(reference, case)
+    expected, expected_lse = naive_attention(case)
+    assert out.dtype == lse.dtype == torch.float64
+    assert relative_error(out, expected) < 1e-14
+    assert relative_error(lse, expected_lse) < 1e-14
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_the_fast_path_takes_every_dtype(dtype: torch.dtype) -> None:
+    case = make_case(*MIXED, dtype=dtype, head_dim=64)
+    out, lse = attend(cpu, case)
+    assert out.dtype == dtype
+    tolerance = {torch.float64: 1e-12, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    assert relative_error(out, naive_attention(case)[0]) < tolerance
+    assert relative_error(lse, naive_attention(case)[1]) < (1e-12 if dtype == torch.float64 else 1e-4)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_the_fast_path_is_the_reference(data: st.DataObject) -> None:
+    lens = data.draw(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 300)), min_size=1, max_size=6))
+    query_lens = [1 if q % 3 else q for q, _ in lens]
+    case = make_case(
+        query_lens,
+        [q + context for q, (_, context) in zip(query_lens, lens, strict=True)],
+        num_kv_heads=data.draw(st.integers(1, 3)),
+        group_size=data.draw(st.sampled_from([1, 2, 3, 7])),
+        head_dim=data.draw(st.sampled_from([8, 24, 64])),
+        block_size=data.draw(st.sampled_from([1, 2, 8, 16, 256])),
+        seed=data.draw(st.integers(0, 1000)),
+    )
+    window = data.draw(st.sampled_from([0, 0, 1, 50]))
+    out, lse = attend(cpu, case, window)
+    expected, expected_lse = attend(reference, case.double, window)
+    assert relative_error(out, expected) < 5e-6
+    # The lse may be near 0 everywhere, so its error is absolute; scores are of the order of 1.
+    assert float((lse - expected_lse).abs().max()) < 1e-5
+
+
+@BOTH
+def test_a_prompt_may_be_cut_into_chunks_anywhere(ops: ModuleType) -> None:
+    whole = make_case([37], [37])
+    expected = attend(ops, whole)[0]
+    rows = []
+    for start, end in ((0, 1), (1, 6), (6, 36), (36, 37)):
+        batch = RaggedBatch.from_lists([end - start], [end], whole.tables, 4)
+        chunk = dataclasses.replace(whole, q=whole.q[start:end], batch=batch)
+        rows.append(attend(ops, chunk)[0])
+    assert relative_error(torch.cat(rows), expected.double()) < 2e-6
+
+
+@BOTH
+def test_decoding_together_equals_decoding_alone(ops: ModuleType) -> None:
+    """SEEDS B3.12. Contexts of 1 to 300, so that the fast path makes several groups, padded ones among them."""
+    seq_lens = [300, 1, 33, 290, 64, 63, 17, 280, 5]
+    together = make_case([1] * len(seq_lens), seq_lens, block_size=16, head_dim=64, num_kv_heads=3)
+    out = attend(ops, together)[0]
+    for s, seq_len in enumerate(seq_lens):
+        batch = RaggedBatch.from_lists([1], [seq_len], [together.tables[s]], 16)
+        alone = dataclasses.replace(together, q=together.q[s : s + 1], batch=batch)
+        assert relative_error(out[s : s + 1], attend(ops, alone)[0].double()) < 2e-6, s
+
+
+def test_contexts_too_different_to_pad_make_groups() -> None:
+    spans = [cpu._Span(s, s, s + 1, 0, n, 0, n) for s, n in enumerate([3, 400, 390, 4, 100])]
+    groups = [[span.num_blocks for span in group] for group in cpu._of_similar_length(spans, block_bytes=24576)]
+    assert groups == [[400, 390], [100], [4, 3]]
+    assert sum(1 for _ in cpu._of_similar_length(spans, block_bytes=0)) == 1
+
+
+@BOTH
+def test_sequences_that_share_blocks(ops: ModuleType) -> None:
+    """A forked sequence reads its parent's blocks: same table, same query, same result."""
+    case = make_case([1], [10])
+    batch = RaggedBatch.from_lists([1, 1], [10, 10], case.tables * 2, 4)
+    out = attend(ops, dataclasses.replace(case, q=case.q.repeat(2, 1, 1), batch=batch))[0]
+    assert torch.equal(out[0], out[1])
+    assert relative_error(out[:1], naive_attention(case)[0]) < 2e-6
+
+
+@BOTH
+def test_padding_gives_zeros_and_changes_nothing(ops: ModuleType) -> None:
+    """Tokens past the last sequence, sequences without queries, and rows of length 0, as a captured graph pads."""
+    case = make_case([3, 1], [3, 9])
+    expected, expected_lse = attend(ops, case)
+    padded = RaggedBatch(
+        positions=torch.tensor([0, 1, 2, 8, 0, 0]),
+        slot_mapping=torch.zeros(6, dtype=torch.int64),
+        query_start=torch.tensor([0, 3, 3, 4, 5], dtype=torch.int32),
+        seq_lens=torch.tensor([3, 7, 9, 0], dtype=torch.int32),
+        block_tables=torch.tensor([[*case.tables[0], 0, 0], [0, 0, 0], case.tables[1], [0, 0, 0]], dtype=torch.int32),
+        max_query_len=3,
+        max_seq_len=9,
+    )
+    q = torch.cat((case.q, torch.full((2, *case.q.shape[1:]), 7.0)))
+    out, lse = attend(ops, dataclasses.replace(case, q=q, batch=padded))
+    assert torch.equal(out[:4], expected)
+    assert torch.equal(lse[:4], expected_lse)
+    assert torch.equal(out[4:], torch.zeros_like(out[4:]))
+    assert bool((lse[4:] == -torch.inf).all())
+
+
+@BOTH
+def test_a_window_does_not_read_blocks_that_it_has_left_behind(ops: ModuleType) -> None:
+    case = make_case([1, 2], [40, 30])
+    expected = attend(ops, case, window=6)[0]
+    for s, first_key in ((0, 34), (1, 23)):
+        case.batch.block_tables[s, : first_key // 4] = 0  # given back: the null block, full of NaN
+    case.batch.derived.clear()
+    assert torch.equal(attend(ops, case, window=6)[0], expected)
+
+
+def test_attention_over_parts_merges_to_attention_over_all() -> None:
+    """Keys [0, 24) and [24, 30), merged by their lse, are keys [0, 30)."""
+    case = make_case([1], [30], dtype=torch.float64)
+    expected, expected_lse = attend(reference, case)
+    parts = []
+    for table, length in ((case.tables[0][:6], 24), (case.tables[0][6:], 6)):
+        batch = RaggedBatch.from_lists([1], [length], [table], 4)
+        parts.append(attend(reference, dataclasses.replace(case, batch=batch)))
+    empty = (torch.zeros_like(expected), torch.full_like(expected_lse, -torch.inf))
+    outs, lses = zip(*parts, empty, strict=True)
+    out, lse = reference.merge_attention(torch.stack(outs), torch.stack(lses))
+    assert relative_error(out, expected) < 1e-14
+    assert relative_error(lse, expected_lse) < 1e-14
+
+
+def test_merging_nothing_is_nothing() -> None:
+    out, lse = reference.merge_attention(torch.zeros(2, 1, 3, 4), torch.full((2, 1, 3), -torch.inf))
+    assert torch.equal(out, torch.zeros(1, 3, 4))
+    assert bool((lse == -torch.inf).all())
+
+
+def test_large_scores_do_not_overflow() -> None:
+    case = make_case([3, 1], [9, 20])
+    case.q.mul_(300.0)
+    for ops in (reference, cpu):
+        assert relative_error(attend(ops, case)[0], naive_attention(case)[0]) < 1e-4
+
+
+def test_a_pool_cut_along_its_heads_falls_back_to_the_reference() -> None:
+    """One head of a larger pool is not made of contiguous rows of its own, but attention over it is still right."""
+    case = make_case(*MIXED, num_kv_heads=2)
+    one_head = dataclasses.replace(case, q=case.q[:, :3], kv=case.kv[:, :, :, :1])
+    assert torch.equal(attend(cpu, one_head)[0], attend(reference, one_head)[0])
+    sliced = dataclasses.replace(case, kv=torch.cat((case.kv, case.kv), dim=-1)[..., :16])
+    assert torch.equal(attend(cpu, sliced)[0], attend(reference, sliced)[0])
+    assert relative_error(attend(cpu, sliced)[0], naive_attention(case)[0]) < 2e-6
+
+
+def test_a_batch_is_planned_once_for_all_layers() -> None:
+    case = make_case(*MIXED)
+    case.kv[:, 0] = case.kv[:, 1].flip(-1)
+    first = attend(cpu, case)[0]
+    (plan,) = case.batch.derived.values()
+    other = cpu.paged_attention(case.q.flip(-1), case.kv[:, 0], case.batch, scale=case.scale)
+    assert list(case.batch.derived.values()) == [plan]
+    assert relative_error(other.flip(-1), first.double()) < 2e-6
