@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from octavo.checkpoint import Checkpoint, open_checkpoint
-from octavo.config import EngineArgs, EngineConfig
+from octavo.config import GIB, EngineArgs, EngineConfig
 from octavo.core.kv_cache import KVCache
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.scheduler import Scheduler
@@ -21,7 +21,7 @@ from octavo.models.decoder import Decoder
 from octavo.models.spec import DecoderSpec, spec_from_config
 from octavo.models.weights import load_decoder
 from octavo.runner.executor import LocalExecutor
-from octavo.runner.memory import Budget, plan_memory
+from octavo.runner.memory import Budget, free_memory, plan_memory
 from octavo.runner.runner import ModelRunner
 from octavo.text.tokenizer import Tokenizer
 
@@ -99,14 +99,15 @@ def make_scheduler(config: EngineConfig) -> Scheduler:
 
 
 def _load(checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype) -> Decoder:
-    try:
-        return load_decoder(checkpoint, spec, dtype=dtype, device="cpu", ops=cpu_ops)
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
-            raise
+    """The weights, unless they cannot fit: this is asked before, because the system kills who takes too much."""
+    needed = Decoder(spec, ops=cpu_ops, dtype=dtype, device="meta", max_len=1).num_bytes
+    free = free_memory()
+    if needed > free:
         raise MemoryBudgetError(
-            f"the weights of {checkpoint.path} do not fit into memory as {dtype}; try dtype bfloat16 or a smaller model"
-        ) from error
+            f"the weights of {checkpoint.path} take {needed / GIB:.2f} GiB as {dtype} and {free / GIB:.2f} GiB of "
+            "memory are free; free some, choose a smaller model or dtype bfloat16"
+        )
+    return load_decoder(checkpoint, spec, dtype=dtype, device="cpu", ops=cpu_ops)
 
 
 def _runner(decoder: Decoder, config: EngineConfig, budget: Budget, dtype: torch.dtype) -> ModelRunner:
@@ -126,6 +127,6 @@ def _runner(decoder: Decoder, config: EngineConfig, budget: Budget, dtype: torch
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that take memory where they are first written. (torch.zeros writes all of them: seconds for a large pool.)"""
+    """Zeros that take memory where they are first written; torch.zeros writes them all, which takes seconds."""
     num_bytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

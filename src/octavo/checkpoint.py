@@ -124,7 +124,8 @@ def _not_found(text: str) -> ModelNotFoundError:
     if re.match(r"(?i)https?://", text):
         hint = 'name a hub repository as "org/name"'
     return ModelNotFoundError(
-        f"no model {text[:200]!r}: it is no directory, no .gguf file, no name of the catalogue and no hub repository; {hint}"
+        f"no model {text[:200]!r}: it is no directory, no .gguf file, no name of the catalogue and no hub repository; "
+        + hint
     )
 
 

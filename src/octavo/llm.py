@@ -12,6 +12,7 @@ from octavo.config import EngineArgs
 from octavo.core.kv_cache import KVStats
 from octavo.core.request import Request
 from octavo.core.sampling_params import SamplingParams
+from octavo.engine.interrupts import BetweenSteps
 from octavo.engine.outputs import MakeDetokenizer, RequestOutput
 from octavo.engine.stats import EngineStats
 from octavo.errors import ParameterError, PromptError, UnknownOptionError
@@ -149,7 +150,10 @@ class LLM:
         try:
             with engine.garbage:
                 while mine:
-                    for output in engine.step():
+                    with BetweenSteps() as interrupt:
+                        outputs = engine.step()
+                        interrupt.check()
+                    for output in outputs:
                         if output.request_id in mine:
                             if output.finished:
                                 mine.remove(output.request_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -35,16 +36,19 @@ def test_each_token_lands_in_its_slot_and_nothing_else_changes(
 
 
 @BOTH
-def test_a_slot_of_a_large_pool_needs_int64(ops: ModuleType) -> None:
-    """A slot past 2^31 elements of the layer: the pool is a stride trick, so that the test takes no memory."""
-    num_blocks, block_size = 1 << 22, 1 << 10
-    row = torch.zeros(1, 1, 2, 1, block_size, 1)
-    kv = row.expand(num_blocks, 1, 2, 1, block_size, 1)
+def test_slots_past_int32(ops: ModuleType, tmp_path: Path) -> None:
+    """A pool of more than 2^31 slots, in a sparse file: only the pages that are touched take room."""
+    num_blocks, block_size = (1 << 21) + 2, 1 << 10
+    file = tmp_path / "pool"
+    kv = torch.from_file(str(file), shared=True, size=num_blocks * 2 * block_size, dtype=torch.int8)
+    kv = kv.view(num_blocks, 1, 2, 1, block_size, 1)
     slot = (num_blocks - 1) * block_size + 5
-    assert slot > 2**31
+    assert slot > 1 << 31
     ops.kv_write(torch.ones(1, 1, 1), torch.full((1, 1, 1), 2.0), kv[:, 0], torch.tensor([slot]))
-    assert row[0, 0, :, 0, 5].flatten().tolist() == [1.0, 2.0]
-    assert float(row.sum()) == 3.0
+    assert kv[-1, 0, :, 0, 5].flatten().tolist() == [1, 2]
+    assert int(kv[-1].sum()) == 3
+    assert int(kv[0].sum()) == 0
+    file.unlink()
 
 
 @BOTH

@@ -116,11 +116,18 @@ def test_decoding_together_equals_decoding_alone(ops: ModuleType) -> None:
         assert relative_error(out[s : s + 1], attend(ops, alone)[0].double()) < 2e-6, s
 
 
-def test_contexts_too_different_to_pad_make_groups() -> None:
-    spans = [cpu._Span(s, s, s + 1, 0, n, 0, n) for s, n in enumerate([3, 400, 390, 4, 100])]
-    groups = [[span.num_blocks for span in group] for group in cpu._of_similar_length(spans, block_bytes=24576)]
-    assert groups == [[400, 390], [100], [4, 3]]
-    assert sum(1 for _ in cpu._of_similar_length(spans, block_bytes=0)) == 1
+@pytest.mark.parametrize(
+    ("lengths", "groups"),
+    [
+        ([15, 100, 3, 95], [[100, 95], [15, 3]]),  # 24 KiB a block: padding 15 to 100 costs more than a call
+        ([300, 300], [[300], [300]]),  # together more than the caches hold
+        ([4, 4, 4], [[4, 4, 4]]),
+        ([], []),
+    ],
+)
+def test_contexts_of_similar_length_are_attended_to_together(lengths: list[int], groups: list[list[int]]) -> None:
+    spans = [cpu._Span(s, s, s + 1, 0, n, 0, n) for s, n in enumerate(lengths)]
+    assert [[span.num_blocks for span in g] for g in cpu._of_similar_length(spans, block_bytes=24 << 10)] == groups
 
 
 @BOTH

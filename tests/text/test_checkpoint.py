@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import huggingface_hub
+import huggingface_hub.errors
 import pytest
 
 from octavo import catalog

@@ -170,13 +170,10 @@ class Tokenizer:
 
 def _bad_prompt(texts: Sequence[str]) -> PromptError:
     """Why the library took one of `texts` for no string."""
-    for text in texts:
-        if not isinstance(text, str):
-            return PromptError(f"a prompt is a str, not {type(text).__name__}; token ids need no encoding")
-        lone = re.search("[\ud800-\udfff]", text)
-        if lone:
-            return PromptError(f"the prompt is not valid Unicode: a lone surrogate at character {lone.start()}")
-    return PromptError("the prompt cannot be encoded")
+    wrong = [text for text in texts if not isinstance(text, str)]
+    if wrong:
+        return PromptError(f"a prompt is a str, not {type(wrong[0]).__name__}; token ids need no encoding")
+    return PromptError("the prompt is not valid Unicode: it holds a lone surrogate")
 
 
 class _Marker:

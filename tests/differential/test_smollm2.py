@@ -1,0 +1,111 @@
+"""A real model: SmolLM2 answers 20 real prompts, all in one batch, with the tokens that Transformers gives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams, catalog
+
+MODEL = "smollm2-135m-instruct"
+NUM_NEW = 48
+MT_BENCH = Path(__file__).parents[3] / "shared" / "data" / "prompts" / "mt_bench_question.jsonl"
+OWN_PROMPTS = [
+    "What is the capital of Italy?",
+    "Write a haiku about rain on a tin roof.",
+    "Explain in two sentences why the sky is blue.",
+    "List three things to pack for a winter hike.",
+    "If a train leaves at 9:40 and arrives at 11:05, how long does it take?",
+    "Translate into French: Good morning, how are you?",
+    "Write a Python function that reverses a string.",
+    "Who wrote Pride and Prejudice?",
+    "Give me a recipe for pancakes.",
+    "What is 17 times 23? Show your steps.",
+    "Complete the sequence: 2, 4, 8, 16,",
+    "Describe a sunset to somebody who has never seen one.",
+    "Is a tomato a fruit or a vegetable? Say why.",
+    "Name the planets of the solar system in order.",
+    "Write a polite e-mail that declines an invitation.",
+    "What does the word 'ephemeral' mean?",
+    "How do bees make honey?",
+    "Tell a very short story about a lost key.",
+    "What are the primary colours?",
+    "Summarise the plot of Romeo and Juliet in one sentence.",
+]
+
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif(
+        not any(row.present for row in catalog.list_models() if row.name == MODEL),
+        reason=f"{MODEL} is not in the cache; `octavo models fetch {MODEL}` gets it",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(MODEL, max_model_len=512, max_num_seqs=20, num_gpu_blocks_override=400) as made:
+        yield made
+
+
+def transformers_model(llm: LLM) -> Any:
+    """Transformers' Llama over the very numbers that our decoder holds."""
+    import transformers
+
+    spec = llm.spec
+    config = transformers.LlamaConfig(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        rms_norm_eps=spec.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
+        max_position_embeddings=spec.max_position_embeddings,
+        tie_word_embeddings=spec.tie_word_embeddings,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    weights = {weight.name: weight.tensor for weight in llm.engine.executor.runner.model.weights()}
+    if spec.tie_word_embeddings:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights, strict=True, assign=True)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # made on "meta" above, without numbers
+    return model.eval()
+
+
+def check(llm: LLM, model: Any, prompts: list[str]) -> None:
+    """Each token is the likeliest after those before it, for Transformers too: so it would have generated the same."""
+    params = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
+    outputs = llm.chat([[{"role": "user", "content": p}] for p in prompts], params, use_tqdm=False)
+    assert llm.stats().peak_running == len(prompts) == 20
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        assert len(tokens) == NUM_NEW and output.outputs[0].text
+        ids = torch.tensor([output.prompt_token_ids + tokens[:-1]])
+        with torch.inference_mode():
+            logits = model(ids, logits_to_keep=NUM_NEW).logits[0]
+        assert logits.argmax(-1).tolist() == tokens, prompt
+
+
+def test_same_tokens_as_transformers(llm: LLM) -> None:
+    check(llm, transformers_model(llm), OWN_PROMPTS)
+
+
+@pytest.mark.slow
+@pytest.mark.shared
+@pytest.mark.skipif(not MT_BENCH.exists(), reason="no ../shared/data/prompts")
+def test_same_tokens_as_transformers_that_reads_the_file_itself(llm: LLM) -> None:
+    import transformers
+
+    path = catalog.present(MODEL)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    turns = [json.loads(line)["turns"][0] for line in MT_BENCH.read_text().splitlines()]
+    check(llm, model, sorted(turns, key=len)[:20])

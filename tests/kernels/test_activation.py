@@ -1,0 +1,24 @@
+"""silu(gate) * up."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+
+from octavo.kernels import cpu, reference
+from tests.kernels.pool import relative_error
+
+
+@pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+@pytest.mark.parametrize("num_tokens", [0, 1, 20])
+def test_the_first_half_is_the_gate(ops: ModuleType, num_tokens: int) -> None:
+    gate_up = torch.randn(num_tokens, 2 * 24) * 4
+    kept = gate_up.clone()
+    out = ops.silu_mul(gate_up)
+    gate, up = gate_up[:, :24].double(), gate_up[:, 24:].double()
+    assert out.shape == (num_tokens, 24)
+    assert torch.equal(gate_up, kept)
+    if num_tokens:
+        assert relative_error(out, gate / (1 + (-gate).exp()) * up) < 1e-6

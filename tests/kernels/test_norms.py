@@ -1,0 +1,67 @@
+"""RMS norm, alone and with the residual addition."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from octavo.kernels import cpu, reference
+from tests.kernels.pool import relative_error
+
+BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+SHAPES = pytest.mark.parametrize("shape", [(1, 8), (5, 576), (3, 4, 64), (0, 16)])
+
+
+def definition(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x, weight = x.double(), weight.double()
+    return x / (x.square().sum(-1, keepdim=True) / x.shape[-1] + eps).sqrt() * weight
+
+
+@BOTH
+@SHAPES
+def test_rms_norm_is_its_definition(ops: ModuleType, shape: tuple[int, ...]) -> None:
+    x, weight = torch.randn(shape) * 3, torch.randn(shape[-1])
+    out = ops.rms_norm(x, weight, 1e-2)
+    assert out.shape == x.shape
+    if x.numel():
+        assert relative_error(out, definition(x, weight, 1e-2)) < 1e-6
+
+
+@BOTH
+@pytest.mark.parametrize("scale", [1e-12, 1e12])
+def test_neither_tiny_nor_large_rows_lose_their_digits(ops: ModuleType, scale: float) -> None:
+    x, weight = torch.randn(4, 64) * scale, torch.ones(64)
+    assert relative_error(ops.rms_norm(x, weight, 1e-6), definition(x, weight, 1e-6)) < 1e-6
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_rounds_where_transformers_does(ops: ModuleType, dtype: torch.dtype) -> None:
+    norm = LlamaRMSNorm(96, eps=1e-5).to(dtype)
+    norm.weight.data.normal_()
+    x = torch.randn(7, 96).to(dtype)
+    out = ops.rms_norm(x, norm.weight.data, 1e-5)
+    assert out.dtype == dtype
+    if dtype == torch.bfloat16:
+        assert torch.equal(out, norm(x).detach())
+    else:
+        assert relative_error(out, norm(x).detach().double()) < 1e-6
+
+
+@BOTH
+def test_add_rms_norm_adds_then_normalises(ops: ModuleType) -> None:
+    x, residual, weight = torch.randn(5, 64), torch.randn(5, 64), torch.randn(64)
+    kept = x.clone(), residual.clone()
+    out, stream = ops.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(stream, x + residual)
+    assert relative_error(out, definition(x + residual, weight, 1e-5)) < 1e-6
+    assert torch.equal(x, kept[0])
+    assert torch.equal(residual, kept[1])
+
+
+def test_float64_stays_exact() -> None:
+    x, weight = torch.randn(5, 64, dtype=torch.float64), torch.randn(64, dtype=torch.float64)
+    assert relative_error(reference.rms_norm(x, weight, 1e-5), definition(x, weight, 1e-5)) < 1e-14

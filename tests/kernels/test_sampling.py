@@ -1,0 +1,301 @@
+"""Sampling: filters against a plain loop, draws against the exact distribution, noise against what it may depend on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.kernels import cpu, reference
+from octavo.kernels.batch import SamplingTensors
+
+BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+
+
+def settings_of(
+    num_rows: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: Sequence[int] | None = None,
+    sample_index: Sequence[int] | None = None,
+    position: Sequence[int] | None = None,
+) -> SamplingTensors:
+    """The same filters for every row; by default row i's noise is that of position i."""
+    return SamplingTensors.from_lists(
+        [temperature] * num_rows,
+        [top_k] * num_rows,
+        [top_p] * num_rows,
+        [min_p] * num_rows,
+        seed or [11] * num_rows,
+        sample_index or [0] * num_rows,
+        position or list(range(num_rows)),
+    )
+
+
+def kept_tokens(
+    logits: Sequence[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> dict[int, float]:
+    """Token -> probability, by the plainest of loops: the definition that both implementations are held to."""
+    scaled = [x / temperature for x in logits]
+    order = sorted(range(len(scaled)), key=lambda t: (-scaled[t], t))
+    if top_k:
+        order = [t for t in order if scaled[t] >= scaled[order[min(top_k, len(order)) - 1]]]
+    weight = {t: math.exp(scaled[t] - scaled[order[0]]) for t in order}
+    total, mass, kept = sum(weight.values()), 0.0, []
+    for t in order:
+        kept.append(t)
+        mass += weight[t] / total
+        if mass >= top_p and top_p < 1:
+            break
+    kept = [t for t in kept if t == order[0] or weight[t] >= min_p]
+    total = sum(weight[t] for t in kept)
+    return {t: weight[t] / total for t in kept}
+
+
+def chi_square_p(counts: torch.Tensor, probs: torch.Tensor) -> float:
+    """P(a chi-square variable exceeds the statistic); cells expected fewer than 5 times are put together."""
+    expected = probs.double() * counts.sum()
+    rare = expected < 5
+    cells = torch.cat((expected[~rare], expected[rare].sum().view(1)))
+    found = torch.cat((counts[~rare].double(), counts[rare].sum().double().view(1)))
+    found, cells = found[cells > 0], cells[cells > 0]
+    statistic = ((found - cells).square() / cells).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2.0, dtype=torch.float64), statistic / 2))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.5, 0, 1.0, 0.0),
+        (1.7, 0, 1.0, 0.0),
+        (1.0, 8, 1.0, 0.0),
+        (1.0, 0, 0.8, 0.0),
+        (1.0, 0, 1.0, 0.1),
+        (1.3, 20, 0.9, 0.05),
+    ],
+)
+@pytest.mark.parametrize("vocab_size", [50, 1000])
+def test_draws_follow_the_filtered_softmax(
+    ops: ModuleType, temperature: float, top_k: int, top_p: float, min_p: float, vocab_size: int
+) -> None:
+    num_rows = 6000
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(3)) * 2
+    params = settings_of(num_rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    tokens = ops.sample(logits.expand(num_rows, -1), params)
+    kept = kept_tokens(logits.tolist(), temperature, top_k, top_p, min_p)
+    probs = torch.zeros(vocab_size, dtype=torch.float64)
+    probs[list(kept)] = torch.tensor(list(kept.values()), dtype=torch.float64)
+    assert set(tokens.tolist()) <= set(kept)
+    assert chi_square_p(tokens.bincount(minlength=vocab_size), probs) > 1e-4
+
+
+@pytest.mark.parametrize("axis", ["seed", "sample_index", "position"])
+def test_draws_are_independent_along_each_axis(axis: str) -> None:
+    """Chi-square over pairs of successive draws: what is uniform alone may still be correlated."""
+    num_rows = 8001
+    axes: dict[str, list[int]] = {"seed": [5] * num_rows, "sample_index": [0] * num_rows, "position": [9] * num_rows}
+    axes[axis] = list(range(num_rows))
+    tokens = cpu.sample(torch.zeros(num_rows, 5), settings_of(num_rows, **axes))  # type: ignore[arg-type]
+    pairs = tokens[:-1:2] * 5 + tokens[1::2]
+    assert chi_square_p(pairs.bincount(minlength=25), torch.full((25,), 1 / 25)) > 1e-4
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    logits=st.lists(st.integers(-8, 8), min_size=1, max_size=40),
+    temperature=st.sampled_from([0.5, 1.0, 2.0]),
+    top_k=st.integers(0, 45),
+    top_p=st.sampled_from([0.05, 0.33, 0.71, 0.97, 1.0]),
+    min_p=st.sampled_from([0.0, 0.013, 0.3, 1.0]),
+)
+def test_filters_keep_what_the_definition_keeps(
+    logits: list[int], temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    """With integers for logits, so that there are many equals."""
+    params = settings_of(1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    filtered = reference.filtered_logits(torch.tensor([logits], dtype=torch.float64), params)[0]
+    kept = kept_tokens(logits, temperature, top_k, top_p, min_p)
+    assert set(filtered.isfinite().nonzero().flatten().tolist()) == set(kept)
+    probs = filtered.softmax(0)
+    assert all(float(probs[t]) == pytest.approx(p, rel=1e-9) for t, p in kept.items())
+
+
+def test_the_filters_in_figures() -> None:
+    """Probabilities 0.5, 0.25, 0.125, ...: top_p is the smallest set with at least that mass, min_p is relative."""
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.0625, 0.0625]]).log()
+
+    def kept(**filters: float) -> list[int]:
+        params = settings_of(1, **filters)  # type: ignore[arg-type]
+        return reference.filtered_logits(logits, params).isfinite()[0].nonzero().flatten().tolist()
+
+    assert kept(top_p=0.74) == [0, 1]
+    assert kept(top_p=0.76) == [0, 1, 2]
+    assert kept(top_p=0.01) == [0]
+    assert kept(top_k=2) == [0, 1]
+    assert kept(top_k=4) == [0, 1, 2, 3, 4]  # the fifth is as likely as the fourth
+    assert kept(top_k=3, top_p=0.8) == [0, 1]  # 0.75 of 0.875 is more than 0.8
+    assert kept(min_p=0.3) == [0, 1]
+    assert kept(min_p=1.0) == [0]
+    assert kept(top_k=99) == [0, 1, 2, 3, 4]
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_the_fast_path_draws_the_references_tokens(data: st.DataObject) -> None:
+    """Rows of every kind in one batch, over a vocabulary larger than the fast path's first look."""
+    num_rows, vocab_size = 24, 2 * cpu.CANDIDATES
+    rows = [
+        data.draw(
+            st.tuples(
+                st.sampled_from([0.0, 0.5, 1.0, 1.5]),
+                st.sampled_from([0, 0, 1, 7, cpu.CANDIDATES - 1, cpu.CANDIDATES, vocab_size + 5]),
+                st.sampled_from([1.0, 0.1, 0.9, 0.9999]),
+                st.sampled_from([0.0, 0.0, 0.02, 1.0]),
+            )
+        )
+        for _ in range(num_rows)
+    ]
+    temperature, top_k, top_p, min_p = zip(*rows, strict=True)
+    order = list(range(num_rows))
+    params = SamplingTensors.from_lists(temperature, top_k, top_p, min_p, order, [0] * num_rows, order)
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    logits = torch.randn(num_rows, vocab_size, generator=generator) * data.draw(st.sampled_from([0.1, 1.0, 5.0]))
+    if data.draw(st.booleans()):
+        logits = logits.round()  # many equals, also across the edge of the candidates
+    assert cpu.sample(logits, params).tolist() == reference.sample(logits, params).tolist()
+
+
+@BOTH
+@pytest.mark.parametrize("filters", [{}, {"top_k": 40, "top_p": 0.95}], ids=["all", "filtered"])
+def test_a_draw_does_not_depend_on_its_batch(ops: ModuleType, filters: dict[str, float]) -> None:
+    num_rows = 16
+    logits = torch.randn(num_rows, 700)
+    params = settings_of(num_rows, seed=list(range(100, 100 + num_rows)), position=[3] * num_rows, **filters)  # type: ignore[arg-type]
+    together = ops.sample(logits, params)
+    for row in range(num_rows):
+        assert ops.sample(logits[row : row + 1], params.rows(torch.tensor([row]))) == together[row]
+    order = torch.randperm(num_rows)
+    assert torch.equal(ops.sample(logits[order], params.rows(order)), together[order])
+
+
+@BOTH
+def test_a_draw_does_not_depend_on_its_neighbours_settings(ops: ModuleType) -> None:
+    logits = torch.randn(3, 700)
+    alone = ops.sample(logits[1:2], settings_of(1, position=[4]))
+    mixed = SamplingTensors.from_lists([0.0, 1.0, 1.0], [0, 0, 5], [1, 1, 0.5], [0, 0, 0], [1, 11, 2], [0] * 3, [4] * 3)
+    assert ops.sample(logits, mixed)[1] == alone[0]
+
+
+def test_noise_depends_on_every_part_of_its_key_and_on_the_token() -> None:
+    tokens = torch.arange(1000)
+
+    def noise(seed: int, sample_index: int, position: int) -> torch.Tensor:
+        key = reference.noise_keys(*(torch.tensor([x]) for x in (seed, sample_index, position)))
+        return reference.exponential_noise(key, tokens)
+
+    base = noise(7, 0, 100)
+    assert torch.equal(base, noise(7, 0, 100))
+    for other in (noise(8, 0, 100), noise(7, 1, 100), noise(7, 0, 101), noise(0, 7, 100), noise(100, 0, 7)):
+        assert int((base == other).sum()) <= 1
+    assert len(base.unique()) > 990
+    extreme = noise(-(1 << 63), (1 << 31), (1 << 62))
+    assert bool((extreme > 0).all() & extreme.isfinite().all())
+
+
+def test_noise_is_exponential() -> None:
+    """Mean, variance and tail of a million, and 16 cells of equal probability."""
+    keys = reference.noise_keys(torch.arange(100), torch.zeros(100, dtype=torch.int64), torch.full((100,), 5))
+    noise = reference.exponential_noise(keys.unsqueeze(1), torch.arange(10_000)).flatten().double()
+    assert float(noise.mean()) == pytest.approx(1.0, abs=0.005)
+    assert float(noise.var()) == pytest.approx(1.0, abs=0.015)
+    cells = ((1 - (-noise).exp()) * 16).long().clamp(max=15)
+    assert chi_square_p(cells.bincount(minlength=16), torch.full((16,), 1 / 16)) > 1e-4
+    assert float(noise.max()) > 11
+    assert float(noise.min()) > 0
+
+
+def test_noise_known_by_its_figures() -> None:
+    """Draws must not change with a version, a device or a kernel: a seed is a promise. Also by plain integers."""
+    mask = (1 << 64) - 1
+
+    def mix(x: int) -> int:
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
+        return x ^ (x >> 31)
+
+    golden = 0x9E3779B97F4A7C15
+    key = mix(42 + golden & mask)
+    key = mix(key + 3 + golden & mask)
+    key = mix(key + 17 + golden & mask)
+    tensors = reference.noise_keys(torch.tensor([42]), torch.tensor([3]), torch.tensor([17]))
+    assert int(tensors) & mask == key
+    tokens = [0, 1, 49151]
+    uniform = [((mix(key + (t + 1) * golden & mask) >> 32) + 0.5) / (1 << 32) for t in tokens]
+    noise = reference.exponential_noise(tensors, torch.tensor(tokens)).tolist()
+    assert noise == pytest.approx([-math.log1p(-u) for u in uniform], rel=1e-5)
+
+
+@BOTH
+def test_the_highest_noise_does_not_lose_the_only_token(ops: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest 32 bits round to 1 in float32; infinite noise would drop the one token that filters left."""
+    for module in (reference, cpu):
+        monkeypatch.setattr(module, "noise_keys", lambda seed, *_: torch.zeros_like(seed))
+    monkeypatch.setattr(reference, "_mix_high", lambda x: torch.full_like(x, -1))
+    assert bool(reference.exponential_noise(torch.zeros(1, dtype=torch.int64), torch.arange(3)).isfinite().all())
+    logits = torch.tensor([[0.0, 1.0, 3.0, 2.0]])
+    assert ops.sample(logits, settings_of(1, top_k=1)).tolist() == [2]
+
+
+@BOTH
+def test_greedy_takes_the_first_of_equals(ops: ModuleType) -> None:
+    logits = torch.tensor([[1.0, 5.0, 5.0, 0.0], [-3.0, -2.0, -2.5, -2.0], [0.0, 0.0, 0.0, 0.0]])
+    greedy = settings_of(3, temperature=0.0, top_k=2)
+    assert greedy.all_greedy
+    assert not greedy.any_filter
+    assert ops.sample(logits, greedy).tolist() == [1, 1, 0]
+    assert ops.sample(logits, greedy).dtype == torch.int64
+    mixed = SamplingTensors.from_lists([0.0, 1.0, 0.0], [0] * 3, [1.0] * 3, [0.0] * 3, [1] * 3, [0] * 3, [0] * 3)
+    assert ops.sample(logits, mixed)[[0, 2]].tolist() == [1, 0]
+
+
+@BOTH
+def test_top_k_of_one_is_greedy_at_any_temperature(ops: ModuleType) -> None:
+    logits = torch.randn(20, 600)
+    assert torch.equal(ops.sample(logits, settings_of(20, temperature=2.0, top_k=1)), logits.argmax(-1))
+
+
+@BOTH
+def test_masked_tokens_are_never_drawn(ops: ModuleType) -> None:
+    logits = torch.full((200, 600), -torch.inf)
+    logits[:, [3, 500]] = 0.0
+    for params in (settings_of(200), settings_of(200, top_p=0.99), settings_of(200, min_p=0.5)):
+        assert set(ops.sample(logits, params).tolist()) == {3, 500}
+
+
+@BOTH
+def test_rows_that_are_not_finite_are_found(ops: ModuleType) -> None:
+    logits = torch.randn(6, 50)
+    logits[1, 7] = torch.nan
+    logits[3, 0] = torch.inf
+    logits[4, 49] = -torch.inf
+    logits[5] = 3e38  # finite, though their sum is not
+    assert ops.finite_rows(logits).tolist() == [True, False, True, False, False, True]
+    assert ops.finite_rows(torch.randn(3, 5)).tolist() == [True] * 3
+
+
+def test_the_hosts_flags() -> None:
+    assert settings_of(2, temperature=0.0).all_greedy
+    assert not settings_of(2).all_greedy
+    assert not settings_of(2).any_filter
+    for params in (settings_of(1, top_k=1), settings_of(1, top_p=0.9), settings_of(1, min_p=0.1)):
+        assert params.any_filter
