@@ -27,6 +27,8 @@ from . import oracle as o
 from .oracle import Invariant, Stall, WrongOutput, need
 
 MAX_STEPS = 8000
+KINDS = ("", "swap", "chat", "prefix")
+"""Anything; swap-heavy; the next turn of a chat, with its stop tokens; one prefix common to all."""
 
 
 class RandomPolicy(Policy):
@@ -43,10 +45,13 @@ class RandomPolicy(Policy):
 class World:
     """One scheduler, one oracle, and the requests that are to come."""
 
-    def __init__(self, seed: int, totals: Counter[str], *, listen: bool | None = None) -> None:
+    def __init__(
+        self, seed: int, totals: Counter[str], *, kind: str | None = None, listen: bool | None = None
+    ) -> None:
         self.random = rnd = random.Random(seed)
         self.totals = totals
-        self.kind = rnd.choice(["", "", "swap", "chat", "prefix"])
+        drawn = rnd.choice(["", *KINDS])
+        self.kind = drawn if kind is None else kind
         self.tight = rnd.random() < 0.6
         size = 1 if self.kind == "chat" else rnd.choice([1, 2, 3, 4, 8])
         num_blocks = max(4, rnd.randint(40, 90 if self.tight else 130) // size)
@@ -258,13 +263,14 @@ class World:
                 need(name in self.finished, WrongOutput, name, "never reported")
 
 
-def run(seed: int, totals: Counter[str] | None = None) -> Counter[str]:
+def run(seed: int, totals: Counter[str] | None = None, *, kind: str | None = None) -> Counter[str]:
     """Drive the world of this seed to its end. Raises what the oracle found."""
     totals = Counter() if totals is None else totals
-    world = World(seed, totals)
+    world = World(seed, totals, kind=kind)
     world.run()
     totals.update(world.oracle.counts)
     totals.update(world.seen)
+    totals["prefix hits"] += world.cache.num_hits
     totals["workloads"] += 1
     return totals
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from octavo.build import build
 from octavo.config import EngineArgs
@@ -42,6 +44,9 @@ class LLM:
         self.spec = built.spec
         self._tokenizer = built.tokenizer
         self._ids = itertools.count()
+        self._mail: dict[str, RequestOutput] = {}  # the newest output of requests, for those who run them
+        # Whoever forgets to close it gets the memory back with the object, and no thread outlives the interpreter.
+        weakref.finalize(self, built.engine.close)
 
     # -- generating ----------------------------------------------------------------------------------------------------
 
@@ -64,9 +69,10 @@ class LLM:
         place = {name: i for i, name in enumerate(names)}
         outputs: list[RequestOutput | None] = [None] * len(names)
         with self._progress(len(names), use_tqdm) as bar:
-            for output in self._run(names):
-                outputs[place[output.request_id]] = output
-                bar.update(1)
+            with contextlib.closing(self._run(names)) as run:
+                for output in run:
+                    outputs[place[output.request_id]] = output
+                    bar.update(1)
         return [output for output in outputs if output is not None]
 
     def chat(
@@ -143,26 +149,39 @@ class LLM:
             raise
         return names
 
-    def _run(self, names: list[str]) -> Iterator[RequestOutput]:
-        """Step the engine until these requests have finished. Whoever leaves early takes his requests along."""
+    def _run(self, names: list[str]) -> Generator[RequestOutput, None, None]:
+        """Step the engine until these requests have finished. Whoever leaves early takes his requests along, also
+        before the first output: a generator that has not begun would not notice that it is closed."""
+        run = self._begun(names)
+        next(run)
+        return cast("Generator[RequestOutput, None, None]", run)
+
+    def _begun(self, names: list[str]) -> Generator[RequestOutput | None, None, None]:
         mine = set(names)
         engine = self.engine
         try:
+            yield None
             with engine.garbage:
                 while mine:
-                    with BetweenSteps() as interrupt:
-                        outputs = engine.step()
-                        interrupt.check()
-                    for output in outputs:
-                        if output.request_id in mine:
-                            if output.finished:
-                                mine.remove(output.request_id)
-                            yield output
+                    with BetweenSteps():
+                        self._sort(engine.step())
+                    for name in [name for name in self._mail if name in mine]:
+                        output = self._mail.pop(name)
+                        if output.finished:
+                            mine.remove(name)
+                        yield output
         finally:
             if mine:
                 for name in mine:
                     engine.abort(name)
-                engine.drain()
+                self._sort(engine.drain())
+                for name in mine:
+                    self._mail.pop(name, None)
+
+    def _sort(self, outputs: list[RequestOutput]) -> None:
+        """Several iterators may take turns, and each step tells of the requests of all."""
+        for output in outputs:
+            self._mail[output.request_id] = output
 
     # -- text ----------------------------------------------------------------------------------------------------------
 
@@ -179,6 +198,10 @@ class LLM:
                 if name not in ("prompt", "prompt_token_ids"):
                     raise UnknownOptionError.of("a prompt", str(name), ("prompt", "prompt_token_ids"))
             if token_ids is not None:
+                if not isinstance(token_ids, Sequence) or isinstance(token_ids, str):
+                    raise PromptError(
+                        f"prompt_token_ids is a list of integers, not {type(token_ids).__name__}", param="prompt"
+                    )
                 return text, list(token_ids)
             prompt = text if text is not None else ""
         if isinstance(prompt, str):
@@ -188,7 +211,7 @@ class LLM:
                 raise PromptError("the prompt is empty; give it some text", param="prompt", code="empty_prompt")
             return prompt, token_ids
         if isinstance(prompt, Sequence):
-            return None, list(prompt)
+            return None, list(cast("Sequence[int]", prompt))
         raise PromptError(
             f"a prompt is text, a list of token ids or a dict, not {type(prompt).__name__}", param="prompt"
         )
@@ -257,6 +280,8 @@ def _list_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, num: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise ParameterError(f"sampling_params are SamplingParams, one or a list of them, not {params!r}")
     if len(params) != num:
         raise ParameterError(f"{len(params)} sampling_params for {num} prompts; give one for all or one for each")
     return list(params)

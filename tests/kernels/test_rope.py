@@ -64,7 +64,7 @@ def test_an_older_config_says_type() -> None:
 
 
 def test_an_unknown_scaling_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModelError, match="'longrope'.*supported: default, linear, llama3, yarn"):
+    with pytest.raises(UnsupportedModelError, match=r"'longrope'.*supported: default, linear, llama3, yarn"):
         reference.rope_table(16, 50, 10000.0, scaling={"rope_type": "longrope"})
 
 

@@ -119,5 +119,5 @@ class Conversation:
 
 def chat_prompt(llm: LLM, messages: list[dict[str, str]]) -> dict[str, Any]:
     """Messages as the prompt that the model's chat template makes of them, up to where the answer begins."""
-    _, ids = llm.get_tokenizer().encode_chat(messages)
-    return {"prompt_token_ids": ids}
+    text, ids = llm.get_tokenizer().encode_chat(messages)
+    return {"prompt": text, "prompt_token_ids": ids}

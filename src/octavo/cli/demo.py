@@ -81,7 +81,7 @@ def watch(llm: LLM, max_tokens: int) -> Measured:
     from rich.live import Live
 
     prompts = [chat_prompt(llm, _messages(system, question)) for system, question in QUESTIONS]
-    asked = {tuple(prompt["prompt_token_ids"]): i for i, prompt in enumerate(prompts)}
+    asked = {prompt["prompt"]: i for i, prompt in enumerate(prompts)}
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     console = Console(highlight=False)
     growing: dict[int, RequestOutput] = {}
@@ -92,7 +92,7 @@ def watch(llm: LLM, max_tokens: int) -> Measured:
     # Not a terminal: no lines that grow, only whole answers.
     with Live(console=console, transient=True) if console.is_terminal else contextlib.nullcontext() as live:
         for output in llm.stream(prompts, params):
-            i = asked[tuple(output.prompt_token_ids)]
+            i = asked[output.prompt or ""]
             if output.outputs[0].token_ids:
                 first_token_s.setdefault(i, time.perf_counter() - started)
             peak = max(peak, llm.kv_stats(), key=lambda stats: stats.num_used)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,6 +66,8 @@ def load(model: str, engine: dict[str, Any]) -> LLM:
     EngineArgs(model=model, **engine)  # a mistake in an option is found before anything is fetched
     if catalog.find(model) is not None and not Path(model).exists():
         fetch_model(model)
+    logging.addLevelName(logging.WARNING, "warning")  # "warning: ..." beside "error: ..."
+    logging.basicConfig(format="%(levelname)s: %(message)s")
     with Console(stderr=True).status(f"loading {model}"):
         from octavo import LLM
 

@@ -458,7 +458,7 @@ class Scheduler:
         if plan.outstanding is None:
             plan.outstanding = list(plan.samples)
         for i, tokens in enumerate(result.tokens):
-            plan.outstanding[i] -= len(tokens)
+            plan.outstanding[i] -= min(1, len(tokens)) if i in plan.draws else len(tokens)
 
     def _cut(self, seq: Sequence, tokens: Any) -> Any:
         """A window's tokens up to its first stop token; what the device did after it does not count."""

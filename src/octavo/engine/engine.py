@@ -18,7 +18,7 @@ from octavo.engine.executor import Executor, Running
 from octavo.engine.garbage import QuietGarbage
 from octavo.engine.outputs import MakeDetokenizer, RequestMetrics, RequestOutput, RequestState
 from octavo.engine.stats import EngineStats
-from octavo.errors import ContextLengthError, ParameterError, PromptError, StepError
+from octavo.errors import ContextLengthError, EngineError, ParameterError, PromptError, StepError
 
 logger = logging.getLogger("octavo.engine")
 
@@ -60,7 +60,7 @@ class Engine:
         self._flight: deque[tuple[StepPlan, Running]] = deque()
         self._states: dict[str, RequestState] = {}
         self._num_incremental = 0
-        self._num_failures = 0  # steps failed in a row
+        self._closed = False
         scheduler.events.subscribe(self.stats)
         scheduler.events.subscribe(self._listen)
 
@@ -82,6 +82,7 @@ class Engine:
 
         Raises `PromptError`, `ContextLengthError`, `ParameterError` or `CapacityError`; then nothing was queued.
         """
+        self._check_open()
         if request_id in self._states:
             raise ParameterError(f"a request {request_id!r} is running already; ids must differ", param="request_id")
         self.check_prompt(prompt_token_ids)
@@ -158,6 +159,7 @@ class Engine:
 
         May return nothing while the device works. Waits for the device when there is nothing else to do.
         """
+        self._check_open()
         plan = None
         if len(self._flight) < self._depth:
             plan = self.scheduler.schedule()
@@ -176,18 +178,21 @@ class Engine:
         except StepError as error:
             return self._failed(plan, error)
         self._flight.popleft()
-        self._num_failures = 0
         return self._take_in(plan, result, last=True)
 
-    def drain(self) -> None:
-        """Wait for all that is in flight, and drop it: for leaving in the middle of something."""
+    def drain(self) -> list[RequestOutput]:
+        """Take in all that is in flight and plan nothing more: for leaving in the middle of something."""
+        outputs: list[RequestOutput] = []
         while self._flight:
-            plan, running = self._flight.popleft()
+            plan, running = self._flight[0]
             try:
-                self.scheduler.update(plan, running.result())
-            except StepError:
-                self._flight.clear()
-                self.scheduler.fail(plan)
+                result = running.result()
+            except StepError as error:
+                outputs += self._failed(plan, error)
+            else:
+                self._flight.popleft()
+                outputs += self._take_in(plan, result, last=True)
+        return outputs
 
     def _take_in(self, plan: StepPlan, result: StepResult, *, last: bool) -> list[RequestOutput]:
         now = self._clock()
@@ -234,23 +239,30 @@ class Engine:
         return output
 
     def _failed(self, plan: StepPlan, error: StepError) -> list[RequestOutput]:
-        """A step failed. Once may be chance: all that was in flight is computed again. Twice in a row, the requests of
-        the failed plan fail."""
+        """A step failed. Once may be chance: all that was in flight is computed again. A request is given up whose step
+        fails a second time before it has got a token further.
+
+        Steps that failed in a row are not what counts: between two that fail because of one request, others may
+        succeed that recompute its neighbours, for ever.
+        """
         self._flight.clear()
         self.stats.num_failed_steps += 1
-        self._num_failures += 1
-        in_plan = {seq.request.request_id for seq in plan.sequences}
         self.scheduler.fail(plan)
-        if self._num_failures == 1:
+        given_up: list[RequestState] = []
+        for request_id in dict.fromkeys(seq.request.request_id for seq in plan.sequences):
+            if (state := self._states.get(request_id)) is not None:
+                if state.num_known == state.failed_at:
+                    given_up.append(state)
+                state.failed_at = state.num_known
+        if not given_up:
             logger.warning("step %d failed and is computed again: %s", plan.step, error)
             return []
-        logger.error("step %d failed again; its %d requests are given up: %s", plan.step, len(in_plan), error)
-        self._num_failures = 0
+        logger.error("step %d failed again; %d requests are given up: %s", plan.step, len(given_up), error)
         outputs = []
-        for request_id in in_plan & self._states.keys():
-            self._states[request_id].request.error = str(error)
-            self.scheduler.abort(request_id, "error")
-            if (output := self._close(request_id)) is not None:
+        for state in given_up:
+            state.request.error = str(error)
+            self.scheduler.abort(state.request.request_id, "error")
+            if (output := self._close(state.request.request_id)) is not None:
                 outputs.append(output)
         return outputs
 
@@ -265,5 +277,14 @@ class Engine:
                 state.metrics.first_scheduled_time = self._clock()
 
     def close(self) -> None:
-        self._flight.clear()
-        self.executor.close()
+        """Abort what runs, and the executor gives back what it holds. A second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            for request_id in list(self._states):
+                self.abort(request_id)
+            self._flight.clear()
+            self.executor.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed; make a new one")

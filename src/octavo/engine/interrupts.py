@@ -9,7 +9,7 @@ from typing import Any
 
 
 class BetweenSteps:
-    """While it is entered, Ctrl-C is noted and raised by `check`; pressed again before that, it is raised at once.
+    """While it is entered, Ctrl-C is noted, and raised on leaving; pressed again before that, it is raised at once.
 
     Leaves signals alone outside the main thread, and where the program has a handler of its own.
     """
@@ -33,13 +33,10 @@ class BetweenSteps:
         if self._mine:
             signal.signal(signal.SIGINT, self._before)
             self._mine = False
+        if self._pressed and kind is None:
+            raise KeyboardInterrupt
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._pressed:
             raise KeyboardInterrupt
         self._pressed = True
-
-    def check(self) -> None:
-        if self._pressed:
-            self._pressed = False
-            raise KeyboardInterrupt

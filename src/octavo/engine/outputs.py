@@ -84,6 +84,7 @@ class _Text:
     detokenizer: Detokenizer
     num_pushed: int = 0
     over: bool = False
+    error: str = ""
 
 
 @dataclass(slots=True)
@@ -93,6 +94,7 @@ class RequestState:
     make_detokenizer   None: token ids only
     incremental        the text is wanted, or watched for stop strings, while it grows; else it is made once, at the end
     stream             the caller hears of every step
+    failed_at          tokens known when a step of this request failed; -1: none did
     """
 
     request: Request
@@ -101,10 +103,16 @@ class RequestState:
     make_detokenizer: MakeDetokenizer | None = None
     incremental: bool = False
     stream: bool = False
+    failed_at: int = -1
     texts: dict[int, _Text] = field(default_factory=dict)
 
+    @property
+    def num_known(self) -> int:
+        """Tokens that the host knows, over all sequences."""
+        return sum(len(s.token_ids) for s in (*self.request.sequences, *self.request.done))
+
     def read(self, sequence: Sequence) -> bool:
-        """Take in a sequence's new tokens; True when they complete a stop string."""
+        """Take in a sequence's new tokens; True when they complete a stop string, or cannot be turned into text."""
         text = self._text_of(sequence)
         if text is None or text.over:
             return False
@@ -112,8 +120,11 @@ class RequestState:
         if sequence.stop_token is not None and tokens:
             tokens.pop()  # the stop token is in token_ids, not in the text
         text.num_pushed += len(tokens)
-        text.detokenizer.push(tokens)
-        text.over = text.detokenizer.stop_reason is not None
+        try:
+            text.detokenizer.push(tokens)
+        except Exception as error:  # this request's alone: it must not take the loop along
+            text.error = f"its tokens could not be turned into text: {type(error).__name__}: {error}"
+        text.over = text.detokenizer.stop_reason is not None or bool(text.error)
         return text.over
 
     def _text_of(self, sequence: Sequence) -> _Text | None:
@@ -151,10 +162,12 @@ class RequestState:
             if (stop_reason := text.detokenizer.stop_reason) is not None:
                 token_ids = token_ids[: text.detokenizer.num_tokens_kept]
                 finish_reason = "stop"  # also where a stop token or the length would have ended it, later
+            if text.error:
+                finish_reason = "error"
         if stop_reason is None and sequence.stop_token in (self.request.sampling_params.stop_token_ids or ()):
             stop_reason = sequence.stop_token
         if finish_reason == "error":
-            stop_reason = self.request.error
+            stop_reason = (text.error if text is not None else "") or self.request.error
         return CompletionOutput(
             sequence.index,
             "" if text is None else text.detokenizer.text,

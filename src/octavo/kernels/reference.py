@@ -97,9 +97,8 @@ def _llama3_frequencies(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
         scaled   f / factor      |   linear blend     |        f
     """
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    keep: Tensor = ((turns - low) / (high - low)).clamp(0, 1)
-    return torch.lerp(frequencies / scaling["factor"], frequencies, keep)
+    turns = scaling["original_max_position_embeddings"] / (2 * math.pi / frequencies)
+    return _blend(frequencies, scaling["factor"], keep=((turns - low) / (high - low)).clamp(0, 1))
 
 
 def _yarn_frequencies(frequencies: Tensor, theta: float, scaling: dict[str, Any]) -> tuple[Tensor, float]:
@@ -117,8 +116,7 @@ def _yarn_frequencies(frequencies: Tensor, theta: float, scaling: dict[str, Any]
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * num_pairs - 1)
     pairs = torch.arange(num_pairs, device=frequencies.device).to(frequencies.dtype)
-    stretch = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
-    blended = stretch * frequencies / factor + (1 - stretch) * frequencies
+    blended = _blend(frequencies, factor, keep=1 - ((pairs - low) / max(high - low, 0.001)).clamp(0, 1))
 
     def temperature(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -128,6 +126,12 @@ def _yarn_frequencies(frequencies: Tensor, theta: float, scaling: dict[str, Any]
         mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
         amplitude = temperature(mscale) / temperature(mscale_all) if mscale and mscale_all else temperature(1.0)
     return blended, float(amplitude)
+
+
+def _blend(frequencies: Tensor, factor: float, keep: Tensor) -> Tensor:
+    """In Transformers' order of operations: at position 100,000 a last digit of a frequency is a visible angle."""
+    blended: Tensor = (1 - keep) * frequencies / factor + keep * frequencies
+    return blended
 
 
 def apply_rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:

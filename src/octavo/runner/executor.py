@@ -14,6 +14,10 @@ WAIT_S = 0.2
 """How long one wait lasts before the caller's thread may see a signal."""
 
 
+CLOSE_S = 60.0
+"""How long closing waits for the step that runs."""
+
+
 class LocalRunning:
     """A plan in the queue, or what came of it so far."""
 
@@ -100,7 +104,8 @@ class LocalExecutor:
         if not self._closed:
             self._closed = True
             self._queue.put(None)
-            self._thread.join(timeout=60)
+            self._thread.join(timeout=CLOSE_S)
+            del self.runner  # weights and pool, whoever still holds the executor
 
     def _work(self) -> None:
         while (running := self._queue.get()) is not None:

@@ -60,14 +60,14 @@ def plan_memory(
     else:
         most = args.max_num_seqs * -(-wanted_len // size)
         num_blocks = min(min(CPU_KV_BYTES, free // 4) // per_block - 1, most)
-    longest = num_blocks * size  # one sequence alone; its last token takes no slot
-    max_model_len = wanted_len
-    if longest + 1 < wanted_len and asked is None and longest > 0:
-        max_model_len = longest
-        warnings.append(f"the KV pool holds {longest} tokens; max_model_len is {longest} instead of {model_len}")
-    elif asked == -1:
-        max_model_len = min(wanted_len, longest)
-    host = DEFAULT_SWAP_BYTES if args.swap_space is None else int(args.swap_space * GIB)
+    longest = num_blocks * size + 1  # one sequence alone; its last token takes no slot
+    max_model_len = wanted_len if asked is not None and asked > 0 else min(wanted_len, longest)
+    if asked is None and longest < wanted_len:
+        warnings.append(f"one sequence of {longest} tokens fills the KV pool; max_model_len is that, not {model_len}")
+    if args.swap_space is None:  # a default takes no more than is left
+        host = min(DEFAULT_SWAP_BYTES, max(0, free - (num_blocks + 1) * per_block))
+    else:
+        host = int(args.swap_space * GIB)
     if args.preemption_mode == "recompute":
         host = 0
     num_host = host // per_block
@@ -81,7 +81,7 @@ def plan_memory(
             "No available memory for the cache blocks: " + budget.table() + "; free some memory, raise "
             "kv_cache_memory_bytes or lower block_size"
         )
-    if max_model_len > longest + 1:
+    if max_model_len > longest:
         raise MemoryBudgetError(
             f"To serve at least one request with the model's max seq len ({max_model_len}), "
             f"{-(-(max_model_len - 1) // size)} blocks are needed and the pool has {num_blocks}; the largest "

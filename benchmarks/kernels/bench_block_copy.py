@@ -1,0 +1,32 @@
+"""Copying and swapping whole blocks: `python benchmarks/kernels/bench_block_copy.py [--threads N]`."""
+
+from __future__ import annotations
+
+import torch
+from timing import compare, start
+
+from octavo.kernels import cpu, reference
+
+
+def main() -> None:
+    start(__doc__)
+    kv, host = torch.zeros(257, 30, 2, 3, 16, 64), torch.zeros(129, 30, 2, 3, 16, 64)
+    for n in (1, 8, 64):
+        src, dst = torch.randperm(128)[:n] + 1, torch.randperm(128)[:n] + 129
+        num_bytes = n * kv[0].nbytes
+        compare(
+            f"block_copy {n}",
+            lambda src=src, dst=dst: cpu.block_copy(kv, src, dst),
+            lambda src=src, dst=dst: reference.block_copy(kv, src, dst),
+            num_bytes=num_bytes,
+        )
+        compare(
+            f"swap_out {n}",
+            lambda src=src: cpu.swap_out(kv, host, src, src),
+            lambda src=src: reference.swap_out(kv, host, src, src),
+            num_bytes=num_bytes,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""The commands over a real engine and a tiny random model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from octavo.cli.demo import LIBRARIAN
+from tests.cli.conftest import Call
+from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint
+
+ENDLESS = ("--max-tokens", "30000", "--ignore-eos", "--num-gpu-blocks-override", "4000")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random Llama whose tokens are characters, with a chat template, and a context that takes long to fill."""
+    folder = make_tiny_checkpoint("llama", tmp_path_factory.mktemp("tiny"), max_position_embeddings=40_000)
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {chr(32 + i): 3 + i for i in range(VOCAB_SIZE - 3)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")  # type: ignore[assignment]
+    tokenizer.decoder = tokenizers.decoders.Fuse()  # type: ignore[assignment]
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": template}))
+    return str(folder)
+
+
+def test_json_is_what_the_library_gives(call: Call, model: str) -> None:
+    from octavo import LLM, SamplingParams
+
+    prompts = ["three four", "six", "three four seven"]
+    done = call(
+        *("generate", "--model", model, "--json", "--temperature", "0", "--max-tokens", "9"),
+        *(part for prompt in prompts for part in ("-p", prompt)),
+    )
+    assert done.code == 0, done.err
+    with LLM(model) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=9), use_tqdm=False)
+    assert [json.loads(line) for line in done.lines] == [
+        {
+            "prompt": output.prompt,
+            "text": output.outputs[0].text,
+            "token_ids": output.outputs[0].token_ids,
+            "finish_reason": output.outputs[0].finish_reason,
+            "num_cached_tokens": 0,
+        }
+        for output in outputs
+    ]
+
+
+def test_the_prefix_cache_is_counted_and_can_be_left_out(call: Call, model: str) -> None:
+    prompt = "seventeen letters"
+    args = ["generate", "--model", model, "--json", "--max-tokens", "1", "--block-size", "8"]
+    args += ["-p", prompt, "-p", prompt]
+    assert [json.loads(line)["num_cached_tokens"] for line in call(*args).lines] == [0, 16]
+    done = call(*args, "--no-enable-prefix-caching")
+    assert [json.loads(line)["num_cached_tokens"] for line in done.lines] == [0, 0]
+
+
+def test_a_seed_reproduces(call: Call, model: str) -> None:
+    args = ("generate", "--model", model, "-p", "once", "--temperature", "1", "--seed")
+    first, again, other = call(*args, "7"), call(*args, "7"), call(*args, "8")
+    assert first.code == other.code == 0
+    assert first.out == again.out != other.out
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (("--model", "/absent"), 1, "/absent"),
+        (("--model", "EMPTY"), 1, "config.json"),
+        (("-p", ""), 2, "the prompt is empty"),
+        (("--block-size", "3"), 2, "block_size is 3, it must be a power of two from 1 to 256"),
+        (("--max-num-seqs", "0"), 2, "max_num_seqs is 0"),
+        (("--swap-space", "-1"), 2, "swap_space is -1"),
+        (("--max-tokens", "200000"), 2, "maximum context length is"),
+        (("--num-gpu-blocks-override", "2", "--max-tokens", "99"), 2, "99"),
+        (("--num-gpu-blocks-override", "2", "--max-model-len", "64"), 1, "max_model_len"),
+    ],
+)
+def test_bad_input_is_one_line(
+    call: Call, model: str, tmp_path: Path, args: tuple[str, ...], code: int, message: str
+) -> None:
+    given = [str(tmp_path) if arg == "EMPTY" else arg for arg in args]
+    done = call("generate", "--model", model, "-p", "once", *given)
+    assert (done.code, done.out) == (code, "")
+    assert done.err.startswith("error: ")
+    assert message in done.err
+    assert done.err.rstrip("\n").count("\n") == 0
+
+
+def test_demo_shares_the_system_prompt_while_all_arrive_at_once(call: Call, model: str) -> None:
+    done = call("demo", "--model", model, "--max-tokens", "4", "--num-gpu-blocks-override", "200")
+    assert done.code == 0, done.err
+    rows = {line[:25].strip(): line[25:].strip() for line in done.lines[-8:]}
+    blocks = len(LIBRARIAN) // 16  # a token is a character; the questions after it begin with different ones
+    assert rows["prefix-cache hit rate"].split("; ")[1].startswith(f"{2 * blocks * 16} of ")
+    assert rows["blocks saved by sharing"] == f"{2 * blocks}, at that peak"
+    assert rows["blocks used now"].startswith("0, ")
+
+
+# -- signals --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def started(*args: str, **settings: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A command line in a process of its own, gone at the end whatever happens."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-m", "octavo.cli.main", *args], **(pipes | settings)) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def read_some(fd: int, num_bytes: int = 40) -> bytes:
+    """Output, until there is enough to say that it flows."""
+    seen = b""
+    while len(seen) < num_bytes and (more := os.read(fd, 1024)):
+        seen += more
+    return seen
+
+
+def test_ctrl_c_while_an_answer_is_streamed(model: str) -> None:
+    ours, theirs = pty.openpty()
+    with started("generate", "--model", model, "-p", "once", *ENDLESS, stdout=theirs) as process:
+        os.close(theirs)
+        read_some(ours)  # one prompt on a terminal is streamed
+        begun = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=10)
+        assert (process.returncode, err) == (130, b"")
+        assert time.monotonic() - begun < 5
+    os.close(ours)
+
+
+def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(model: str) -> None:
+    with started("chat", "--model", model, *ENDLESS) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        counts: list[tuple[str, str]] = []
+        for line in (b"hello\n", b"bye\n"):
+            process.stdin.write(line)
+            process.stdin.flush()
+            read_some(process.stdout.fileno(), 200)
+            process.send_signal(signal.SIGINT)
+            told = process.stderr.readline().decode()  # stopped, and says what it took
+            counts.append(re.findall(r"(\d+) of (\d+) prompt tokens cached", told)[0])
+        assert counts[0] == ("0", "6")
+        assert 16 <= int(counts[1][0]) < int(counts[1][1])  # the first turn was found again
+        process.communicate(timeout=10)  # the end of its input
+        assert process.returncode == 0
+
+
+@pytest.mark.parametrize("after_s", [0.3, 0.9])
+def test_ctrl_c_while_it_loads(model: str, after_s: float) -> None:
+    with started("generate", "--model", model, "-p", "once", *ENDLESS) as process:
+        time.sleep(after_s)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=10)
+        # Before Python itself has started, the signal ends the process; that is quiet too.
+        assert process.returncode in (130, -signal.SIGINT)
+        assert (out, err) == (b"", b"")

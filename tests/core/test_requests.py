@@ -1,0 +1,144 @@
+"""What a caller asks: `SamplingParams` with its ranges, `Request`, `Sequence`, and the order in which they stand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from octavo.core.policy import Policy
+from octavo.core.request import Request, Status
+from octavo.core.sampling_params import SamplingParams
+from octavo.errors import ParameterError, UnknownOptionError
+from tests import oracle as o
+
+from .lab import make
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "says"),
+    [
+        ("n", 0, "n is 0, it must be from 1 to 128"),
+        ("n", 129, "from 1 to 128"),
+        ("n", 2.0, "must be an integer, not 2.0"),
+        ("n", True, "must be an integer, not True"),
+        ("temperature", -0.1, "temperature is -0.1, it must be from 0 to 2"),
+        ("temperature", 2.1, "from 0 to 2"),
+        ("temperature", math.nan, "must be a finite number, not nan"),
+        ("temperature", math.inf, "must be a finite number, not inf"),
+        ("temperature", "1", "must be a finite number, not '1'"),
+        ("temperature", True, "must be a finite number, not True"),
+        ("top_p", -0.5, "from 0 to 1"),
+        ("top_p", 1.5, "from 0 to 1"),
+        ("min_p", 1.01, "from 0 to 1"),
+        ("min_p", -1, "from 0 to 1"),
+        ("top_k", -2, "top_k is -2, it must be from -1"),
+        ("max_tokens", 0, "max_tokens is 0, it must be from 1"),
+        ("max_tokens", -5, "from 1"),
+        ("seed", 1 << 63, "from -9223372036854775808 to 9223372036854775807"),
+        ("seed", -(1 << 63) - 1, "seed is"),
+        ("seed", "x", "must be an integer"),
+        ("stop", "", "non-empty strings, not ''"),
+        ("stop", ["a", 3], "non-empty strings, not 3"),
+        ("stop", [str(i) for i in range(65)], "stop has 65 strings, at most 64"),
+        ("stop_token_ids", [-1], "must be token ids, not -1"),
+        ("stop_token_ids", ["x"], "must be token ids, not 'x'"),
+        ("stop_token_ids", [True], "must be token ids, not True"),
+        ("ignore_eos", 1, "ignore_eos must be True or False, not 1"),
+        ("detokenize", None, "detokenize must be True or False"),
+        ("skip_special_tokens", "no", "skip_special_tokens must be"),
+        ("include_stop_str_in_output", 0, "include_stop_str_in_output must be"),
+    ],
+)
+def test_a_parameter_out_of_range_is_refused_by_name(name: str, bad: Any, says: str) -> None:
+    with pytest.raises(ParameterError, match=says) as caught:
+        SamplingParams(**{name: bad})
+    assert caught.value.param == name and "\n" not in str(caught.value)
+
+
+def test_the_bounds_themselves_are_allowed() -> None:
+    params = SamplingParams(
+        n=128, temperature=2, top_p=1, min_p=1, top_k=1 << 31, max_tokens=1, seed=-(1 << 63), stop=["x"] * 64
+    )
+    assert params.n == 128 and len(params.stop_strings) == 64
+    assert SamplingParams(n=1, temperature=0, min_p=0, seed=(1 << 63) - 1, max_tokens=None).max_tokens is None
+    assert SamplingParams(stop_token_ids=[0]).stop_token_ids == (0,)
+
+
+def test_an_unknown_parameter_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(UnknownOptionError, match="no option 'temprature'; did you mean 'temperature'"):
+        SamplingParams(temprature=1)  # type: ignore[call-arg]
+    with pytest.raises(UnknownOptionError, match="no option 'stop_strings'"):
+        SamplingParams(stop_strings=("x",))  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        SamplingParams(0.5)  # type: ignore[misc]
+
+
+def test_stop_strings_need_the_text() -> None:
+    with pytest.raises(ParameterError, match="set detokenize=True or use stop_token_ids"):
+        SamplingParams(stop="x", detokenize=False)
+    assert SamplingParams(stop_token_ids=[5], detokenize=False).stop_strings == ()
+
+
+def test_stop_strings_are_one_or_several() -> None:
+    assert SamplingParams(stop="###").stop_strings == ("###",)
+    assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
+    assert SamplingParams().stop_strings == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "greedy", "kept"), [(0, True, 0), (1e-6, True, 1e-6), (1e-5, False, 0.01), (0.005, False, 0.01), (1, False, 1)]
+)
+def test_greedy_and_the_coldest_temperature(given: float, greedy: bool, kept: float) -> None:
+    params = SamplingParams(temperature=given)
+    assert (params.greedy, params.temperature) == (greedy, kept)
+
+
+def test_ways_to_say_all_and_one() -> None:
+    assert SamplingParams(top_k=-1).top_k == 0
+    nucleus_of_one = SamplingParams(top_p=0.0)
+    assert (nucleus_of_one.top_p, nucleus_of_one.top_k) == (1.0, 1)
+
+
+def test_requests_stand_in_line_by_their_order() -> None:
+    first, second = make("a", [1], 1), make("b", [1], 1)
+    first.begin(5, (0, 5), 1)
+    second.begin(3, (1, 3), 1)
+    assert first < second and not second < first
+    assert Policy().order(make("c", [1], 1, priority=9), 4) == (0, 4)
+    assert Policy(by_priority=True).order(make("c", [1], 1, priority=9), 4) == (9, 4)
+
+
+def test_a_request_begins_with_its_prompt() -> None:
+    request = make("a", [3, 4], 7)
+    request.begin(2, (0, 2), 7)
+    (seq,) = request.sequences
+    assert (seq.token_ids.tolist(), seq.limit, seq.output_token_ids) == ([3, 4], 9, [])
+    assert request.solo is seq and request.status is Status.WAITING
+    seq.token_ids.append(5)
+    assert seq.output_token_ids == [5] and request.prompt_token_ids.tolist() == [3, 4]
+    assert "'a'/0, 3+0 tokens" in repr(seq) and "Request('a', waiting" in repr(request)
+
+
+@pytest.mark.parametrize(
+    ("options", "must_wait", "forked", "num_draws"),
+    [
+        ({}, False, True, 1),
+        ({"host_wait": True}, True, True, 1),
+        ({"width": 3}, True, False, 3),
+        ({"width": 1, "decide": o.keep_best(1)}, True, True, 2),
+        ({"width": 2, "decide": o.keep_best(2)}, True, True, 4),
+        ({"width": 2, "decide": o.keep_best(2), "num_draws": 7}, True, True, 7),
+    ],
+)
+def test_who_waits_for_the_host(options: dict, must_wait: bool, forked: bool, num_draws: int) -> None:
+    request = make("a", [1], 2, **options)
+    request.begin(0, (0, 0), 2)
+    assert (request.must_wait, request.forked, request.num_draws) == (must_wait, forked, num_draws)
+    assert (request.solo is None) == (request.width > 1 or request.decide is not None)
+
+
+def test_the_width_is_the_number_of_samples_unless_told() -> None:
+    assert Request("a", [1], SamplingParams(n=4)).width == 4
+    assert Request("a", [1], SamplingParams(n=4), width=2).width == 2

@@ -1,0 +1,211 @@
+"""Small worlds, exhaustively: blocks of 2, pools of 1 to 8, up to three requests with prompts and outputs of 1 to 5.
+
+Whatever the door lets in ends with the right output, nothing leaks and nothing stalls: alone, and with one request aborted
+or thrown out, by either means, before any one step. `make test` plays every so-many-th world, `make prove` all of them.
+
+What is left out, because another world stands for it:
+
+* No stop tokens: lengths alone decide what happens, so two kinds of prompts will do: all alike (each the beginning of the
+  next) and all different.
+* A pool that holds all requests at their longest is as good as any larger one: only the smallest such is played.
+* Without a preemption, how a victim would give way does not matter: swapping is played where recomputing preempted.
+* Steps overlap or not, windows are 1 or 3: one and two requests are played in all four ways, three in two of them, with
+  neither and with both.
+* Three requests with an interference: prompts of 1, 2, 3 and 5 and outputs of 1, 2 and 5 stand for the rest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+
+from octavo.core.kv_cache import KVCache
+from octavo.core.plan import StepPlan
+from octavo.core.policy import Policy, PreemptionMode
+from octavo.core.request import Status
+from octavo.core.scheduler import Scheduler
+from tests import oracle as o
+
+from .lab import make
+
+Shape = tuple[int, int]
+"""Tokens of a request's prompt, and of its output."""
+
+SIZE = 2
+SHAPES = list(product(range(1, 6), range(1, 6)))
+FEW = list(product((1, 2, 3, 5), (1, 2, 5)))
+ALL_WAYS = [(1, 1), (1, 3), (2, 1), (2, 3)]
+HOW = {1: ALL_WAYS, 2: ALL_WAYS, 3: [(1, 1), (2, 3)]}
+RECOMPUTE, SWAP = PreemptionMode.RECOMPUTE, PreemptionMode.SWAP
+
+
+class Event(NamedTuple):
+    """Before turn `turn`, request `who` is aborted, or thrown out."""
+
+    turn: int
+    who: int
+    how: PreemptionMode | None  # None: aborted
+
+
+class World(NamedTuple):
+    num_blocks: int
+    shapes: tuple[Shape, ...]
+    alike: bool
+    depth: int
+    window: int
+    mode: PreemptionMode
+    event: Event | None = None
+
+
+class Story(NamedTuple):
+    """What happened: preemptions, and the state of each request before each turn."""
+
+    num_preemptions: int
+    turns: list[list[Status]]
+
+
+def longest(shape: Shape) -> int:
+    return -(-(shape[0] + shape[1] - 1) // SIZE)
+
+
+@lru_cache(maxsize=None)
+def reference(prompt: tuple[int, ...], max_tokens: int) -> list[tuple[int, list[int]]]:
+    request = make("", list(prompt), max_tokens)
+    return o.reference(request)
+
+
+def prompt_of(world: World, i: int) -> list[int]:
+    return [0 if world.alike else i + 1] * world.shapes[i][0]
+
+
+def play(world: World) -> Story:
+    """One world to its end. Raises what the oracle finds."""
+    cache = KVCache(world.num_blocks, SIZE, world.num_blocks, num_rows=3)
+    scheduler = Scheduler(
+        cache, max_num_batched_tokens=16, decode_window=world.window, policy=Policy(mode=world.mode)
+    )
+    oracle = o.Oracle(cache)
+    requests = [make(str(i), prompt_of(world, i), shape[1]) for i, shape in enumerate(world.shapes)]
+    for request in requests:
+        scheduler.add(request)
+    flight: deque[tuple[StepPlan, Any]] = deque()
+    turns: list[list[Status]] = []
+    aborted = None
+    while scheduler.has_work:
+        o.need(len(turns) < 200, o.Stall, "livelock")
+        turns.append([r.status for r in requests])
+        if world.event is not None and world.event.turn == len(turns) - 1:
+            request = requests[world.event.who]
+            if world.event.how is None:
+                aborted = request
+                scheduler.abort(request.request_id)
+            else:
+                scheduler.policy = Policy(mode=world.event.how)
+                scheduler._preempt(request, request, 0, plan := StepPlan())
+                scheduler.policy = Policy(mode=world.mode)
+                oracle.submit(plan)
+            o.check(scheduler)
+        plan = StepPlan()
+        if len(flight) < world.depth:
+            plan = scheduler.schedule()
+            o.check(scheduler)
+            o.need(plan or flight or not scheduler.requests, o.Stall, "nothing planned, nothing in flight")
+            if plan:
+                flight.append((plan, oracle.submit(plan)))
+        if flight and (not plan or len(flight) == world.depth):
+            plan, running = flight.popleft()
+            scheduler.update(plan, running.result())
+            o.check(scheduler)
+    pool = cache.pool
+    o.need(not any(pool.refs) and pool.num_used == 0, o.Invariant, "blocks leaked")
+    o.need(cache.swap_space.num_used == 0 and not cache._holders, o.Invariant, "host blocks leaked")
+    o.need(cache.rows.num_free == 3 and not scheduler.num_rows_taken, o.Invariant, "rows leaked")
+    for i, request in enumerate(requests):
+        want = reference(tuple(prompt_of(world, i)), world.shapes[i][1])
+        got = o.outputs(request)
+        if request is aborted:
+            o.need(got[0][1] == want[0][1][: len(got[0][1])], o.WrongOutput, got, want)
+        else:
+            o.need(got == want, o.WrongOutput, got, want)
+    return Story(scheduler.num_preemptions, turns)
+
+
+def plain(shapes: tuple[Shape, ...]) -> Iterator[World]:
+    """The worlds of these requests in which nobody interferes; those that differ by `mode` follow each other."""
+    needs = [longest(shape) for shape in shapes]
+    for num_blocks in range(max(needs), min(8, sum(needs)) + 1):
+        for alike in (False, True) if len(shapes) > 1 else (False,):
+            for depth, window in HOW[len(shapes)]:
+                for mode in (RECOMPUTE, SWAP):
+                    yield World(num_blocks, shapes, alike, depth, window, mode)
+
+
+def events_in(story: Story) -> Iterator[Event]:
+    """Whatever can be done to anybody before any turn."""
+    for turn, states in enumerate(story.turns):
+        for who, status in enumerate(states):
+            if status is not Status.FINISHED:
+                yield Event(turn, who, None)
+            if status is Status.RUNNING:
+                yield Event(turn, who, RECOMPUTE)
+                yield Event(turn, who, SWAP)
+
+
+def play_all(shapes: tuple[Shape, ...], seen: Counter[str], *, interfere: bool, every: int = 1) -> None:
+    """All worlds of these requests; with `every`, only each so-many-th event. Says which world went wrong."""
+    world = None
+    try:
+        for world in plain(shapes):
+            if world.mode is SWAP and not preempted:
+                continue
+            story = play(world)
+            preempted = story.num_preemptions > 0
+            seen[f"{len(shapes)} requests"] += 1
+            seen["preempting"] += preempted
+            if interfere:
+                for event in list(events_in(story))[::every]:
+                    play(world := world._replace(event=event))
+                    seen[f"{len(shapes)} requests, one aborted or thrown out"] += 1
+    except Exception as error:
+        raise type(error)(*error.args, world) from error
+
+
+def everything() -> Iterator[tuple[tuple[Shape, ...], bool]]:
+    """All that `make prove` plays: requests, and whether somebody interferes."""
+    for num in (1, 2):
+        yield from ((shapes, True) for shapes in product(SHAPES, repeat=num))
+    few = set(FEW)
+    yield from ((shapes, few.issuperset(shapes)) for shapes in product(SHAPES, repeat=3))
+
+
+def test_one_request() -> None:
+    seen: Counter[str] = Counter()
+    for shape in SHAPES:
+        play_all((shape,), seen, interfere=True, every=3)
+    assert seen["1 requests"] == 4 * 25
+    assert seen["1 requests, one aborted or thrown out"] == 300
+
+
+def test_two_requests() -> None:
+    seen: Counter[str] = Counter()
+    for shapes in list(product(SHAPES, repeat=2))[::37]:
+        play_all(shapes, seen, interfere=True, every=31)
+    assert seen["preempting"] > 20 and seen["2 requests, one aborted or thrown out"] > 400
+
+
+def test_three_requests() -> None:
+    seen: Counter[str] = Counter()
+    for shapes in list(product(SHAPES, repeat=3))[::271]:
+        play_all(shapes, seen, interfere=True, every=61)
+    assert seen["preempting"] > 50 and seen["3 requests, one aborted or thrown out"] > 400
+
+
+def test_a_world_that_goes_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(o, "check", lambda _: o.need(False, o.Invariant, "planted"))
+    with pytest.raises(o.Invariant, match="planted.*World"):
+        play_all(((1, 1),), Counter(), interfere=False)

@@ -1,0 +1,386 @@
+"""The memory alone, driven by hypothesis: everything that can be done to a `KVCache`, in any order.
+
+Two models stand beside it. One of content: what every slot of both tiers holds, as the whole prefix that was written
+there, moved about by copies and swaps as a device would. One of the prefix cache, by brute force: which blocks are sealed
+and with what content. A hit is right exactly when the content is equal; and nothing that is there is missed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from octavo.core.kv_cache import KVCache
+from octavo.core.plan import StepPlan
+from octavo.core.request import Request, Sequence, Status
+from tests import oracle as o
+
+from .lab import make
+from .test_memory_rules import snapshot
+
+Content = tuple[bytes, tuple[int, ...]]
+"""What a slot holds: the salt, and all tokens up to this one."""
+
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+WHICH = st.integers(0, 1 << 16)
+
+
+class Memory(RuleBasedStateMachine):
+    @initialize(
+        size=st.sampled_from([1, 2, 3]),
+        num_blocks=st.integers(3, 9),
+        num_host=st.integers(0, 9),
+        caching=st.sampled_from([True, True, True, False]),
+    )
+    def begin(self, size: int, num_blocks: int, num_host: int, caching: bool) -> None:
+        num_host = min(num_host, num_blocks)
+        self.cache = KVCache(num_blocks, size, num_host, num_rows=4, enable_prefix_caching=caching)
+        self.pool, self.host, self.size = self.cache.pool, self.cache.swap_space, size
+        self.kv: dict[tuple[int, int], Content] = {}
+        self.host_kv: dict[tuple[int, int], Content] = {}
+        self.sealed: dict[int, tuple[int, Content]] = {}  # block -> its seal id, and what it held when it was sealed
+        self.tables: list[list[int]] = [[] for _ in range(4)]
+        self.arriving: dict[Sequence, list[int]] = {}  # sampled on the device, not yet known here
+        self.requests: list[Request] = []
+        self.line: list[int] = []  # cached blocks, the oldest first
+        self.marks = [0]
+        o.watch_eviction(self.cache)
+
+    # -- what a device would do ----------------------------------------------------------------------------------------
+
+    def apply(self, plan: StepPlan) -> None:
+        for row, start, ids in plan.table_writes:
+            assert start <= len(self.tables[row]) or start == 0
+            self.tables[row][start : start + len(ids)] = ids
+            if start == 0:
+                del self.tables[row][len(ids) :]
+        for kv, other, moves in (
+            (self.kv, self.host_kv, plan.swap_outs),
+            (self.host_kv, self.kv, plan.swap_ins),
+            (self.kv, self.kv, plan.copies),
+        ):
+            assert not {m[0] for m in moves} & {m[1] for m in moves} or kv is not other
+            for src, dst in moves:
+                for offset in range(self.size):
+                    other.pop((dst, offset), None)
+                    if (src, offset) in kv:
+                        other[dst, offset] = kv[src, offset]
+
+    def everything(self, seq: Sequence) -> list[int]:
+        """Its tokens, those on their way included."""
+        return [*seq.token_ids, *self.arriving.get(seq, [])]
+
+    def content(self, seq: Sequence, position: int) -> Content:
+        return seq.request.salt, tuple(self.everything(seq)[: position + 1])
+
+    def compute(self, seq: Sequence, count: int, plan: StepPlan) -> None:
+        self.cache.grow(seq, count, plan)
+        self.apply(plan)
+        for p in range(seq.num_computed, seq.num_computed + count):
+            block = seq.block_ids[p // self.size]
+            assert self.pool.refs[block] == 1, "a write into a shared block"
+            assert not self.pool.seal_id[block], "a write into a sealed block"
+            self.kv[block, p % self.size] = self.content(seq, p)
+        seq.num_computed += count
+
+    def note_seals(self) -> None:
+        """What was sealed by the call before, with what it holds."""
+        for block in range(1, self.pool.num_blocks + 1):
+            seal = self.pool.seal_id[block]
+            if not seal:
+                self.sealed.pop(block, None)
+            elif self.sealed.get(block, (0,))[0] != seal:
+                assert self.pool.refs[block] > 0
+                self.sealed[block] = seal, self.kv[block, self.size - 1]
+
+    # -- choosing ------------------------------------------------------------------------------------------------------
+
+    def live(self, *states: Status) -> list[Sequence]:
+        return [s for r in self.requests if r.status in states for s in r.sequences]
+
+    def one(self, which: int, *states: Status) -> Sequence | None:
+        found = self.live(*states)
+        return found[which % len(found)] if found else None
+
+    # -- rules -----------------------------------------------------------------------------------------------------------
+
+    @rule(tokens=TOKENS, salt=st.sampled_from([b"", b"", b"x"]), which=WHICH, chunk=st.integers(1, 9))
+    def admit(self, tokens: list[int], salt: bytes, which: int, chunk: int) -> None:
+        if len(self.requests) >= 5:
+            return
+        earlier = self.live(Status.RUNNING)
+        if which % 2 and earlier:  # a conversation goes on
+            tokens = [*earlier[which % len(earlier)].token_ids, *tokens][:12]
+        request = make("r", tokens, 1 << 20, salt=salt)
+        request.begin(0, (0, 0), 1 << 20)
+        (seq,) = request.sequences
+        before = snapshot(self.cache, seq)
+        prefix = self.cache.lookup(seq)
+        self.is_right(seq, prefix)
+        needs = self.cache.blocks_to_admit(seq, prefix)
+        assert snapshot(self.cache, seq) == before, "a question changed something"
+        if needs > self.pool.num_available:
+            return
+        self.cache.attach(seq, prefix)
+        request.status = Status.RUNNING
+        self.requests.append(request)
+        plan = StepPlan()
+        count = min(chunk, len(tokens) - seq.num_computed)
+        assert self.cache.blocks_needed([(seq, count)]) <= self.pool.num_available
+        self.compute(seq, count, plan)
+        if self.cache.rows.num_free:
+            plan = StepPlan()
+            self.cache.rows.give(seq, plan)
+            self.apply(plan)
+
+    def is_right(self, seq: Sequence, prefix: Any) -> None:
+        """Each hit holds just this content; where the run ends, no block that hangs from it holds the next."""
+        size, tokens = self.size, seq.token_ids
+        assert len(prefix.block_ids) * size < len(tokens)
+        for i, block in enumerate(prefix.block_ids):
+            want = seq.request.salt, tuple(tokens[: (i + 1) * size])
+            assert self.sealed[block] == (prefix.seal_ids[i], want)
+            for offset in range(size):
+                assert self.kv[block, offset] == (want[0], want[1][: i * size + offset + 1])
+        if not self.cache.enable_prefix_caching:
+            assert not prefix.block_ids
+        elif (len(prefix.block_ids) + 1) * size < len(tokens):
+            want = seq.request.salt, tuple(tokens[: (len(prefix.block_ids) + 1) * size])
+            parent = prefix.seal_ids[-1] if prefix.seal_ids else self.pool.root(seq.request.salt)
+            missed = [b for b, (_, held) in self.sealed.items() if held == want]
+            assert all(self.pool._key_of[b][0] != parent for b in missed), "missed"  # type: ignore[index]
+            if not prefix.seal_ids:
+                assert not missed, "a first block is found as long as it is there"
+
+    @rule(which=WHICH, count=st.integers(1, 4), token=st.integers(0, 1), know=st.booleans())
+    def go_on(self, which: int, count: int, token: int, know: bool) -> None:
+        """Compute positions: what is left of the known tokens, then sampled ones, which may be known only later."""
+        if (seq := self.one(which, Status.RUNNING)) is None:
+            return
+        new = max(0, seq.num_computed + count - len(self.everything(seq)))
+        if self.cache.blocks_needed([(seq, count)]) > self.pool.num_available:
+            return
+        self.arriving.setdefault(seq, []).extend((token + i) % 2 for i in range(new))
+        used = self.pool.num_used
+        needs = self.cache.blocks_needed([(seq, count)])
+        self.compute(seq, count, StepPlan())
+        assert self.pool.num_used - used == needs
+        if know:
+            self.land(which, 99)
+
+    @rule(which=WHICH, count=st.integers(1, 4))
+    def land(self, which: int, count: int) -> None:
+        """Results come in, whatever the state of their request."""
+        if (seq := self.one(which, Status.RUNNING, Status.SWAPPED)) is None:
+            return
+        coming = self.arriving.get(seq, [])
+        seq.token_ids.extend(coming[:count])
+        del coming[:count]
+
+    @rule(which=WHICH)
+    def seal(self, which: int) -> None:
+        if (seq := self.one(which, Status.RUNNING)) is None:
+            return
+        self.cache.seal(seq)
+        self.note_seals()
+        if self.cache.enable_prefix_caching:
+            assert len(seq.seal_ids) >= min(len(seq.token_ids), seq.num_computed) // self.size
+            self.marks.append(self.pool.last_seal_id)
+
+    @rule(which=WHICH)
+    def fork(self, which: int) -> None:
+        seq = self.one(which, Status.RUNNING, Status.SWAPPED)
+        if seq is None or len(seq.request.sequences) >= 4:
+            return
+        child = Sequence(seq.request, 1, seq.token_ids[:], seq.limit)
+        self.cache.fork(seq, child)
+        seq.request.sequences.append(child)
+        self.arriving[child] = list(self.arriving.get(seq, []))
+        assert child.block_ids == seq.block_ids and child.num_computed == seq.num_computed
+
+    @rule(which=WHICH)
+    def step_together(self, which: int) -> None:
+        """All sequences of a request write one position: the need is counted for all before the first copy."""
+        if (seq := self.one(which, Status.RUNNING)) is None:
+            return
+        group = seq.request.sequences
+        needs = self.cache.blocks_needed((s, 1) for s in group)
+        if needs > self.pool.num_available:
+            return
+        used, plan = self.pool.num_used, StepPlan()
+        for i, s in enumerate(group):
+            if s.num_computed == len(self.everything(s)):
+                self.arriving.setdefault(s, []).append(i % 2)
+            self.cache.grow(s, 1, plan)
+            s.num_computed += 1
+        assert self.pool.num_used - used == needs
+        self.apply(plan)
+        for s in group:
+            p = s.num_computed - 1
+            self.kv[s.block_ids[p // self.size], p % self.size] = self.content(s, p)
+
+    @rule(which=WHICH)
+    def free(self, which: int) -> None:
+        if (seq := self.one(which, Status.RUNNING, Status.SWAPPED)) is None:
+            return
+        self.cache.rows.release(seq)
+        self.cache.free(seq)
+        before = snapshot(self.cache, seq)
+        self.cache.rows.release(seq)
+        self.cache.free(seq)
+        assert snapshot(self.cache, seq) == before, "free is idempotent"
+        seq.request.sequences.remove(seq)
+        self.requests = [r for r in self.requests if r.sequences]
+        self.note_seals()
+
+    @rule(which=WHICH)
+    def discard(self, which: int) -> None:
+        if (seq := self.one(which, Status.RUNNING)) is None:
+            return
+        others = {b for s in self.live(Status.RUNNING) if s is not seq for b in s.block_ids}
+        kept = {b for b in seq.block_ids if b in others and self.pool.seal_id[b]}
+        self.cache.discard(seq)
+        assert {b for b in seq.block_ids if self.pool.seal_id[b]} == kept
+        self.note_seals()
+        self.free(self.live(Status.RUNNING, Status.SWAPPED).index(seq))
+
+    @rule(which=WHICH)
+    def swap_out(self, which: int) -> None:
+        if (seq := self.one(which, Status.RUNNING)) is None:
+            return
+        request, plan = seq.request, StepPlan()
+        before = snapshot(self.cache, *request.sequences)
+        owned = Counter(b for s in request.sequences for b in s.block_ids)
+        moves = [b for b, n in owned.items() if not self.pool.seal_id[b] or self.pool.refs[b] == n]
+        rows = [s.row for s in request.sequences]
+        if not self.cache.swap_out(request, plan):
+            assert len(moves) > self.host.num_free
+            assert snapshot(self.cache, *request.sequences) == before and not plan
+            return
+        assert sorted(src for src, _ in plan.swap_outs) == sorted(moves), "each block once, and no other"
+        assert set(request.left_behind) == set(owned) - set(moves)
+        for s, row in zip(request.sequences, rows, strict=True):
+            assert s.row == row
+            self.cache.rows.release(s)
+        request.status = Status.SWAPPED
+        self.apply(plan)
+
+    @rule(which=WHICH)
+    def swap_in(self, which: int) -> None:
+        if (seq := self.one(which, Status.SWAPPED)) is None:
+            return
+        request = seq.request
+        before = snapshot(self.cache, *request.sequences)
+        found = self.cache.find_swapped(request)
+        assert snapshot(self.cache, *request.sequences) == before
+        there = all(self.sealed.get(b, (0,))[0] == seal for b, seal in request.left_behind.items())
+        assert (found is not None) == there
+        if found is None:  # recomputed: here it just goes
+            for s in request.sequences:
+                self.cache.free(s)
+            self.requests.remove(request)
+            return
+        if found.num_needed > self.pool.num_available:
+            return
+        plan, available = StepPlan(), self.pool.num_available
+        self.cache.swap_in(request, found, plan)
+        request.status = Status.RUNNING
+        assert available - self.pool.num_available <= found.num_needed
+        self.apply(plan)
+        self.note_seals()
+
+    @rule()
+    def reset(self) -> None:
+        cached = self.pool.num_cached
+        assert self.cache.reset_prefix_cache() == cached
+        assert self.pool.num_cached == 0
+        self.note_seals()
+
+    @precondition(lambda self: self.requests)
+    @rule(which=WHICH)
+    def take_back_seals(self, which: int) -> None:
+        mark = self.marks[which % len(self.marks)]
+        young = {s for s in self.live(Status.RUNNING) if any(i > mark for i in s.seal_ids)}
+        assert set(self.cache.unseal_after(mark)) == young
+        assert all(seal <= mark for seal in self.pool.seal_id)
+        assert all(i <= mark for s in self.live(Status.RUNNING) for i in s.seal_ids)
+        self.note_seals()
+
+    # -- what holds after every rule ---------------------------------------------------------------------------------------
+
+    @invariant()
+    def counts_hold(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        owners = Counter(b for s in self.live(Status.RUNNING) for b in s.block_ids)
+        o._check_pool(self.pool, owners)
+        host = Counter(b for s in self.live(Status.SWAPPED) for b in s.block_ids if b > 0)
+        assert list(self.host.refs[1:]) == [host[b] for b in range(1, self.host.num_blocks + 1)]
+        assert self.host.num_used == len(host)
+        stats = self.cache.stats()
+        assert stats.num_used + stats.num_cached + stats.num_free == stats.num_blocks
+        assert stats.num_saved_by_sharing == owners.total() - len(owners)
+        assert stats.num_unfilled_slots <= len(self.live(Status.RUNNING)) * (self.size - 1)
+        rows = [s.row for s in self.live(Status.RUNNING) if s.row >= 0]
+        assert len(set(rows)) == len(rows) == 4 - self.cache.rows.num_free
+
+    @invariant()
+    def every_slot_reads_back(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        for seq in self.live(Status.RUNNING):
+            assert len(seq.block_ids) == self.cache.blocks_for(seq.num_computed)
+            assert seq.room == len(seq.block_ids) * self.size
+            table = seq.block_ids if seq.row < 0 else self.tables[seq.row]
+            assert table[: len(seq.block_ids)] == seq.block_ids
+            for p in range(seq.num_computed):
+                assert self.kv[table[p // self.size], p % self.size] == self.content(seq, p)
+        for seq in self.live(Status.SWAPPED):
+            for p in range(seq.num_computed):
+                block = seq.block_ids[p // self.size]
+                if block > 0:
+                    assert self.host_kv[block, p % self.size] == self.content(seq, p)
+
+    @invariant()
+    def sealed_blocks_hold_what_they_held(self) -> None:
+        """Equal to what was noted when they were sealed; and evicted ones are gone from the index."""
+        if not hasattr(self, "cache"):
+            return
+        self.note_seals()
+        for block, (_, (salt, tokens)) in self.sealed.items():
+            for offset in range(self.size):
+                assert self.kv[block, offset] == (salt, tokens[: len(tokens) - self.size + offset + 1])
+            key = self.pool._key_of[block]
+            assert key is not None and self.pool.find(key) == block
+
+    def teardown(self) -> None:
+        if hasattr(self, "cache"):
+            for seq in self.live(Status.RUNNING, Status.SWAPPED):
+                self.cache.rows.release(seq)
+                self.cache.free(seq)
+            assert self.pool.num_used == 0 == self.host.num_used and not self.cache._holders
+
+
+QUICK = settings(
+    max_examples=100,
+    stateful_step_count=40,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate, Phase.shrink],
+)
+
+
+def test_anything_that_can_be_done_to_memory() -> None:
+    run_state_machine_as_test(Memory, settings=QUICK)
+
+
+@pytest.mark.slow
+def test_anything_that_can_be_done_to_memory_at_length() -> None:
+    run_state_machine_as_test(Memory, settings=settings(QUICK, max_examples=3000, derandomize=False))
