@@ -2,7 +2,7 @@
 
 A slot of its "keys and values" holds a hash of (the value read back through the block table one position before, the
 position, the token). The value at a position thus depends on every block before it, and every step reads every slot of
-every scheduled sequence again: an aliased block, a stale prefix hit, a lost copy or a wrong order of swaps shows at once.
+every scheduled sequence again: an aliased block, a stale prefix hit, a lost copy, swaps in a wrong order show at once.
 The token sampled is a hash of the value, so that `reference` knows every output without memory and without a scheduler.
 
 The device side goes by the plan alone, as a real one does: rows, setups, table writes. What the checks need to know
@@ -21,26 +21,25 @@ from octavo.core.block_pool import BlockPool
 from octavo.core.kv_cache import KVCache
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import Request, Sequence, Status
-from octavo.core.sampling_params import SamplingParams
 from octavo.core.scheduler import Scheduler
 
 VOCAB = 5
 GARBAGE = "garbage"
 
 
-class ReadBack(AssertionError):
+class ReadBack(AssertionError):  # noqa: N818 (it names what was found)
     """A slot holds another value than its sequence's history gives."""
 
 
-class WrongOutput(AssertionError):
+class WrongOutput(AssertionError):  # noqa: N818
     """An output differs from the reference."""
 
 
-class Invariant(AssertionError):
+class Invariant(AssertionError):  # noqa: N818
     """The structure is broken."""
 
 
-class Stall(AssertionError):
+class Stall(AssertionError):  # noqa: N818
     """Nothing moves though something could."""
 
 
@@ -49,7 +48,7 @@ def need(ok: Any, kind: type[AssertionError], *what: object) -> None:
         raise kind(*what)
 
 
-# -- the "model" ------------------------------------------------------------------------------------------------------
+# -- the "model" -------------------------------------------------------------------------------------------------------
 
 
 def root(salt: bytes) -> int:
@@ -118,7 +117,7 @@ def outputs(request: Request) -> list[tuple[int, list[int]]]:
     return sorted((s.index, s.token_ids.tolist()) for s in request.done if s.finish_reason != "pruned")
 
 
-# -- the device -------------------------------------------------------------------------------------------------------
+# -- the device --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -138,9 +137,14 @@ class _Running:
         self._whole: list[list[Any]] | None = None
         self._given = 0
 
-    def poll(self) -> StepResult | None:
+    @property
+    def done(self) -> bool:
+        """Not while `poll` has a column to give: then it plays a device that is still at work on the rest."""
         most = max(self.plan.samples, default=0)
-        if not self.oracle.habits.splits or self._given + 1 >= most or self.plan.draws:
+        return not self.oracle.habits.splits or self._given + 1 >= most or bool(self.plan.draws)
+
+    def poll(self, timeout_s: float = 0.0) -> StepResult | None:
+        if self.done:
             return None
         if self._whole is None:
             self._whole = self.oracle.finish(self.plan)
@@ -151,7 +155,8 @@ class _Running:
     def result(self) -> StepResult:
         if self._whole is None:
             self._whole = self.oracle.finish(self.plan)
-        return StepResult([t[self._given :] if n > 0 else [] for t, n in zip(self._whole, self.plan.samples)])
+        rest = zip(self._whole, self.plan.samples, strict=True)
+        return StepResult([tokens[self._given :] if n > 0 else [] for tokens, n in rest])
 
 
 class Oracle:
@@ -321,7 +326,7 @@ class Oracle:
         self.counts["slots read"] += end
 
 
-# -- the structure ----------------------------------------------------------------------------------------------------
+# -- the structure -----------------------------------------------------------------------------------------------------
 
 
 def check(scheduler: Scheduler) -> None:
@@ -411,7 +416,7 @@ def _check_sealed(seq: Sequence, pool: BlockPool, size: int) -> None:
 
 
 def watch_eviction(cache: KVCache) -> None:
-    """A second opinion on the order of eviction: the oldest released first, and of one table the tail before the head."""
+    """A second opinion on the order of eviction: the oldest released first, and of a table the tail before the head."""
     pool, line = cache.pool, []
 
     class Pool(BlockPool):

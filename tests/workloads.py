@@ -1,7 +1,7 @@
 """Random workloads for the oracle: arrivals, chats, forks, beams, aborts, stops, preemption, swaps, failed steps.
 
-`run(seed)` makes a small world from a seed and drives the real scheduler through it until everything has ended, checking
-after every call. `python -m tests.workloads 0 1000` runs seeds 0 to 999 and prints what they reached.
+`run(seed)` makes a small world from a seed and drives the real scheduler through it until everything has ended,
+checking after every call. `python -m tests.workloads 0 1000` runs seeds 0 to 999 and prints what they reached.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import sys
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from octavo.core import events as ev
@@ -45,9 +46,7 @@ class RandomPolicy(Policy):
 class World:
     """One scheduler, one oracle, and the requests that are to come."""
 
-    def __init__(
-        self, seed: int, totals: Counter[str], *, kind: str | None = None, listen: bool | None = None
-    ) -> None:
+    def __init__(self, seed: int, totals: Counter[str], *, kind: str | None = None, listen: bool | None = None) -> None:
         self.random = rnd = random.Random(seed)
         self.totals = totals
         drawn = rnd.choice(["", *KINDS])
@@ -275,8 +274,22 @@ def run(seed: int, totals: Counter[str] | None = None, *, kind: str | None = Non
     return totals
 
 
-def cover(totals: Counter[str]) -> None:
-    """Count what random workloads reach, by wrapping the core; for the command line only."""
+def hunt(seconds: float, first: int = 0) -> str:
+    """The first seed from `first` on that goes wrong within this time, and how; "" when none does."""
+    seed, end = first, time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            run(seed)
+        except Exception as error:
+            return f"seed {seed}: {type(error).__name__}"
+        seed += 1
+    return ""
+
+
+@contextmanager
+def covering(totals: Counter[str]) -> Iterator[None]:
+    """Count what workloads reach inside the core, by wrapping it meanwhile."""
+    whole: list[tuple[type, str, Any]] = []
 
     def wrap(cls: type, name: str, note: Callable[..., None]) -> None:
         inner = getattr(cls, name)
@@ -285,6 +298,7 @@ def cover(totals: Counter[str]) -> None:
             note(self, *args)
             return inner(self, *args, **kwargs)
 
+        whole.append((cls, name, inner))
         setattr(cls, name, outer)
 
     def preempt(scheduler: Scheduler, victim: Request, asker: Request, *_: Any) -> None:
@@ -296,21 +310,26 @@ def cover(totals: Counter[str]) -> None:
     wrap(Scheduler, "_preempt", preempt)
     wrap(KVCache, "sibling_prefix", lambda *_: totals.update(["rebuild a sibling"]))
     wrap(KVCache, "fork", lambda c, p, *_: totals.update(["fork " + p.request.status.value]))
+    try:
+        yield
+    finally:
+        for cls, name, inner in whole:
+            setattr(cls, name, inner)
 
 
 def main(first: int, last: int) -> int:
     totals: Counter[str] = Counter()
     bad: Counter[str] = Counter()
-    cover(totals)
     begin = time.time()
-    for seed in range(first, last):
-        try:
-            run(seed, totals)
-        except Exception as error:
-            bad[f"{type(error).__name__} {str(error)[:60]}"] += 1
-            if sum(bad.values()) <= 3:
-                print("seed", seed)
-                traceback.print_exc()
+    with covering(totals):
+        for seed in range(first, last):
+            try:
+                run(seed, totals)
+            except Exception as error:
+                bad[f"{type(error).__name__} {str(error)[:60]}"] += 1
+                if sum(bad.values()) <= 3:
+                    print("seed", seed)
+                    traceback.print_exc()
     for name, n in sorted(totals.items()):
         print(f"{n:>12,}  {name}")
     print(dict(bad) or "no failures", f"{time.time() - begin:.1f} s")

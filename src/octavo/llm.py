@@ -127,6 +127,8 @@ class LLM:
         params = _one_each(sampling_params, len(encoded))
         if priority is not None and len(priority) != len(encoded):
             raise ParameterError(f"{len(priority)} priorities for {len(encoded)} prompts; give one for each")
+        if priority is not None and not all(isinstance(p, int) for p in priority):
+            raise ParameterError(f"priority is a list of integers, not {priority!r}", param="priority")
         names: list[str] = []
         try:
             for i, ((text, token_ids), p) in enumerate(zip(encoded, params, strict=True)):

@@ -71,6 +71,15 @@ def test_freed_blocks_stay_in_the_cache_when_they_are_full(session: Session) -> 
     assert session.run("allocate B a b c d e")[0].endswith("1 of them from the cache")
 
 
+def test_what_was_freed_is_gone_and_its_name_is_free(session: Session) -> None:
+    session.run("allocate A a b")
+    session.run("free A")
+    assert session.run("show") == ["no sequences; allocate one"]
+    with pytest.raises(UsageError, match="no sequence 'A'; there is none"):
+        session.run("free A")
+    assert session.run("allocate A c") == ["A: 1 token in blocks 1"]
+
+
 def test_a_sharer_keeps_its_blocks_when_the_other_goes(session: Session) -> None:
     session.run("allocate A a b c d e")
     session.run("fork A B")

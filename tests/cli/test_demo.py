@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from rich.console import Console
+import pytest
+from rich.console import Console, RenderableType
+from rich.live import Live
 
 from octavo.cli import demo
 from octavo.core.kv_cache import KVCache
@@ -23,6 +25,25 @@ def test_all_eight_are_asked_at_once_and_answered(call: Call, fake: type[FakeLLM
         assert done.lines.count(question) == 1
     assert "blue? sky the ..." in done.lines  # cut short, and said so
     assert "24 in " in next(line for line in done.lines if line.startswith("tokens generated"))
+
+
+def test_on_a_terminal_the_answers_grow_line_by_line(
+    call: Call, fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Console, "is_terminal", True)
+    frames: list[str] = []
+
+    def update(live: Live, lines: RenderableType) -> None:
+        console = Console(width=80)
+        with console.capture() as seen:
+            console.print(lines)
+        frames.append(seen.get())
+
+    monkeypatch.setattr(Live, "update", update)
+    assert call("demo", "--max-tokens", "2").code == 0
+    assert frames[7].count("?") >= 8  # all eight have begun to be answered before any has ended
+    assert len(frames[7].splitlines()) == 8
+    assert frames[-1].strip() == ""  # who has ended is no longer among those that grow
 
 
 def test_three_share_a_system_prompt_of_several_blocks() -> None:

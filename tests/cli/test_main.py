@@ -18,6 +18,8 @@ from tests.cli.conftest import Call
 from tests.cli.fake_llm import FakeLLM
 
 OCTAVO = [sys.executable, "-m", "octavo.cli.main"]
+BUFFERED = os.environ | {"PYTHONUNBUFFERED": ""}
+"""What users have: output that is written when a buffer is full, or at the end."""
 
 
 @pytest.mark.parametrize(
@@ -127,7 +129,11 @@ def test_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
     script = tmp_path / "script"
     script.write_text("help\n" * 20_000)
     process = subprocess.Popen(
-        [*OCTAVO, "blocks", "--script", str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*OCTAVO, "blocks", "--script", str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=BUFFERED,
     )
     assert process.stdout is not None and process.stderr is not None
     assert process.stdout.readline() == "blocks> help\n"
@@ -140,14 +146,21 @@ def test_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
 def test_a_pipe_closed_before_the_first_line_is_quiet() -> None:
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run([*OCTAVO, "--help"], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        [*OCTAVO, "--version"], stdout=write, stderr=subprocess.PIPE, text=True, check=False, env=BUFFERED
+    )
     os.close(write)
     assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_ctrl_c_while_it_waits_for_input() -> None:
     process = subprocess.Popen(
-        [*OCTAVO, "blocks"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*OCTAVO, "blocks"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=BUFFERED,
     )
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     process.stdin.write("stats\n")

@@ -8,6 +8,7 @@ import pytest
 
 from octavo import catalog
 from octavo.cli.models import load
+from octavo.errors import ParameterError
 from tests.cli.conftest import Call
 from tests.cli.fake_llm import FakeLLM
 
@@ -53,6 +54,12 @@ def test_fetch_of_a_name_that_is_not_there(call: Call, monkeypatch: pytest.Monke
 def test_a_named_model_is_fetched_first(fake: type[FakeLLM], fetched: list[str]) -> None:
     assert load("smollm2", {"block_size": 8}).engine == {"block_size": 8}  # type: ignore[attr-defined]
     assert fetched == ["smollm2"]
+
+
+def test_a_mistake_in_an_option_is_found_before_anything_is_fetched(fake: type[FakeLLM], fetched: list[str]) -> None:
+    with pytest.raises(ParameterError, match="block_size is 3"):
+        load("smollm2", {"block_size": 3})
+    assert fetched == []
 
 
 def test_a_path_is_no_name(

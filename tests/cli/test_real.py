@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from octavo.cli.demo import LIBRARIAN
+from octavo.cli.demo import LIBRARIAN, QUESTIONS
 from tests.cli.conftest import Call
 from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint
 
@@ -109,6 +109,7 @@ def test_demo_shares_the_system_prompt_while_all_arrive_at_once(call: Call, mode
     rows = {line[:25].strip(): line[25:].strip() for line in done.lines[-8:]}
     blocks = len(LIBRARIAN) // 16  # a token is a character; the questions after it begin with different ones
     assert rows["prefix-cache hit rate"].split("; ")[1].startswith(f"{2 * blocks * 16} of ")
+    assert int(rows["blocks used at peak"].split(" of ")[0]) > blocks + len(QUESTIONS)
     assert rows["blocks saved by sharing"] == f"{2 * blocks}, at that peak"
     assert rows["blocks used now"].startswith("0, ")
 
@@ -120,7 +121,8 @@ def test_demo_shares_the_system_prompt_while_all_arrive_at_once(call: Call, mode
 def started(*args: str, **settings: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A command line in a process of its own, gone at the end whatever happens."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen([sys.executable, "-m", "octavo.cli.main", *args], **(pipes | settings)) as process:
+    command, env = [sys.executable, "-m", "octavo.cli.main", *args], os.environ | {"PYTHONUNBUFFERED": ""}
+    with subprocess.Popen(command, env=env, **(pipes | settings)) as process:
         try:
             yield process
         finally:

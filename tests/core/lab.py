@@ -1,4 +1,4 @@
-"""A small world driven by hand: one scheduler over the oracle, a plan at a time, everything checked after every call."""
+"""A small world driven by hand: one scheduler over the oracle, plan by plan, everything checked after every call."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Lab:
         o.check(self.scheduler)
 
     def run(self, depth: int = 1, limit: int = 500) -> None:
-        """To the end; then every output is the reference's (a prefix of it, for what was ended early), nothing leaks."""
+        """To the end: every output is the reference's (what was ended early is a prefix of it), and nothing leaks."""
         for _ in range(limit):
             if not self.scheduler.has_work:
                 break

@@ -1,4 +1,4 @@
-"""The rules of memory, as DESIGN's section 4 numbers them: what `BlockPool`, `SwapSpace` and `KVCache` promise."""
+"""The rules of memory, as the design numbers them: what `BlockPool`, `SwapSpace` and `KVCache` promise."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def settle(cache: KVCache, tokens: list[int], count: int | None = None, **option
     return seq
 
 
-# -- 4.1: three states ------------------------------------------------------------------------------------------------
+# -- 4.1: three states -------------------------------------------------------------------------------------------------
 
 
 def test_three_states_partition_the_pool() -> None:
@@ -96,7 +96,7 @@ def test_taking_from_an_empty_pool_is_our_own_bug() -> None:
         host.take()
 
 
-# -- 4.2: sealing and the index -----------------------------------------------------------------------------------------
+# -- 4.2: sealing and the index ----------------------------------------------------------------------------------------
 
 
 def test_only_full_blocks_of_known_and_computed_tokens_are_sealed() -> None:
@@ -212,7 +212,7 @@ def test_the_index_is_split_over_several_dicts(monkeypatch: pytest.MonkeyPatch) 
     assert len(BlockPool(4095)._shards) == 16 * 64 and len(BlockPool(3)._shards) == 1
 
 
-# -- 4.3: looking up -----------------------------------------------------------------------------------------------------
+# -- 4.3: looking up ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -247,7 +247,7 @@ def test_the_next_block_that_a_lookup_missed() -> None:
     assert not cache.next_block_in({key}, sequence([1, 2, 3, 4]), found)  # its last token is computed anyway
 
 
-# -- 4.4: releasing and evicting ------------------------------------------------------------------------------------------
+# -- 4.4: releasing and evicting ---------------------------------------------------------------------------------------
 
 
 def test_the_oldest_cached_block_goes_first_and_a_tail_before_its_head() -> None:
@@ -317,7 +317,7 @@ def test_reset_forgets_the_cached_and_leaves_the_used() -> None:
     assert cache.reset_prefix_cache() == 0
 
 
-# -- 4.5: counting at admission -----------------------------------------------------------------------------------------
+# -- 4.5: counting at admission ----------------------------------------------------------------------------------------
 
 
 def test_admission_counts_the_hits_that_are_in_no_use() -> None:
@@ -382,7 +382,7 @@ def test_what_was_looked_up_is_counted_once() -> None:
     assert (stats.num_hits, stats.num_misses, stats.num_queried_tokens) == (0, 4, 8)
 
 
-# -- 4.6: how much a sequence holds ---------------------------------------------------------------------------------------
+# -- 4.6: how much a sequence holds ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 16])
@@ -422,7 +422,7 @@ def test_an_empty_prompt_is_the_callers_error() -> None:
         sequence([])
 
 
-# -- 4.7: forks and copies ------------------------------------------------------------------------------------------------
+# -- 4.7: forks and copies ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_sharers", [2, 3, 4])
@@ -472,7 +472,7 @@ def test_a_fork_of_a_sequence_without_blocks_holds_none() -> None:
     assert child.block_ids == [] and not cache._holders
 
 
-# -- 4.8: freeing ---------------------------------------------------------------------------------------------------------
+# -- 4.8: freeing ------------------------------------------------------------------------------------------------------
 
 
 def test_free_is_idempotent_and_clears_the_table() -> None:
@@ -521,7 +521,7 @@ def test_discard_takes_back_what_nobody_else_uses() -> None:
     assert cache.pool.num_used == 1
 
 
-# -- 4.9: the swap space --------------------------------------------------------------------------------------------------
+# -- 4.9: the swap space -----------------------------------------------------------------------------------------------
 
 
 def test_host_blocks_are_counted_like_the_devices() -> None:
@@ -571,6 +571,13 @@ def test_a_group_is_swapped_whole_each_block_once() -> None:
     assert cache.num_swapped_in == 4
 
 
+def test_what_a_swap_leaves_in_the_cache_goes_tail_first() -> None:
+    cache = KVCache(8, 2, 8)
+    seq = settle(cache, [1, 2, 3, 4, 5, 6, 7])
+    assert cache.swap_out(seq.request, StepPlan())
+    assert list(cache.pool.cached()) == [3, 2, 1]
+
+
 def test_the_need_of_a_swapped_group_counts_its_host_references() -> None:
     cache = KVCache(8, 2, 8)
     parent = settle(cache, [1, 2, 3, 4], 3)
@@ -586,7 +593,7 @@ def test_the_need_of_a_swapped_group_counts_its_host_references() -> None:
 
 
 def test_a_kept_prefix_keeps_its_seals_and_no_more() -> None:
-    """Blocks 1 and 2 are left behind, but the second table entry comes back from the host: seals count to the first gap."""
+    """Blocks 1 and 2 are left behind and keep their seals; what comes back from the host after them is sealed anew."""
     cache = KVCache(12, 2, 12)
     other = settle(cache, [1, 2, 3, 4, 5])
     seq = settle(cache, [1, 2, 3, 4, 5, 6, 7])
@@ -612,7 +619,7 @@ def test_aborting_a_swapped_request_frees_the_host() -> None:
     assert list(cache._holders) == [other]
 
 
-# -- 4.10: waste ----------------------------------------------------------------------------------------------------------
+# -- 4.10: waste -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 4, 16])
@@ -639,7 +646,7 @@ def test_a_shared_tail_is_unfilled_once() -> None:
     assert cache.stats().num_unfilled_slots == 2 and cache.stats().num_saved_by_sharing == 2
 
 
-# -- capacity: one formula ------------------------------------------------------------------------------------------------
+# -- capacity: one formula ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

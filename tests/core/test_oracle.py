@@ -12,9 +12,9 @@ from octavo.core.plan import BlockCopy, StepPlan, TableWrite
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request
 from tests import oracle as o
-from tests.workloads import KINDS, World, run
+from tests.workloads import KINDS, run
 
-from .lab import RECOMPUTE, SWAP, Lab
+from .lab import ANY, RECOMPUTE, SWAP, Lab
 
 
 def test_random_workloads() -> None:
@@ -49,7 +49,7 @@ def test_the_same_seed_is_the_same_world() -> None:
     assert run(7) == run(7)
 
 
-# -- memory: a tenth of what all would need -------------------------------------------------------------------------------
+# -- memory: a tenth of what all would need ----------------------------------------------------------------------------
 
 
 def two_hundred() -> list[Request]:
@@ -64,7 +64,7 @@ def two_hundred() -> list[Request]:
             Request(
                 f"r{i}",
                 prompt,
-                o.SamplingParams(max_tokens=None),
+                ANY,
                 max_tokens=rnd.randint(4, 40),
                 stop_ids=[0] if i % 5 == 0 else [],
                 width=2 if decide else width,
@@ -114,7 +114,7 @@ def test_a_tenth_of_the_memory_serves_everybody(policy: Policy) -> None:
     assert stats.num_used == 0 and stats.num_host_used == 0
 
 
-# -- the oracle itself: what it must notice -------------------------------------------------------------------------------
+# -- the oracle itself: what it must notice ----------------------------------------------------------------------------
 
 
 def decoding() -> tuple[Lab, StepPlan]:

@@ -78,7 +78,7 @@ def test_figure_7_two_requests_side_by_side() -> None:
 
 
 def test_figure_8_parallel_sampling_copies_on_write() -> None:
-    """Two samples share 7 and 1. A1 writes: block 1 is copied to 3, its references go from 2 to 1. A2 writes in place."""
+    """Two samples share 7 and 1. A1 writes: 1 is copied to 3, its references go from 2 to 1. A2 writes in place."""
     lab = Lab(8, block_size=4)
     arrange(lab.pool, 7, 1, 3)
     request = lab.add("A", [4, 2, 1, 0, 3, 3, 1], 3, width=2)
@@ -185,7 +185,7 @@ def test_shared_prefix_is_mapped_not_computed() -> None:
 
 def test_a_lesson_64_tokens_forked_three_times() -> None:
     """Blocks of 16: 64 tokens fill 4 blocks, referenced once; three forks make it 4 each, and cost nothing. Ten tokens
-    more for each of the four then take a block each: 8 in all, not 12, and nothing is copied, for no tail was partial."""
+    more for each of the four then take a block each: 8 in all, not 12. Nothing is copied, for no tail was partial."""
     cache = KVCache(64, 16)
     parent = sequence(list(range(65)))
     compute(cache, parent, 64)
@@ -298,7 +298,7 @@ def test_recomputation_is_one_prefill_of_prompt_and_output() -> None:
     lab.run()
 
 
-# -- names ------------------------------------------------------------------------------------------------------------
+# -- names -------------------------------------------------------------------------------------------------------------
 
 
 def test_names_chain_from_parent_to_child() -> None:

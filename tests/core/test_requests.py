@@ -88,7 +88,8 @@ def test_stop_strings_are_one_or_several() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "greedy", "kept"), [(0, True, 0), (1e-6, True, 1e-6), (1e-5, False, 0.01), (0.005, False, 0.01), (1, False, 1)]
+    ("given", "greedy", "kept"),
+    [(0, True, 0), (1e-6, True, 1e-6), (1e-5, False, 0.01), (0.005, False, 0.01), (1, False, 1)],
 )
 def test_greedy_and_the_coldest_temperature(given: float, greedy: bool, kept: float) -> None:
     params = SamplingParams(temperature=given)

@@ -1,4 +1,4 @@
-"""The rules of scheduling, as DESIGN's section 5 numbers them: what a plan holds, who goes first, who waits for what."""
+"""The rules of scheduling, as the design numbers them: what a plan holds, who goes first, who waits for what."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def names(plan: StepPlan) -> list[str]:
     return [s.request.request_id for s in plan.sequences]
 
 
-# -- 5.1: a step --------------------------------------------------------------------------------------------------------
+# -- 5.1: a step -------------------------------------------------------------------------------------------------------
 
 
 def test_prefill_and_decode_share_a_step() -> None:
@@ -211,7 +211,7 @@ def test_an_empty_plan_is_false_and_leaves_no_trace() -> None:
     assert lab.scheduler.num_steps == 1 and not lab.scheduler.has_work
 
 
-# -- 5.2: giving way ------------------------------------------------------------------------------------------------------
+# -- 5.2: giving way ---------------------------------------------------------------------------------------------------
 
 
 def test_blocks_and_rows_are_given_up_at_once_with_a_step_in_flight() -> None:
@@ -302,14 +302,14 @@ def test_a_group_finds_its_own_blocks_in_the_cache_when_it_is_recomputed() -> No
     lab.run()
 
 
-# -- 5.3: the door --------------------------------------------------------------------------------------------------------
+# -- 5.3: the door -----------------------------------------------------------------------------------------------------
 
 
 def test_a_default_length_is_cut_to_fit_and_a_number_never() -> None:
     lab = Lab(4)
     request = lab.add("default", [1, 2, 3], None)
     assert request.max_tokens == 6 == lab.cache.longest_output(3)
-    with pytest.raises(CapacityError, match="max_tokens 7, width 1.* pool has 4; max_tokens of at most 6 fits"):
+    with pytest.raises(CapacityError, match=r"max_tokens 7, width 1.* pool has 4; max_tokens of at most 6 fits"):
         lab.add("explicit", [1, 2, 3], 7)
     lab.run()
     assert len(request.done[0].token_ids) == 9
@@ -319,7 +319,7 @@ def test_a_prompt_that_never_fits_is_refused_with_the_numbers() -> None:
     lab = Lab(4)
     lab.add("just fits", list(range(8)), 1)
     for max_tokens in (None, 1):
-        with pytest.raises(CapacityError, match="needs 5 blocks of 2 tokens .*9 prompt .*shorten the prompt or enlarge"):
+        with pytest.raises(CapacityError, match=r"needs 5 blocks of 2 tokens .*9 prompt .*shorten the prompt or"):
             lab.add("does not", list(range(9)), max_tokens)
     lab.run()
     assert lab.finished == ["just fits"]
@@ -364,7 +364,7 @@ def test_a_request_id_is_used_once_at_a_time() -> None:
     lab.run()
 
 
-# -- 5.4: reasons -----------------------------------------------------------------------------------------------------------
+# -- 5.4: reasons ------------------------------------------------------------------------------------------------------
 
 
 def test_a_reason_is_said_when_it_changes_not_once_a_step() -> None:
@@ -442,7 +442,7 @@ def test_whether_anybody_listens_changes_no_plan() -> None:
         assert plans(seed, True) == plans(seed, False)
 
 
-# -- 5.5: overlap and windows -----------------------------------------------------------------------------------------------
+# -- 5.5: overlap and windows ------------------------------------------------------------------------------------------
 
 
 def test_a_decode_slice_names_no_token() -> None:
@@ -643,14 +643,23 @@ def test_results_come_in_the_order_of_the_plans() -> None:
         Scheduler(KVCache(2, 2)).update(second, StepResult([[1]]))
 
 
-# -- aborts -------------------------------------------------------------------------------------------------------------------
+def test_a_beam_that_keeps_nothing_ends() -> None:
+    lab = Lab(20)
+    request = lab.add("A", [1, 2, 3], 5, width=2, num_draws=2, decide=lambda parents: parents[:0])
+    lab.plan()
+    assert lab.land() == ["A"]
+    assert request.status is Status.FINISHED and request.done == [] and lab.pool.num_used == 0
+    assert lab.told(ev.Finished) == [ev.Finished("A", "stop", 0)]
+
+
+# -- aborts ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("status", list(Status))
 @pytest.mark.parametrize("options", [{}, {"width": 2}, {"beam": 2}])
 def test_abort_in_every_state(status: Status, depth: int, options: dict) -> None:
-    """Waiting, running, swapped or finished, with 0, 1 or 2 steps in flight: nothing leaks, the other is not touched."""
+    """Waiting, running, swapped or finished, with 0 to 2 steps in flight: nothing leaks, the other is not touched."""
     lab = Lab(16, host=16, rows=4, policy=SWAP, window=2)
     lab.add("other", [1, 2, 3, 4], 12)
     victim = lab.add("victim", [5, 6, 7], 5, **options)
@@ -688,7 +697,7 @@ def test_abort_tells_what_was_aborted() -> None:
     assert request.done[0].finish_reason == "disconnected"
 
 
-# -- faults -------------------------------------------------------------------------------------------------------------------
+# -- faults ------------------------------------------------------------------------------------------------------------
 
 
 def test_an_error_of_one_request_fails_that_one_alone() -> None:
@@ -734,8 +743,12 @@ def test_an_error_of_a_request_that_gave_way_meanwhile(policy: Policy) -> None:
         if len(lab.flight) == 2:
             lab.land()
         lab.plan()
+    assert lab.pool.num_cached > 0
     assert lab.err(b) == ["B"]
+    assert lab.pool.num_cached == 0
+    again = lab.add("B again", [5, 6, 7, 8], 1)
     lab.run(depth=2)
+    assert again.num_cached_tokens == 0  # what it had left in the cache is not to be trusted either
 
 
 def test_a_failed_step_takes_back_what_it_sealed() -> None:
@@ -884,7 +897,7 @@ def test_nobody_goes_on_from_a_prefix_that_a_failed_step_was_to_write() -> None:
     lab.run(depth=2)
 
 
-# -- 5.6: plans -------------------------------------------------------------------------------------------------------------
+# -- 5.6: plans --------------------------------------------------------------------------------------------------------
 
 
 def test_plans_are_parallel_lists() -> None:

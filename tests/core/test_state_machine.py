@@ -1,8 +1,8 @@
 """The memory alone, driven by hypothesis: everything that can be done to a `KVCache`, in any order.
 
 Two models stand beside it. One of content: what every slot of both tiers holds, as the whole prefix that was written
-there, moved about by copies and swaps as a device would. One of the prefix cache, by brute force: which blocks are sealed
-and with what content. A hit is right exactly when the content is equal; and nothing that is there is missed.
+there, moved about by copies and swaps as a device would. One of the prefix cache, by brute force: which blocks are
+sealed and with what content. A hit is right exactly when the content is equal; and nothing that is there is missed.
 """
 
 from __future__ import annotations
@@ -11,9 +11,16 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from octavo.core.kv_cache import KVCache
 from octavo.core.plan import StepPlan
@@ -107,7 +114,7 @@ class Memory(RuleBasedStateMachine):
         found = self.live(*states)
         return found[which % len(found)] if found else None
 
-    # -- rules -----------------------------------------------------------------------------------------------------------
+    # -- rules ---------------------------------------------------------------------------------------------------------
 
     @rule(tokens=TOKENS, salt=st.sampled_from([b"", b"", b"x"]), which=WHICH, chunk=st.integers(1, 9))
     def admit(self, tokens: list[int], salt: bytes, which: int, chunk: int) -> None:
@@ -311,7 +318,7 @@ class Memory(RuleBasedStateMachine):
         assert all(i <= mark for s in self.live(Status.RUNNING) for i in s.seal_ids)
         self.note_seals()
 
-    # -- what holds after every rule ---------------------------------------------------------------------------------------
+    # -- what holds after every rule -----------------------------------------------------------------------------------
 
     @invariant()
     def counts_hold(self) -> None:
@@ -373,7 +380,6 @@ QUICK = settings(
     database=None,
     deadline=None,
     suppress_health_check=list(HealthCheck),
-    phases=[Phase.generate, Phase.shrink],
 )
 
 

@@ -149,6 +149,19 @@ def test_the_filters_in_figures() -> None:
     assert kept(top_k=99) == [0, 1, 2, 3, 4]
 
 
+def test_top_p_stops_where_its_mass_is_reached_exactly() -> None:
+    """Four equals: two of them hold the half, and the lower ids come first."""
+    filtered = reference.filtered_logits(torch.zeros(1, 4, dtype=torch.float64), settings_of(1, top_p=0.5))
+    assert filtered.isfinite().tolist() == [[True, True, False, False]]
+
+
+def test_top_p_of_one_keeps_what_float32_rounds_away() -> None:
+    """In float32 the sum is 1 long before the last token; a neighbour's filter must not cut this row's tail."""
+    logits = torch.linspace(0, -40, 5000).expand(2, -1)
+    params = SamplingTensors.from_lists([1.0] * 2, [0] * 2, [0.9, 1.0], [0.0] * 2, [1] * 2, [0] * 2, [0] * 2)
+    assert reference.filtered_logits(logits, params).isfinite().sum(1).tolist()[1] == 5000
+
+
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_the_fast_path_draws_the_references_tokens(data: st.DataObject) -> None:

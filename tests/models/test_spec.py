@@ -132,6 +132,7 @@ def test_scaling_without_its_numbers_is_refused(missing: str) -> None:
         ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, None),
         ({"architectures": ["MistralForCausalLM"]}, 4096),
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32}, None),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32, "max_window_layers": 0}, None),
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32, "use_sliding_window": True}, None),
         (
             {
@@ -149,10 +150,13 @@ def test_window(changes: dict[str, Any], expected: int | None) -> None:
     assert spec(**changes).sliding_window == expected
 
 
-def test_windows_on_some_layers_are_refused() -> None:
-    changes = {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 3}
+@pytest.mark.parametrize(
+    "words",
+    [{"max_window_layers": 3}, {"max_window_layers": 0, "layer_types": [*["full_attention"] * 3, "sliding_attention"]}],
+)
+def test_windows_on_some_layers_are_refused(words: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModelError, match="on 1 of 4 layers is not supported"):
-        spec(architectures=["Qwen2ForCausalLM"], **changes)
+        spec(architectures=["Qwen2ForCausalLM"], sliding_window=32, use_sliding_window=True, **words)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

@@ -142,6 +142,7 @@ def test_half_rotation_rows_undo_the_converters_order() -> None:
     assert order[:6].tolist() == [0, 2, 4, 1, 3, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_smollm2_equals_transformers_reading_of_it() -> None:
     try:
@@ -222,7 +223,8 @@ def test_weights_that_are_not_finite(llama: Path, value: float, row: int, monkey
     edit(llama, lambda tensors: tensors[name][row, 5].fill_(value))
     assert f"{name} holds NaN or infinity (as float32)" in refusal(llama)
     monkeypatch.setattr(weights, "PIECE_ELEMENTS", 300)
-    assert refusal(llama).count("NaN") == 1
+    edit(llama, lambda tensors: tensors[name][18, 5].fill_(value))  # in another piece
+    assert refusal(llama).count("NaN") == 1  # one line a weight
 
 
 def test_opposite_infinities_do_not_cancel_out(llama: Path) -> None:

@@ -92,6 +92,7 @@ TRIMMED = TURNS.replace("m.content", "m.content | trim")
         (TURNS, "Once upon ", "<user>Hi</user><assistant>Once upon "),
         (TRIMMED, "Once upon ", "<user>Hi</user><assistant>Once upon"),
         (TURNS, "Hi", "<user>Hi</user><assistant>Hi"),
+        ("{{ messages[-1].content }}!" + TURNS, "So", "So!<user>Hi</user><assistant>So"),
     ],
 )
 def test_continue_final_message(template, content, text):
@@ -201,6 +202,11 @@ def test_the_sandbox_holds(template):
         ),
         (
             "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+            "longer than 0.2 s",
+        ),
+        (
+            "{% macro f(n) %}{% if n %}{% set a = f(n - 1) %}{% set a = f(n - 1) %}{% endif %}{% endmacro %}"
+            "{% set a = f(40) %}",
             "longer than 0.2 s",
         ),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),

@@ -213,6 +213,11 @@ def test_shards_are_those_of_the_index(model_dir):
     assert [p.name for p in open_checkpoint(model_dir).shards] == ["a.safetensors", "b.safetensors"]
 
 
+def test_without_an_index_model_safetensors_is_the_model(model_dir):
+    (model_dir / "adapter.safetensors").write_bytes(b"x")
+    assert open_checkpoint(model_dir).shards == (model_dir / "model.safetensors",)
+
+
 def test_shards_may_be_links_out_of_the_directory(model_dir, tmp_path):
     (tmp_path / "blob").write_bytes(b"x")
     (model_dir / "a.safetensors").symlink_to("../blob")  # as in the hub's cache

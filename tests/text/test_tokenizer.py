@@ -213,6 +213,15 @@ def test_a_chat_without_a_template(byte_level):
         Tokenizer(byte_level).encode_chat([{"role": "user", "content": "x"}])
 
 
+def test_a_chat_gets_no_second_bos(byte_level):
+    pair = ("<|im_start|>", 1)
+    byte_level.post_processor = tokenizers.processors.TemplateProcessing("<|im_start|> $A", special_tokens=[pair])
+    tokenizer = Tokenizer(byte_level, chat_templates={"default": CHATML})
+    assert tokenizer.encode("x")[0] == 1
+    _, ids = tokenizer.encode_chat([{"role": "user", "content": "x"}], add_generation_prompt=False)
+    assert ids.count(1) == 1
+
+
 def test_tools_choose_the_template_for_tools(byte_level):
     tokenizer = Tokenizer(byte_level, chat_templates={"default": "plain", "tool_use": "tools"})
     assert tokenizer.encode_chat([{"content": ""}])[0] == "plain"
@@ -238,6 +247,12 @@ def test_a_directory_with_nothing_but_tokenizer_json(model_dir):
     assert tokenizer.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
     assert tokenizer.chat_template is None
     assert tokenizer.num_ids == 512
+
+
+def test_tokenizer_config_goes_before_the_older_file(model_dir):
+    (model_dir / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|endoftext|>", "unk_token": "?"}))
+    tokenizer = Tokenizer.from_checkpoint(open_checkpoint(model_dir))
+    assert tokenizer.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "?"}
 
 
 def test_templates_of_a_directory(model_dir):
@@ -337,6 +352,21 @@ def test_words_are_cut_as_the_model_expects(write_gguf, pre, words):
 def test_qwen2_composes_characters(write_gguf):
     tokenizer = Tokenizer.from_checkpoint(open_checkpoint(write_gguf(metadata=byte_level_metadata("qwen2"))))
     assert tokenizer.encode("e\u0301") == tokenizer.encode("é")
+    assert tokenizer.encode("ﬁ") != tokenizer.encode("fi")  # but changes no character for a similar one
+
+
+def test_llama3_looks_whole_words_up_first(write_gguf):
+    """ "ab" cannot be merged from its letters, yet it is a token."""
+    for pre, pieces in (("llama-bpe", ["ab"]), ("gpt-2", ["a", "b"])):
+        path = write_gguf(
+            metadata={
+                "tokenizer.ggml.pre": pre,
+                "tokenizer.ggml.merges": ["b a"],
+                "tokenizer.ggml.tokens": ["a", "b", "ab", "ba"],
+            }
+        )
+        tokenizer = Tokenizer.from_checkpoint(open_checkpoint(path))
+        assert [tokenizer.backend.id_to_token(i) for i in tokenizer.encode("ab")] == pieces
 
 
 @pytest.mark.parametrize(

@@ -134,13 +134,10 @@ class KVCache:
             prefix.seal_ids.append(parent)
         return prefix
 
-    def next_key(self, sequence: Sequence, seal_ids: list[SealId]) -> Key | None:
-        """The content of the full block after those of `seal_ids`, None when the known tokens do not fill one."""
-        i = len(seal_ids)
-        if not self.enable_prefix_caching or (i + 1) * self.block_size > len(sequence.token_ids):
-            return None
+    def next_key(self, sequence: Sequence, seal_ids: list[SealId]) -> Key:
+        """The content of the block after those of `seal_ids`; the known tokens fill it."""
         parent = seal_ids[-1] if seal_ids else self.pool.root(sequence.request.salt)
-        return parent, self._tokens_of(sequence, i)
+        return parent, self._tokens_of(sequence, len(seal_ids))
 
     def next_block_in(self, keys: Container[Key], sequence: Sequence, prefix: Prefix) -> bool:
         """Whether the block that a lookup missed first is among these."""
@@ -299,9 +296,11 @@ class KVCache:
         self._sealed_as(sequence, [])
 
     def discard(self, sequence: Sequence) -> None:
-        """Take back the seals of what only this sequence uses: its numbers are not to be trusted."""
-        for block in sequence.block_ids:
-            if self.pool.refs[block] == 1 and self.pool.seal_id[block]:
+        """Take back the seals of what only this sequence uses, or has left in the cache: its numbers are not to be
+        trusted."""
+        running = sequence.request.status is Status.RUNNING
+        for block in sequence.block_ids if running else self.lookup(sequence).block_ids:
+            if self.pool.refs[block] == running and self.pool.seal_id[block]:
                 self.pool.unseal(block)
 
     def reset_prefix_cache(self) -> int:

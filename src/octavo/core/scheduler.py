@@ -275,8 +275,7 @@ class Scheduler:
             seq.row_has_last = num_sampled > 0 and not request.must_wait
             if min(len(seq.token_ids), seq.num_computed) >= seq.seal_at:
                 draft.sealable.append(seq)
-                if (key := cache.next_key(seq, seq.seal_ids)) is not None:
-                    draft.writes.add(key)
+                draft.writes.add(cache.next_key(seq, seq.seal_ids))
 
     # -- coming in -----------------------------------------------------------------------------------------------------
 
@@ -462,11 +461,9 @@ class Scheduler:
 
     def _cut(self, seq: Sequence, tokens: Any) -> Any:
         """A window's tokens up to its first stop token; what the device did after it does not count."""
-        for i, token in enumerate(tokens):
-            if token in seq.request.stop_ids:
-                seq.stop_token = token
-                return tokens[: i + 1]
-        raise AssertionError("no stop token among these")
+        end = next(i for i, token in enumerate(tokens) if token in seq.request.stop_ids)
+        seq.stop_token = tokens[end]
+        return tokens[: end + 1]
 
     def _fork(self, parent: Sequence, draws: Any) -> Any:
         """The samples part: one draw stays with the parent, each other one starts a sequence over the same blocks."""
@@ -513,13 +510,12 @@ class Scheduler:
         return request.status is Status.FINISHED
 
     def _append(self, seq: Sequence, token: int) -> None:
-        """One token, chosen on the host or drawn for a sequence that has just come to be."""
+        """One token, chosen on the host or drawn for a sequence that has just come to be. It fills no block: the position
+        before it was known when it was planned, so that whatever it filled was sealed then."""
         request = seq.request
         seq.token_ids.append(token)
         if token in request.stop_ids:
             seq.stop_token = token
-        if request.status is Status.RUNNING:
-            self.cache.seal(seq)
         if seq.stop_token is not None:
             self._retire(seq, "stop")
         elif len(seq.token_ids) >= seq.limit:
@@ -540,7 +536,7 @@ class Scheduler:
     def _finish(self, request: Request, reason: str) -> None:
         for seq in request.sequences:
             seq.finish_reason = seq.finish_reason or reason
-            if reason == "error" and request.status is Status.RUNNING:
+            if reason == "error":
                 self.cache.discard(seq)
             self._drop(seq)
         request.done += request.sequences

@@ -314,10 +314,10 @@ def _make_group(
     starts = torch.tensor([span.start for span in spans])
     stops = torch.tensor([span.stop for span in spans])
     start, stop = int(starts.min()), int(stops.max())
+    keys = torch.arange(num_blocks * block_size)
+    seen = (keys >= starts.unsqueeze(1)) & (keys < stops.unsqueeze(1))  # [num_seqs, keys]
     dead = mask = None
-    if int(starts.max()) > start or int(stops.min()) < stop:
-        keys = torch.arange(num_blocks * block_size)
-        seen = (keys >= starts.unsqueeze(1)) & (keys < stops.unsqueeze(1))  # [num_seqs, keys]
+    if not bool(seen[:, start:stop].all()):
         mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)[:, None, None, start:stop]
         mask = mask.expand(-1, 1, group_size, -1)
         # Rows of head_dim are in the order of `_kv_rows`: [num_seqs, 2 * num_kv_heads, keys]
@@ -337,15 +337,14 @@ def _kv_rows(spans: list[_Span], num_blocks: int, batch: RaggedBatch, kv_layer: 
     """Which rows of block_size * head_dim to gather for [num_seqs, 2, num_kv_heads, num_blocks], flat int64.
 
     A row's number counts from the layer's first element. In this order the gathered rows of one head are neighbours:
-    contiguous K or V of num_blocks * block_size tokens. A sequence with fewer blocks is padded with the null block.
+    contiguous K or V of num_blocks * block_size tokens. A sequence with fewer blocks gets what follows them in its
+    table, as a rule the null block; `_Group.dead` makes it harmless.
     """
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
     seqs = torch.tensor([span.seq for span in spans]).unsqueeze(1)
     firsts = torch.tensor([span.first_block for span in spans]).unsqueeze(1)
-    counts = torch.tensor([span.num_blocks for span in spans]).unsqueeze(1)
-    columns = torch.arange(num_blocks)
-    in_table = (firsts + columns).clamp_(max=batch.block_tables.shape[1] - 1)
-    block_ids = batch.block_tables[seqs, in_table].long().masked_fill_(columns >= counts, 0)  # [num_seqs, num_blocks]
+    columns = (firsts + torch.arange(num_blocks)).clamp_(max=batch.block_tables.shape[1] - 1)
+    block_ids = batch.block_tables[seqs, columns].long()  # [num_seqs, num_blocks]
     block_rows = block_ids.unsqueeze(1) * (kv_layer.stride(0) // (block_size * head_dim))
     return (block_rows + torch.arange(2 * num_kv_heads).unsqueeze(1)).flatten()
 

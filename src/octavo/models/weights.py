@@ -53,7 +53,7 @@ def load_decoder(
     stored = _read_gguf(checkpoint, spec) if checkpoint.format == "gguf" else _read_safetensors(checkpoint)
     # First the whole model on the meta device: what does not match must not cost the memory of one.
     plan = Decoder(spec, ops=ops, dtype=dtype, device="meta", max_len=1)
-    _report(checkpoint, _mismatches(list(plan.weights()), stored, spec))
+    _report(checkpoint, _mismatches(list(plan.weights()), stored))
     decoder = Decoder(spec, ops=ops, dtype=dtype, device=device, tp=tp, max_len=max_len)
     _report(checkpoint, _fill(decoder.weights(), stored))
     return decoder
@@ -184,7 +184,7 @@ def _dequantised_rows(
 # -- comparing and filling --------------------------------------------------------------------------------------------
 
 
-def _mismatches(weights: list[Weight], stored: dict[str, Stored], spec: DecoderSpec) -> Iterator[str]:
+def _mismatches(weights: list[Weight], stored: dict[str, Stored]) -> Iterator[str]:
     """What the model wants and the files do not hold, and the other way round.
 
     A tensor without a place is a problem, too: a bias that config.json does not mention would be dropped in silence,
@@ -200,14 +200,13 @@ def _mismatches(weights: list[Weight], stored: dict[str, Stored], spec: DecoderS
             yield f"{weight.name} has dtype {found.dtype}, expected {', '.join(FLOAT_DTYPES)} or a type of GGUF's"
     known = {weight.name for weight in weights}
     for name in sorted(stored.keys() - known):
-        if not _is_redundant(name, spec):
+        if not _is_redundant(name):
             yield f"{name} is unexpected: the configuration has no place for it"
 
 
-def _is_redundant(name: str, spec: DecoderSpec) -> bool:
-    """Tables that follow from the config, and the second copy of a tied embedding."""
-    tied_head = spec.tie_word_embeddings and name == "lm_head.weight"
-    return tied_head or name == "rope_freqs.weight" or name.endswith(".rotary_emb.inv_freq")
+def _is_redundant(name: str) -> bool:
+    """The second copy of a tied embedding (an untied model wants its head), and tables that follow from the config."""
+    return name in ("lm_head.weight", "rope_freqs.weight") or name.endswith(".rotary_emb.inv_freq")
 
 
 def _fill(weights: Iterable[Weight], stored: dict[str, Stored]) -> Iterator[str]:

@@ -124,7 +124,8 @@ def _cut_at_end_of_final(text: str) -> str:
     at = text.rfind(HERE.strip())
     if at < 0:
         raise TemplateError("the chat template leaves the final message out, so it cannot be continued")
-    return text[:at] if text.startswith(HERE, at) else text[:at].rstrip()
+    before = text[:at] if text.startswith(HERE, at) else text[:at].rstrip()
+    return before.replace(HERE, "").replace(HERE.strip(), "")  # a template may have shown the message before, too
 
 
 # ---- the sandbox

@@ -111,18 +111,15 @@ class _StopString:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.num_matched = 0  # the longest beginning of `text`, not all of it, that the text so far ends with
-        self._shorter = [0] * (len(text) + 1)  # n -> the longest beginning that the first n characters end with
-        for n in range(1, len(text)):
+        self.num_matched = 0  # the longest beginning of `text` that the text so far ends with
+        self._shorter = [0] * len(text)  # n -> the longest beginning that the first n characters end with
+        for n in range(1, len(text) - 1):
             self._shorter[n + 1] = self._after(self._shorter[n], text[n])
 
     def step(self, char: str) -> bool:
-        """Whether the stop string is complete with `char`."""
+        """Whether the stop string is complete with `char`; after that there are no more steps."""
         self.num_matched = self._after(self.num_matched, char)
-        if self.num_matched < len(self.text):
-            return False
-        self.num_matched = self._shorter[self.num_matched]
-        return True
+        return self.num_matched == len(self.text)
 
     def _after(self, num_matched: int, char: str) -> int:
         while num_matched and self.text[num_matched] != char:

@@ -1,0 +1,183 @@
+"""Plant every known bug, one at a time, and see the tests notice it.
+
+    python scripts/mutants.py [--only TEXT] [--seconds 20] [--jobs 2]
+
+Each mutant of `tests/mutants.py` goes into a copy of the project. The directed tests of `tests/core` run on it first,
+then its state machine, then random workloads for `--seconds`; whatever fails first has killed it. Exit code 1 when a
+mutant survives that is not declared equivalent, when one that is gets killed, or when the code has moved away under the
+table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.mutants import MUTANTS, ORACLE, Mutant  # noqa: E402
+
+# The quickest to notice most first. The rest of tests/core is random workloads and small worlds: those come as `hunt`.
+DIRECTED = [
+    f"tests/core/test_{name}.py"
+    for name in ("rules", "memory_rules", "scheduling_rules", "paper_figures", "requests", "events")
+]
+MACHINE = ["-p", "_hypothesis_pytestplugin", "--hypothesis-profile=unshrunk", "tests/core/test_state_machine.py"]
+TEST_TIMEOUT_S = 120
+"""A mutant that makes the tests hang is noticed, too."""
+
+
+class Verdict(NamedTuple):
+    mutant: Mutant
+    killer: str
+    """The first test, or the workload's seed and what went wrong; "" for a survivor."""
+    time_s: float
+
+    @property
+    def right(self) -> bool:
+        return bool(self.killer) != bool(self.mutant.equivalent)
+
+
+def path_of(mutant: Mutant, root: Path) -> Path:
+    return root / "tests/oracle.py" if mutant.file == ORACLE else root / "src/octavo/core" / mutant.file
+
+
+def stale(mutants: list[Mutant]) -> list[str]:
+    """What is wrong with the table itself."""
+    wrong = []
+    for mutant in mutants:
+        count = path_of(mutant, ROOT).read_text().count(mutant.old)
+        if count != 1:
+            wrong.append(f"{mutant.name}: its text occurs {count} times in {mutant.file}, not once:\n{mutant.old}")
+    names = [m.name for m in mutants]
+    return wrong + [f"{name}: twice in the table" for name in {n for n in names if names.count(n) > 1}]
+
+
+class Copy:
+    """A copy of what the core's tests need, to plant bugs in."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder
+        junk = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "src", folder / "src", ignore=junk)
+        shutil.copytree(ROOT / "tests/core", folder / "tests/core", ignore=junk)
+        for name in ("tests/__init__.py", "tests/oracle.py", "tests/workloads.py", "pyproject.toml"):
+            shutil.copy(ROOT / name, folder / name)
+        self.env = {
+            **os.environ,
+            "PYTHONPATH": f"{folder / 'src'}{os.pathsep}{folder}",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # loading them all takes longer than most tests here
+        }
+        self._clock = time.time()
+
+    def write(self, path: Path, text: str) -> None:
+        """A later time than any before, whatever the clock says: compiled files are told apart by it."""
+        path.write_text(text)
+        self._clock += 2
+        os.utime(path, (self._clock, self._clock))
+
+    def python(self, *args: str, timeout_s: float) -> tuple[int, str]:
+        try:
+            done = subprocess.run(
+                [sys.executable, *args], cwd=self.root, env=self.env, capture_output=True, text=True, timeout=timeout_s
+            )
+        except subprocess.TimeoutExpired:
+            return -1, "hangs"
+        return done.returncode, done.stdout + done.stderr
+
+    def first_failure(self, seconds: float) -> str:
+        """The first test or workload to fail, "" when none does."""
+        for tests in (DIRECTED, MACHINE):
+            options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", "--tb=no", *tests]
+            code, output = self.python("-m", "pytest", *options, timeout_s=TEST_TIMEOUT_S)
+            if code:
+                found = re.search(r"^(?:FAILED|ERROR) (?:tests/core/)?(\S+)", output, re.MULTILINE)
+                return found[1] if found else output.strip().splitlines()[-1][:80]
+        hunt = f"from tests.workloads import hunt; print(hunt({seconds}))"
+        code, output = self.python("-c", hunt, timeout_s=seconds + TEST_TIMEOUT_S)
+        return output.strip().splitlines()[-1][:80] if code or output.strip() else ""
+
+    def judge(self, mutant: Mutant, seconds: float) -> Verdict:
+        path, begin = path_of(mutant, self.root), time.monotonic()
+        text = path.read_text()
+        self.write(path, text.replace(mutant.old, mutant.new))
+        try:
+            return Verdict(mutant, self.first_failure(seconds), time.monotonic() - begin)
+        finally:
+            self.write(path, text)
+
+
+def judge_all(mutants: list[Mutant], seconds: float, num_jobs: int) -> list[Verdict]:
+    with tempfile.TemporaryDirectory(prefix="octavo-mutants-") as folder, ThreadPoolExecutor(num_jobs) as pool:
+        copies: SimpleQueue[Copy] = SimpleQueue()
+        for i in range(num_jobs):
+            copies.put(Copy(Path(folder) / str(i)))
+        sound = copies.get()
+        if killer := sound.first_failure(1):
+            sys.exit(f"error: the tests fail with no bug planted: {killer}; mend that first")
+        copies.put(sound)
+        num_done = 0
+
+        def one(mutant: Mutant) -> Verdict:
+            nonlocal num_done
+            copy = copies.get()
+            try:
+                verdict = copy.judge(mutant, seconds)
+            finally:
+                copies.put(copy)
+            num_done += 1
+            print(f"[{num_done:>3}/{len(mutants)}] {line(verdict)}", flush=True)
+            return verdict
+
+        return list(pool.map(one, mutants))
+
+
+def line(verdict: Verdict) -> str:
+    fate = verdict.killer or ("survives, as it must" if verdict.mutant.equivalent else "SURVIVES")
+    if verdict.killer and verdict.mutant.equivalent:
+        fate = f"KILLED THOUGH EQUIVALENT: {fate}"
+    return f"{verdict.mutant.name:<60.60} {verdict.time_s:>6.1f} s  {fate}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", metavar="TEXT", help="mutants whose name has this text")
+    parser.add_argument("--seconds", type=float, default=20, help="of random workloads for those that the tests miss")
+    parser.add_argument("--jobs", type=int, default=2)
+    args = parser.parse_args()
+    if wrong := stale(MUTANTS):
+        print("error: the table is out of step with the code", *wrong, sep="\n", file=sys.stderr)
+        return 1
+    mutants = [m for m in MUTANTS if args.only in m.name]
+    begin = time.monotonic()
+    verdicts = judge_all(mutants, args.seconds, args.jobs)
+    print(f"\n{'mutant':<60} {'time':>8}  killed by")
+    for verdict in verdicts:
+        print(line(verdict))
+    survivors = [v for v in verdicts if not v.killer]
+    if survivors:
+        print("\nsurvivors")
+        for verdict in survivors:
+            print(f"  {verdict.mutant.name}: {verdict.mutant.equivalent or 'NOT DECLARED EQUIVALENT'}")
+    bad = [v for v in verdicts if not v.right]
+    num_killed = len(verdicts) - len(survivors)
+    print(
+        f"\n{num_killed} of {len(verdicts)} killed, {len(survivors)} survive, {len(bad)} not as declared; "
+        f"{time.monotonic() - begin:.0f} s"
+    )
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

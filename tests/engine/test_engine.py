@@ -1,0 +1,355 @@
+"""The engine's loop over the oracle: random requests through `add`, `step` and `abort`, on a device without tensors."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from typing import Any
+
+import pytest
+
+from octavo.core import events as ev
+from octavo.core.kv_cache import KVCache
+from octavo.core.plan import StepPlan, StepResult
+from octavo.core.policy import Policy, PreemptionMode
+from octavo.core.request import Request
+from octavo.core.sampling_params import SamplingParams
+from octavo.core.scheduler import Scheduler
+from octavo.engine.engine import Engine
+from octavo.engine.outputs import RequestOutput
+from octavo.errors import ContextLengthError, EngineError, ParameterError, PromptError, StepError
+from tests import oracle as o
+
+MAX_MODEL_LEN = 64
+
+
+class Letters:
+    """A detokenizer: token 0 is "a", token 1 is "b", and so on. One stop string at most."""
+
+    def __init__(self, request: Request) -> None:
+        self.stop = request.sampling_params.stop_strings
+        self.text, self.stop_reason, self.num_tokens_kept = "", None, 0  # type: ignore[assignment]
+
+    text: str
+    stop_reason: str | None
+
+    def push(self, ids: Any) -> str:
+        for token in ids:
+            if self.stop_reason is None:
+                self.num_tokens_kept += 1
+                self.text += chr(ord("a") + token)
+                for stop in self.stop:
+                    if self.text.endswith(stop):
+                        self.stop_reason, self.text = stop, self.text.removesuffix(stop)
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+class FlakyOracle:
+    """The oracle as an executor whose steps fail now and then, and with a step all behind it."""
+
+    def __init__(self, oracle: o.Oracle, rng: random.Random, failing: float) -> None:
+        self.oracle, self.random, self.failing = oracle, rng, failing
+        self.queued: deque[_Flaky] = deque()
+        self.closed = 0
+
+    def submit(self, plan: StepPlan) -> _Flaky:
+        running = _Flaky(self, plan, self.oracle.submit(plan))
+        self.queued.append(running)
+        return running
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class _Flaky:
+    def __init__(self, executor: FlakyOracle, plan: StepPlan, running: Any) -> None:
+        self.executor, self.plan, self.running = executor, plan, running
+
+    @property
+    def done(self) -> bool:
+        return bool(self.running.done)
+
+    def poll(self, timeout_s: float = 0.0) -> StepResult | None:
+        result: StepResult | None = self.running.poll(timeout_s)
+        return result
+
+    def result(self) -> StepResult:
+        executor = self.executor
+        assert executor.queued[0] is self, "results are asked for in order"
+        if executor.random.random() < executor.failing:
+            executor.oracle.fail([r.plan for r in executor.queued])
+            executor.queued.clear()
+            raise StepError("planted")
+        executor.queued.popleft()
+        result: StepResult = self.running.result()
+        return result
+
+
+class World:
+    """One engine over one oracle, and requests to come."""
+
+    def __init__(self, seed: int, *, overlap: bool, failing: float = 0.0) -> None:
+        self.random = rng = random.Random(seed)
+        size = rng.choice([1, 2, 4, 8])
+        num_blocks = max(5, rng.randint(36, 70) // size)
+        self.cache = KVCache(num_blocks, size, rng.choice([0, num_blocks]), num_rows=rng.choice([4, 8]))
+        self.scheduler = Scheduler(
+            self.cache,
+            max_num_batched_tokens=rng.choice([8, 13, 64]),
+            decode_window=rng.choice([1, 3, 8]),
+            policy=Policy(rng.random() < 0.5, rng.choice([None, *PreemptionMode])),
+        )
+        habits = o.Habits(*(rng.random() < 0.5 for _ in range(5)))
+        self.executor = FlakyOracle(o.Oracle(self.cache, habits, seed), rng, failing)
+        self.clock = 0.0
+        self.engine = Engine(
+            self.scheduler,
+            self.executor,
+            vocab_size=o.VOCAB,
+            max_model_len=MAX_MODEL_LEN,
+            eos_token_ids=(4,),
+            overlap=overlap,
+            clock=self._tick,
+        )
+        self.wanted: dict[str, tuple[Request, list[tuple[int, list[int]]]]] = {}
+        self.aborted: dict[str, RequestOutput] = {}
+        self.streams: dict[str, list[RequestOutput]] = {}
+        self.finished: dict[str, RequestOutput] = {}
+        self.seen: Counter[str] = Counter()
+        self.scheduler.events.subscribe(self._listen)
+
+    def _tick(self) -> float:
+        self.clock += 1.0
+        return self.clock
+
+    def _listen(self, event: ev.Event) -> None:
+        self.seen[type(event).__name__ + (f" {event.how}" if isinstance(event, ev.Preempted) else "")] += 1
+
+    def run(self, num_requests: int) -> None:
+        to_come, turns = list(range(num_requests)), 0
+        while to_come or self.engine.has_work:
+            turns += 1
+            assert turns < 5000, "livelock"
+            while to_come and (self.random.random() < 0.8 or not self.engine.has_work):
+                self._add(f"r{to_come.pop()}")
+            if self.random.random() < 0.03 and self.wanted:
+                self._abort(self.random.choice(list(self.wanted)))
+            for output in self.engine.step():
+                self._take(output)
+            o.check(self.scheduler)
+        assert self.cache.stats().num_used == self.cache.stats().num_host_used == 0
+        assert not self.scheduler.has_work and not self.engine.num_requests
+        assert self.engine.drain() == []
+        for name in self.wanted:
+            self._compare(name)
+
+    def _add(self, name: str) -> None:
+        rng = self.random
+        prompt = [rng.randrange(o.VOCAB) for _ in range(rng.randint(1, 12))]
+        if self.wanted and rng.random() < 0.4:
+            prompt = self.wanted[rng.choice(list(self.wanted))][0].prompt_token_ids.tolist() + prompt[:3]
+        stop = rng.choice([None, None, "abc", "dd", "ca"])
+        params = SamplingParams(
+            n=rng.choice([1, 1, 1, 2, 3]),
+            max_tokens=rng.randint(1, rng.choice([6, 24])),
+            ignore_eos=rng.random() < 0.6,
+            stop_token_ids=rng.choice([None, None, [0]]),
+            stop=stop,
+            seed=rng.getrandbits(60) - (1 << 59),
+        )
+        prompt = prompt[:20]
+        needs = self.cache.blocks_at_longest(len(prompt), params.max_tokens or 0, params.n)
+        if needs > self.cache.pool.num_blocks:
+            return
+        self.engine.add(
+            name, prompt, params, priority=rng.choice([0, 0, 1]), make_detokenizer=Letters,
+            stream=rng.random() < 0.5,
+        )  # fmt: skip
+        request = self.scheduler.requests[name]
+        self.wanted[name] = request, o.reference(request)
+
+    def _abort(self, name: str) -> None:
+        output = self.engine.abort(name)
+        assert (output is None) == (name in self.finished or name in self.aborted)
+        if output is not None:
+            assert output.finished
+            self.aborted[name] = output
+
+    def _take(self, output: RequestOutput) -> None:
+        name = output.request_id
+        assert name not in self.aborted and name not in self.finished
+        if output.finished:
+            self.finished[name] = output
+        else:
+            self.streams.setdefault(name, []).append(output)
+
+    def _compare(self, name: str) -> None:
+        request, reference = self.wanted[name]
+        output = self.aborted.get(name) or self.finished[name]
+        got = {c.index: c for c in output.outputs}
+        num_prompt, params = len(request.prompt_token_ids), request.sampling_params
+        failed = any(c.finish_reason == "error" for c in output.outputs)
+        for index, tokens in reference:
+            tokens = tokens[num_prompt:]
+            letters = "".join(chr(ord("a") + t) for t in tokens)
+            text = letters[:-1] if tokens[-1] in request.stop_ids else letters
+            reason: Any = "stop" if tokens[-1] in request.stop_ids else "length"
+            for stop in params.stop_strings:
+                if (at := text.find(stop)) >= 0:
+                    tokens, text, reason = tokens[: at + len(stop)], text[:at], "stop"
+            for part in [*self.streams.get(name, []), output]:
+                for c in part.outputs:
+                    if c.index == index:
+                        assert c.token_ids == tokens[: len(c.token_ids)], name
+                        assert letters.startswith(c.text)
+            if name in self.finished and not failed:
+                c = got[index]
+                assert (c.token_ids, c.text, c.finish_reason) == (tokens, text, reason), name
+        assert self.aborted.get(name) or [c.index for c in output.outputs] == list(range(params.n)) or failed
+        metrics = output.metrics
+        times = [metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time]
+        known = [t for t in times if t is not None]
+        assert known == sorted(known)
+        assert name in self.aborted or failed or None not in times
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_outputs_equal_the_reference(overlap: bool) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(200):
+        world = World(seed, overlap=overlap)
+        world.run(num_requests=world.random.randint(2, 14))
+        assert set(world.wanted) == set(world.aborted) | set(world.finished)
+        assert all(c.finish_reason != "error" for x in world.finished.values() for c in x.outputs)
+        seen += world.seen
+        seen["aborted"] += len(world.aborted)
+        seen["streamed"] += sum(map(len, world.streams.values()))
+        stats = world.engine.stats
+        assert stats.num_finished == world.seen["Finished"]
+        assert stats.num_preemptions == world.seen["Preempted swap"] + world.seen["Preempted recompute"]
+        assert stats.num_swap_preemptions == world.seen["Preempted swap"]
+    for what in ("Preempted swap", "Preempted recompute", "SwappedIn", "aborted", "streamed", "Finished"):
+        assert seen[what] > 20, (what, seen)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_that_fail_lose_no_token(overlap: bool) -> None:
+    num_given_up = num_failed = num_finished = 0
+    for seed in range(200):
+        world = World(seed + 1000, overlap=overlap, failing=0.08)
+        world.run(num_requests=world.random.randint(2, 10))
+        num_failed += world.engine.stats.num_failed_steps
+        num_finished += len(world.finished)
+        num_given_up += sum(
+            any(c.finish_reason == "error" and c.stop_reason == "planted" for c in x.outputs)
+            for x in world.finished.values()
+        )
+    assert num_failed > 50
+    assert 0 < num_given_up < num_finished // 4  # only those whose steps failed twice without a token between
+
+
+def make_engine(**options: Any) -> tuple[Engine, FlakyOracle]:
+    cache = KVCache(20, 4, 0, num_rows=4)
+    executor = FlakyOracle(o.Oracle(cache), random.Random(0), 0.0)
+    words = {name: options.pop(name) for name in ("decode_window", "max_num_batched_tokens") if name in options}
+    scheduler = Scheduler(cache, **words)
+    return Engine(scheduler, executor, vocab_size=o.VOCAB, max_model_len=MAX_MODEL_LEN, **options), executor
+
+
+def test_the_door() -> None:
+    engine, _ = make_engine()
+    params = SamplingParams(max_tokens=4)
+    engine.add("a", [1, 2], params)
+    with pytest.raises(ParameterError, match="'a' is running already"):
+        engine.add("a", [1, 2], params)
+    for prompt, word in (([], "empty"), ([5], "0 to 4"), ([-1], "-1"), ([True], "True")):
+        with pytest.raises(PromptError, match=word):
+            engine.add("b", prompt, params)
+    with pytest.raises(ContextLengthError, match="64"):
+        engine.add("b", [1] * 61, params)
+    assert engine.num_requests == 1
+    assert engine.abort("b") is None
+    output = engine.abort("a")
+    assert output is not None and output.finished and output.outputs[0].finish_reason == "abort"
+    assert not engine.has_work and engine.step() == []
+
+
+def test_overlap_plans_ahead_by_one_step() -> None:
+    for overlap in (False, True):
+        engine, executor = make_engine(overlap=overlap)
+        engine.add("a", [1, 2], SamplingParams(max_tokens=8, ignore_eos=True))
+        deepest = 0
+        while engine.has_work:
+            engine.step()
+            deepest = max(deepest, len(executor.queued))
+        assert deepest == (1 if overlap else 0)  # what is still out when a step returns
+
+
+def test_a_failed_step_after_draws_have_landed() -> None:
+    """The samples of one request land with the first column of another's window, and then the step fails: what was
+    told already is not pending any more, and only once."""
+    engine, executor = make_engine(overlap=False, decode_window=6, max_num_batched_tokens=8)
+    inner = executor.oracle.submit
+
+    class Landed:
+        """A device that gives the first column of every slice, then fails."""
+
+        def __init__(self, plan: StepPlan) -> None:
+            whole = inner(plan).result().tokens
+            self.first = [t if i in plan.draws else t[:1] for i, t in enumerate(whole)]
+            self.plan, self.done = plan, False
+
+        def poll(self, timeout_s: float = 0.0) -> StepResult:
+            self.done = True
+            return StepResult(self.first)
+
+        def result(self) -> StepResult:
+            executor.oracle.fail([self.plan])
+            raise StepError("planted")
+
+    engine.add("window", [1, 2], SamplingParams(max_tokens=20, ignore_eos=True), stream=True)
+    engine.step()
+    engine.add("samples", [3, 3, 1, 0, 2, 2, 1, 0, 4], SamplingParams(max_tokens=5, n=3, ignore_eos=True), stream=True)
+    requests = [engine.scheduler.requests[name] for name in ("window", "samples")]
+    wanted = {r.request_id: o.reference(r) for r in requests}
+    outputs: dict[str, RequestOutput] = {}
+    num_failed = 0
+    for _ in range(200):
+        if not engine.has_work:
+            break
+        plain = executor.submit
+
+        def submit(plan: StepPlan) -> Any:
+            nonlocal num_failed
+            if plan.draws and max(plan.samples) > 1 and not num_failed:
+                num_failed += 1
+                return Landed(plan)
+            return plain(plan)
+
+        executor.submit = submit  # type: ignore[method-assign,assignment]
+        for output in engine.step():
+            outputs[output.request_id] = output
+        executor.submit = plain  # type: ignore[method-assign]
+        o.check(engine.scheduler)
+    assert num_failed == 1 and engine.stats.num_failed_steps == 1
+    assert not engine.has_work
+    for request in requests:
+        num_prompt = len(request.prompt_token_ids)
+        got = [(c.index, c.token_ids) for c in outputs[request.request_id].outputs]
+        assert got == [(i, tokens[num_prompt:]) for i, tokens in wanted[request.request_id]]
+
+
+def test_a_closed_engine() -> None:
+    engine, executor = make_engine()
+    engine.add("a", [1, 2], SamplingParams(max_tokens=8))
+    engine.step()
+    engine.close()
+    engine.close()
+    assert executor.closed == 1 and not engine.num_requests
+    assert engine.scheduler.stats().num_used == 0
+    for ask in (engine.step, lambda: engine.add("b", [1], SamplingParams())):
+        with pytest.raises(EngineError, match="closed"):
+            ask()

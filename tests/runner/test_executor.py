@@ -1,0 +1,139 @@
+"""The local executor: one thread, in order; a failed step takes along what is queued behind it, and nothing later."""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from typing import Any
+
+import pytest
+
+from octavo.core.plan import StepPlan, StepResult
+from octavo.errors import StepError
+from octavo.runner.executor import LocalExecutor
+
+
+class FakeRunner:
+    """Does what a plan's `step` is mapped to, and remembers the order."""
+
+    def __init__(self) -> None:
+        self.ran: list[int] = []
+        self.columns: dict[int, list[list[list[int]]]] = {}
+        self.raises: dict[int, BaseException] = {}
+        self.gate: dict[int, threading.Event] = {}  # waited for before the last column
+
+    def run(self, plan: StepPlan, land: Any) -> None:
+        self.ran.append(plan.step)
+        columns = self.columns.get(plan.step, [[[plan.step]]])
+        for i, column in enumerate(columns):
+            if i == len(columns) - 1:
+                if plan.step in self.gate:
+                    assert self.gate[plan.step].wait(20)
+                if plan.step in self.raises:
+                    raise self.raises[plan.step]
+            land(StepResult(column, {0: "bad"} if column == [[-1]] else {}))
+
+
+def plan_of(step: int) -> StepPlan:
+    plan = StepPlan(step)
+    plan.rows, plan.host_tokens = [0], {0: array("i", [1])}
+    return plan
+
+
+@pytest.fixture
+def runner() -> FakeRunner:
+    return FakeRunner()
+
+
+@pytest.fixture
+def executor(runner: FakeRunner) -> Any:
+    executor = LocalExecutor(runner)  # type: ignore[arg-type]
+    yield executor
+    for gate in runner.gate.values():
+        gate.set()
+    executor.close()
+
+
+def test_plans_run_in_order_and_submit_does_not_wait(executor: LocalExecutor, runner: FakeRunner) -> None:
+    runner.gate[0] = threading.Event()
+    runs = [executor.submit(plan_of(i)) for i in range(5)]
+    assert not any(r.done for r in runs)
+    assert runs[0].poll() is None
+    runner.gate[0].set()
+    assert [r.result().tokens for r in reversed(runs)] == [[[4]], [[3]], [[2]], [[1]], [[0]]]
+    assert runner.ran == list(range(5)) and all(r.done for r in runs)
+
+
+def test_columns_land_one_by_one(executor: LocalExecutor, runner: FakeRunner) -> None:
+    runner.columns[0] = [[[5, 6]], [[7]], [[]], [[-1]]]
+    runner.gate[0] = threading.Event()
+    run = executor.submit(plan_of(0))
+    got: list[int] = []
+    while len(got) < 3:
+        part = run.poll(5.0)
+        assert part is not None and not part.errors
+        got += part.tokens[0]
+    assert got == [5, 6, 7]
+    while (part := run.poll(0.05)) is not None:  # perhaps the empty column, then nothing
+        assert part.tokens == [[]]
+    runner.gate[0].set()
+    result = run.result()
+    assert result.tokens == [[-1]] and result.errors == {0: "bad"}
+    assert run.done and run.poll(1.0) is None
+
+
+def test_poll_waits_no_longer_than_told(executor: LocalExecutor, runner: FakeRunner) -> None:
+    runner.gate[0] = threading.Event()
+    run = executor.submit(plan_of(0))
+    begin = time.monotonic()
+    assert run.poll(0.05) is None
+    assert 0.04 < time.monotonic() - begin < 5
+
+
+def test_the_result_gathers_what_was_not_polled(executor: LocalExecutor, runner: FakeRunner) -> None:
+    runner.columns[0] = [[[5]], [[6]], [[-1]], [[7, 8]]]
+    result = executor.submit(plan_of(0)).result()
+    assert result.tokens == [[5, 6, -1, 7, 8]] and result.errors == {0: "bad"}
+
+
+def test_a_failure_takes_along_what_is_queued_and_nothing_later(executor: LocalExecutor, runner: FakeRunner) -> None:
+    runner.gate[1], runner.raises[1] = threading.Event(), ValueError("planted")
+    runs = [executor.submit(plan_of(i)) for i in range(4)]
+    runner.gate[1].set()
+    assert runs[0].result().tokens == [[0]]
+    assert not runs[1].poll(0.01)  # nothing of a failed step is a result
+    with pytest.raises(StepError, match="ValueError: planted") as caught:
+        runs[1].result()
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert runner.ran == [0, 1]
+    assert executor.submit(plan_of(9)).result().tokens == [[9]]  # after the failure was seen
+    for run in runs[2:]:
+        with pytest.raises(StepError, match="a step before it failed"):
+            run.result()
+    assert runner.ran == [0, 1, 9]
+
+
+def test_what_is_submitted_before_the_failure_is_seen_fails_too(executor: LocalExecutor, runner: FakeRunner) -> None:
+    runner.raises[0] = RuntimeError("planted")
+    first = executor.submit(plan_of(0))
+    while not first.done:
+        time.sleep(0.001)
+    late = executor.submit(plan_of(1))  # planned by somebody who counts on the first
+    with pytest.raises(StepError):
+        first.result()
+    with pytest.raises(StepError):
+        late.result()
+    assert runner.ran == [0]
+    runner.raises.clear()
+    assert executor.submit(plan_of(2)).result().tokens == [[2]]
+
+
+def test_closing(runner: FakeRunner) -> None:
+    executor = LocalExecutor(runner)  # type: ignore[arg-type]
+    runs = [executor.submit(plan_of(i)) for i in range(3)]
+    executor.close()
+    executor.close()
+    assert not executor._thread.is_alive()
+    assert [r.result().tokens for r in runs] == [[[0]], [[1]], [[2]]]  # what was queued has been done
+    assert not hasattr(executor, "runner")
