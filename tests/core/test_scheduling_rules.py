@@ -542,6 +542,15 @@ def test_samples_wait_for_their_fork_and_part_from_one_row_of_logits() -> None:
     lab.run(depth=2)
 
 
+def test_a_chunk_draws_nothing() -> None:
+    for options in ({"width": 2}, {"beam": 2}):
+        lab = Lab(20, budget=2, rows=2)
+        lab.add("A", [1, 2, 3], 3, **options)
+        assert lab.step().draws == {}
+        assert lab.step().draws == {0: 2}
+        lab.run()
+
+
 def test_samples_that_the_host_watches_wait_after_their_fork_too() -> None:
     lab = Lab(40, window=4)
     lab.add("A", [1, 2, 3], 5, width=2, host_wait=True)

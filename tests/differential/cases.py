@@ -1,4 +1,4 @@
-"""The ways of running the same prompts that must all give the same tokens, and a small set that covers them in pairs."""
+"""Ways of running the same prompts that must all give the same tokens, and a few that cover them in pairs."""
 
 from __future__ import annotations
 

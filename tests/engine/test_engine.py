@@ -317,22 +317,21 @@ def test_a_failed_step_after_draws_have_landed() -> None:
     wanted = {r.request_id: o.reference(r) for r in requests}
     outputs: dict[str, RequestOutput] = {}
     num_failed = 0
+    plain = executor.submit
+
+    def submit(plan: StepPlan) -> Any:
+        nonlocal num_failed
+        if plan.draws and max(plan.samples) > 1 and not num_failed:
+            num_failed += 1
+            return Landed(plan)
+        return plain(plan)
+
+    executor.submit = submit  # type: ignore[method-assign,assignment]
     for _ in range(200):
         if not engine.has_work:
             break
-        plain = executor.submit
-
-        def submit(plan: StepPlan) -> Any:
-            nonlocal num_failed
-            if plan.draws and max(plan.samples) > 1 and not num_failed:
-                num_failed += 1
-                return Landed(plan)
-            return plain(plan)
-
-        executor.submit = submit  # type: ignore[method-assign,assignment]
         for output in engine.step():
             outputs[output.request_id] = output
-        executor.submit = plain  # type: ignore[method-assign]
         o.check(engine.scheduler)
     assert num_failed == 1 and engine.stats.num_failed_steps == 1
     assert not engine.has_work

@@ -71,13 +71,11 @@ class Decoder:
         self.norm = torch.empty(spec.hidden_size, dtype=dtype, device=device)
         # Tied models read the embedding backwards.
         self.head = self.embedding if spec.tie_word_embeddings else torch.empty_like(self.embedding)
-        self.cos_sin = ops.rope_table(  # [max_len, head_dim]
-            spec.head_dim,
-            max_len or spec.max_position_embeddings,
-            spec.rope_theta,
-            scaling=spec.rope_scaling,
-            device=device,
+        # [max_len, head_dim], made on the CPU: the same numbers on every device, and none at all for a model on "meta".
+        table = ops.rope_table(
+            spec.head_dim, max_len or spec.max_position_embeddings, spec.rope_theta, scaling=spec.rope_scaling
         )
+        self.cos_sin = table.to(device)
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor) -> Tensor:
