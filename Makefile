@@ -36,7 +36,7 @@ check: test coverage lint types contracts size ## what a change must pass: tests
 	@echo '== all checks passed'
 
 prove: $(DEV) ## the long proofs: 10^6 steps under the oracle, small worlds exhaustively, the full matrix
-	@$(PYTEST) -m slow -n $(WORKERS) $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.prove $(ARGS)
 
 mutants: $(DEV) ## plant every known bug in the core, one at a time, and see the tests kill it
 	@$(BIN)/python scripts/mutants.py $(ARGS)

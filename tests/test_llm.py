@@ -12,6 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,7 @@ def test_a_stream_grows_to_what_generate_gives(make_llm: Callable[..., LLM], win
         lengths = [sum(len(c.token_ids) for c in p.outputs) for p in parts]
         assert lengths == sorted(lengths)
         assert len(parts) >= lengths[-1] // (window * len(last))  # it streams
-        for before, after in zip(parts, parts[1:], strict=False):
+        for before, after in pairwise(parts):
             for a, b in zip(before.outputs, after.outputs, strict=False):
                 assert b.text.startswith(a.text) and b.token_ids[: len(a.token_ids)] == a.token_ids
 
@@ -292,6 +293,9 @@ def test_explicit_max_tokens_is_never_cut_and_a_default_is(make_llm: Callable[..
     assert caught.value.param == "max_tokens"
     cut = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     assert len(tokens_of(generate(llm, prompt, cut))[0]) == 28
+    assert len(tokens_of(generate(llm, [5] * 127, cut))[0]) == 1
+    with pytest.raises(ContextLengthError, match=r"128.*requested 128 .*shorten"):
+        generate(llm, [5] * 128, cut)
 
 
 def test_what_the_pool_can_never_hold_is_refused(make_llm: Callable[..., LLM]) -> None:
@@ -480,6 +484,14 @@ def test_a_step_that_fails_once_is_computed_again(
         assert tokens_of(outputs) == wanted
         assert llm.stats().num_failed_steps == 1
         at_rest(llm)
+
+
+def test_steps_that_fail_now_and_then_are_all_computed_again(make_llm: Callable[..., LLM]) -> None:
+    wanted = texts_of(generate(make_llm(), PROMPTS))
+    llm = make_llm()
+    WrappedModel(llm, before=OnPasses(1, 4, 9, 14, 20))  # with tokens between them
+    assert texts_of(generate(llm, PROMPTS)) == wanted
+    assert llm.stats().num_failed_steps == 5
 
 
 @pytest.mark.parametrize("overlap", [False, True])

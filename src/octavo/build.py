@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from octavo.checkpoint import Checkpoint, open_checkpoint
-from octavo.config import GIB, EngineArgs, EngineConfig
+from octavo.checkpoint import open_checkpoint
+from octavo.config import EngineArgs, EngineConfig
 from octavo.core.kv_cache import KVCache
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.scheduler import Scheduler
@@ -44,15 +44,18 @@ def build(args: EngineArgs) -> Built:
     spec = spec_from_config(checkpoint.config, checkpoint.generation_config)
     tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_checkpoint(checkpoint)
     dtype = torch.float32 if args.dtype == "auto" else getattr(torch, args.dtype)
-    decoder = _load(checkpoint, spec, dtype)
+    # Planned before anything large is loaded: the system kills who takes too much.
+    weight_bytes = Decoder(spec, ops=cpu_ops, dtype=dtype, device="meta", max_len=1).num_bytes
     budget = plan_memory(
         args,
         bytes_per_token=spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize,
-        weight_bytes=decoder.num_bytes,
+        weight_bytes=weight_bytes,
         model_len=spec.max_position_embeddings,
+        free_bytes=free_memory() - weight_bytes,
     )
     for warning in budget.warnings:
         logger.warning(warning)
+    decoder = load_decoder(checkpoint, spec, dtype=dtype, device="cpu", ops=cpu_ops, max_len=budget.max_model_len)
     config = EngineConfig(
         args=args,
         dtype=str(dtype).removeprefix("torch."),
@@ -96,18 +99,6 @@ def make_scheduler(config: EngineConfig) -> Scheduler:
             mode=None if args.preemption_mode == "auto" else PreemptionMode(args.preemption_mode),
         ),
     )
-
-
-def _load(checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype) -> Decoder:
-    """The weights, unless they cannot fit: this is asked before, because the system kills who takes too much."""
-    needed = Decoder(spec, ops=cpu_ops, dtype=dtype, device="meta", max_len=1).num_bytes
-    free = free_memory()
-    if needed > free:
-        raise MemoryBudgetError(
-            f"the weights of {checkpoint.path} take {needed / GIB:.2f} GiB as {dtype} and {free / GIB:.2f} GiB of "
-            "memory are free; free some, choose a smaller model or dtype bfloat16"
-        )
-    return load_decoder(checkpoint, spec, dtype=dtype, device="cpu", ops=cpu_ops)
 
 
 def _runner(decoder: Decoder, config: EngineConfig, budget: Budget, dtype: torch.dtype) -> ModelRunner:

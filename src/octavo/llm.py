@@ -68,11 +68,10 @@ class LLM:
         names = self._add(prompts, sampling_params, priority, stream=False)
         place = {name: i for i, name in enumerate(names)}
         outputs: list[RequestOutput | None] = [None] * len(names)
-        with self._progress(len(names), use_tqdm) as bar:
-            with contextlib.closing(self._run(names)) as run:
-                for output in run:
-                    outputs[place[output.request_id]] = output
-                    bar.update(1)
+        with self._progress(len(names), use_tqdm) as bar, contextlib.closing(self._run(names)) as run:
+            for output in run:
+                outputs[place[output.request_id]] = output
+                bar.update(1)
         return [output for output in outputs if output is not None]
 
     def chat(

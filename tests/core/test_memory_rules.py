@@ -231,6 +231,7 @@ def test_a_lookup_stops_at_the_first_miss() -> None:
     seq = settle(cache, [1, 2, 3, 4, 5, 6, 7])
     cache.free(seq)
     assert list(cache.pool.cached()) == [3, 2, 1]
+    assert cache.lookup(sequence([1, 2, 9, 9, 3, 4, 0])).block_ids == [1]  # 3, 4 does follow 1, 2: but not here
     cache.pool.unseal(2)
     found = cache.lookup(sequence([1, 2, 3, 4, 5, 6, 7]))
     assert found.block_ids == [1]
@@ -519,6 +520,34 @@ def test_discard_takes_back_what_nobody_else_uses() -> None:
     cache.free(bad)
     assert cache.pool.num_cached == 0
     assert cache.pool.num_used == 1
+
+
+def test_a_sibling_to_share_with_is_the_one_with_the_longest_common_run() -> None:
+    """Full blocks alone, computed ones alone, only as far as tokens are equal, and never the last token."""
+    cache = KVCache(20, 2, enable_prefix_caching=False)
+    first = settle(cache, [1, 2, 3, 4, 5, 6])
+    request = first.request
+    for tokens, count in (([1, 2, 7, 8, 9, 9], 5), ([1, 2, 7, 8, 9, 9], 0), ([1, 2, 7, 8], 0), ([5, 5, 7, 8], 0)):
+        seq = Sequence(request, len(request.sequences), first.token_ids[:0], 99)
+        seq.token_ids.extend(tokens)
+        request.sequences.append(seq)
+        cache.grow(seq, count, StepPlan())
+        seq.num_computed = count
+    second, third, short, stranger = request.sequences[1:]
+    assert cache.sibling_prefix(first).block_ids == []
+    assert cache.sibling_prefix(second).block_ids == first.block_ids[:1]
+    assert cache.sibling_prefix(third).block_ids == second.block_ids[:2]
+    assert cache.sibling_prefix(short).block_ids == first.block_ids[:1]
+    assert cache.sibling_prefix(stranger).block_ids == []
+
+
+def test_only_what_a_sibling_has_computed_is_shared() -> None:
+    cache = KVCache(20, 2, enable_prefix_caching=False)
+    first = settle(cache, [1, 2, 3, 4, 5, 6], 3)
+    assert len(first.block_ids) == 2
+    second = Sequence(first.request, 1, first.token_ids[:], 99)
+    first.request.sequences.append(second)
+    assert cache.sibling_prefix(second).block_ids == first.block_ids[:1]
 
 
 # -- 4.9: the swap space -----------------------------------------------------------------------------------------------

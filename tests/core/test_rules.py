@@ -194,8 +194,12 @@ def test_a_window_in_flight_is_kept_when_its_request_is_preempted(policy: Policy
     b = lab.requests["B"]
     while b.status is Status.RUNNING:
         lab.plan()
-    pending = b.num_pending
-    assert pending == 2
+    (seq,) = b.sequences
+    assert b.num_pending == 2
+    num_sealed = len(seq.seal_ids)
+    lab.land()
+    assert b.num_pending == 0 and b.status is not Status.RUNNING
+    assert len(seq.token_ids) // 2 > num_sealed == len(seq.seal_ids)  # nothing is sealed that is not on the device
     lab.run(depth=2)
 
 
@@ -362,12 +366,15 @@ def test_what_was_left_behind_is_shared_before_blocks_are_taken() -> None:
     assert pool.num_available == 3
     found = cache.find_swapped(second.request)
     assert found is not None and found.num_needed == 2
-    while pool.num_free > 1:
+    younger = pool.take()
+    pool.seal(younger, (99, b"younger"))
+    pool.release(younger)
+    while pool.num_free:
         pool.take()
+    assert list(pool.cached()) == [1, younger]
     plan = StepPlan()
     cache.swap_in(second.request, found, plan)
-    assert second.block_ids[0] == 1 and pool.seal_id[1] and len(plan.swap_ins) == 1
-    assert second.block_ids[1] != 1
+    assert second.block_ids == [1, younger] and pool.seal_id[1] and len(plan.swap_ins) == 1
     assert len(second.seal_ids) == 1 and not second.request.left_behind
 
 

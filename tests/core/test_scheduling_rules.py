@@ -170,6 +170,19 @@ def test_a_group_waits_when_the_rest_of_the_budget_is_too_small_for_it() -> None
     assert len(group.done) == 3
 
 
+def test_nobody_comes_in_past_a_running_group_that_does_not_fit() -> None:
+    """Each line stops at the first that does not fit, and with it the lines behind."""
+    lab = Lab(40, budget=3, rows=5)
+    lab.add("A", [1, 2], 4)
+    group = lab.add("G", [3], 3, width=3)
+    lab.step()
+    late = lab.add("W", [4], 1)
+    assert names(lab.step()) == ["A"]
+    assert late.status is Status.WAITING and lab.reasons("W") == ["budget"]
+    lab.run()
+    assert lab.finished.index("W") > lab.finished.index("A") and group.done
+
+
 def test_a_swapped_group_waits_for_a_budget_that_takes_it_whole() -> None:
     lab = Lab(20, host=20, budget=3, rows=4, policy=SWAP)
     a = lab.add("A", [1, 2], 5)
@@ -373,6 +386,27 @@ def test_a_reason_is_said_when_it_changes_not_once_a_step() -> None:
     lab.add("B", [9] * 9, 2)
     lab.run()
     assert lab.told(ev.Waiting) == [ev.Waiting("B", "blocks", 5, 4, 0)]
+
+
+def test_who_has_come_in_waits_for_nothing() -> None:
+    lab = Lab(8, rows=1)
+    lab.add("A", [1], 1)
+    b = lab.add("B", [2], 2)
+    lab.step()
+    assert b.waits_for == "rows"
+    lab.plan()
+    assert b.status is Status.RUNNING and b.waits_for == ""
+    lab.run()
+
+
+def test_a_prompt_comes_in_when_there_is_room_for_all_of_it_not_for_its_first_chunk() -> None:
+    lab = Lab(8, budget=4)
+    lab.add("A", [1, 2, 3], 6)
+    b = lab.add("B", list(range(10, 24)), 2)
+    lab.step()
+    lab.step()
+    assert b.status is Status.WAITING and lab.reasons("B")[-1] == "blocks"
+    lab.run()
 
 
 def test_the_numbers_of_a_wait_for_blocks() -> None:

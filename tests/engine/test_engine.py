@@ -143,6 +143,7 @@ class World:
         assert self.cache.stats().num_used == self.cache.stats().num_host_used == 0
         assert not self.scheduler.has_work and not self.engine.num_requests
         assert self.engine.drain() == []
+        assert not self.engine._num_incremental  # with nobody to tell, nobody polls
         for name in self.wanted:
             self._compare(name)
 

@@ -106,3 +106,8 @@ def test_free_memory_reads_the_machine_and_its_cgroup(monkeypatch: pytest.Monkey
     monkeypatch.undo()
     assert memory._read(str(Path("/no/such/file"))) == ""
     assert memory.free_memory() > 1 << 20
+
+
+def test_weights_that_leave_nothing_are_refused_before_they_are_loaded() -> None:
+    with pytest.raises(MemoryBudgetError, match="more than the free memory by 1.00 GiB"):
+        plan_memory(EngineArgs(model="m"), bytes_per_token=8, weight_bytes=3 << 30, model_len=64, free_bytes=-(1 << 30))

@@ -27,7 +27,8 @@ class Budget:
         kv, swap = (self.num_blocks + 1) * self.bytes_per_block, self.num_host_blocks * self.bytes_per_block
         return (
             f"weights {_gib(self.weight_bytes)}, KV pool {_gib(kv)} ({self.num_blocks} blocks of {self.block_size} "
-            f"tokens, {_gib(self.bytes_per_block)} each), swap space {_gib(swap)}, free memory {_gib(self.free_bytes)}"
+            f"tokens, {_gib(self.bytes_per_block)} each), swap space {_gib(swap)}, free memory beside the weights "
+            f"{_gib(self.free_bytes)}"
         )
 
 
@@ -37,13 +38,18 @@ def plan_memory(
     """Settle the sizes of the pool, the swap space and the longest sequence, on a CPU.
 
     bytes_per_token   K and V of one token over all layers
-    weight_bytes      the weights, loaded already
+    weight_bytes      the weights, which are not in `free_bytes`
     model_len         positions that the model knows
-    free_bytes        memory that is left now; None: ask the machine
+    free_bytes        memory that the weights leave; None: ask the machine, where they are loaded already
 
     Raises `MemoryBudgetError` when no request, or not the `max_model_len` that was asked for, fits.
     """
     free = free_memory() if free_bytes is None else free_bytes
+    if free_bytes is not None and free_bytes <= 0:
+        raise MemoryBudgetError(
+            f"the weights take {_gib(weight_bytes)}, which is more than the free memory by {_gib(-free_bytes)}; free "
+            "some, choose a smaller model or a dtype of fewer bytes"
+        )
     size = args.block_size
     per_block = bytes_per_token * size
     asked = args.max_model_len

@@ -1,0 +1,574 @@
+"""Every Triton kernel on the GPU at hand, checked against the reference, then timed.
+
+    PYTHONPATH=src python benchmarks/kernels/gpu_check.py [--out DIR] [--only check|time] [--seconds 400]
+
+Needs a CUDA device, torch and triton; no pytest. Prints one JSON line a failed case and a summary, then one JSON line a
+shape: microseconds by replays of a CUDA graph (the median of several), and TB/s of K and V read, or TFLOP/s. All lines
+are in DIR/gpu_check.jsonl. A case that fails is reported and the rest goes on; the exit status says whether any did.
+
+`us` has every call read the same K and V, which small shapes then find in the cache; `cold_us` goes round over as many
+layers as leave the cache between two calls of one, as a model does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.kernels import reference
+from octavo.kernels.batch import RaggedBatch
+
+Line = dict[str, Any]
+DEVICE = "cuda"
+COLD_BYTES = 200 << 20
+"""More than three times an H200's second-level cache."""
+
+# -- a pool and a batch -----------------------------------------------------------------------------------------------
+
+
+def make_batch(
+    query_lens: list[int], seq_lens: list[int], block_size: int, pool_blocks: int, seed: int = 0, first_id: int = 1
+) -> RaggedBatch:
+    """Sequences whose blocks are strewn over ids first_id .. pool_blocks."""
+    g = torch.Generator().manual_seed(seed)
+    ids = (torch.randperm(pool_blocks - first_id + 1, generator=g) + first_id).tolist()
+    tables, used = [], 0
+    for n in seq_lens:
+        count = -(-n // block_size)
+        tables.append(ids[used : used + count])
+        used += count
+    return RaggedBatch.from_lists(query_lens, seq_lens, tables, block_size, device=DEVICE)
+
+
+def all_slots(batch: RaggedBatch, block_size: int) -> Tensor:
+    """The slots of all tokens of all sequences, [num_tokens_ever] int64."""
+    slots = []
+    for table, n in zip(batch.block_tables.long(), batch.seq_lens.tolist(), strict=True):
+        positions = torch.arange(n, device=DEVICE)
+        slots.append(table[positions // block_size] * block_size + positions % block_size)
+    return torch.cat(slots)
+
+
+def error_of(actual: Tensor, expected: Tensor) -> float:
+    """The norm of the difference as a share of the expected norm; NaN where anything is NaN."""
+    actual, expected = actual.double(), expected.double()
+    same = actual == expected  # -inf - -inf is no number
+    difference = torch.where(same, 0.0, actual - expected)
+    return float(difference.norm() / torch.where(expected.isfinite(), expected, 0.0).norm().clamp(min=1e-30))
+
+
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+def attention_cases() -> Iterator[Line]:
+    """Every block size, head_dim, group, dtype and kind of batch, each several times, in combinations drawn at random."""
+    rnd = random.Random(0)
+    block_sizes, head_dims = [8, 16, 32, 64, 128, 256], [64, 80, 96, 128, 256, 40]
+    groups = [1, 2, 3, 4, 5, 6, 7, 8, 12, 16]
+    dtypes = [torch.bfloat16, torch.bfloat16, torch.float16, torch.float32]
+    kinds = ["decode", "mixed", "prompt", "padded"]
+    pairs = [(b, d) for i in range(6) for b, d in zip(block_sizes, head_dims[i:] + head_dims[:i], strict=True)]
+    for i, (block_size, head_dim) in enumerate(pairs):
+        for kind in rnd.sample(kinds, 2):
+            yield {
+                "block_size": block_size,
+                "head_dim": head_dim,
+                "group": groups[i % len(groups)],
+                "kv_heads": rnd.choice([1, 2, 8]),
+                "dtype": str(rnd.choice(dtypes)).removeprefix("torch."),
+                "kind": kind,
+                "window": rnd.choice([0, 0, 1, 17, 100, 1000]),
+                "seed": i,
+            }
+
+
+def check_attention(case: Line) -> Line:
+    """Both kernels, by the entry; freed blocks, unused slots, the null block and the other layer are NaN."""
+    from octavo.kernels.paged_attention import paged_attention
+
+    rnd = random.Random(case["seed"])
+    dtype = getattr(torch, case["dtype"])
+    block_size, head_dim, heads = case["block_size"], case["head_dim"], case["kv_heads"]
+    num_seqs = rnd.choice([1, 3, 9, 70])
+    seq_lens = [rnd.choice([1, 2, 63, 64, 65, 128, 300, rnd.randint(1, 3000)]) for _ in range(num_seqs)]
+    query_lens = [1] * num_seqs
+    if case["kind"] in ("mixed", "padded"):
+        query_lens = [rnd.choice([1, min(n, rnd.randint(1, 200))]) for n in seq_lens]
+    elif case["kind"] == "prompt":
+        seq_lens = seq_lens[:5]
+        query_lens = list(seq_lens)
+    pool_blocks = sum(-(-n // block_size) for n in seq_lens) + 5
+    batch = make_batch(query_lens, seq_lens, block_size, pool_blocks, case["seed"])
+    torch.manual_seed(case["seed"])
+    kv = torch.full((pool_blocks + 1, 2, 2, heads, block_size, head_dim), math.nan, dtype=dtype, device=DEVICE)
+    slots = all_slots(batch, block_size)
+    k, v = torch.randn(2, len(slots), heads, head_dim, device=DEVICE).to(dtype)
+    reference.kv_write(k, v, kv[:, 1], slots)
+    padding = 13 if case["kind"] == "padded" else 0
+    fused = torch.randn(sum(query_lens) + padding, heads * (case["group"] + 2), head_dim, device=DEVICE).to(dtype)
+    q = fused[:, : heads * case["group"]]
+    scale, window = head_dim**-0.5, case["window"]
+    out, lse = paged_attention(q, kv[:, 1], batch, scale=scale, window=window, return_lse=True)
+    plain = paged_attention(q, kv[:, 1], batch, scale=scale, window=window)
+    expected, expected_lse = reference.paged_attention(
+        q.double(), kv[:, 1].double(), batch, scale=scale, window=window, return_lse=True
+    )
+    errors = [error_of(out, expected), error_of(lse, expected_lse)]
+    limits = [TOLERANCE[dtype], 1e-5]
+    fine = all(e < limit for e, limit in zip(errors, limits, strict=True)) and torch.equal(out, plain)
+    return {"errors": errors, "seqs": num_seqs, "ok": fine}
+
+
+def check_replay(case: Line) -> Line:
+    """A graph captured at some lengths gives the right answer at others: nothing of the schedule is the host's."""
+    from octavo.kernels.paged_attention import paged_attention
+
+    block_size, heads, head_dim = 16, 8, 128
+    long = [1500, 3, 700, 64, 65, 1, 2000, 900]
+    batch = make_batch([1] * 8, long, block_size, 400, case["seed"])
+    kv = torch.randn(401, 1, 2, heads, block_size, head_dim, device=DEVICE, dtype=torch.bfloat16)
+    q = torch.randn(8, heads * 4, head_dim, device=DEVICE, dtype=torch.bfloat16)
+    paged_attention(q, kv[:, 0], batch, scale=0.1)  # compiled before the capture
+    batch.derived.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = paged_attention(q, kv[:, 0], batch, scale=0.1)
+    worst = 0.0
+    for lens in (long, [5, 3, 64, 64, 65, 1, 7, 900], [1, 0, 0, 1, 1, 0, 2000, 0]):
+        batch.seq_lens.copy_(torch.tensor(lens))
+        graph.replay()
+        expected = reference.paged_attention(q.double(), kv[:, 0].double(), batch, scale=0.1)
+        worst = max(worst, error_of(out, expected))
+    return {"errors": [worst], "ok": worst < TOLERANCE[torch.bfloat16]}
+
+
+def check_far_blocks(case: Line) -> Line:
+    """A pool of more than 2^32 elements: its last blocks are written, copied and read."""
+    from octavo.kernels import cuda
+
+    block_size, heads, head_dim, group = 16, 8, 128, 4
+    pool_blocks = (1 << 32) // (2 * 2 * heads * block_size * head_dim) + 200
+    kv = torch.empty((pool_blocks + 1, 2, 2, heads, block_size, head_dim), dtype=torch.bfloat16, device=DEVICE)
+    assert kv.numel() > 1 << 32
+    kv[-300:] = math.nan
+    seq_lens, query_lens = [1000, 77, 300], [1, 77, 20]
+    batch = make_batch(query_lens, seq_lens, block_size, pool_blocks, 1, first_id=pool_blocks - 100)
+    slots = all_slots(batch, block_size)
+    k, v = torch.randn(2, len(slots), heads, head_dim, device=DEVICE).bfloat16()
+    cuda.kv_write(k, v, kv[:, 1], slots)
+    tail = torch.full_like(kv[-300:], math.nan)
+    reference.kv_write(k, v, tail[:, 1], slots - (pool_blocks + 1 - 300) * block_size)
+    wrong = int((kv[-300:].nan_to_num(7.0) != tail.nan_to_num(7.0)).sum())
+    q = torch.randn(sum(query_lens), heads * group, head_dim, device=DEVICE).bfloat16()
+    out = cuda.paged_attention(q, kv[:, 1], batch, scale=0.1)
+    near = RaggedBatch(
+        batch.positions,
+        batch.slot_mapping,
+        batch.query_start,
+        batch.seq_lens,
+        (batch.block_tables - (pool_blocks + 1 - 300)).clamp(min=0),
+        batch.max_query_len,
+        batch.max_seq_len,
+    )
+    error = error_of(out, reference.paged_attention(q.double(), tail[:, 1].double(), near, scale=0.1))
+    ids = batch.block_tables[0, :20].long()
+    cuda.block_copy(kv, ids, torch.arange(1, 21, device=DEVICE))
+    wrong += int((kv[1:21].nan_to_num(7.0) != kv[ids].nan_to_num(7.0)).sum())
+    positions = torch.arange(len(slots), device=DEVICE) % 1000
+    table = reference.rope_table(head_dim, 1000, 10000.0, device=DEVICE)
+    cuda.rope_kv_write(k, k, v, positions, table, kv[:, 0], slots)
+    _, turned = reference.apply_rope(k, k, positions, table)
+    back = kv[:, 0][slots // block_size, 0, :, slots % block_size]
+    rope_error = error_of(back, turned)
+    return {"errors": [error, rope_error], "wrong": wrong, "ok": error < 5e-3 and rope_error < 5e-3 and wrong == 0}
+
+
+def check_small(case: Line) -> Line:
+    """Norms, activation, rope, kv_write and their fusion, block_copy: for one shape and dtype."""
+    from octavo.kernels import cuda
+
+    torch.manual_seed(case["seed"])
+    dtype, n = getattr(torch, case["dtype"]), case["tokens"]
+    heads, kv_heads, head_dim, block_size = case["heads"], case["kv_heads"], case["head_dim"], case["block_size"]
+    limit = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}[dtype]
+    errors: dict[str, float] = {}
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=DEVICE).to(dtype)
+
+    hidden = heads * head_dim
+    x, residual, weight = randn(n, hidden), randn(n, hidden), randn(hidden)
+    normed, total = cuda.add_rms_norm(x, residual, weight, 1e-5)
+    expected, expected_total = reference.add_rms_norm(x.double(), residual.double(), weight.double(), 1e-5)
+    errors["add_rms_norm"] = max(error_of(normed, expected), error_of(total, expected_total))
+    errors["rms_norm"] = error_of(cuda.rms_norm(x, weight, 1e-5), reference.rms_norm(x.double(), weight.double(), 1e-5))
+    gate_up = randn(n, 2 * case["size"])
+    errors["silu_mul"] = error_of(cuda.silu_mul(gate_up), reference.silu_mul(gate_up.double()))
+
+    q, k, v = randn(n, heads + 2 * kv_heads, head_dim).split([heads, kv_heads, kv_heads], dim=1)
+    q_norm, k_norm = randn(head_dim), randn(head_dim)
+    errors["rms_norm of heads"] = error_of(
+        cuda.rms_norm(q, q_norm, 1e-5), reference.rms_norm(q.double(), q_norm.double(), 1e-5)
+    )
+    positions = torch.randint(4096, (n,), device=DEVICE)
+    table = reference.rope_table(head_dim, 4096, 10000.0, device=DEVICE)
+    wide_q, wide_k = reference.apply_rope(q.double(), k.double(), positions, table.double())
+    turned_q, turned_k = cuda.apply_rope(q, k, positions, table)
+    errors["apply_rope"] = max(error_of(turned_q, wide_q), error_of(turned_k, wide_k))
+
+    pool_blocks = n // block_size + 9
+    before = randn(pool_blocks + 1, 2, 2, kv_heads, block_size, head_dim)
+    slots = torch.randperm(pool_blocks * block_size, device=DEVICE)[:n] + block_size
+    written, kv = before.clone(), before.clone()
+    cuda.kv_write(k, v, kv[:, 1], slots)
+    reference.kv_write(k, v, written[:, 1], slots)
+    errors["kv_write"] = 0.0 if torch.equal(kv, written) else 1.0
+    kv = before.clone()
+    out = cuda.rope_kv_write(q, k, v, positions, table, kv[:, 1], slots)
+    reference.kv_write(turned_k, v, written[:, 1], slots)
+    errors["rope_kv_write"] = max(error_of(out, wide_q), error_of(kv, written))
+    kv = before.clone()
+    out = cuda.rope_kv_write(q, k, v, positions, table, kv[:, 1], slots, q_norm=q_norm, k_norm=k_norm, eps=1e-5)
+    wide_q, wide_k = (reference.rms_norm(a.double(), w.double(), 1e-5) for a, w in ((q, q_norm), (k, k_norm)))
+    wide_q, wide_k = reference.apply_rope(wide_q, wide_k, positions, table.double())
+    reference.kv_write(wide_k, v, written[:, 1], slots)
+    errors["norm_rope_kv_write"] = max(error_of(out, wide_q), error_of(kv, written))
+
+    copies = min(case["copies"], pool_blocks)
+    src = torch.randperm(pool_blocks, device=DEVICE)[:copies] + 1
+    dst = torch.randperm(pool_blocks, device=DEVICE)[:copies] + 1  # many targets are sources too
+    kv, copied = before.clone(), before.clone()
+    cuda.block_copy(kv, src, dst)
+    reference.block_copy(copied, src, dst)
+    errors["block_copy"] = 0.0 if torch.equal(kv, copied) else 1.0
+    return {"errors": errors, "ok": all(e <= limit for e in errors.values())}
+
+
+def small_cases() -> Iterator[Line]:
+    shapes = [(32, 8, 128), (14, 2, 64), (16, 8, 128), (9, 3, 64), (5, 5, 40), (8, 1, 256), (12, 4, 80), (7, 1, 96)]
+    for i, (heads, kv_heads, head_dim) in enumerate(shapes):
+        for dtype in ("bfloat16", "float16", "float32"):
+            yield {
+                "heads": heads,
+                "kv_heads": kv_heads,
+                "head_dim": head_dim,
+                "dtype": dtype,
+                "tokens": (1, 7, 300, 2049)[i % 4],
+                "size": (576, 1536, 4864, 14336)[i % 4],
+                "block_size": 8 << i % 6,
+                "copies": (1, 3, 100, 300)[i % 4],
+                "seed": i,
+            }
+
+
+CHECKS: dict[str, Callable[[Line], Line]] = {
+    "attention": check_attention,
+    "replay": check_replay,
+    "far blocks": check_far_blocks,
+    "small": check_small,
+}
+
+
+def run_check(name: str, case: Line) -> Line:
+    begin = time.perf_counter()
+    try:
+        found = CHECKS[name](case)
+        torch.cuda.synchronize()
+    except Exception as error:
+        found = {"ok": False, "error": f"{error!r}"[:300], "trace": traceback.format_exc()[-600:]}
+    return {"check": name, "s": round(time.perf_counter() - begin, 1), **case, **found}
+
+
+# -- timings ----------------------------------------------------------------------------------------------------------
+
+
+def graph_us(calls: list[Callable[[], object]]) -> float:
+    """Microseconds a call, the median of seven replays of a graph of all of them."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(7):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times)[3] / len(calls) * 1e3
+
+
+def decode_loads() -> dict[str, list[int]]:
+    rnd = random.Random(0)
+    loads = {"1x1024": [1024], "1x8192": [8192], "8x1024": [1024] * 8, "32x1024": [1024] * 32, "64x4096": [4096] * 64}
+    loads["256x1024"] = [1024] * 256
+    loads["256 mixed"] = [rnd.randint(100, 2048) for _ in range(256)]
+    loads["64 mixed"] = [rnd.randint(100, 2048) for _ in range(64)]
+    loads["1x65536"] = [65536]
+    return loads
+
+
+HEAD_SHAPES = [(32, 8, 128), (16, 8, 128), (14, 2, 64), (32, 32, 128)]
+
+
+def decode_tunings(head_dim: int) -> list[tuple[int, int, int, int, int]]:
+    """(tile, warps, stages, programs a multiprocessor, least tiles) to try."""
+    if head_dim == 64:
+        return [(128, 4, 3, 2, 1), (128, 4, 3, 3, 1), (128, 4, 4, 2, 1), (64, 4, 4, 4, 1), (64, 2, 4, 4, 1), (64, 4, 5, 3, 1), (128, 8, 3, 2, 1)]  # fmt: skip
+    return [(64, 4, 4, 2, 1), (64, 4, 3, 3, 1), (64, 2, 3, 3, 1), (32, 2, 4, 4, 1), (32, 1, 4, 4, 1), (128, 8, 3, 2, 1), (128, 8, 3, 1, 1), (64, 4, 4, 2, 2), (32, 4, 5, 3, 1)]  # fmt: skip
+
+
+def time_decode(heads: tuple[int, int, int], name: str, lens: list[int], block_size: int) -> Line:
+    from octavo.kernels.paged_attention import DecodeTuning, decode_attention
+
+    num_heads, kv_heads, head_dim = heads
+    pool_blocks = sum(-(-n // block_size) for n in lens)
+    num_bytes = 2 * sum(lens) * kv_heads * head_dim * 2
+    layers = min(32, max(1, -(-COLD_BYTES // num_bytes)))
+    kv = torch.randn((pool_blocks + 1, layers, 2, kv_heads, block_size, head_dim), device=DEVICE, dtype=torch.bfloat16)
+    batch = make_batch([1] * len(lens), lens, block_size, pool_blocks)
+    q = torch.randn(len(lens), num_heads, head_dim, device=DEVICE, dtype=torch.bfloat16)
+    out, lse = torch.empty_like(q), q.new_empty(0, dtype=torch.float32)
+    found: list[tuple[float, float, list[int]]] = []
+    errors = []
+    for numbers in decode_tunings(head_dim):
+        tuning = DecodeTuning(*numbers)
+
+        def call(layer: int, tuning: DecodeTuning = tuning) -> None:
+            decode_attention(
+                q, kv[:, layer], batch, out, lse, scale=head_dim**-0.5, window=0, alone=True, tuning=tuning
+            )
+
+        try:
+            hot = graph_us([lambda: call(0)] * 20)
+            cold = graph_us([lambda i=i: call(i % layers) for i in range(max(20, layers))]) if layers > 1 else hot
+            found.append((cold, hot, list(numbers)))
+        except Exception as error:
+            errors.append(f"{numbers}: {error!r}"[:200])
+    cold, _, best = min(found)
+    hot, best_hot = min((hot, numbers) for _, hot, numbers in found)
+    return {
+        "decode": list(heads),
+        "load": name,
+        "block_size": block_size,
+        "us": round(hot, 2),
+        "tb_s": round(num_bytes / hot / 1e6, 3),
+        "best": best_hot,
+        "cold_us": round(cold, 2),
+        "cold_tb_s": round(num_bytes / cold / 1e6, 3),
+        "cold_best": best,
+        "all_cold": {"/".join(map(str, numbers)): round(us, 1) for us, _, numbers in found},
+        **({"errors": errors} if errors else {}),
+    }
+
+
+def chunk_tunings(head_dim: int) -> list[tuple[int, int, int, int]]:
+    """(rows, tile, warps, stages) to try."""
+    return [(128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (128, 128, 8, 2), (128, 64, 4, 3)]
+
+
+def time_chunks(name: str, query_lens: list[int], seq_lens: list[int], block_size: int) -> Line:
+    from octavo.kernels.paged_attention import ChunkTuning, chunk_attention
+
+    num_heads, kv_heads, head_dim = 32, 8, 128
+    pool_blocks = sum(-(-n // block_size) for n in seq_lens)
+    kv = torch.randn((pool_blocks + 1, 1, 2, kv_heads, block_size, head_dim), device=DEVICE, dtype=torch.bfloat16)
+    batch = make_batch(query_lens, seq_lens, block_size, pool_blocks)
+    q = torch.randn(sum(query_lens), num_heads, head_dim, device=DEVICE, dtype=torch.bfloat16)
+    out, lse = torch.empty_like(q), q.new_empty(0, dtype=torch.float32)
+    flops = sum(
+        4 * num_heads * head_dim * (n * (s - n) + n * (n + 1) / 2) for n, s in zip(query_lens, seq_lens, strict=True)
+    )
+    rates: dict[str, float] = {}
+    errors = []
+    for numbers in chunk_tunings(head_dim):
+        tuning = ChunkTuning(*numbers)
+
+        def call(tuning: ChunkTuning = tuning) -> None:
+            chunk_attention(
+                q, kv[:, 0], batch, out, lse, scale=head_dim**-0.5, window=0, skip_single=False, tuning=tuning
+            )
+
+        try:
+            rates["/".join(map(str, numbers))] = round(flops / graph_us([call] * 3) / 1e6, 1)
+        except Exception as error:
+            errors.append(f"{numbers}: {error!r}"[:200])
+    best = max(rates, key=lambda key: rates[key])
+    return {
+        "chunk": name,
+        "block_size": block_size,
+        "tflop_s": rates[best],
+        "best": best,
+        "all": rates,
+        "errors": errors,
+    }
+
+
+def time_small() -> Iterator[Line]:
+    """The other kernels at Llama-3.1-8B's sizes: microseconds, and TB/s of bytes read and written at least once."""
+    from octavo.kernels import cuda
+
+    def line(name: str, call: Callable[[], object], num_bytes: int) -> Line:
+        us = graph_us([call] * 20)
+        return {"kernel": name, "us": round(us, 2), "tb_s": round(num_bytes / us / 1e6, 3)}
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
+
+    table = reference.rope_table(128, 8192, 500000.0, device=DEVICE)
+    for n in (1, 256, 8192):
+        x, residual, weight = randn(n, 4096), randn(n, 4096), randn(4096)
+        yield line(f"add_rms_norm {n}x4096", lambda: cuda.add_rms_norm(x, residual, weight, 1e-5), 4 * x.nbytes)  # noqa: B023
+        gate_up = randn(n, 2 * 14336)
+        yield line(f"silu_mul {n}x14336", lambda: cuda.silu_mul(gate_up), gate_up.nbytes * 3 // 2)  # noqa: B023
+        fused = randn(n, 48, 128)
+        q, k, v = fused.split([32, 8, 8], dim=1)
+        kv = torch.zeros(n // 16 + 100, 4, 2, 8, 16, 128, device=DEVICE, dtype=torch.bfloat16)
+        slots = torch.randperm(n + 64, device=DEVICE)[:n] + 16
+        positions = torch.randint(8192, (n,), device=DEVICE)
+        yield line(
+            f"rope_kv_write {n}",
+            lambda: cuda.rope_kv_write(q, k, v, positions, table, kv[:, 1], slots),
+            2 * fused.nbytes,  # noqa: B023
+        )
+        yield line(f"kv_write {n}", lambda: cuda.kv_write(k, v, kv[:, 1], slots), 4 * n * 8 * 256)  # noqa: B023
+        yield line(f"apply_rope {n}", lambda: cuda.apply_rope(q, k, positions, table), 2 * n * 40 * 256)  # noqa: B023
+    kv = torch.zeros(600, 32, 2, 8, 16, 128, device=DEVICE, dtype=torch.bfloat16)
+    for n in (1, 8, 64, 256):
+        src = torch.randperm(299, device=DEVICE)[:n] + 1
+        yield line(f"block_copy {n}", lambda: cuda.block_copy(kv, src, src + 299), 2 * n * kv[0].nbytes)  # noqa: B023
+
+
+def time_copy() -> Line:
+    source = torch.randn(1 << 30, device=DEVICE, dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    us = graph_us([lambda: target.copy_(source)] * 5)
+    return {"copy_tb_s": round(2 * source.nbytes / us / 1e6, 3)}
+
+
+def compile_decode(heads: tuple[int, int, int], numbers: tuple[int, int, int, int, int]) -> None:
+    """Into Triton's cache on the disk, beside others that do the same."""
+    from octavo.kernels.paged_attention import DecodeTuning, decode_attention
+
+    num_heads, kv_heads, head_dim = heads
+    for num_seqs in (1, 8, 32, 64, 256):  # `_combine` differs
+        kv = torch.zeros(num_seqs + 1, 2, 2, kv_heads, 16, head_dim, device=DEVICE, dtype=torch.bfloat16)
+        batch = make_batch([1] * num_seqs, [16] * num_seqs, 16, num_seqs)
+        q = torch.zeros(num_seqs, num_heads, head_dim, device=DEVICE, dtype=torch.bfloat16)
+        out, lse = torch.empty_like(q), q.new_empty(0, dtype=torch.float32)
+        decode_attention(q, kv[:, 1], batch, out, lse, scale=1.0, window=0, alone=True, tuning=DecodeTuning(*numbers))
+
+
+# -- all of it --------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--only", choices=["check", "time"])
+    parser.add_argument("--workers", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=400, help="no new measurement is begun after that")
+    args = parser.parse_args()
+    began = time.monotonic()
+    args.out.mkdir(parents=True, exist_ok=True)
+    log = (args.out / "gpu_check.jsonl").open("w")
+    failures = 0
+
+    def report(line: Line, show: bool = True) -> None:
+        print(json.dumps(line), file=log, flush=True)
+        if show:
+            print(json.dumps({k: v for k, v in line.items() if k != "trace"}), flush=True)
+
+    with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
+        warm = []
+        if args.only != "check":
+            warm = [
+                pool.submit(compile_decode, heads, numbers)
+                for heads in HEAD_SHAPES
+                for numbers in decode_tunings(heads[2])
+            ]
+        if args.only != "time":
+            jobs = itertools.chain(
+                [("far blocks", {"seed": 0}), ("replay", {"seed": 0})],
+                (("small", case) for case in small_cases()),
+                (("attention", case) for case in attention_cases()),
+            )
+            checks = [pool.submit(run_check, name, case) for name, case in jobs]
+            done = 0
+            for future in as_completed(checks):
+                line = future.result()
+                done += 1
+                failures += not line["ok"]
+                report(line, show=not line["ok"])
+            report({"checks": done, "failed": failures, "s": round(time.monotonic() - began, 1)})
+        for future in warm:
+            if future.exception() is not None:
+                report({"compile": repr(future.exception())[:300]})
+
+    if args.only != "check":
+        props = torch.cuda.get_device_properties(0)
+        report({"device": props.name, "multiprocessors": props.multi_processor_count, "torch": torch.__version__})
+        work: list[Callable[[], Line]] = [time_copy]
+        loads = decode_loads()
+        for heads in HEAD_SHAPES:
+            for name, lens in loads.items():
+                if heads != (32, 32, 128) or len(lens) <= 64:
+                    work.append(lambda heads=heads, name=name, lens=lens: time_decode(heads, name, lens, 16))
+        for name in ("1x8192", "64x4096", "256 mixed"):
+            work.append(lambda name=name: time_decode(HEAD_SHAPES[0], name, loads[name], 64))
+        chunks = {
+            "4k": ([4096], [4096]),
+            "8k": ([8192], [8192]),
+            "16x1k": ([1024] * 16, [1024] * 16),
+            "512 at 7.7k": ([512], [8192]),
+        }
+        for block_size in (16, 64):
+            for name, (query_lens, seq_lens) in chunks.items():
+                work.append(
+                    lambda name=name, q=query_lens, s=seq_lens, b=block_size: time_chunks(name, q, s, b)  # type: ignore[misc]
+                )
+        for task in work:
+            if time.monotonic() - began > args.seconds:
+                report({"stopped": "out of time"})
+                break
+            try:
+                report(task())
+            except Exception as error:
+                failures += 1
+                report({"error": repr(error)[:300], "trace": traceback.format_exc()[-600:]})
+        try:
+            for line in time_small():
+                report(line)
+        except Exception as error:
+            failures += 1
+            report({"error": repr(error)[:300], "trace": traceback.format_exc()[-600:]})
+    report({"failures": failures, "s": round(time.monotonic() - began, 1)})
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

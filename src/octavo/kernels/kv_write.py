@@ -1,0 +1,184 @@
+"""Writing K and V into their slots on a GPU, in Triton: alone, or with all that stands between projection and pool."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.rope import turn_heads
+
+
+def kv_write(k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+    """See `reference.kv_write`. k and v may be views of a fused projection."""
+    num_tokens, num_kv_heads, head_dim = k.shape
+    assert k.stride()[1:] == v.stride()[1:] == (head_dim, 1), (k.stride(), v.stride())
+    assert kv_layer.stride()[3:] == (head_dim, 1), kv_layer.stride()
+    if num_tokens:
+        _kv_write[(num_tokens, 2)](
+            k,
+            v,
+            kv_layer,
+            slot_mapping,
+            k.stride(0),
+            v.stride(0),
+            kv_layer.stride(0),
+            kv_layer.stride(1),
+            kv_layer.stride(2),
+            HEADS=num_kv_heads,
+            HEADS_PADDED=triton.next_power_of_2(num_kv_heads),
+            BLOCK_SIZE=kv_layer.shape[3],
+            HEAD_DIM=head_dim,
+            HEAD_DIM_PADDED=triton.next_power_of_2(head_dim),
+            num_warps=2,
+        )
+
+
+def rope_kv_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    kv_layer: Tensor,
+    slot_mapping: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """`rms_norm` of q's and k's heads where weights [head_dim] are given, `apply_rope`, then `kv_write` -> q, turned.
+
+    q [num_tokens, num_heads, head_dim], k, v [num_tokens, num_kv_heads, head_dim], which may be views of a fused
+    projection; positions, slot_mapping [num_tokens]; cos_sin from `rope_table`. One launch, and k never returns to
+    memory but in its slot.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, 1), (q.stride(), k.stride(), v.stride())
+    assert kv_layer.stride()[3:] == (head_dim, 1), kv_layer.stride()
+    assert cos_sin.is_contiguous() and cos_sin.shape[1] == head_dim, cos_sin.shape
+    assert (q_norm is None) == (k_norm is None)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if num_tokens:
+        _rope_kv_write[(num_tokens,)](
+            q,
+            k,
+            v,
+            out,
+            kv_layer,
+            positions,
+            slot_mapping,
+            cos_sin,
+            q if q_norm is None else q_norm,
+            k if k_norm is None else k_norm,
+            eps,
+            q.stride(0),
+            k.stride(0),
+            v.stride(0),
+            kv_layer.stride(0),
+            kv_layer.stride(1),
+            kv_layer.stride(2),
+            HEADS=num_heads,
+            KV_HEADS=num_kv_heads,
+            HEADS_PADDED=triton.next_power_of_2(num_heads),
+            KV_HEADS_PADDED=triton.next_power_of_2(num_kv_heads),
+            BLOCK_SIZE=kv_layer.shape[3],
+            HALF=head_dim // 2,
+            HALF_PADDED=triton.next_power_of_2(head_dim // 2),
+            NORM=q_norm is not None,
+            num_warps=4,
+        )
+    return out
+
+
+@triton.jit
+def _kv_write(
+    k,
+    v,
+    kv,
+    slot_mapping,
+    k_token_stride,
+    v_token_stride,
+    kv_block_stride,
+    kv_value_stride,
+    kv_head_stride,
+    HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+):
+    """One token: its K, or its V."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    head = tl.arange(0, HEADS_PADDED)[:, None]
+    column = tl.arange(0, HEAD_DIM_PADDED)[None, :]
+    here = (head < HEADS) & (column < HEAD_DIM)
+    place = (
+        kv + (slot // BLOCK_SIZE) * kv_block_stride + (slot % BLOCK_SIZE) * HEAD_DIM + head * kv_head_stride + column
+    )
+    if tl.program_id(1) == 0:
+        rows = tl.load(k + token * k_token_stride + head * HEAD_DIM + column, mask=here)
+        tl.store(place, rows.to(kv.dtype.element_ty), mask=here)
+    else:
+        rows = tl.load(v + token * v_token_stride + head * HEAD_DIM + column, mask=here)
+        tl.store(place + kv_value_stride, rows.to(kv.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _rope_kv_write(
+    q,
+    k,
+    v,
+    out,
+    kv,
+    positions,
+    slot_mapping,
+    cos_sin,
+    q_norm,
+    k_norm,
+    eps,
+    q_token_stride,
+    k_token_stride,
+    v_token_stride,
+    kv_block_stride,
+    kv_value_stride,
+    kv_head_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    KV_HEADS_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """One token: all its heads."""
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, HALF_PADDED)
+    in_half = (pair < HALF)[None, :]
+    angles = cos_sin + tl.load(positions + token) * 2 * HALF + pair[None, :]
+    slot = tl.load(slot_mapping + token)
+    cos = tl.load(angles, mask=in_half, other=0.0).to(tl.float32)
+    sin = tl.load(angles + HALF, mask=in_half, other=0.0).to(tl.float32)
+    head = tl.arange(0, HEADS_PADDED)
+    here = (head < HEADS)[:, None] & in_half
+    first, second = turn_heads(q + token * q_token_stride, q_norm, eps, cos, sin, head, pair, here, HALF, NORM)
+    place = out + token * HEADS * 2 * HALF + head[:, None] * 2 * HALF + pair[None, :]
+    tl.store(place, first, mask=here)
+    tl.store(place + HALF, second, mask=here)
+
+    head = tl.arange(0, KV_HEADS_PADDED)
+    here = (head < KV_HEADS)[:, None] & in_half
+    place = kv + (slot // BLOCK_SIZE) * kv_block_stride + (slot % BLOCK_SIZE) * 2 * HALF
+    place += head[:, None] * kv_head_stride + pair[None, :]
+    first, second = turn_heads(k + token * k_token_stride, k_norm, eps, cos, sin, head, pair, here, HALF, NORM)
+    tl.store(place, first.to(kv.dtype.element_ty), mask=here)
+    tl.store(place + HALF, second.to(kv.dtype.element_ty), mask=here)
+    source = v + token * v_token_stride + head[:, None] * 2 * HALF + pair[None, :]
+    first = tl.load(source, mask=here)
+    second = tl.load(source + HALF, mask=here)
+    tl.store(place + kv_value_stride, first.to(kv.dtype.element_ty), mask=here)
+    tl.store(place + kv_value_stride + HALF, second.to(kv.dtype.element_ty), mask=here)

@@ -1,0 +1,803 @@
+"""Paged attention on a GPU, in Triton: one kernel for queries of length 1, one for longer ones, both ragged.
+
+Decoding (`decode_attention`) is bound by memory: every K and V of every sequence is read once. The keys of all
+sequences are cut into tiles, the tiles of all heads are laid end to end, and each program of a grid that just fills
+the GPU takes an equal stretch of that line, wherever sequences begin and end on it:
+
+    head 0                          head 1
+    | seq 0 | seq 1       | seq 2 | | seq 0 | seq 1       | seq 2 |      num_tiles tiles a head
+    |  program 0 |  program 1 |  program 2 |  program 3 |  program 4 |   stretch tiles a program
+
+A program that covers all of a (head, sequence) writes its output; of one that it shares with others it leaves a partial
+result, and it shares at most two: its first and its last. `_combine` merges those. The idea is LeanAttention's
+(arXiv 2405.10480). The stretch and where each program starts are worked out on the device, once a step, so that a CUDA
+graph replays with other lengths.
+
+Longer queries (`chunk_attention`) are bound by arithmetic: a program takes a tile of queries, the heads of a group
+side by side as rows of one matrix, and walks over the keys that any of them sees (FlashAttention-2, arXiv 2307.08691).
+
+In both, the ids of the next tile's blocks are loaded while this tile is computed. Were they loaded in the iteration
+that uses them, Triton's pipeliner would spend its stages on that indirection, with fewer bytes of K and V in flight.
+
+Memory behind a sequence's last token is never read: it may hold NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Literal, overload
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.batch import RaggedBatch
+
+MAX_GROUP = 16
+"""Query heads that share a K/V head, at most: the rows of one matrix product."""
+
+LOG2_E = 1.4426950408889634
+NOTHING = tl.constexpr(-1e30)  # the largest score so far, before any: finite, so that a difference of two is a number
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+# -- the entry --------------------------------------------------------------------------------------------------------
+
+
+@overload
+def paged_attention(
+    q: Tensor,
+    kv_layer: Tensor,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    window: int = 0,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def paged_attention(
+    q: Tensor, kv_layer: Tensor, batch: RaggedBatch, *, scale: float, window: int = 0, return_lse: Literal[True]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def paged_attention(
+    q: Tensor, kv_layer: Tensor, batch: RaggedBatch, *, scale: float, window: int = 0, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def paged_attention(
+    q: Tensor,
+    kv_layer: Tensor,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    window: int = 0,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See `reference.paged_attention`; float16, bfloat16 or float32, q and the pool alike.
+
+    q may be a view whose last dimension is contiguous; the output is contiguous. head_dim is any up to 256, a multiple
+    of 8 for speed. All launches are the same for batches of the same shapes and host ints: they can be captured.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = kv_layer.shape[2]
+    assert q.dtype == kv_layer.dtype and q.stride(2) == 1, (q.dtype, kv_layer.dtype, q.stride())
+    assert kv_layer.shape[4] == head_dim and kv_layer.stride()[3:] == (head_dim, 1), (q.shape, kv_layer.shape)
+    assert num_heads % num_kv_heads == 0 and num_heads // num_kv_heads <= MAX_GROUP, (num_heads, num_kv_heads)
+    out = q.new_empty(q.shape)
+    lse = q.new_empty(q.shape[:2] if return_lse else (0,), dtype=torch.float32)
+    if num_tokens == 0:
+        return (out, lse) if return_lse else out
+    if batch.max_query_len <= 1:
+        if num_tokens > batch.num_seqs:  # more padding than `_combine` has programs
+            out.zero_()
+            lse.fill_(-math.inf)
+        decode_attention(q, kv_layer, batch, out, lse, scale=scale, window=window, alone=True)
+    else:
+        # Where all queries are as long as the longest, none has length 1. Only the device could say more.
+        mixed = num_tokens < batch.num_seqs * batch.max_query_len
+        chunk_attention(q, kv_layer, batch, out, lse, scale=scale, window=window, skip_single=mixed)
+        if mixed:
+            decode_attention(q, kv_layer, batch, out, lse, scale=scale, window=window, alone=False)
+    return (out, lse) if return_lse else out
+
+
+@functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 3  # Triton's interpreter: few enough that programs share sequences also in small tests
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+# -- queries of length 1 ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTuning:
+    """tile: keys read at a time; a program's stretch is at least min_tiles of them."""
+
+    tile: int
+    num_warps: int
+    num_stages: int
+    programs_per_multiprocessor: int
+    min_tiles: int = 1
+
+
+def decode_tuning(q: Tensor, num_seqs: int) -> DecodeTuning:
+    """What was fastest on an H200; see benchmarks/kernels/gpu_check.py."""
+    row_bytes = triton.next_power_of_2(q.shape[2]) * q.element_size()
+    tile = min(max(16384 // row_bytes, 16), 128)
+    return DecodeTuning(tile, num_warps=4, num_stages=4 if row_bytes > 128 else 3, programs_per_multiprocessor=2)
+
+
+@dataclass(slots=True)
+class _Schedule:
+    """Who reads what in a step, the same for all its layers.
+
+    tile_ends   [num_seqs + 1] int32, tile_ends[s + 1] is the sum of the tiles of sequences 0 to s, tile_ends[0] = 0
+    starts      [num_programs] int32, the sequence that each program's first tile belongs to
+    totals      [4] int32: tiles of all sequences for one head, and the stretch of one program; two unused
+    partial     [2 * num_programs, group_size, head_dim] float32, unnormalised output of the shared (head, sequence)s
+    partial_ml  [2 * num_programs, 2, group_size] float32, their largest scores and their sums of exponentials
+    """
+
+    tile_ends: Tensor
+    starts: Tensor
+    totals: Tensor
+    partial: Tensor
+    partial_ml: Tensor
+
+
+def decode_attention(
+    q: Tensor,
+    kv_layer: Tensor,
+    batch: RaggedBatch,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    window: int,
+    alone: bool,
+    tuning: DecodeTuning | None = None,
+) -> None:
+    """Attention of the sequences with one query, into their rows of out and lse (which is empty if nobody asks).
+
+    alone: also write the rows that have no keys, the padding; otherwise another kernel owns them.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv_layer.shape[2:4]
+    group_size = num_heads // num_kv_heads
+    tuning = tuning or decode_tuning(q, batch.num_seqs)
+    key = ("paged_attention.decode", tuning, num_kv_heads, group_size, head_dim, window)
+    schedule: _Schedule | None = batch.derived.get(key)
+    if schedule is None:
+        schedule = batch.derived[key] = _make_schedule(
+            batch, tuning, num_kv_heads, group_size, head_dim, window, q.device
+        )
+    num_programs = schedule.starts.shape[0]
+    head_dim_padded = max(triton.next_power_of_2(head_dim), 16)
+    _decode[(num_programs,)](
+        q,
+        kv_layer,
+        out,
+        lse,
+        schedule.partial,
+        schedule.partial_ml,
+        batch.block_tables,
+        batch.query_start,
+        batch.seq_lens,
+        schedule.tile_ends,
+        schedule.starts,
+        schedule.totals,
+        scale * LOG2_E,
+        window,
+        q.stride(0),
+        q.stride(1),
+        kv_layer.stride(0),
+        kv_layer.stride(1),
+        kv_layer.stride(2),
+        batch.block_tables.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group_size,
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_PADDED=head_dim_padded,
+        TILE=tuning.tile,
+        STAGES=tuning.num_stages,
+        WINDOWED=window > 0,
+        WITH_LSE=lse.numel() > 0,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=tuning.num_warps,
+    )
+    # Few sequences: split over many programs, and few (head, sequence)s to share the merging between.
+    few = batch.num_seqs * num_kv_heads <= _num_multiprocessors(q.device)
+    heads = 1 if few else group_size
+    heads_padded = triton.next_power_of_2(heads)
+    expected = num_programs // (batch.num_seqs * num_kv_heads) + 2
+    splits = 4 if expected <= 4 else 16 if expected <= 16 else 64
+    _combine[(batch.num_seqs, num_heads // heads)](
+        out,
+        lse,
+        schedule.partial,
+        schedule.partial_ml,
+        batch.query_start,
+        schedule.tile_ends,
+        schedule.totals,
+        num_tokens,
+        batch.num_seqs,
+        NUM_HEADS=num_heads,
+        GROUP=group_size,
+        HEADS=heads,
+        HEADS_PADDED=heads_padded,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_PADDED=head_dim_padded,
+        SPLITS=max(2, min(splits, 8192 // (heads_padded * head_dim_padded))),
+        WITH_LSE=lse.numel() > 0,
+        ALONE=alone,
+        num_warps=4,
+    )
+
+
+def _make_schedule(
+    batch: RaggedBatch,
+    tuning: DecodeTuning,
+    num_kv_heads: int,
+    group_size: int,
+    head_dim: int,
+    window: int,
+    device: torch.device,
+) -> _Schedule:
+    num_programs = -(-_num_multiprocessors(device) * tuning.programs_per_multiprocessor // 4) * 4
+    # One piece of memory; what has a multiple of 16 bytes first, so that every pointer is aligned alike.
+    ints = torch.empty(4 + num_programs + batch.num_seqs + 1, dtype=torch.int32, device=device)
+    totals, starts, tile_ends = ints.split([4, num_programs, batch.num_seqs + 1])
+    floats = torch.empty(2 * num_programs * group_size * (head_dim + 2), dtype=torch.float32, device=device)
+    partial, partial_ml = floats.split([2 * num_programs * group_size * head_dim, 4 * num_programs * group_size])
+    _plan_decode[(1,)](
+        batch.seq_lens,
+        batch.query_start,
+        tile_ends,
+        starts,
+        totals,
+        batch.num_seqs,
+        num_programs,
+        tuning.min_tiles,
+        window,
+        NUM_KV_HEADS=num_kv_heads,
+        TILE=tuning.tile,
+        SEQS=max(64, triton.next_power_of_2(batch.num_seqs)),
+        PROGRAMS=triton.next_power_of_2(num_programs),
+        num_warps=8,
+    )
+    return _Schedule(tile_ends, starts, totals, partial, partial_ml)
+
+
+# Numbers that differ from batch to batch are not specialised on: every variant of a kernel is a compilation.
+@triton.jit(do_not_specialize=["num_seqs", "window"])
+def _plan_decode(
+    seq_lens,
+    query_start,
+    tile_ends,
+    starts,
+    totals,
+    num_seqs,
+    num_programs,
+    min_tiles,
+    window,
+    NUM_KV_HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    SEQS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """Fill a `_Schedule`; one program. Sequences with no query, or with several, have no tiles."""
+    seq = tl.arange(0, SEQS)
+    alive = seq < num_seqs
+    seq_len = tl.load(seq_lens + seq, mask=alive, other=0)
+    query_begin = tl.load(query_start + seq, mask=alive, other=0)
+    query_end = tl.load(query_start + seq + 1, mask=alive, other=0)
+    tiles = tl.cdiv(seq_len, TILE)
+    if window > 0:
+        tiles -= tl.maximum(seq_len - window, 0) // TILE
+    tiles = tl.where(query_end - query_begin == 1, tiles, 0)
+    ends = tl.cumsum(tiles, 0)
+    num_tiles = tl.sum(tiles, 0)
+    stretch = tl.maximum(tl.cdiv(num_tiles * NUM_KV_HEADS, num_programs), min_tiles)
+    tl.store(tile_ends, 0)
+    tl.store(tile_ends + 1 + seq, ends, mask=alive)
+    tl.store(totals, num_tiles)
+    tl.store(totals + 1, stretch)
+    tl.debug_barrier()  # what this program's threads wrote is read by others of them
+    program = tl.arange(0, PROGRAMS)
+    tile = (program * stretch) % tl.maximum(num_tiles, 1)
+    low = tl.zeros([PROGRAMS], tl.int32)  # tile_ends[low] <= tile < tile_ends[high], but for programs without work
+    high = tl.zeros([PROGRAMS], tl.int32) + num_seqs
+    step = SEQS
+    while step > 0:
+        middle = (low + high) // 2
+        below = tl.load(tile_ends + middle) <= tile
+        low = tl.where(below, middle, low)
+        high = tl.where(below, high, middle)
+        step = step // 2
+    tl.store(starts + program, low, mask=program < num_programs)
+
+
+@triton.jit(do_not_specialize=["window", "table_stride"])
+def _decode(
+    q,
+    kv,
+    out,
+    lse,
+    partial,
+    partial_ml,
+    block_tables,
+    query_start,
+    seq_lens,
+    tile_ends,
+    starts,
+    totals,
+    scale,
+    window,
+    q_token_stride,
+    q_head_stride,
+    kv_block_stride,
+    kv_value_stride,
+    kv_head_stride,
+    table_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program's stretch of tiles. scale is for scores in base 2."""
+    program = tl.program_id(0)
+    num_tiles = tl.load(totals)
+    stretch = tl.load(totals + 1)
+    seq = tl.load(starts + program)
+    begin = program * stretch
+    end = tl.minimum(begin + stretch, num_tiles * NUM_KV_HEADS)
+    row = tl.arange(0, 16)  # a matrix product has 16 rows at least; those past the group are padding
+    column = tl.arange(0, HEAD_DIM_PADDED)
+    key = tl.arange(0, TILE)
+    in_group = row < GROUP
+    in_head = column < HEAD_DIM
+    at = begin
+    while at < end:
+        head = at // num_tiles
+        tile = at - head * num_tiles
+        seq = tl.where(tile == 0, 0, seq)  # the next head's line begins with the first sequence again
+        seq_end = tl.load(tile_ends + seq + 1)
+        while seq_end <= tile:
+            seq += 1
+            seq_end = tl.load(tile_ends + seq + 1)
+        seq_begin = tl.load(tile_ends + seq)
+        seq_len = tl.load(seq_lens + seq)
+        token = tl.load(query_start + seq).to(tl.int64)
+        take = tl.minimum(seq_end - tile, end - at)
+        first_key = 0
+        first_tile = tile - seq_begin
+        if WINDOWED:
+            first_key = tl.maximum(seq_len - window, 0)
+            first_tile += first_key // TILE
+        low = first_tile * TILE
+        high = tl.minimum(low + take * TILE, seq_len)
+
+        heads = head * GROUP + row
+        queries = tl.load(
+            q + token * q_token_stride + heads[:, None] * q_head_stride + column[None, :],
+            mask=in_group[:, None] & in_head[None, :],
+            other=0.0,
+        )
+        best = tl.full([16], NOTHING, tl.float32)
+        total = tl.zeros([16], tl.float32)
+        acc = tl.zeros([16, HEAD_DIM_PADDED], tl.float32)
+        table = block_tables + seq.to(tl.int64) * table_stride
+        next_ids = tl.load(table + (low + key) // BLOCK_SIZE, mask=low + key < high, other=0)
+        for start in tl.range(low, high, TILE, num_stages=STAGES):
+            position = start + key
+            seen = position < high
+            if WINDOWED:
+                seen &= position >= first_key
+            offset = (
+                next_ids.to(tl.int64) * kv_block_stride + head * kv_head_stride + (position % BLOCK_SIZE) * HEAD_DIM
+            )
+            ahead = position + TILE
+            next_ids = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < high, other=0)
+            place = kv + offset[:, None] + column[None, :]
+            here = seen[:, None]
+            if HEAD_DIM != HEAD_DIM_PADDED:
+                here &= in_head[None, :]
+            keys = tl.load(place, mask=here, other=0.0)
+            scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+            scores = tl.where(seen[None, :], scores, -float("inf"))
+            new_best = tl.maximum(best, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_best[:, None])
+            decay = tl.exp2(best - new_best)
+            total = total * decay + tl.sum(weights, 1)
+            values = tl.load(place + kv_value_stride, mask=here, other=0.0)
+            acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision=PRECISION)
+            best = new_best
+
+        if take == seq_end - seq_begin:
+            target = (token * NUM_KV_HEADS * GROUP + heads) * HEAD_DIM
+            result = (acc / total[:, None]).to(out.dtype.element_ty)
+            tl.store(out + target[:, None] + column[None, :], result, mask=in_group[:, None] & in_head[None, :])
+            if WITH_LSE:
+                tl.store(lse + token * NUM_KV_HEADS * GROUP + heads, (best + tl.log2(total)) * LN_2, mask=in_group)
+        else:
+            slot = 2 * program + (at != begin).to(tl.int32)
+            part = (slot * GROUP + row) * HEAD_DIM
+            tl.store(partial + part[:, None] + column[None, :], acc, mask=in_group[:, None] & in_head[None, :])
+            tl.store(partial_ml + slot * 2 * GROUP + row, best, mask=in_group)
+            tl.store(partial_ml + slot * 2 * GROUP + GROUP + row, total, mask=in_group)
+        at += take
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
+def _combine(
+    out,
+    lse,
+    partial,
+    partial_ml,
+    query_start,
+    tile_ends,
+    totals,
+    num_tokens,
+    num_seqs,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+    ALONE: tl.constexpr,
+):
+    """Merge the partial results of one sequence and HEADS heads of one group, SPLITS of them at a time.
+
+    ALONE: rows without keys are 0, and so is row `seq` where it is padding behind the last sequence's.
+    """
+    seq = tl.program_id(0)
+    head = tl.program_id(1) * HEADS  # the first of this program's
+    kv_head = head // GROUP
+    num_tiles = tl.load(totals)
+    stretch = tl.load(totals + 1)
+    begin = kv_head * num_tiles + tl.load(tile_ends + seq)
+    end = kv_head * num_tiles + tl.load(tile_ends + seq + 1)
+    row = tl.arange(0, HEADS_PADDED)
+    column = tl.arange(0, HEAD_DIM_PADDED)
+    wanted = row < HEADS
+    wanted_2d = wanted[:, None] & (column < HEAD_DIM)[None, :]
+    if end > begin:
+        first = begin // stretch
+        last = (end - 1) // stretch
+        if last > first:
+            best = tl.full([HEADS_PADDED], NOTHING, tl.float32)
+            total = tl.zeros([HEADS_PADDED], tl.float32)
+            acc = tl.zeros([HEADS_PADDED, HEAD_DIM_PADDED], tl.float32)
+            for some in range(first, last + 1, SPLITS):
+                program = some + tl.arange(0, SPLITS)
+                # It came last in the program that it began in the middle of, and first in all that follow.
+                slot = 2 * program + ((program == first) & (begin != first * stretch)).to(tl.int32)
+                rows = slot[:, None] * GROUP + (head % GROUP) + row[None, :]  # [SPLITS, HEADS_PADDED]
+                ml = rows + slot[:, None] * GROUP
+                here = (program <= last)[:, None] & wanted[None, :]
+                bests = tl.load(partial_ml + ml, mask=here, other=NOTHING)
+                sums = tl.load(partial_ml + ml + GROUP, mask=here, other=0.0)
+                parts = tl.load(
+                    partial + rows[:, :, None] * HEAD_DIM + column[None, None, :],
+                    mask=here[:, :, None] & (column < HEAD_DIM)[None, None, :],
+                    other=0.0,
+                )
+                new_best = tl.maximum(best, tl.max(bests, 0))
+                decay = tl.exp2(best - new_best)
+                share = tl.exp2(bests - new_best[None, :])
+                total = total * decay + tl.sum(sums * share, 0)
+                acc = acc * decay[:, None] + tl.sum(parts * share[:, :, None], 0)
+                best = new_best
+            total = tl.where(wanted, total, 1.0)
+            place = tl.load(query_start + seq).to(tl.int64) * NUM_HEADS + head + row
+            target = out + place[:, None] * HEAD_DIM + column[None, :]
+            tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted_2d)
+            if WITH_LSE:
+                tl.store(lse + place, (best + tl.log2(total)) * LN_2, mask=wanted)
+    elif ALONE:
+        token = tl.load(query_start + seq).to(tl.int64)
+        mine = wanted & (token < tl.load(query_start + seq + 1))
+        _store_nothing(out, lse, token * NUM_HEADS + head + row, mine, HEAD_DIM, HEAD_DIM_PADDED, WITH_LSE)
+    if ALONE:
+        padding = wanted & (seq >= tl.load(query_start + num_seqs)) & (seq < num_tokens)
+        _store_nothing(
+            out, lse, seq.to(tl.int64) * NUM_HEADS + head + row, padding, HEAD_DIM, HEAD_DIM_PADDED, WITH_LSE
+        )
+
+
+@triton.jit
+def _store_nothing(
+    out, lse, place, wanted, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr, WITH_LSE: tl.constexpr
+):
+    """What attention over no keys gives, into the rows `place` of [num_tokens * num_heads]."""
+    column = tl.arange(0, HEAD_DIM_PADDED)
+    nothing = tl.zeros([place.shape[0], HEAD_DIM_PADDED], out.dtype.element_ty)
+    here = wanted[:, None] & (column < HEAD_DIM)[None, :]
+    tl.store(out + place[:, None] * HEAD_DIM + column[None, :], nothing, mask=here)
+    if WITH_LSE:
+        tl.store(lse + place, tl.full([place.shape[0]], -float("inf"), tl.float32), mask=wanted)
+
+
+# -- longer queries ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTuning:
+    """rows: of a tile of queries, the group's heads side by side; tile: keys read at a time."""
+
+    rows: int
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+def chunk_tuning(q: Tensor, max_query_len: int, group_size: int) -> ChunkTuning:
+    """What was fastest on an H200; see benchmarks/kernels/gpu_check.py."""
+    head_dim = triton.next_power_of_2(q.shape[2])
+    if q.dtype == torch.float32:  # for tests: products of float32 are done without the matrix units
+        return ChunkTuning(rows=32, tile=16 if head_dim > 128 else 32, num_warps=4, num_stages=2)
+    tile = 32 if head_dim > 128 else 64
+    if max_query_len * group_size <= 16:
+        return ChunkTuning(rows=16, tile=tile, num_warps=4, num_stages=3)
+    if max_query_len * group_size <= 64:
+        return ChunkTuning(rows=64, tile=tile, num_warps=4, num_stages=3)
+    return ChunkTuning(rows=128, tile=tile, num_warps=8, num_stages=3)
+
+
+def chunk_attention(
+    q: Tensor,
+    kv_layer: Tensor,
+    batch: RaggedBatch,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    window: int,
+    skip_single: bool,
+    tuning: ChunkTuning | None = None,
+) -> None:
+    """Attention of queries of any lengths, into their rows of out and lse (empty if nobody asks); padding is 0.
+
+    skip_single: leave sequences with one query to `decode_attention`.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv_layer.shape[2:4]
+    group_size = num_heads // num_kv_heads
+    tuning = tuning or chunk_tuning(q, batch.max_query_len, group_size)
+    queries = tuning.rows // group_size
+    key = ("paged_attention.chunk", queries, num_tokens, window, skip_single)
+    tiles: Tensor | None = batch.derived.get(key)
+    if tiles is None:
+        tiles = batch.derived[key] = _query_tiles(batch, queries, num_tokens, window, skip_single)
+    _chunk[(tiles.shape[0] * num_kv_heads,)](
+        q,
+        kv_layer,
+        out,
+        lse,
+        tiles,
+        batch.block_tables,
+        batch.query_start,
+        batch.seq_lens,
+        num_tokens,
+        batch.num_seqs,
+        scale * LOG2_E,
+        window,
+        q.stride(0),
+        q.stride(1),
+        kv_layer.stride(0),
+        kv_layer.stride(1),
+        kv_layer.stride(2),
+        batch.block_tables.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group_size,
+        QUERIES=queries,
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_PADDED=max(triton.next_power_of_2(head_dim), 16),
+        ROWS=tuning.rows,
+        TILE=tuning.tile,
+        WINDOWED=window > 0,
+        WITH_LSE=lse.numel() > 0,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+    )
+
+
+def _query_tiles(batch: RaggedBatch, queries: int, num_tokens: int, window: int, skip_single: bool) -> Tensor:
+    """[num_tiles, 2] int32: (sequence, its first query in the tile), those with most keys first.
+
+    How many there are is the device's secret; the host takes a bound. A tile too many has sequence -1 and stands for
+    padding: its second number counts from the last sequence's end, and together they cover it.
+    """
+    query_lens = batch.query_start.diff()  # [num_seqs]
+    counts = (query_lens + queries - 1) // queries
+    if skip_single:
+        counts = counts * (query_lens > 1)
+    ends = counts.cumsum(0)
+    tile = torch.arange(-(-num_tokens // queries) + batch.num_seqs, device=ends.device)
+    seq = torch.searchsorted(ends, tile, right=True)
+    surplus = seq == batch.num_seqs
+    seq = seq.clamp_(max=batch.num_seqs - 1)
+    # Of a surplus tile, what is before it are all real tiles
+    first = (tile - torch.where(surplus, ends[-1], (ends - counts)[seq])) * queries
+    num_keys = (batch.seq_lens - query_lens)[seq] + first + queries
+    if window:
+        num_keys = num_keys.clamp(max=window + queries)
+    order = num_keys.masked_fill(surplus, 0).argsort(descending=True)
+    return torch.stack((seq.masked_fill(surplus, -1), first), dim=1)[order].int()
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "window", "table_stride"])
+def _chunk(
+    q,
+    kv,
+    out,
+    lse,
+    tiles,
+    block_tables,
+    query_start,
+    seq_lens,
+    num_tokens,
+    num_seqs,
+    scale,
+    window,
+    q_token_stride,
+    q_head_stride,
+    kv_block_stride,
+    kv_value_stride,
+    kv_head_stride,
+    table_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of queries and one K/V head: ROWS rows, of which QUERIES * GROUP are used."""
+    tile = tl.program_id(0) // NUM_KV_HEADS
+    head = tl.program_id(0) % NUM_KV_HEADS
+    seq = tl.load(tiles + tile * 2)
+    first = tl.load(tiles + tile * 2 + 1)
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, HEAD_DIM_PADDED)
+    query = row // GROUP
+    heads = head * GROUP + row % GROUP
+    in_head = column < HEAD_DIM
+    if seq < 0:
+        padding = (tl.load(query_start + num_seqs) + first + query).to(tl.int64)
+        mine = (query < QUERIES) & (padding < num_tokens)
+        place = padding * NUM_KV_HEADS * GROUP + heads
+        _store_nothing(out, lse, place, mine, HEAD_DIM, HEAD_DIM_PADDED, WITH_LSE)
+    else:
+        query_begin = tl.load(query_start + seq)
+        query_len = tl.load(query_start + seq + 1) - query_begin
+        seq_len = tl.load(seq_lens + seq)
+        num_queries = tl.minimum(QUERIES, query_len - first)
+        first_position = seq_len - query_len + first
+        position = first_position + query
+        wanted = query < num_queries
+        wanted_2d = wanted[:, None] & in_head[None, :]
+        token = (query_begin + first + query).to(tl.int64)
+        queries = tl.load(
+            q + (token * q_token_stride + heads * q_head_stride)[:, None] + column[None, :], mask=wanted_2d, other=0.0
+        )
+        # Keys, in tiles: [low, full) are seen by all of these queries, [full, high) by some; with a window, all by some
+        high = first_position + num_queries
+        low = 0
+        full = (first_position + 1) // TILE * TILE
+        if WINDOWED:
+            low = tl.maximum(first_position - window + 1, 0) // TILE * TILE
+            full = low
+        best = tl.full([ROWS], NOTHING, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, HEAD_DIM_PADDED], tl.float32)
+        table = block_tables + seq.to(tl.int64) * table_stride
+        last_block = (high - 1) // BLOCK_SIZE
+        kv_head = kv + head * kv_head_stride
+        ids = tl.load(table + tl.minimum((low + tl.arange(0, TILE)) // BLOCK_SIZE, last_block))
+        if not WINDOWED:
+            acc, best, total, ids = _attend(
+                acc, best, total, ids, queries, position, low, full, high, last_block, table, kv_head, scale, window,
+                kv_block_stride, kv_value_stride,
+                BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PADDED, TILE, False, WINDOWED, PRECISION,
+            )  # fmt: skip
+        acc, best, total, ids = _attend(
+            acc, best, total, ids, queries, position, full, high, high, last_block, table, kv_head, scale, window,
+            kv_block_stride, kv_value_stride,
+            BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PADDED, TILE, True, WINDOWED, PRECISION,
+        )  # fmt: skip
+        place = token * NUM_KV_HEADS * GROUP + heads
+        total = tl.where(wanted, total, 1.0)  # a padding row may have seen nothing
+        result = (acc / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + place[:, None] * HEAD_DIM + column[None, :], result, mask=wanted_2d)
+        if WITH_LSE:
+            tl.store(lse + place, (best + tl.log2(total)) * LN_2, mask=wanted)
+
+
+@triton.jit
+def _attend(
+    acc,
+    best,
+    total,
+    ids,
+    queries,
+    query_position,
+    begin,
+    end,
+    num_keys,
+    last_block,
+    table,
+    kv,
+    scale,
+    window,
+    kv_block_stride,
+    kv_value_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add the keys [begin, end) to the running result; ids are the blocks of its first tile.
+
+    A row that sees none of a tile's keys, as happens under a window, adds exp2(NOTHING - NOTHING) = 1 nowhere: its
+    scores are -inf, whose exponential is 0 whatever the best.
+    """
+    key = tl.arange(0, TILE)
+    column = tl.arange(0, HEAD_DIM_PADDED)
+    for start in range(begin, end, TILE):
+        position = start + key
+        offset = ids.to(tl.int64) * kv_block_stride + (position % BLOCK_SIZE) * HEAD_DIM
+        ids = tl.load(table + tl.minimum((position + TILE) // BLOCK_SIZE, last_block))
+        place = kv + offset[:, None] + column[None, :]
+        if MASKED:
+            here = (position < num_keys)[:, None] & (column < HEAD_DIM)[None, :]
+            keys = tl.load(place, mask=here, other=0.0)
+        elif HEAD_DIM != HEAD_DIM_PADDED:
+            keys = tl.load(place, mask=(column < HEAD_DIM)[None, :], other=0.0)
+        else:
+            keys = tl.load(place)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        if MASKED:
+            distance = query_position[:, None] - position[None, :]
+            seen = distance >= 0
+            if WINDOWED:
+                seen &= distance < window
+            scores = tl.where(seen, scores, -float("inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1) * scale)
+        weights = tl.exp2(scores * scale - new_best[:, None])
+        decay = tl.exp2(best - new_best)
+        total = total * decay + tl.sum(weights, 1)
+        acc = acc * decay[:, None]
+        if MASKED:
+            here = (position < num_keys)[:, None] & (column < HEAD_DIM)[None, :]
+            values = tl.load(place + kv_value_stride, mask=here, other=0.0)
+        elif HEAD_DIM != HEAD_DIM_PADDED:
+            values = tl.load(place + kv_value_stride, mask=(column < HEAD_DIM)[None, :], other=0.0)
+        else:
+            values = tl.load(place + kv_value_stride)
+        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
+        best = new_best
+    return acc, best, total, ids
