@@ -223,6 +223,20 @@ def test_streams_take_turns(llm: LLM) -> None:
     assert texts_of([list(second)[-1]]) == [wanted[1]]
 
 
+def test_leaving_takes_in_what_others_wait_for(llm: LLM) -> None:
+    """The step that ends the first stream is in flight when the second is closed, and is waited for there."""
+    (wanted,) = texts_of(generate(llm, PROMPTS[0]))
+    llm.reset_prefix_cache()
+    first, second = llm.stream(PROMPTS[0], GREEDY), llm.stream(PROMPTS[1], GREEDY)
+    for output in second:
+        if len(output.outputs[0].token_ids) == 15:
+            break
+    assert llm.engine.num_requests == 2
+    second.close()  # type: ignore[attr-defined]
+    assert llm.engine.num_requests == 0 and len(llm._mail) == 1  # else the next line would wait for ever
+    assert texts_of(list(first)) == [wanted]
+
+
 @pytest.mark.parametrize("begin", [False, True])
 @pytest.mark.parametrize("how", ["close", "forget"])
 def test_a_stream_that_is_left_frees_everything(llm: LLM, begin: bool, how: str) -> None:

@@ -78,7 +78,7 @@ TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 
 
 def attention_cases() -> Iterator[Line]:
-    """Every block size, head_dim, group, dtype and kind of batch, each several times, in combinations drawn at random."""
+    """Every block size, head_dim, group, dtype and kind of batch, each several times, in random combinations."""
     rnd = random.Random(0)
     block_sizes, head_dims = [8, 16, 32, 64, 128, 256], [64, 80, 96, 128, 256, 40]
     groups = [1, 2, 3, 4, 5, 6, 7, 8, 12, 16]
@@ -112,7 +112,7 @@ def check_attention(case: Line) -> Line:
     if case["kind"] in ("mixed", "padded"):
         query_lens = [rnd.choice([1, min(n, rnd.randint(1, 200))]) for n in seq_lens]
     elif case["kind"] == "prompt":
-        seq_lens = seq_lens[:5]
+        seq_lens = [min(n, 700) for n in seq_lens[:5]]
         query_lens = list(seq_lens)
     pool_blocks = sum(-(-n // block_size) for n in seq_lens) + 5
     batch = make_batch(query_lens, seq_lens, block_size, pool_blocks, case["seed"])
@@ -301,8 +301,8 @@ def run_check(name: str, case: Line) -> Line:
 
 def graph_us(calls: list[Callable[[], object]]) -> float:
     """Microseconds a call, the median of seven replays of a graph of all of them."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+    torch.cuda.synchronize()  # the inputs are there
+    with torch.cuda.stream(torch.cuda.Stream()):
         for call in calls[:2]:
             call()
     torch.cuda.synchronize()
@@ -388,7 +388,7 @@ def time_decode(heads: tuple[int, int, int], name: str, lens: list[int], block_s
 
 def chunk_tunings(head_dim: int) -> list[tuple[int, int, int, int]]:
     """(rows, tile, warps, stages) to try."""
-    return [(128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (128, 128, 8, 2), (128, 64, 4, 3)]
+    return [(128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 4), (64, 128, 4, 2)]
 
 
 def time_chunks(name: str, query_lens: list[int], seq_lens: list[int], block_size: int) -> Line:
@@ -466,7 +466,7 @@ def time_small() -> Iterator[Line]:
 def time_copy() -> Line:
     source = torch.randn(1 << 30, device=DEVICE, dtype=torch.bfloat16)
     target = torch.empty_like(source)
-    us = graph_us([lambda: target.copy_(source)] * 5)
+    us = graph_us([lambda: torch.mul(source, 1.0, out=target)] * 5)  # a copy in a graph is the copy engine's, and slow
     return {"copy_tb_s": round(2 * source.nbytes / us / 1e6, 3)}
 
 

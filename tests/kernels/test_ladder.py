@@ -36,12 +36,13 @@ def test_every_rung_shares_kv_heads_alike(rung: ladder.Rung, num_kv_heads: int, 
 
 @EVERY_RUNG
 def test_every_rung_sums_in_float32(rung: ladder.Rung) -> None:
-    """SEEDS B3.10: with sums in float16, 2,000 equal weights of 1/2000 lose a good part of their mass."""
-    case = make_case([1], [2000], dtype=torch.float16, block_size=64)
+    """SEEDS B3.10: 3,000 values of about 0.1 with equal weights; a sum in float16 stops growing long before the end."""
+    case = make_case([1], [3000], dtype=torch.float16, block_size=2, num_kv_heads=1)
     case.q.zero_()
+    case.kv[:, :, 1].mul_(0.001).add_(0.1)  # V
     out = rung(case.q, case.kv_layer, case.batch, scale=case.scale)
     assert out.dtype == torch.float16
-    assert float((out.double() - naive_attention(case)[0]).abs().max()) < 1e-4
+    assert float((out.double() - 0.1).abs().max()) < 2e-4
 
 
 @EVERY_RUNG

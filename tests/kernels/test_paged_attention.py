@@ -218,3 +218,9 @@ def test_a_batch_is_planned_once_for_all_layers() -> None:
     other = cpu.paged_attention(case.q.flip(-1), case.kv[:, 0], case.batch, scale=case.scale)
     assert list(case.batch.derived.values()) == [plan]
     assert relative_error(other.flip(-1), first.double()) < 2e-6
+
+
+def test_layers_with_and_without_a_window_may_share_a_batch() -> None:
+    case = make_case(*MIXED)
+    for window in (0, 3, 0):
+        assert relative_error(attend(cpu, case, window)[0], naive_attention(case, window)[0]) < 2e-6

@@ -93,7 +93,7 @@ class Scheduler:
             raise CapacityError(
                 f"the request needs {needs} blocks of {cache.block_size} tokens at its longest ({prompt} prompt "
                 f"tokens, max_tokens {request.max_tokens}, width {width}) and the pool has {cache.pool.num_blocks}; "
-                + (f"max_tokens of at most {most} fits" if most >= 1 else "shorten the prompt or enlarge the pool")
+                + (f"max_tokens of at most {most} fits" if most >= 1 else self._remedy(width))
             )
         most_rows = min(self.max_num_seqs, self.max_num_batched_tokens)
         if width > most_rows:
@@ -108,6 +108,10 @@ class Scheduler:
         insort(self.waiting, request)
         if self.events.active:
             self.events.emit(ev.Arrived(request.request_id, prompt, wanted, width, request.priority))
+
+    @staticmethod
+    def _remedy(width: int) -> str:
+        return ("lower n, " if width > 1 else "") + "shorten the prompt or enlarge the pool"
 
     def abort(self, request_id: str, reason: str = "abort") -> Request | None:
         """End a request in whatever state it is. Unknown and finished ones are left alone."""

@@ -397,29 +397,24 @@ def _decode(
         total = tl.zeros([16], tl.float32)
         acc = tl.zeros([16, HEAD_DIM_PADDED], tl.float32)
         table = block_tables + seq.to(tl.int64) * table_stride
-        next_ids = tl.load(table + (low + key) // BLOCK_SIZE, mask=low + key < high, other=0)
+        # Beyond either end, the end again: what is not there is not read, and no load needs a mask.
+        next_ids = tl.load(table + tl.maximum(tl.minimum(low + key, high - 1), first_key) // BLOCK_SIZE)
         for start in tl.range(low, high, TILE, num_stages=STAGES):
-            position = start + key
-            seen = position < high
-            if WINDOWED:
-                seen &= position >= first_key
+            position = tl.maximum(tl.minimum(start + key, high - 1), first_key)
+            seen = start + key == position
             offset = (
                 next_ids.to(tl.int64) * kv_block_stride + head * kv_head_stride + (position % BLOCK_SIZE) * HEAD_DIM
             )
-            ahead = position + TILE
-            next_ids = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < high, other=0)
+            next_ids = tl.load(table + tl.minimum(start + TILE + key, high - 1) // BLOCK_SIZE)
             place = kv + offset[:, None] + column[None, :]
-            here = seen[:, None]
-            if HEAD_DIM != HEAD_DIM_PADDED:
-                here &= in_head[None, :]
-            keys = tl.load(place, mask=here, other=0.0)
+            keys = _load_rows(place, in_head, HEAD_DIM, HEAD_DIM_PADDED)
             scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
             scores = tl.where(seen[None, :], scores, -float("inf"))
             new_best = tl.maximum(best, tl.max(scores, 1))
             weights = tl.exp2(scores - new_best[:, None])
             decay = tl.exp2(best - new_best)
             total = total * decay + tl.sum(weights, 1)
-            values = tl.load(place + kv_value_stride, mask=here, other=0.0)
+            values = _load_rows(place + kv_value_stride, in_head, HEAD_DIM, HEAD_DIM_PADDED)
             acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision=PRECISION)
             best = new_best
 
@@ -436,6 +431,15 @@ def _decode(
             tl.store(partial_ml + slot * 2 * GROUP + row, best, mask=in_group)
             tl.store(partial_ml + slot * 2 * GROUP + GROUP + row, total, mask=in_group)
         at += take
+
+
+@triton.jit
+def _load_rows(place, in_head, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr):
+    if HEAD_DIM == HEAD_DIM_PADDED:
+        rows = tl.load(place)
+    else:
+        rows = tl.load(place, mask=in_head[None, :], other=0.0)
+    return rows
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
@@ -703,26 +707,28 @@ def _chunk(
         )
         # Keys, in tiles: [low, full) are seen by all of these queries, [full, high) by some; with a window, all by some
         high = first_position + num_queries
+        first_key = 0
         low = 0
         full = (first_position + 1) // TILE * TILE
         if WINDOWED:
-            low = tl.maximum(first_position - window + 1, 0) // TILE * TILE
+            first_key = tl.maximum(first_position - window + 1, 0)
+            low = first_key // TILE * TILE
             full = low
         best = tl.full([ROWS], NOTHING, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, HEAD_DIM_PADDED], tl.float32)
         table = block_tables + seq.to(tl.int64) * table_stride
-        last_block = (high - 1) // BLOCK_SIZE
         kv_head = kv + head * kv_head_stride
-        ids = tl.load(table + tl.minimum((low + tl.arange(0, TILE)) // BLOCK_SIZE, last_block))
+        keys = tl.maximum(tl.minimum(low + tl.arange(0, TILE), high - 1), first_key)
+        ids = tl.load(table + keys // BLOCK_SIZE)
         if not WINDOWED:
             acc, best, total, ids = _attend(
-                acc, best, total, ids, queries, position, low, full, high, last_block, table, kv_head, scale, window,
+                acc, best, total, ids, queries, position, low, full, 0, high, table, kv_head, scale, window,
                 kv_block_stride, kv_value_stride,
                 BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PADDED, TILE, False, WINDOWED, PRECISION,
             )  # fmt: skip
         acc, best, total, ids = _attend(
-            acc, best, total, ids, queries, position, full, high, high, last_block, table, kv_head, scale, window,
+            acc, best, total, ids, queries, position, full, high, first_key, high, table, kv_head, scale, window,
             kv_block_stride, kv_value_stride,
             BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PADDED, TILE, True, WINDOWED, PRECISION,
         )  # fmt: skip
@@ -744,8 +750,8 @@ def _attend(
     query_position,
     begin,
     end,
+    first_key,
     num_keys,
-    last_block,
     table,
     kv,
     scale,
@@ -767,18 +773,17 @@ def _attend(
     """
     key = tl.arange(0, TILE)
     column = tl.arange(0, HEAD_DIM_PADDED)
+    in_head = column < HEAD_DIM
+    last_key = num_keys - 1
     for start in range(begin, end, TILE):
         position = start + key
-        offset = ids.to(tl.int64) * kv_block_stride + (position % BLOCK_SIZE) * HEAD_DIM
-        ids = tl.load(table + tl.minimum((position + TILE) // BLOCK_SIZE, last_block))
-        place = kv + offset[:, None] + column[None, :]
+        row = position
         if MASKED:
-            here = (position < num_keys)[:, None] & (column < HEAD_DIM)[None, :]
-            keys = tl.load(place, mask=here, other=0.0)
-        elif HEAD_DIM != HEAD_DIM_PADDED:
-            keys = tl.load(place, mask=(column < HEAD_DIM)[None, :], other=0.0)
-        else:
-            keys = tl.load(place)
+            row = tl.maximum(tl.minimum(position, last_key), first_key)  # beyond either end, the end again
+        offset = ids.to(tl.int64) * kv_block_stride + (row % BLOCK_SIZE) * HEAD_DIM
+        ids = tl.load(table + tl.minimum(position + TILE, last_key) // BLOCK_SIZE)
+        place = kv + offset[:, None] + column[None, :]
+        keys = _load_rows(place, in_head, HEAD_DIM, HEAD_DIM_PADDED)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         if MASKED:
             distance = query_position[:, None] - position[None, :]
@@ -791,13 +796,7 @@ def _attend(
         decay = tl.exp2(best - new_best)
         total = total * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
-        if MASKED:
-            here = (position < num_keys)[:, None] & (column < HEAD_DIM)[None, :]
-            values = tl.load(place + kv_value_stride, mask=here, other=0.0)
-        elif HEAD_DIM != HEAD_DIM_PADDED:
-            values = tl.load(place + kv_value_stride, mask=(column < HEAD_DIM)[None, :], other=0.0)
-        else:
-            values = tl.load(place + kv_value_stride)
+        values = _load_rows(place + kv_value_stride, in_head, HEAD_DIM, HEAD_DIM_PADDED)
         acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
         best = new_best
     return acc, best, total, ids
