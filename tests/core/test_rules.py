@@ -535,6 +535,27 @@ def test_a_group_is_rebuilt_one_sequence_at_a_time_from_its_sibling() -> None:
     lab.run()
 
 
+def test_a_sibling_is_rebuilt_only_where_there_is_room_for_it() -> None:
+    """Admission counts the first sequence. All of it is found in the cache, so the turn is its sibling's at once, whose
+    two blocks nobody has counted: one is left. The group is in, and waits for its next step."""
+    lab = Lab(20, policy=RECOMPUTE)
+    lab.add("A", [9, 9, 9], 20)
+    group = lab.add("G", [1, 2, 3, 4], 6, width=2)
+    for _ in range(5):
+        lab.step()
+    first, second = group.sequences
+    own, pool = second.block_ids[2:], lab.pool
+    assert len(first.token_ids) == 9 and not set(own) & set(first.block_ids)
+    throw_out(lab, group)
+    for block in own:
+        pool.unseal(block)
+    while pool.num_available > 5:
+        pool.take()
+    plan = lab.scheduler.schedule()
+    assert group.status is Status.RUNNING and first.num_computed == 8 and second.num_computed == 4
+    assert [s.request.request_id for s in plan.sequences] == ["A"] and pool.num_available == 1
+
+
 def test_a_rebuilt_sibling_shares_directly_where_an_equal_block_is_canonical() -> None:
     """An equal block elsewhere owns the index entry: through the index a sibling would share that one, or nothing."""
     lab = Lab(12, policy=RECOMPUTE)

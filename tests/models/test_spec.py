@@ -115,7 +115,7 @@ def test_unknown_scaling_is_named(kind: str) -> None:
         spec(rope_scaling={"rope_type": kind, "factor": 2.0})
 
 
-@pytest.mark.parametrize("missing", LLAMA3.keys() - {"original_max_position_embeddings"})
+@pytest.mark.parametrize("missing", sorted(LLAMA3.keys() - {"original_max_position_embeddings"}))
 def test_scaling_without_its_numbers_is_refused(missing: str) -> None:
     words = {key: value for key, value in LLAMA3.items() if key != missing}
     with pytest.raises(CheckpointError, match=f"{missing} is missing"):
