@@ -58,17 +58,19 @@ class Checkpoint:
 def open_checkpoint(model: str | Path, *, revision: str | None = None, download: bool = True) -> Checkpoint:
     """Resolve `model`, in this order: directory, .gguf file, name of the catalogue, hub repository "org/name".
 
-    With `download=False` a catalogue model or a repository must be on this machine already. `revision` is a hub branch,
-    tag or commit. Raises `ModelNotFoundError`, `UnsupportedModelError` or `CheckpointError`.
+    A directory without a model in it does not hide a name of the catalogue that it happens to have. With
+    `download=False` a catalogue model or a repository must be on this machine already. `revision` is a hub branch, tag
+    or commit. Raises `ModelNotFoundError`, `UnsupportedModelError` or `CheckpointError`.
     """
     text = os.fspath(model)
     path = Path(text).expanduser() if text.strip() and "\0" not in text else None
     kind = _kind(path) if path is not None else None
-    if path is not None and kind == "directory":
+    named = catalog.find(text) is not None
+    if path is not None and kind == "directory" and ((path / "config.json").exists() or not named):
         return _open_directory(path)
     if path is not None and kind == "file":
         return _open_file(path)
-    if catalog.find(text) is not None:
+    if named:
         return _open_file(catalog.fetch(text) if download else catalog.present(text))
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", text) and isinstance(model, str) and not text.endswith(".gguf"):
         return _open_hub(text, revision, download)

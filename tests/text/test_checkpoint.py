@@ -54,6 +54,17 @@ def test_a_gguf_file(write_gguf):
     assert checkpoint.gguf is checkpoint.gguf
 
 
+def test_a_directory_without_a_model_hides_no_name_of_the_catalogue(write_gguf, monkeypatch, tmp_path):
+    path = write_gguf()
+    monkeypatch.setattr(catalog, "fetch", lambda name: path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2").mkdir()
+    assert open_checkpoint("smollm2").path == path
+    (tmp_path / "smollm2" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError):  # a model's directory, if a bad one
+        open_checkpoint("smollm2")
+
+
 def test_a_name_of_the_catalogue_is_fetched(write_gguf, monkeypatch):
     path, asked = write_gguf(), []
     monkeypatch.setattr(catalog, "fetch", lambda name: asked.append(name) or path)

@@ -64,7 +64,7 @@ def load(model: str, engine: dict[str, Any]) -> LLM:
     from octavo.config import EngineArgs
 
     EngineArgs(model=model, **engine)  # a mistake in an option is found before anything is fetched
-    if catalog.find(model) is not None and not Path(model).exists():
+    if catalog.find(model) is not None and not (Path(model) / "config.json").exists():
         fetch_model(model)
     logging.addLevelName(logging.WARNING, "warning")  # "warning: ..." beside "error: ..."
     logging.basicConfig(format="%(levelname)s: %(message)s")

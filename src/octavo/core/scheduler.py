@@ -514,8 +514,10 @@ class Scheduler:
         return request.status is Status.FINISHED
 
     def _append(self, seq: Sequence, token: int) -> None:
-        """One token, chosen on the host or drawn for a sequence that has just come to be. It fills no block: the position
-        before it was known when it was planned, so that whatever it filled was sealed then."""
+        """One token, chosen on the host or drawn for a sequence that has just come to be.
+
+        Nothing is to be sealed: all that is computed was known when it was planned, and sealed then.
+        """
         request = seq.request
         seq.token_ids.append(token)
         if token in request.stop_ids:

@@ -126,8 +126,11 @@ class DecodeTuning:
 def decode_tuning(q: Tensor, num_seqs: int) -> DecodeTuning:
     """What was fastest on an H200; see benchmarks/kernels/gpu_check.py."""
     row_bytes = triton.next_power_of_2(q.shape[2]) * q.element_size()
-    tile = min(max(16384 // row_bytes, 16), 128)
-    return DecodeTuning(tile, num_warps=4, num_stages=4 if row_bytes > 128 else 3, programs_per_multiprocessor=2)
+    if num_seqs <= 32:  # small steps: shorter tiles are shared out more evenly
+        return DecodeTuning(
+            min(max(8192 // row_bytes, 16), 64), num_warps=2, num_stages=4, programs_per_multiprocessor=4
+        )
+    return DecodeTuning(min(max(16384 // row_bytes, 16), 128), num_warps=4, num_stages=3, programs_per_multiprocessor=3)
 
 
 @dataclass(slots=True)
@@ -137,6 +140,10 @@ class _Schedule:
     tile_ends   [num_seqs + 1] int32, tile_ends[s + 1] is the sum of the tiles of sequences 0 to s, tile_ends[0] = 0
     starts      [num_programs] int32, the sequence that each program's first tile belongs to
     totals      [4] int32: tiles of all sequences for one head, and the stretch of one program; two unused
+    merges      [5, num_merges] int32, what is shared by several programs and to be merged: its token, or -1 where
+                nothing is; its K/V head; the first and the last program that share it; and the slot that the first of
+                these left its part in, all others having used slot 0. A column for every (sequence, head) or, if those
+                are fewer, for every program, whose first tile is not the first of its (head, sequence)
     partial     [2 * num_programs, group_size, head_dim] float32, unnormalised output of the shared (head, sequence)s
     partial_ml  [2 * num_programs, 2, group_size] float32, their largest scores and their sums of exponentials
     """
@@ -144,6 +151,7 @@ class _Schedule:
     tile_ends: Tensor
     starts: Tensor
     totals: Tensor
+    merges: Tensor
     partial: Tensor
     partial_ml: Tensor
 
@@ -209,32 +217,29 @@ def decode_attention(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tuning.num_warps,
     )
-    # Few sequences: split over many programs, and few (head, sequence)s to share the merging between.
-    few = batch.num_seqs * num_kv_heads <= _num_multiprocessors(q.device)
-    heads = 1 if few else group_size
-    heads_padded = triton.next_power_of_2(heads)
-    expected = num_programs // (batch.num_seqs * num_kv_heads) + 2
-    splits = 4 if expected <= 4 else 16 if expected <= 16 else 64
-    _combine[(batch.num_seqs, num_heads // heads)](
+    # How many programs share a (head, sequence), roughly: that many partial results are read at a time.
+    shared = num_programs // (batch.num_seqs * num_kv_heads) + 2
+    splits = 4 if shared <= 4 else 16 if shared <= 16 else 64
+    num_merges = schedule.merges.shape[1]
+    _combine[(num_merges + (batch.num_seqs if alone else 0), group_size)](
         out,
         lse,
         schedule.partial,
         schedule.partial_ml,
         batch.query_start,
         schedule.tile_ends,
-        schedule.totals,
+        schedule.merges,
+        num_merges,
         num_tokens,
         batch.num_seqs,
-        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        KV_HEADS_PADDED=triton.next_power_of_2(num_kv_heads),
         GROUP=group_size,
-        HEADS=heads,
-        HEADS_PADDED=heads_padded,
         HEAD_DIM=head_dim,
         HEAD_DIM_PADDED=head_dim_padded,
-        SPLITS=max(2, min(splits, 8192 // (heads_padded * head_dim_padded))),
+        SPLITS=splits,
         WITH_LSE=lse.numel() > 0,
-        ALONE=alone,
-        num_warps=4,
+        num_warps=1 if splits == 4 else 4,
     )
 
 
@@ -248,9 +253,10 @@ def _make_schedule(
     device: torch.device,
 ) -> _Schedule:
     num_programs = -(-_num_multiprocessors(device) * tuning.programs_per_multiprocessor // 4) * 4
-    # One piece of memory; what has a multiple of 16 bytes first, so that every pointer is aligned alike.
-    ints = torch.empty(4 + num_programs + batch.num_seqs + 1, dtype=torch.int32, device=device)
-    totals, starts, tile_ends = ints.split([4, num_programs, batch.num_seqs + 1])
+    # One piece of memory, and what has a multiple of 16 bytes first: a pointer's alignment makes a kernel's variant.
+    num_merges = min(num_programs, batch.num_seqs * num_kv_heads)
+    sizes = [4, num_programs, batch.num_seqs + 1, 5 * num_merges]
+    totals, starts, tile_ends, merges = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
     floats = torch.empty(2 * num_programs * group_size * (head_dim + 2), dtype=torch.float32, device=device)
     partial, partial_ml = floats.split([2 * num_programs * group_size * head_dim, 4 * num_programs * group_size])
     _plan_decode[(1,)](
@@ -259,35 +265,41 @@ def _make_schedule(
         tile_ends,
         starts,
         totals,
+        merges,
         batch.num_seqs,
         num_programs,
+        num_merges,
         tuning.min_tiles,
         window,
         NUM_KV_HEADS=num_kv_heads,
         TILE=tuning.tile,
         SEQS=max(64, triton.next_power_of_2(batch.num_seqs)),
         PROGRAMS=triton.next_power_of_2(num_programs),
+        BY_PROGRAM=num_merges == num_programs,
         num_warps=8,
     )
-    return _Schedule(tile_ends, starts, totals, partial, partial_ml)
+    return _Schedule(tile_ends, starts, totals, merges.view(5, num_merges), partial, partial_ml)
 
 
 # Numbers that differ from batch to batch are not specialised on: every variant of a kernel is a compilation.
-@triton.jit(do_not_specialize=["num_seqs", "window"])
+@triton.jit(do_not_specialize=["num_seqs", "num_merges", "window"])
 def _plan_decode(
     seq_lens,
     query_start,
     tile_ends,
     starts,
     totals,
+    merges,
     num_seqs,
     num_programs,
+    num_merges,
     min_tiles,
     window,
     NUM_KV_HEADS: tl.constexpr,
     TILE: tl.constexpr,
     SEQS: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    BY_PROGRAM: tl.constexpr,
 ):
     """Fill a `_Schedule`; one program. Sequences with no query, or with several, have no tiles."""
     seq = tl.arange(0, SEQS)
@@ -319,6 +331,32 @@ def _plan_decode(
         high = tl.where(below, high, middle)
         step = step // 2
     tl.store(starts + program, low, mask=program < num_programs)
+
+    merge = program  # num_merges <= num_programs
+    alive = merge < num_merges
+    if BY_PROGRAM:
+        boundary = program * stretch
+        seq = low
+        head = boundary // tl.maximum(num_tiles, 1)
+    else:
+        boundary = program * 0
+        seq = tl.minimum(merge // NUM_KV_HEADS, num_seqs - 1)
+        head = merge % NUM_KV_HEADS
+    begin = head * num_tiles + tl.load(tile_ends + seq)
+    end = head * num_tiles + tl.load(tile_ends + seq + 1)
+    first = begin // stretch
+    last = (end - 1) // stretch
+    if BY_PROGRAM:
+        # Of several programs that begin inside it, the first one merges
+        shared = (boundary < num_tiles * NUM_KV_HEADS) & (begin < boundary) & (first == program - 1)
+    else:
+        shared = (begin < end) & (first < last)
+    tl.store(merges + merge, tl.where(shared, tl.load(query_start + seq), -1), mask=alive)
+    tl.store(merges + num_merges + merge, head, mask=alive)
+    tl.store(merges + 2 * num_merges + merge, first, mask=alive)
+    tl.store(merges + 3 * num_merges + merge, last, mask=alive)
+    # It came last in the program that it began in the middle of, and first in all that follow.
+    tl.store(merges + 4 * num_merges + merge, (begin != first * stretch).to(tl.int32), mask=alive)
 
 
 @triton.jit(do_not_specialize=["window", "table_stride"])
@@ -398,14 +436,16 @@ def _decode(
         acc = tl.zeros([16, HEAD_DIM_PADDED], tl.float32)
         table = block_tables + seq.to(tl.int64) * table_stride
         # Beyond either end, the end again: what is not there is not read, and no load needs a mask.
-        next_ids = tl.load(table + tl.maximum(tl.minimum(low + key, high - 1), first_key) // BLOCK_SIZE)
+        last_block = (high - 1) // BLOCK_SIZE
+        blocks = tl.minimum((low + key) // BLOCK_SIZE, last_block)
+        next_ids = tl.load(table + tl.maximum(blocks, first_key // BLOCK_SIZE))
         for start in tl.range(low, high, TILE, num_stages=STAGES):
             position = tl.maximum(tl.minimum(start + key, high - 1), first_key)
             seen = start + key == position
             offset = (
                 next_ids.to(tl.int64) * kv_block_stride + head * kv_head_stride + (position % BLOCK_SIZE) * HEAD_DIM
             )
-            next_ids = tl.load(table + tl.minimum(start + TILE + key, high - 1) // BLOCK_SIZE)
+            next_ids = tl.load(table + tl.minimum((start + TILE + key) // BLOCK_SIZE, last_block))
             place = kv + offset[:, None] + column[None, :]
             keys = _load_rows(place, in_head, HEAD_DIM, HEAD_DIM_PADDED)
             scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
@@ -442,7 +482,7 @@ def _load_rows(place, in_head, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.const
     return rows
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
+@triton.jit(do_not_specialize=["num_merges", "num_tokens", "num_seqs"])
 def _combine(
     out,
     lse,
@@ -450,76 +490,70 @@ def _combine(
     partial_ml,
     query_start,
     tile_ends,
-    totals,
+    merges,
+    num_merges,
     num_tokens,
     num_seqs,
-    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    KV_HEADS_PADDED: tl.constexpr,
     GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEADS_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     SPLITS: tl.constexpr,
     WITH_LSE: tl.constexpr,
-    ALONE: tl.constexpr,
 ):
-    """Merge the partial results of one sequence and HEADS heads of one group, SPLITS of them at a time.
+    """Merge the partial results of one (head, sequence), one query head of its group, SPLITS at a time.
 
-    ALONE: rows without keys are 0, and so is row `seq` where it is padding behind the last sequence's.
+    Programs beyond those, one a sequence, write rows without keys: 0, and so is row s where it is padding behind the
+    last sequence's.
     """
-    seq = tl.program_id(0)
-    head = tl.program_id(1) * HEADS  # the first of this program's
-    kv_head = head // GROUP
-    num_tiles = tl.load(totals)
-    stretch = tl.load(totals + 1)
-    begin = kv_head * num_tiles + tl.load(tile_ends + seq)
-    end = kv_head * num_tiles + tl.load(tile_ends + seq + 1)
-    row = tl.arange(0, HEADS_PADDED)
-    column = tl.arange(0, HEAD_DIM_PADDED)
-    wanted = row < HEADS
-    wanted_2d = wanted[:, None] & (column < HEAD_DIM)[None, :]
-    if end > begin:
-        first = begin // stretch
-        last = (end - 1) // stretch
-        if last > first:
-            best = tl.full([HEADS_PADDED], NOTHING, tl.float32)
-            total = tl.zeros([HEADS_PADDED], tl.float32)
-            acc = tl.zeros([HEADS_PADDED, HEAD_DIM_PADDED], tl.float32)
+    merge = tl.program_id(0)
+    in_group = tl.program_id(1)
+    if merge < num_merges:
+        token = tl.load(merges + merge)
+        if token >= 0:
+            kv_head = tl.load(merges + num_merges + merge)
+            first = tl.load(merges + 2 * num_merges + merge)
+            last = tl.load(merges + 3 * num_merges + merge)
+            first_slot = tl.load(merges + 4 * num_merges + merge)
+            column = tl.arange(0, HEAD_DIM_PADDED)
+            in_head = column < HEAD_DIM
+            best = NOTHING
+            total = 0.0
+            acc = tl.zeros([HEAD_DIM_PADDED], tl.float32)
             for some in range(first, last + 1, SPLITS):
-                program = some + tl.arange(0, SPLITS)
-                # It came last in the program that it began in the middle of, and first in all that follow.
-                slot = 2 * program + ((program == first) & (begin != first * stretch)).to(tl.int32)
-                rows = slot[:, None] * GROUP + (head % GROUP) + row[None, :]  # [SPLITS, HEADS_PADDED]
-                ml = rows + slot[:, None] * GROUP
-                here = (program <= last)[:, None] & wanted[None, :]
-                bests = tl.load(partial_ml + ml, mask=here, other=NOTHING)
-                sums = tl.load(partial_ml + ml + GROUP, mask=here, other=0.0)
+                sharer = some + tl.arange(0, SPLITS)
+                here = sharer <= last
+                slot = 2 * sharer + tl.where(sharer == first, first_slot, 0)
+                bests = tl.load(partial_ml + slot * 2 * GROUP + in_group, mask=here, other=NOTHING)
+                sums = tl.load(partial_ml + slot * 2 * GROUP + GROUP + in_group, mask=here, other=0.0)
+                place = (slot * GROUP + in_group) * HEAD_DIM
                 parts = tl.load(
-                    partial + rows[:, :, None] * HEAD_DIM + column[None, None, :],
-                    mask=here[:, :, None] & (column < HEAD_DIM)[None, None, :],
-                    other=0.0,
+                    partial + place[:, None] + column[None, :], mask=here[:, None] & in_head[None, :], other=0.0
                 )
                 new_best = tl.maximum(best, tl.max(bests, 0))
                 decay = tl.exp2(best - new_best)
-                share = tl.exp2(bests - new_best[None, :])
+                share = tl.exp2(bests - new_best)
                 total = total * decay + tl.sum(sums * share, 0)
-                acc = acc * decay[:, None] + tl.sum(parts * share[:, :, None], 0)
+                acc = acc * decay + tl.sum(parts * share[:, None], 0)
                 best = new_best
-            total = tl.where(wanted, total, 1.0)
-            place = tl.load(query_start + seq).to(tl.int64) * NUM_HEADS + head + row
-            target = out + place[:, None] * HEAD_DIM + column[None, :]
-            tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted_2d)
+            row = token.to(tl.int64) * NUM_KV_HEADS * GROUP + kv_head * GROUP + in_group
+            tl.store(out + row * HEAD_DIM + column, (acc / total).to(out.dtype.element_ty), mask=in_head)
             if WITH_LSE:
-                tl.store(lse + place, (best + tl.log2(total)) * LN_2, mask=wanted)
-    elif ALONE:
-        token = tl.load(query_start + seq).to(tl.int64)
-        mine = wanted & (token < tl.load(query_start + seq + 1))
-        _store_nothing(out, lse, token * NUM_HEADS + head + row, mine, HEAD_DIM, HEAD_DIM_PADDED, WITH_LSE)
-    if ALONE:
-        padding = wanted & (seq >= tl.load(query_start + num_seqs)) & (seq < num_tokens)
-        _store_nothing(
-            out, lse, seq.to(tl.int64) * NUM_HEADS + head + row, padding, HEAD_DIM, HEAD_DIM_PADDED, WITH_LSE
-        )
+                tl.store(lse + row, (best + tl.log2(total)) * LN_2)
+    else:
+        seq = merge - num_merges
+        kv_heads = tl.arange(0, KV_HEADS_PADDED)
+        head = kv_heads * GROUP + in_group
+        alive = kv_heads < NUM_KV_HEADS
+        own = tl.load(query_start + seq)
+        has_keys = tl.load(tile_ends + seq) != tl.load(tile_ends + seq + 1)
+        if (own < tl.load(query_start + seq + 1)) & (not has_keys):
+            place = own.to(tl.int64) * NUM_KV_HEADS * GROUP + head
+            _store_nothing(out, lse, place, alive, HEAD_DIM, HEAD_DIM_PADDED, WITH_LSE)
+        if (seq >= tl.load(query_start + num_seqs)) & (seq < num_tokens):
+            place = seq.to(tl.int64) * NUM_KV_HEADS * GROUP + head
+            _store_nothing(out, lse, place, alive, HEAD_DIM, HEAD_DIM_PADDED, WITH_LSE)
 
 
 @triton.jit
@@ -556,9 +590,7 @@ def chunk_tuning(q: Tensor, max_query_len: int, group_size: int) -> ChunkTuning:
     tile = 32 if head_dim > 128 else 64
     if max_query_len * group_size <= 16:
         return ChunkTuning(rows=16, tile=tile, num_warps=4, num_stages=3)
-    if max_query_len * group_size <= 64:
-        return ChunkTuning(rows=64, tile=tile, num_warps=4, num_stages=3)
-    return ChunkTuning(rows=128, tile=tile, num_warps=8, num_stages=3)
+    return ChunkTuning(rows=64, tile=tile, num_warps=4, num_stages=3)
 
 
 def chunk_attention(
@@ -719,17 +751,17 @@ def _chunk(
         acc = tl.zeros([ROWS, HEAD_DIM_PADDED], tl.float32)
         table = block_tables + seq.to(tl.int64) * table_stride
         kv_head = kv + head * kv_head_stride
-        keys = tl.maximum(tl.minimum(low + tl.arange(0, TILE), high - 1), first_key)
-        ids = tl.load(table + keys // BLOCK_SIZE)
+        last_block = (high - 1) // BLOCK_SIZE
+        ids = tl.load(table + tl.minimum((low + tl.arange(0, TILE)) // BLOCK_SIZE, last_block))
         if not WINDOWED:
             acc, best, total, ids = _attend(
-                acc, best, total, ids, queries, position, low, full, 0, high, table, kv_head, scale, window,
+                acc, best, total, ids, queries, position, low, full, 0, high, last_block, table, kv_head, scale, window,
                 kv_block_stride, kv_value_stride,
                 BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PADDED, TILE, False, WINDOWED, PRECISION,
             )  # fmt: skip
         acc, best, total, ids = _attend(
-            acc, best, total, ids, queries, position, full, high, first_key, high, table, kv_head, scale, window,
-            kv_block_stride, kv_value_stride,
+            acc, best, total, ids, queries, position, full, high, first_key, high, last_block, table, kv_head, scale,
+            window, kv_block_stride, kv_value_stride,
             BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PADDED, TILE, True, WINDOWED, PRECISION,
         )  # fmt: skip
         place = token * NUM_KV_HEADS * GROUP + heads
@@ -752,6 +784,7 @@ def _attend(
     end,
     first_key,
     num_keys,
+    last_block,
     table,
     kv,
     scale,
@@ -774,16 +807,18 @@ def _attend(
     key = tl.arange(0, TILE)
     column = tl.arange(0, HEAD_DIM_PADDED)
     in_head = column < HEAD_DIM
-    last_key = num_keys - 1
     for start in range(begin, end, TILE):
         position = start + key
-        row = position
-        if MASKED:
-            row = tl.maximum(tl.minimum(position, last_key), first_key)  # beyond either end, the end again
-        offset = ids.to(tl.int64) * kv_block_stride + (row % BLOCK_SIZE) * HEAD_DIM
-        ids = tl.load(table + tl.minimum(position + TILE, last_key) // BLOCK_SIZE)
+        offset = ids.to(tl.int64) * kv_block_stride + (position % BLOCK_SIZE) * HEAD_DIM
+        ids = tl.load(table + tl.minimum((position + TILE) // BLOCK_SIZE, last_block))
         place = kv + offset[:, None] + column[None, :]
-        keys = _load_rows(place, in_head, HEAD_DIM, HEAD_DIM_PADDED)
+        here = position < num_keys
+        if WINDOWED:
+            here &= position >= first_key
+        if MASKED:
+            keys = tl.load(place, mask=here[:, None] & in_head[None, :], other=0.0)
+        else:
+            keys = _load_rows(place, in_head, HEAD_DIM, HEAD_DIM_PADDED)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         if MASKED:
             distance = query_position[:, None] - position[None, :]
@@ -796,7 +831,10 @@ def _attend(
         decay = tl.exp2(best - new_best)
         total = total * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
-        values = _load_rows(place + kv_value_stride, in_head, HEAD_DIM, HEAD_DIM_PADDED)
+        if MASKED:
+            values = tl.load(place + kv_value_stride, mask=here[:, None] & in_head[None, :], other=0.0)
+        else:
+            values = _load_rows(place + kv_value_stride, in_head, HEAD_DIM, HEAD_DIM_PADDED)
         acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
         best = new_best
     return acc, best, total, ids
