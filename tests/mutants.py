@@ -34,7 +34,7 @@ MUTANTS = [
     Mutant("the high-water mark does not move", POOL, "self._untouched = block + 1", "self._untouched = block"),
     Mutant("a taken block has no reference", POOL, "        self.refs[block] = 1\n", "        self.refs[block] = 0\n"),
     Mutant("eviction keeps the index entry", POOL, "        del self._shard(key)[key]\n", ""),
-    Mutant("eviction keeps the seal id", POOL, "self._key_of[block], self.seal_id[block] = None, 0", "self._key_of[block] = None"),
+    Mutant("eviction keeps the seal id", POOL, "self._packed_of[block], self.seal_id[block] = None, 0", "self._packed_of[block] = None"),
     Mutant("sharing a cached block leaves it in line", POOL, "        if not self.refs[block]:\n            self._unlink(block)\n        self.refs[block] += 1\n", "        self.refs[block] += 1\n"),
     Mutant("sharing does not count", POOL, "        self.refs[block] += 1\n", ""),
     Mutant("a double release goes through", POOL, '        assert refs >= 0, f"block {block} released more often than shared"\n', ""),

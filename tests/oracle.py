@@ -402,7 +402,7 @@ def _check_pool(pool: BlockPool, owners: Counter[int]) -> None:
     need(sorted(again) == free, Invariant, "the free stack")
     sealed = [b for b in range(1, pool.num_blocks + 1) if pool.seal_id[b]]
     need(pool.num_findable == len(sealed), Invariant, "index")
-    need(all(pool.find(pool._key_of[b]) == b for b in sealed if pool._key_of[b]), Invariant, "index entries")
+    need(all(pool.find(pool.key_of(b)) == b for b in sealed if pool.key_of(b)), Invariant, "index entries")
     seals = [pool.seal_id[b] for b in sealed]
     need(len(set(seals)) == len(seals) and max(seals, default=0) <= pool.last_seal_id, Invariant, "seal ids")
 
@@ -410,7 +410,7 @@ def _check_pool(pool: BlockPool, owners: Counter[int]) -> None:
 def _check_sealed(seq: Sequence, pool: BlockPool, size: int) -> None:
     """What is sealed is sealed under its own tokens."""
     for i, block in enumerate(seq.block_ids):
-        key = pool._key_of[block]
+        key = pool.key_of(block)
         if key is not None:
             need(key[1] == seq.token_ids[i * size : (i + 1) * size].tobytes(), Invariant, "sealed under other tokens")
 

@@ -23,7 +23,7 @@ def snapshot(cache: KVCache, *sequences: Sequence) -> Any:
     pool, host = cache.pool, cache.swap_space
     return (
         [bytes(a) for a in (pool.refs, pool.seal_id, pool._prev, pool._next, host.refs)],
-        list(pool._key_of),
+        list(pool._packed_of),
         pool.num_findable,
         (pool._untouched, list(pool._freed), pool.num_free, pool.num_cached, pool.num_refs, pool.last_seal_id),
         (pool.num_sealed, pool.num_evicted, host.num_free, host._untouched, list(host._freed)),

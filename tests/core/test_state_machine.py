@@ -160,7 +160,7 @@ class Memory(RuleBasedStateMachine):
             want = seq.request.salt, tuple(tokens[: (len(prefix.block_ids) + 1) * size])
             parent = prefix.seal_ids[-1] if prefix.seal_ids else self.pool.root(seq.request.salt)
             missed = [b for b, (_, held) in self.sealed.items() if held == want]
-            assert all(self.pool._key_of[b][0] != parent for b in missed), "missed"  # type: ignore[index]
+            assert all(self.pool.key_of(b)[0] != parent for b in missed), "missed"  # type: ignore[index]
             if not prefix.seal_ids:
                 assert not missed, "a first block is found as long as it is there"
 
@@ -362,7 +362,7 @@ class Memory(RuleBasedStateMachine):
         for block, (_, (salt, tokens)) in self.sealed.items():
             for offset in range(self.size):
                 assert self.kv[block, offset] == (salt, tokens[: len(tokens) - self.size + offset + 1])
-            key = self.pool._key_of[block]
+            key = self.pool.key_of(block)
             assert key is not None and self.pool.find(key) == block
 
     def teardown(self) -> None:

@@ -7,8 +7,10 @@ Three states partition the pool:
     free    refs == 0, no content
 
 Flat arrays and O(1) operations; no object a block. Free blocks are a stack and a high-water mark, so that starting with
-a million of them fills nothing. The links of the cached blocks lie in two arrays with the null block as sentinel. The
-index is many small dicts: one large one would stop everything for 50 ms when it grows past half a million entries.
+a million of them fills nothing. The links of the cached blocks lie in two arrays with the null block as sentinel.
+
+The index is many small dicts, keyed by bytes. One large one would stop everything for 50 ms when it grows past half a
+million entries; and tuples as keys would have the garbage collector look at every entry now and then, another 30 ms.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ class BlockPool:
 
     __slots__ = (
         "_freed",
-        "_key_of",
         "_next",
+        "_packed_of",
         "_prev",
         "_roots",
         "_shards",
@@ -57,9 +59,9 @@ class BlockPool:
         self.refs = array("i", bytes(4 * n))
         self.seal_id = array("q", bytes(8 * n))  # 0: not sealed
         self._prev, self._next = array("i", bytes(4 * n)), array("i", bytes(4 * n))  # oldest cached at _next[0]
-        self._key_of: list[Key | None] = [None] * n
+        self._packed_of: list[bytes | None] = [None] * n
         num_shards = 1 << (num_blocks // BLOCKS_A_SHARD).bit_length()
-        self._shards: list[dict[Key, BlockId]] = [{} for _ in range(num_shards)]
+        self._shards: list[dict[bytes, BlockId]] = [{} for _ in range(num_shards)]
         self._roots: dict[bytes, SealId] = {}
         self._untouched = 1  # ids from here on were never used
         self._freed: list[BlockId] = []
@@ -137,10 +139,16 @@ class BlockPool:
 
     def find(self, key: Key) -> BlockId:
         """The block with this content, `NULL_BLOCK` if there is none."""
-        return self._shard(key).get(key, NULL_BLOCK)
+        packed = _pack(key)
+        return self._shard(packed).get(packed, NULL_BLOCK)
 
-    def _shard(self, key: Key) -> dict[Key, BlockId]:
-        return self._shards[hash(key) & (len(self._shards) - 1)]
+    def key_of(self, block: BlockId) -> Key | None:
+        """The content that a block is sealed under."""
+        packed = self._packed_of[block]
+        return None if packed is None else _unpack(packed)
+
+    def _shard(self, packed: bytes) -> dict[bytes, BlockId]:
+        return self._shards[hash(packed) & (len(self._shards) - 1)]
 
     def seal(self, block: BlockId, key: Key) -> SealId:
         """Make a full block findable. Returns the canonical seal id of its content.
@@ -149,13 +157,14 @@ class BlockPool:
         is released, and its sequence's chain goes on under the older one's id. A block that is sealed already (left
         on the device by a swap, its parent evicted and sealed anew) keeps its seal: it is indexed once.
         """
-        index = self._shard(key)
-        if other := index.get(key, NULL_BLOCK):
+        packed = _pack(key)
+        index = self._shard(packed)
+        if other := index.get(packed, NULL_BLOCK):
             return self.seal_id[other]
         if self.seal_id[block]:
             return self.seal_id[block]
         self.last_seal_id = seal_id = self.last_seal_id + 1
-        index[key], self._key_of[block], self.seal_id[block] = block, key, seal_id
+        index[packed], self._packed_of[block], self.seal_id[block] = block, packed, seal_id
         self.num_sealed += 1
         if self.events.blocks:
             self.events.emit_block(Sealed(block, seal_id, *key))
@@ -188,10 +197,10 @@ class BlockPool:
     def _evict(self, block: BlockId) -> None:
         if self.events.blocks:
             self.events.emit_block(Evicted(block, self.seal_id[block]))
-        key = self._key_of[block]
-        assert key is not None, f"block {block} is not sealed"
-        del self._shard(key)[key]
-        self._key_of[block], self.seal_id[block] = None, 0
+        packed = self._packed_of[block]
+        assert packed is not None, f"block {block} is not sealed"
+        del self._shard(packed)[packed]
+        self._packed_of[block], self.seal_id[block] = None, 0
         self.num_evicted += 1
 
     def _link(self, block: BlockId) -> None:
@@ -204,3 +213,11 @@ class BlockPool:
         older, newer = self._prev[block], self._next[block]
         self._next[older], self._prev[newer] = newer, older
         self.num_cached -= 1
+
+
+def _pack(key: Key) -> bytes:
+    return key[0].to_bytes(8, "little", signed=True) + key[1]
+
+
+def _unpack(packed: bytes) -> Key:
+    return int.from_bytes(packed[:8], "little", signed=True), packed[8:]

@@ -1,0 +1,30 @@
+"""The Triton kernels without a GPU, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed (the gpu extra)")
+def test_the_kernels_in_tritons_interpreter() -> None:
+    """In a process of its own: whether a kernel is interpreted is decided when its module is imported."""
+    command = [sys.executable, "-m", "pytest", "tests/kernels/triton_cases.py", "-p", "no:cacheprovider"]
+    command += ["-W", "ignore:Conversion of an array with ndim:DeprecationWarning"]  # Triton's own, of numpy
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-1000:]
+
+
+def test_the_cpu_never_imports_triton() -> None:
+    code = "import sys, octavo.kernels.cpu, octavo.kernels.reference; print('triton' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,223 @@
+"""The Triton kernels on small shapes, against the definition and the reference.
+
+No `test_` in the name: pytest meets these in Triton's interpreter (test_triton_interpreter.py, in a process of its own)
+and on a GPU (tests/gpu/test_triton.py).
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.kernels import cuda, reference
+from octavo.kernels.batch import RaggedBatch
+from tests.kernels.pool import Case, make_case, naive_attention, relative_error
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+# The interpreter multiplies bfloat16 as the integers that it keeps them in.
+DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+DECODE = ([1, 1, 1, 1], [70, 1, 300, 64])
+MIXED = ([5, 1, 1, 7, 33], [5, 1, 90, 130, 40])
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def on_device(batch: RaggedBatch) -> RaggedBatch:
+    return RaggedBatch(
+        batch.positions.to(DEVICE),
+        batch.slot_mapping.to(DEVICE),
+        batch.query_start.to(DEVICE),
+        batch.seq_lens.to(DEVICE),
+        batch.block_tables.to(DEVICE),
+        batch.max_query_len,
+        batch.max_seq_len,
+    )
+
+
+def attend(case: Case, window: int = 0) -> tuple[Tensor, Tensor]:
+    out, lse = cuda.paged_attention(
+        case.q.to(DEVICE),
+        case.kv.to(DEVICE)[:, 1],
+        on_device(case.batch),
+        scale=case.scale,
+        window=window,
+        return_lse=True,
+    )
+    return out.cpu(), lse.cpu()
+
+
+def check(case: Case, window: int = 0) -> None:
+    """All but the tokens' own slots is NaN in the case's pool."""
+    out, lse = attend(case, window)
+    expected, expected_lse = naive_attention(case, window)
+    assert relative_error(out, expected) < TOLERANCE[case.q.dtype]
+    assert relative_error(lse, expected_lse) < 3e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_attention_of_every_dtype(lens: tuple[list[int], list[int]], dtype: torch.dtype) -> None:
+    check(make_case(*lens, dtype=dtype))
+
+
+@pytest.mark.parametrize(("block_size", "window"), [(8, 0), (256, 0), (16, 1), (16, 65), (64, 100)])
+@pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_attention_of_every_block_size_and_window(
+    lens: tuple[list[int], list[int]], block_size: int, window: int
+) -> None:
+    check(make_case(*lens, block_size=block_size), window)
+
+
+@pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(1, 1, 40), (2, 7, 16), (1, 16, 80), (5, 1, 64)])
+@pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_attention_of_every_head_shape(
+    lens: tuple[list[int], list[int]], kv_heads: int, group: int, head_dim: int
+) -> None:
+    check(make_case(*lens, num_kv_heads=kv_heads, group_size=group, head_dim=head_dim))
+
+
+def test_many_programs_share_one_sequence_and_one_program_has_many() -> None:
+    check(make_case([1], [1500], num_kv_heads=1, group_size=1))
+    check(make_case([1] * 20, [3] * 19 + [70], num_kv_heads=1, group_size=2))
+
+
+@pytest.mark.parametrize("query_lens", [[1, 0, 1], [3, 0, 1]], ids=["decode", "mixed"])
+def test_padding_is_zero(query_lens: list[int]) -> None:
+    """Tokens behind the last sequence's, as in a graph that is captured for more; and sequences without a query."""
+    case = make_case(query_lens, [9, 5, 40])
+    num_tokens = sum(query_lens)
+    for surplus in (1, 6):
+        padded = Case(
+            torch.cat((case.q, torch.randn(surplus, *case.q.shape[1:]))),
+            case.kv,
+            case.batch,
+            case.tables,
+            case.keys,
+            case.values,
+            case.scale,
+        )
+        out, lse = attend(padded)
+        assert relative_error(out[:num_tokens], naive_attention(case)[0]) < 3e-6
+        assert bool((out[num_tokens:] == 0).all()) and bool((lse[num_tokens:] == -torch.inf).all())
+
+
+def test_a_token_without_keys_gets_zero() -> None:
+    """A padding row that has a query but no length, beside a real one."""
+    case = make_case([1, 1], [40, 1])
+    case.batch.seq_lens[1] = 0
+    out, lse = attend(case)
+    assert relative_error(out[:1], naive_attention(case)[0][:1]) < 3e-6
+    assert bool((out[1] == 0).all()) and bool((lse[1] == -torch.inf).all())
+
+
+def test_the_schedule_is_made_once_a_step() -> None:
+    case = make_case(*MIXED)
+    batch, kv = on_device(case.batch), case.kv.to(DEVICE)
+    first = cuda.paged_attention(case.q.to(DEVICE), kv[:, 1], batch, scale=1.0)
+    derived = dict(batch.derived)
+    second = cuda.paged_attention(case.q.to(DEVICE), kv[:, 1], batch, scale=1.0)
+    assert len(derived) == 2 and all(batch.derived[key] is value for key, value in derived.items())
+    assert torch.equal(first, second)
+
+
+def test_a_query_may_be_a_view_of_a_fused_projection() -> None:
+    case = make_case(*DECODE)
+    fused = torch.randn(case.q.shape[0], case.q.shape[1] + 4, case.q.shape[2], device=DEVICE)
+    fused[:, 2:-2] = case.q.to(DEVICE)
+    kv, batch = case.kv.to(DEVICE), on_device(case.batch)
+    strided = cuda.paged_attention(fused[:, 2:-2], kv[:, 1], batch, scale=case.scale)
+    assert torch.equal(strided.cpu(), attend(case)[0])
+
+
+# -- the other kernels ------------------------------------------------------------------------------------------------
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float = 3e-6) -> bool:
+    return relative_error(actual.cpu(), expected.cpu().double()) < tolerance
+
+
+@pytest.mark.parametrize("size", [40, 576])
+def test_norms(size: int) -> None:
+    x, residual = torch.randn(2, 5, size, device=DEVICE)
+    weight = torch.randn(size, device=DEVICE)
+    normed, total = cuda.add_rms_norm(x, residual, weight, 1e-5)
+    expected, expected_total = reference.add_rms_norm(x.double(), residual.double(), weight.double(), 1e-5)
+    assert close(normed, expected) and close(total, expected_total)
+    assert close(cuda.rms_norm(x, weight, 1e-5), reference.rms_norm(x.double(), weight.double(), 1e-5))
+
+
+def test_norm_of_heads_in_a_fused_projection() -> None:
+    heads = torch.randn(3, 8, 24, device=DEVICE)[:, 1:6]
+    weight = torch.randn(24, device=DEVICE)
+    assert close(cuda.rms_norm(heads, weight, 1e-5), reference.rms_norm(heads.double(), weight.double(), 1e-5))
+
+
+def test_silu_mul() -> None:
+    gate_up = torch.randn(3, 2 * 1100, device=DEVICE)
+    assert close(cuda.silu_mul(gate_up), reference.silu_mul(gate_up.double()))
+
+
+def test_rope_and_writing_alone_and_in_one() -> None:
+    q, k, v = torch.randn(6, 5 + 3 + 3, 40, device=DEVICE).split([5, 3, 3], dim=1)
+    positions = torch.randint(99, (6,), device=DEVICE)
+    table = reference.rope_table(40, 99, 10000.0, device=DEVICE)
+    wide_q, wide_k = reference.apply_rope(q.double(), k.double(), positions, table.double())
+    turned_q, turned_k = cuda.apply_rope(q, k, positions, table)
+    assert close(turned_q, wide_q) and close(turned_k, wide_k)
+
+    before = torch.randn(5, 2, 2, 3, 8, 40, device=DEVICE)
+    slots = torch.randperm(32, device=DEVICE)[:6] + 8
+    expected, kv = before.clone(), before.clone()
+    reference.kv_write(turned_k, v, expected[:, 1], slots)
+    cuda.kv_write(turned_k, v, kv[:, 1], slots)
+    assert torch.equal(kv, expected)
+
+    kv = before.clone()
+    assert torch.equal(cuda.rope_kv_write(q, k, v, positions, table, kv[:, 1], slots), turned_q)
+    assert torch.equal(kv, expected)
+
+    kv, q_norm, k_norm = before.clone(), torch.randn(40, device=DEVICE), torch.randn(40, device=DEVICE)
+    out = cuda.rope_kv_write(q, k, v, positions, table, kv[:, 1], slots, q_norm=q_norm, k_norm=k_norm, eps=1e-5)
+    normed_q, normed_k = reference.rms_norm(q, q_norm, 1e-5), reference.rms_norm(k, k_norm, 1e-5)
+    wide_q, wide_k = reference.apply_rope(normed_q, normed_k, positions, table)
+    reference.kv_write(wide_k, v, expected[:, 1], slots)
+    assert close(out, wide_q) and close(kv, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_block_copy_reads_all_before_it_writes_any(dtype: torch.dtype) -> None:
+    kv = torch.randn(8, 3, 2, 2, 4, 8, device=DEVICE).to(dtype)
+    expected = kv.clone()
+    src, dst = torch.tensor([1, 2, 3, 1], device=DEVICE), torch.tensor([2, 3, 1, 6], device=DEVICE)
+    reference.block_copy(expected, src, dst)
+    cuda.block_copy(kv, src, dst)
+    assert torch.equal(kv, expected)
+    cuda.block_copy(kv, src[:0], dst[:0])
+    assert torch.equal(kv, expected)
+
+
+def test_nothing_to_do_is_fine() -> None:
+    empty = torch.empty(0, 4, 16, device=DEVICE)
+    kv = torch.randn(3, 2, 2, 4, 8, 16, device=DEVICE)
+    before = kv.clone()
+    none = torch.empty(0, dtype=torch.int64, device=DEVICE)
+    cuda.kv_write(empty, empty, kv[:, 0], none)
+    table = reference.rope_table(16, 9, 10000.0, device=DEVICE)
+    assert cuda.apply_rope(empty, empty, none, table)[0].shape == (0, 4, 16)
+    batch = on_device(RaggedBatch.from_lists([0], [5], [[1]], 8))
+    assert cuda.paged_attention(empty, kv[:, 0], batch, scale=1.0).shape == (0, 4, 16)
+    assert torch.equal(kv, before)
+
+
+def test_the_module_has_every_operation_of_the_cpus() -> None:
+    from octavo.kernels import cpu
+
+    assert set(cpu.__all__) <= set(cuda.__all__) and all(hasattr(cuda, name) for name in cuda.__all__)
