@@ -6,8 +6,9 @@ Needs a CUDA device, torch and triton; no pytest. Prints one JSON line a failed 
 shape: microseconds by replays of a CUDA graph (the median of several), and TB/s of K and V read, or TFLOP/s. All lines
 are in DIR/gpu_check.jsonl. A case that fails is reported and the rest goes on; the exit status says whether any did.
 
-`us` has every call read the same K and V, which small shapes then find in the cache; `cold_us` goes round over as many
-layers as leave the cache between two calls of one, as a model does.
+Of decoding, the tuning that the engine takes is timed, and others beside it (`best_us`, `all_cold`). `us` has every
+call read the same K and V, which small shapes then find in the cache; `cold_us` goes round over as many layers as leave
+the cache between two calls of one, as a model does.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -338,12 +340,22 @@ HEAD_SHAPES = [(32, 8, 128), (16, 8, 128), (14, 2, 64), (32, 32, 128)]
 def decode_tunings(head_dim: int) -> list[tuple[int, int, int, int, int]]:
     """(tile, warps, stages, programs a multiprocessor, least tiles) to try."""
     if head_dim == 64:
-        return [(128, 4, 3, 2, 1), (128, 4, 3, 3, 1), (128, 4, 4, 2, 1), (64, 4, 4, 4, 1), (64, 2, 4, 4, 1), (64, 4, 5, 3, 1), (128, 8, 3, 2, 1)]  # fmt: skip
-    return [(64, 4, 4, 2, 1), (64, 4, 3, 3, 1), (64, 2, 3, 3, 1), (32, 2, 4, 4, 1), (32, 1, 4, 4, 1), (128, 8, 3, 2, 1), (128, 8, 3, 1, 1), (64, 4, 4, 2, 2), (32, 4, 5, 3, 1)]  # fmt: skip
+        tunings = [(64, 2, 4, 4), (128, 4, 3, 2), (128, 4, 3, 3), (64, 2, 3, 6), (64, 4, 4, 4)]
+    else:
+        tunings = [
+            (32, 1, 4, 4),
+            (64, 4, 3, 3),
+            (64, 2, 3, 3),
+            (64, 2, 4, 2),
+            (32, 2, 4, 4),
+            (32, 2, 3, 6),
+            (128, 8, 3, 1),
+        ]
+    return [(*tuning, 1) for tuning in tunings]
 
 
 def time_decode(heads: tuple[int, int, int], name: str, lens: list[int], block_size: int) -> Line:
-    from octavo.kernels.paged_attention import DecodeTuning, decode_attention
+    from octavo.kernels.paged_attention import DecodeTuning, decode_attention, decode_tuning
 
     num_heads, kv_heads, head_dim = heads
     pool_blocks = sum(-(-n // block_size) for n in lens)
@@ -369,18 +381,19 @@ def time_decode(heads: tuple[int, int, int], name: str, lens: list[int], block_s
             found.append((cold, hot, list(numbers)))
         except Exception as error:
             errors.append(f"{numbers}: {error!r}"[:200])
-    cold, _, best = min(found)
-    hot, best_hot = min((hot, numbers) for _, hot, numbers in found)
+    chosen = decode_tuning(q, len(lens))
+    cold, hot, numbers = next(line for line in found if DecodeTuning(*line[2]) == chosen)
     return {
         "decode": list(heads),
         "load": name,
         "block_size": block_size,
+        "tuning": numbers,
         "us": round(hot, 2),
         "tb_s": round(num_bytes / hot / 1e6, 3),
-        "best": best_hot,
         "cold_us": round(cold, 2),
         "cold_tb_s": round(num_bytes / cold / 1e6, 3),
-        "cold_best": best,
+        "best_us": round(min(hot for _, hot, _ in found), 2),
+        "best_cold_us": round(min(found)[0], 2),
         "all_cold": {"/".join(map(str, numbers)): round(us, 1) for us, _, numbers in found},
         **({"errors": errors} if errors else {}),
     }
@@ -388,7 +401,7 @@ def time_decode(heads: tuple[int, int, int], name: str, lens: list[int], block_s
 
 def chunk_tunings(head_dim: int) -> list[tuple[int, int, int, int]]:
     """(rows, tile, warps, stages) to try."""
-    return [(128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 4), (64, 128, 4, 2)]
+    return [(128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2), (128, 128, 8, 2)]
 
 
 def time_chunks(name: str, query_lens: list[int], seq_lens: list[int], block_size: int) -> Line:
@@ -428,39 +441,43 @@ def time_chunks(name: str, query_lens: list[int], seq_lens: list[int], block_siz
     }
 
 
-def time_small() -> Iterator[Line]:
-    """The other kernels at Llama-3.1-8B's sizes: microseconds, and TB/s of bytes read and written at least once."""
+def time_small(n: int) -> Iterator[Line]:
+    """The other kernels for n tokens of Llama-3.1-8B: microseconds, and TB/s of bytes that must be moved."""
     from octavo.kernels import cuda
 
     def line(name: str, call: Callable[[], object], num_bytes: int) -> Line:
         us = graph_us([call] * 20)
-        return {"kernel": name, "us": round(us, 2), "tb_s": round(num_bytes / us / 1e6, 3)}
+        return {"kernel": name, "tokens": n, "us": round(us, 2), "tb_s": round(num_bytes / us / 1e6, 3)}
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
 
+    x, residual, weight = randn(n, 4096), randn(n, 4096), randn(4096)
+    yield line("add_rms_norm 4096", lambda: cuda.add_rms_norm(x, residual, weight, 1e-5), 4 * x.nbytes)
+    gate_up = randn(n, 2 * 14336)
+    yield line("silu_mul 14336", lambda: cuda.silu_mul(gate_up), gate_up.nbytes * 3 // 2)
     table = reference.rope_table(128, 8192, 500000.0, device=DEVICE)
-    for n in (1, 256, 8192):
-        x, residual, weight = randn(n, 4096), randn(n, 4096), randn(4096)
-        yield line(f"add_rms_norm {n}x4096", lambda: cuda.add_rms_norm(x, residual, weight, 1e-5), 4 * x.nbytes)  # noqa: B023
-        gate_up = randn(n, 2 * 14336)
-        yield line(f"silu_mul {n}x14336", lambda: cuda.silu_mul(gate_up), gate_up.nbytes * 3 // 2)  # noqa: B023
-        fused = randn(n, 48, 128)
-        q, k, v = fused.split([32, 8, 8], dim=1)
-        kv = torch.zeros(n // 16 + 100, 4, 2, 8, 16, 128, device=DEVICE, dtype=torch.bfloat16)
-        slots = torch.randperm(n + 64, device=DEVICE)[:n] + 16
-        positions = torch.randint(8192, (n,), device=DEVICE)
-        yield line(
-            f"rope_kv_write {n}",
-            lambda: cuda.rope_kv_write(q, k, v, positions, table, kv[:, 1], slots),
-            2 * fused.nbytes,  # noqa: B023
-        )
-        yield line(f"kv_write {n}", lambda: cuda.kv_write(k, v, kv[:, 1], slots), 4 * n * 8 * 256)  # noqa: B023
-        yield line(f"apply_rope {n}", lambda: cuda.apply_rope(q, k, positions, table), 2 * n * 40 * 256)  # noqa: B023
+    fused = randn(n, 48, 128)
+    q, k, v = fused.split([32, 8, 8], dim=1)
+    kv = torch.zeros(n // 16 + 100, 4, 2, 8, 16, 128, device=DEVICE, dtype=torch.bfloat16)
+    slots = torch.randperm(n + 64, device=DEVICE)[:n] + 16
+    positions = torch.randint(8192, (n,), device=DEVICE)
+    fusion = partial(cuda.rope_kv_write, q, k, v, positions, table, kv[:, 1], slots)
+    yield line("rope_kv_write", fusion, 2 * fused.nbytes)
+    yield line("kv_write", lambda: cuda.kv_write(k, v, kv[:, 1], slots), 4 * n * 8 * 256)
+    yield line("apply_rope", lambda: cuda.apply_rope(q, k, positions, table), 2 * n * 40 * 256)
+
+
+def time_block_copy(num_copies: int) -> Line:
+    """Of blocks of 2 MiB."""
+    from octavo.kernels import cuda
+
     kv = torch.zeros(600, 32, 2, 8, 16, 128, device=DEVICE, dtype=torch.bfloat16)
-    for n in (1, 8, 64, 256):
-        src = torch.randperm(299, device=DEVICE)[:n] + 1
-        yield line(f"block_copy {n}", lambda: cuda.block_copy(kv, src, src + 299), 2 * n * kv[0].nbytes)  # noqa: B023
+    src = torch.randperm(299, device=DEVICE)[:num_copies] + 1
+    dst = src + 299
+    us = graph_us([lambda: cuda.block_copy(kv, src, dst)] * 20)
+    tb_s = 2 * num_copies * kv[0].nbytes / us / 1e6
+    return {"kernel": "block_copy", "copies": num_copies, "us": round(us, 2), "tb_s": round(tb_s, 3)}
 
 
 def time_copy() -> Line:
@@ -561,7 +578,7 @@ def main() -> int:
                 failures += 1
                 report({"error": repr(error)[:300], "trace": traceback.format_exc()[-600:]})
         try:
-            for line in time_small():
+            for line in itertools.chain(*map(time_small, (1, 256, 8192)), map(time_block_copy, (1, 8, 64, 256))):
                 report(line)
         except Exception as error:
             failures += 1
