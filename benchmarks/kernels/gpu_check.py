@@ -355,7 +355,7 @@ def decode_tunings(head_dim: int) -> list[tuple[int, int, int, int, int]]:
 
 
 def time_decode(heads: tuple[int, int, int], name: str, lens: list[int], block_size: int) -> Line:
-    from octavo.kernels.paged_attention import DecodeTuning, decode_attention, decode_tuning
+    from octavo.kernels.decode_attention import DecodeTuning, decode_attention, decode_tuning
 
     num_heads, kv_heads, head_dim = heads
     pool_blocks = sum(-(-n // block_size) for n in lens)
@@ -405,7 +405,7 @@ def chunk_tunings(head_dim: int) -> list[tuple[int, int, int, int]]:
 
 
 def time_chunks(name: str, query_lens: list[int], seq_lens: list[int], block_size: int) -> Line:
-    from octavo.kernels.paged_attention import ChunkTuning, chunk_attention
+    from octavo.kernels.chunk_attention import ChunkTuning, chunk_attention
 
     num_heads, kv_heads, head_dim = 32, 8, 128
     pool_blocks = sum(-(-n // block_size) for n in seq_lens)
@@ -489,7 +489,7 @@ def time_copy() -> Line:
 
 def compile_decode(heads: tuple[int, int, int], numbers: tuple[int, int, int, int, int]) -> None:
     """Into Triton's cache on the disk, beside others that do the same."""
-    from octavo.kernels.paged_attention import DecodeTuning, decode_attention
+    from octavo.kernels.decode_attention import DecodeTuning, decode_attention
 
     num_heads, kv_heads, head_dim = heads
     for num_seqs in (1, 8, 32, 64, 256):  # `_combine` differs
