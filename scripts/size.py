@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 BUDGETS: dict[str, int] = {
-    "core": 1500,
+    "core": 1600,  # 1500, and what a failed step and a window that lands in parts take
     "engine": 1200,
     "text": 700,
     "kernels": 2200,

@@ -68,5 +68,5 @@ def test_sealed_events_carry_the_content() -> None:
     lab.add("A", [1, 2, 3, 4], 1)
     lab.run()
     first, second = lab.told(ev.Sealed)
-    assert first == ev.Sealed(1, 1, -1, lab.requests["A"].prompt_token_ids[:2].tobytes())
+    assert first == ev.Sealed(1, 1, 0, lab.requests["A"].prompt_token_ids[:2].tobytes())
     assert (second.block_id, second.seal_id, second.parent_id) == (2, 2, 1)

@@ -19,7 +19,7 @@ from .lab import RECOMPUTE, Lab, arrange, sequence
 
 
 def snapshot(cache: KVCache, *sequences: Sequence) -> Any:
-    """Every byte of state, to be compared; but for the ids of roots, which a first look gives out."""
+    """Every byte of state, to be compared."""
     pool, host = cache.pool, cache.swap_space
     return (
         [bytes(a) for a in (pool.refs, pool.seal_id, pool._prev, pool._next, host.refs)],
@@ -134,9 +134,15 @@ def test_seal_ids_are_never_used_twice() -> None:
     assert seen == [1, 2, 3] and pool.last_seal_id == 3 == pool.num_sealed
 
 
-def test_one_root_a_salt() -> None:
-    pool = BlockPool(1)
-    assert [pool.root(s) for s in (b"", b"a", b"", b"b", b"a")] == [-1, -2, -1, -3, -2]
+def test_a_first_block_hangs_from_its_salt() -> None:
+    """And from nothing else: where a salt ends and the tokens begin is not in doubt."""
+    pool = BlockPool(8)
+    keys = [(b"", b"abc"), (b"a", b"bc"), (b"ab", b"c"), (1, b"abc"), (b"\1\0\0\0\0\0\0\0", b"abc")]
+    blocks = [pool.take() for _ in keys]
+    for block, key in zip(blocks, keys, strict=True):
+        pool.seal(block, key)
+    assert [pool.find(key) for key in keys] == blocks
+    assert [pool.key_of(block) for block in blocks] == keys
 
 
 def test_the_older_of_equal_blocks_stays_canonical() -> None:

@@ -158,7 +158,7 @@ class Memory(RuleBasedStateMachine):
             assert not prefix.block_ids
         elif (len(prefix.block_ids) + 1) * size < len(tokens):
             want = seq.request.salt, tuple(tokens[: (len(prefix.block_ids) + 1) * size])
-            parent = prefix.seal_ids[-1] if prefix.seal_ids else self.pool.root(seq.request.salt)
+            parent = prefix.seal_ids[-1] if prefix.seal_ids else seq.request.salt
             missed = [b for b, (_, held) in self.sealed.items() if held == want]
             assert all(self.pool.key_of(b)[0] != parent for b in missed), "missed"  # type: ignore[index]
             if not prefix.seal_ids:

@@ -22,8 +22,9 @@ from typing import TypeAlias
 from octavo.core.events import Allocated, EventStream, Evicted, Released, Sealed, Shared
 from octavo.core.ids import NULL_BLOCK, BlockId, SealId
 
-Key: TypeAlias = tuple[SealId, bytes]
-"""The content of a block: the seal id of the blocks before it, and its tokens as int32. Exact, no digest."""
+Key: TypeAlias = tuple[SealId | bytes, bytes]
+"""The content of a block: the seal id of the block before it, or the salt where there is none, and its tokens as int32.
+Exact, no digest."""
 
 BLOCKS_A_SHARD = 4096
 """Blocks for each dict of the index. Growing one of this size takes about 0.2 ms."""
@@ -37,7 +38,6 @@ class BlockPool:
         "_next",
         "_packed_of",
         "_prev",
-        "_roots",
         "_shards",
         "_untouched",
         "events",
@@ -62,7 +62,6 @@ class BlockPool:
         self._packed_of: list[bytes | None] = [None] * n
         num_shards = 1 << (num_blocks // BLOCKS_A_SHARD).bit_length()
         self._shards: list[dict[bytes, BlockId]] = [{} for _ in range(num_shards)]
-        self._roots: dict[bytes, SealId] = {}
         self._untouched = 1  # ids from here on were never used
         self._freed: list[BlockId] = []
         self.num_free, self.num_cached = num_blocks, 0
@@ -133,10 +132,6 @@ class BlockPool:
 
     # -- content -------------------------------------------------------------------------------------------------------
 
-    def root(self, salt: bytes) -> SealId:
-        """What the first block of a sequence hangs from: one id a salt, below 0."""
-        return self._roots.setdefault(salt, -1 - len(self._roots))
-
     def find(self, key: Key) -> BlockId:
         """The block with this content, `NULL_BLOCK` if there is none."""
         packed = _pack(key)
@@ -167,7 +162,8 @@ class BlockPool:
         index[packed], self._packed_of[block], self.seal_id[block] = block, packed, seal_id
         self.num_sealed += 1
         if self.events.blocks:
-            self.events.emit_block(Sealed(block, seal_id, *key))
+            parent, tokens = key
+            self.events.emit_block(Sealed(block, seal_id, 0 if isinstance(parent, bytes) else parent, tokens))
         return seal_id
 
     def unseal(self, block: BlockId) -> None:
@@ -216,8 +212,16 @@ class BlockPool:
 
 
 def _pack(key: Key) -> bytes:
-    return key[0].to_bytes(8, "little", signed=True) + key[1]
+    """Eight bytes that are the parent, or below 0 and tell the length of the salt behind them; then the tokens."""
+    parent, tokens = key
+    if isinstance(parent, bytes):
+        return (-1 - len(parent)).to_bytes(8, "little", signed=True) + parent + tokens
+    return parent.to_bytes(8, "little", signed=True) + tokens
 
 
 def _unpack(packed: bytes) -> Key:
-    return int.from_bytes(packed[:8], "little", signed=True), packed[8:]
+    parent = int.from_bytes(packed[:8], "little", signed=True)
+    if parent >= 0:
+        return parent, packed[8:]
+    end = 8 - 1 - parent
+    return packed[8:end], packed[end:]

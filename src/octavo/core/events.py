@@ -138,6 +138,7 @@ class Sealed(NamedTuple):
     block_id: BlockId
     seal_id: SealId
     parent_id: SealId
+    """0 for a first block."""
     token_ids: bytes
     """int32, native byte order."""
 

@@ -19,7 +19,7 @@ HostBlockId: TypeAlias = int
 Row: TypeAlias = int
 """A sequence's line in the runner's device tables."""
 SealId: TypeAlias = int
-"""Names the content of a sealed block and of all before it. Positive; the roots, one a salt, below 0; 0 is none."""
+"""Names the content of a sealed block and of all before it. Positive; 0 is none."""
 
 NULL_BLOCK: BlockId = 0
 """Never handed out: the kernels' padding target, and the sentinel of the LRU links."""

@@ -124,19 +124,19 @@ class KVCache:
         if not self.enable_prefix_caching:
             return prefix
         find, seal_id = self.pool.find, self.pool.seal_id
-        parent = self.pool.root(sequence.request.salt)
+        parent: SealId | bytes = sequence.request.salt
         for i in range((len(sequence.token_ids) - 1) // self.block_size):
             block = find((parent, self._tokens_of(sequence, i)))
             if not block:
                 break
             parent = seal_id[block]
             prefix.block_ids.append(block)
-            prefix.seal_ids.append(parent)
+            prefix.seal_ids.append(seal_id[block])
         return prefix
 
     def next_key(self, sequence: Sequence, seal_ids: list[SealId]) -> Key:
         """The content of the block after those of `seal_ids`; the known tokens fill it."""
-        parent = seal_ids[-1] if seal_ids else self.pool.root(sequence.request.salt)
+        parent = seal_ids[-1] if seal_ids else sequence.request.salt
         return parent, self._tokens_of(sequence, len(seal_ids))
 
     def next_block_in(self, keys: Container[Key], sequence: Sequence, prefix: Prefix) -> bool:
@@ -244,10 +244,8 @@ class KVCache:
         known = len(sequence.token_ids) - (sequence.stop_token is not None)
         num_full = min(known, sequence.num_computed) // self.block_size
         seal_ids = sequence.seal_ids
-        parent = seal_ids[-1] if seal_ids else self.pool.root(sequence.request.salt)
         for i in range(len(seal_ids), num_full):
-            parent = self.pool.seal(sequence.block_ids[i], (parent, self._tokens_of(sequence, i)))
-            seal_ids.append(parent)
+            seal_ids.append(self.pool.seal(sequence.block_ids[i], self.next_key(sequence, seal_ids)))
         self._sealed_as(sequence, seal_ids)
 
     def unseal_after(self, mark: SealId) -> list[Sequence]:
