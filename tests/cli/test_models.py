@@ -67,6 +67,10 @@ def test_a_path_is_no_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2").mkdir()
+    (tmp_path / "smollm2" / "config.json").write_text("{}")
     load("smollm2", {})
     load("some/dir", {})
     assert fetched == []
+    (tmp_path / "smollm2" / "config.json").unlink()  # a folder without a model hides no name
+    load("smollm2", {})
+    assert fetched == ["smollm2"]
