@@ -6,11 +6,11 @@ model and the machine are known: every number settled.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from octavo.errors import ParameterError, UnknownOptionError
+from octavo.core.checked import Checked
+from octavo.errors import ParameterError
 
 GIB = 1 << 30
 CPU_KV_BYTES = 4 * GIB
@@ -25,7 +25,7 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineArgs:
+class EngineArgs(Checked):
     """The engine's options; names and meanings are vLLM's where it has the option.
 
     model                     a directory, a .gguf file, a name of `octavo models`, or a hub repository
@@ -50,6 +50,8 @@ class EngineArgs:
     async_scheduling          plan the next step while the device computes this one
     """
 
+    TITLE: ClassVar[str] = "the engine"
+
     model: str
     revision: str | None = None
     skip_tokenizer_init: bool = False
@@ -70,13 +72,6 @@ class EngineArgs:
     decode_window: int = 1
     async_scheduling: bool = True
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> EngineArgs:
-        known = {f.name for f in fields(cls)}
-        for name in kwargs:
-            if name not in known:
-                raise UnknownOptionError.of("the engine", name, known)
-        return object.__new__(cls)
-
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ParameterError(f"model must be a path or a name, not {self.model!r}", param="model")
@@ -84,47 +79,22 @@ class EngineArgs:
         self._choice("dtype", ("auto", "float32", "bfloat16", "float16"))
         self._choice("preemption_mode", ("auto", "recompute", "swap"))
         self._choice("scheduling_policy", ("fcfs", "priority"))
-        self._int("block_size", 1, 256)
+        self._integer("block_size", 1, 256)
         if self.block_size & (self.block_size - 1):
             raise ParameterError(
                 f"block_size is {self.block_size}, it must be a power of two from 1 to 256", param="block_size"
             )
-        self._int("num_gpu_blocks_override", 1, 1 << 30, optional=True)
-        self._int("kv_cache_memory_bytes", 1, 1 << 50, optional=True)
-        self._int("max_num_batched_tokens", 1, 1 << 24)
-        self._int("max_num_seqs", 1, 1 << 20)
-        self._int("decode_window", 1, 1024)
-        self._int("seed", -(1 << 63), (1 << 63) - 1)
+        self._integer("num_gpu_blocks_override", 1, 1 << 30, optional=True)
+        self._integer("kv_cache_memory_bytes", 1, 1 << 50, optional=True)
+        self._integer("max_num_batched_tokens", 1, 1 << 24)
+        self._integer("max_num_seqs", 1, 1 << 20)
+        self._integer("decode_window", 1, 1024)
+        self._integer("seed", -(1 << 63), (1 << 63) - 1)
         if self.max_model_len != -1:
-            self._int("max_model_len", 1, 1 << 30, optional=True)
+            self._integer("max_model_len", 1, 1 << 30, optional=True)
         self._number("watermark", 0.0, 0.5)
-        if self.swap_space is not None:
-            self._number("swap_space", 0.0, 1 << 20)
-        for name in ("skip_tokenizer_init", "enable_prefix_caching", "async_scheduling"):
-            if not isinstance(getattr(self, name), bool):
-                raise ParameterError(f"{name} must be True or False, not {getattr(self, name)!r}", param=name)
-
-    def _choice(self, name: str, choices: tuple[str, ...]) -> None:
-        if getattr(self, name) not in choices:
-            raise ParameterError(
-                f"{name} is {getattr(self, name)!r}, it must be one of {', '.join(choices)}", param=name
-            )
-
-    def _int(self, name: str, low: int, high: int, *, optional: bool = False) -> None:
-        value = getattr(self, name)
-        if value is None and optional:
-            return
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ParameterError(f"{name} must be an integer, not {value!r}", param=name)
-        if not low <= value <= high:
-            raise ParameterError(f"{name} is {value}, it must be from {low} to {high}", param=name)
-
-    def _number(self, name: str, low: float, high: float) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            raise ParameterError(f"{name} must be a finite number, not {value!r}", param=name)
-        if not low <= value <= high:
-            raise ParameterError(f"{name} is {value}, it must be from {low:g} to {high:g}", param=name)
+        self._number("swap_space", 0.0, 1 << 20, optional=True)
+        self._flag("skip_tokenizer_init", "enable_prefix_caching", "async_scheduling")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from typing import ClassVar
 
-from octavo.errors import ParameterError, UnknownOptionError
+from octavo.core.checked import Checked
+from octavo.errors import ParameterError
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy decoding."""
@@ -15,7 +15,7 @@ INT64 = 1 << 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(Checked):
     """How one request is decoded. Names and defaults are vLLM's.
 
     n                           samples of the one prompt
@@ -35,6 +35,8 @@ class SamplingParams:
     Raises `ParameterError` for a value out of range, `UnknownOptionError` for a name that does not exist.
     """
 
+    TITLE: ClassVar[str] = "SamplingParams"
+
     n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
@@ -50,30 +52,19 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     stop_strings: tuple[str, ...] = field(init=False, repr=False, default=())
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
-        known = {f.name for f in fields(cls) if f.init}
-        for name in kwargs:
-            if name not in known:
-                raise UnknownOptionError.of("SamplingParams", name, known)
-        return object.__new__(cls)
-
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
     def __post_init__(self) -> None:
-        self._int("n", 1, 128)
+        self._integer("n", 1, 128)
         self._number("temperature", 0.0, 2.0)
         self._number("top_p", 0.0, 1.0)
         self._number("min_p", 0.0, 1.0)
-        self._int("top_k", -1, 1 << 31)
-        if self.max_tokens is not None:
-            self._int("max_tokens", 1, 1 << 31)
-        if self.seed is not None:
-            self._int("seed", -INT64, INT64 - 1)
-        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise ParameterError(f"{name} must be True or False, not {value!r}", param=name)
+        self._integer("top_k", -1, 1 << 31)
+        self._integer("max_tokens", 1, 1 << 31, optional=True)
+        self._integer("seed", -INT64, INT64 - 1, optional=True)
+        self._flag("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
         if 0 < self.temperature < 0.01 and not self.greedy:
             object.__setattr__(self, "temperature", 0.01)  # colder than this, fp32 logits overflow before they decide
         if self.top_k == -1:
@@ -98,17 +89,3 @@ class SamplingParams:
             raise ParameterError("stop strings need the text: set detokenize=True or use stop_token_ids", param="stop")
         object.__setattr__(self, "stop_strings", stop)
         object.__setattr__(self, "stop_token_ids", ids)
-
-    def _int(self, name: str, low: int, high: int) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ParameterError(f"{name} must be an integer, not {value!r}", param=name)
-        if not low <= value <= high:
-            raise ParameterError(f"{name} is {value}, it must be from {low} to {high}", param=name)
-
-    def _number(self, name: str, low: float, high: float) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            raise ParameterError(f"{name} must be a finite number, not {value!r}", param=name)
-        if not low <= value <= high:
-            raise ParameterError(f"{name} is {value}, it must be from {low:g} to {high:g}", param=name)
