@@ -72,7 +72,7 @@ MUTANTS = [
     Mutant("a lookup with prefix caching off", CACHE, "        prefix = Prefix([], [])\n        if not self.enable_prefix_caching:\n            return prefix\n", "        prefix = Prefix([], [])\n", equivalent="With caching off nothing is ever sealed, so the index is empty; the test only spares the work."),
     Mutant("seals with prefix caching off", CACHE, "        if not self.enable_prefix_caching:\n            return\n        known", "        known"),
     Mutant("an error keeps its blocks findable", SCHEDULER, "                self.cache.discard(seq)\n", "                pass\n"),
-    Mutant("an error takes what others share", CACHE, "if self.pool.refs[block] == running and self.pool.seal_id[block]:", "if self.pool.seal_id[block]:"),
+    Mutant("an error takes what others share", CACHE, "if self.pool.refs[block] == num_own and self.pool.seal_id[block]:", "if self.pool.seal_id[block]:"),
     Mutant("an error of a preempted request keeps its blocks findable", CACHE, "for block in sequence.block_ids if running else self.lookup(sequence).block_ids:", "for block in sequence.block_ids if running else []:"),
     Mutant("resetting the cache forgets the newest alone", POOL, "        while block := self._next[NULL_BLOCK]:\n            self.unseal(block)", "        if block := self._prev[NULL_BLOCK]:\n            self.unseal(block)"),
     # -- admission -----------------------------------------------------------------------------------------------------

@@ -294,11 +294,14 @@ class KVCache:
         self._sealed_as(sequence, [])
 
     def discard(self, sequence: Sequence) -> None:
-        """Take back the seals of what only this sequence uses, or has left in the cache: its numbers are not to be
-        trusted."""
-        running = sequence.request.status is Status.RUNNING
-        for block in sequence.block_ids if running else self.lookup(sequence).block_ids:
-            if self.pool.refs[block] == running and self.pool.seal_id[block]:
+        """Its numbers are not to be trusted: take back the seals of what only this sequence uses, or, where it has given
+        up its blocks, of what it left in the cache."""
+        if sequence.request.status is Status.RUNNING:
+            blocks, num_own = sequence.block_ids, 1
+        else:
+            blocks, num_own = self.lookup(sequence).block_ids, 0
+        for block in blocks:
+            if self.pool.refs[block] == num_own and self.pool.seal_id[block]:
                 self.pool.unseal(block)
 
     def reset_prefix_cache(self) -> int:
