@@ -73,7 +73,7 @@ MUTANTS = [
     Mutant("seals with prefix caching off", CACHE, "        if not self.enable_prefix_caching:\n            return\n        known", "        known"),
     Mutant("an error keeps its blocks findable", SCHEDULER, "                self.cache.discard(seq)\n", "                pass\n"),
     Mutant("an error takes what others share", CACHE, "if self.pool.refs[block] == num_own and self.pool.seal_id[block]:", "if self.pool.seal_id[block]:"),
-    Mutant("an error of a preempted request keeps its blocks findable", CACHE, "for block in sequence.block_ids if running else self.lookup(sequence).block_ids:", "for block in sequence.block_ids if running else []:"),
+    Mutant("an error of a preempted request keeps its blocks findable", CACHE, "blocks, num_own = self.lookup(sequence).block_ids, 0", "blocks, num_own = sequence.block_ids, 0"),
     Mutant("resetting the cache forgets the newest alone", POOL, "        while block := self._next[NULL_BLOCK]:\n            self.unseal(block)", "        if block := self._prev[NULL_BLOCK]:\n            self.unseal(block)"),
     # -- admission -----------------------------------------------------------------------------------------------------
     Mutant("admission forgets the hits in no use", CACHE, "- len(prefix.block_ids) + revived", "- len(prefix.block_ids)"),

@@ -294,8 +294,8 @@ class KVCache:
         self._sealed_as(sequence, [])
 
     def discard(self, sequence: Sequence) -> None:
-        """Its numbers are not to be trusted: take back the seals of what only this sequence uses, or, where it has given
-        up its blocks, of what it left in the cache."""
+        """Its numbers are not to be trusted: take back the seals of what only this sequence uses, or, where it has
+        given up its blocks, of what it left in the cache."""
         if sequence.request.status is Status.RUNNING:
             blocks, num_own = sequence.block_ids, 1
         else:
