@@ -150,7 +150,7 @@ MUTANTS = [
     # -- rows and results ----------------------------------------------------------------------------------------------
     Mutant("a row is kept after preemption", SCHEDULER, "        for seq in victim.sequences:\n            cache.rows.release(seq)\n", ""),
     Mutant("a new row is thought to hold the last token", ROWS, "            self._free.append(sequence.row)\n            sequence.row = -1\n            sequence.row_has_last = False\n", "            self._free.append(sequence.row)\n            sequence.row = -1\n"),
-    Mutant("a new row keeps its old setup", ROWS, "        plan.row_setups.append(RowSetup(row, request.sampling_params, request.seed, sequence.index, request.stop_ids))\n", ""),
+    Mutant("a new row keeps its old setup", ROWS, "        plan.row_setups.append(\n            RowSetup(row, params, request.seed, sequence.index, request.stop_ids, num_prompt, history)\n        )\n", ""),
     Mutant("a row setup without stop ids", ROWS, "sequence.index, request.stop_ids))", "sequence.index, frozenset()))"),
     Mutant("a row setup of sample 0 for all", ROWS, "request.seed, sequence.index, request", "request.seed, 0, request"),
     Mutant("a new row begins without its table", ROWS, "        self.write(sequence, 0, sequence.block_ids, plan)\n", ""),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.errors import ParameterError
 from octavo.kernels import cpu, reference
-from octavo.models.layers import TensorParallel
+from octavo.models.linear import TensorParallel
 from tests.models.tiny import (
     PagedRun,
     assert_close,

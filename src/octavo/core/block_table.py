@@ -33,7 +33,12 @@ class RowTable:
         request = sequence.request
         sequence.row = row = self._free.pop()
         sequence.row_has_last = False
-        plan.row_setups.append(RowSetup(row, request.sampling_params, request.seed, sequence.index, request.stop_ids))
+        params = request.sampling_params
+        history = sequence.token_ids[:] if params.needs_history else None
+        num_prompt = len(request.prompt_token_ids)
+        plan.row_setups.append(
+            RowSetup(row, params, request.seed, sequence.index, request.stop_ids, num_prompt, history)
+        )
         self.write(sequence, 0, sequence.block_ids, plan)
 
     def write(self, sequence: Sequence, start: int, block_ids: list[BlockId], plan: StepPlan) -> None:

@@ -57,6 +57,11 @@ class RowSetup(NamedTuple):
 
     The noise that picks a token is a function of (seed, sample_index, position) only. `stop_ids` end the sequence on
     the device too, early: the host has the last word.
+
+    num_prompt  tokens of the prompt: what comes after them is output
+    token_ids   all that the host knows of the sequence, and that is all there is: nothing sampled is in flight when a
+                row is given. Only for a request that asks for it (`SamplingParams.needs_history`), None for the others.
+                From then on the device keeps it up: by what it samples, and by the host tokens of slices
     """
 
     row: Row
@@ -64,6 +69,8 @@ class RowSetup(NamedTuple):
     seed: int
     sample_index: int
     stop_ids: frozenset[int]
+    num_prompt: int = 0
+    token_ids: array[int] | None = None
 
 
 class Slice(NamedTuple):
@@ -154,6 +161,19 @@ class StepPlan:
             )
 
 
+class TokenLogprobs(NamedTuple):
+    """What the model thought of one token, before penalties, temperature and filters.
+
+    rank                1 for the likeliest token of the vocabulary
+    top_ids, top        the likeliest tokens, best first, and their log-probabilities; as many as were asked for
+    """
+
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top: list[float]
+
+
 @dataclass(slots=True)
 class StepResult:
     """What a step gave.
@@ -162,7 +182,11 @@ class StepResult:
               device may be shorter than planned, or padded: the host cuts at the first stop token itself. For a slice
               with draws, the draws: tokens, or what the request's `decide` understands, such as (logprob, token)
     errors    slice -> what is wrong with it (numbers that are not finite). Only that request fails
+    logprobs  slice -> one entry for each of its tokens, where the request asks for them
+    prompt_logprobs  slice -> (position, entries): of the prompt's tokens from that position on, in the same case
     """
 
     tokens: Seq[Seq[Any]]
     errors: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)

@@ -56,6 +56,11 @@ class SamplingParams(Checked):
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
+    @property
+    def needs_history(self) -> bool:
+        """Whether sampling looks at the tokens before."""
+        return False
+
     def __post_init__(self) -> None:
         self._integer("n", 1, 128)
         self._number("temperature", 0.0, 2.0)

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.batch import RaggedBatch
-from octavo.models.layers import ALONE, Attention, GatedMLP, TensorParallel, Weight
+from octavo.models.layers import Attention, GatedMLP
+from octavo.models.linear import ALONE, TensorParallel, Weight
 from octavo.models.spec import DecoderSpec
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from octavo.checkpoint import Checkpoint
 from octavo.errors import CheckpointError
 from octavo.models.decoder import Decoder
-from octavo.models.layers import ALONE, TensorParallel, Weight
+from octavo.models.linear import ALONE, TensorParallel, Weight
 from octavo.models.spec import DecoderSpec
 
 MAX_PROBLEMS = 10
