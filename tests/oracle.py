@@ -165,6 +165,7 @@ class Oracle:
     def __init__(self, cache: KVCache, habits: Habits | None = None, seed: int = 0) -> None:
         self.habits = habits or Habits()
         self.block_size = cache.block_size
+        self.attention_window = cache.attention_window
         self.kv: list[list[Any]] = [[None] * cache.block_size for _ in range(cache.pool.num_blocks + 1)]
         self.host: list[list[Any]] = [[None] * cache.block_size for _ in range(cache.swap_space.num_blocks + 1)]
         num_rows = cache.rows.num_rows
@@ -257,12 +258,14 @@ class Oracle:
     def _apply_tables(self, plan: StepPlan) -> None:
         for setup in plan.row_setups:
             self.setup[setup.row] = setup
-        for row, start, ids in plan.table_writes:
+        whole = {w.row: i for i, w in enumerate(plan.table_writes) if w.start == 0}  # the last one is the new owner's
+        for i, (row, start, ids) in enumerate(plan.table_writes):
             table = self.tables[row]
             need(start == 0 or start <= len(table), ReadBack, "a hole in a table")
-            need(all(0 < b < len(self.kv) for b in ids), Invariant, "a block that does not exist", ids)
+            null = 0 if self.attention_window else 1
+            need(all(null <= b < len(self.kv) for b in ids), Invariant, "a block that does not exist", ids)
             table[start : start + len(ids)] = ids
-            if self.habits.forgets and start == 0:
+            if self.habits.forgets and whole.get(row) == i and any(s.row == row for s in plan.row_setups):
                 del table[len(ids) :]
 
     def _get(self, row: int, position: int) -> Any:
@@ -309,7 +312,7 @@ class Oracle:
         return out
 
     def _read_again(self, plan: StepPlan, i: int) -> None:
-        """Every position of the sequence, through the table that the device has."""
+        """Every position that a query of this slice sees, through the table that the device has."""
         row, seq = plan.rows[i], plan.sequences[i]
         if seq.finish_reason:
             return
@@ -320,10 +323,11 @@ class Oracle:
             h = value(h, p, tokens[p] if p < len(tokens) else fed[p])
             expected.append(h)
         table, size, kv = self.tables[row], self.block_size, self.kv
-        for p in range(end):
+        begin = max(0, plan.starts[i] - self.attention_window + 1) if self.attention_window else 0
+        for p in range(begin, end):
             if kv[table[p // size]][p % size] != expected[p]:
                 raise ReadBack(seq, "row", row, "position", p, "of", end, "table", table)
-        self.counts["slots read"] += end
+        self.counts["slots read"] += max(0, end - begin)
 
 
 # -- the structure -----------------------------------------------------------------------------------------------------
@@ -340,7 +344,10 @@ def check(scheduler: Scheduler) -> None:
             need(seq.request is request and not seq.finish_reason, Invariant, "a live sequence is its request's")
             need(seq.num_pending >= 0, Invariant, "pending below 0", seq)
             if request.status is Status.RUNNING:
-                owners.update(seq.block_ids)
+                held = seq.block_ids[seq.num_dropped :]
+                owners.update(held)
+                need(all(b > 0 for b in held) and not any(seq.block_ids[: seq.num_dropped]), Invariant, "dropped", seq)
+                _check_dropped(seq, cache)
                 need(seq.room == len(seq.block_ids) * size, Invariant, "room")
                 need(len(seq.block_ids) == cache.blocks_for(seq.num_computed), Invariant, "blocks not needed", seq)
                 need(seq.num_computed <= len(seq.token_ids) + seq.num_pending, Invariant, "beyond its end", seq)
@@ -381,6 +388,14 @@ def check(scheduler: Scheduler) -> None:
     device = [s for r in scheduler.running for s in r.sequences if s.block_ids]
     need(stats.num_unfilled_slots <= len(device) * (size - 1), Invariant, "more waste than a block a sequence")
     need(stats.num_saved_by_sharing == sum(max(0, n - 1) for n in owners.values()), Invariant, "saved by sharing")
+
+
+def _check_dropped(seq: Sequence, cache: KVCache) -> None:
+    """Only what lies behind the window is given up; and what lies there is, by the time it takes another block."""
+    dropped = seq.num_dropped * cache.block_size
+    need(not dropped or dropped <= seq.num_computed - cache.attention_window + 1, Invariant, "dropped too much", seq)
+    need(not dropped or cache.attention_window, Invariant, "dropped without a window", seq)
+    need(not dropped or (seq.request.width == 1 and seq.request.decide is None), Invariant, "dropped in a group", seq)
 
 
 def _check_pool(pool: BlockPool, owners: Counter[int]) -> None:

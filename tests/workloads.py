@@ -56,7 +56,14 @@ class World:
         num_blocks = max(4, rnd.randint(40, 90 if self.tight else 130) // size)
         num_host = num_blocks if self.kind == "swap" else rnd.choice([0, num_blocks // 2, num_blocks])
         self.rows = rnd.choice([2, 4, 8, 16])
-        self.cache = KVCache(num_blocks, size, num_host, num_rows=self.rows, enable_prefix_caching=rnd.random() < 0.9)
+        self.cache = KVCache(
+            num_blocks,
+            size,
+            num_host,
+            num_rows=self.rows,
+            enable_prefix_caching=rnd.random() < 0.9,
+            attention_window=random.Random(~seed).choice([0, 0, 0, 2, 3, 5, 9, 16]),
+        )
         if seed % 4 == 0:
             self.cache.pool._shards = [{} for _ in range(4)]  # as in a pool of many thousands of blocks
         self.seen: Counter[str] = Counter()
@@ -270,6 +277,7 @@ def run(seed: int, totals: Counter[str] | None = None, *, kind: str | None = Non
     totals.update(world.oracle.counts)
     totals.update(world.seen)
     totals["prefix hits"] += world.cache.num_hits
+    totals["blocks dropped"] += world.cache.num_dropped
     totals["workloads"] += 1
     return totals
 

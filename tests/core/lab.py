@@ -36,10 +36,18 @@ class Lab:
         watermark: int = 0,
         policy: Policy | None = None,
         caching: bool = True,
+        attention_window: int = 0,
         habits: o.Habits | None = None,
         listen: bool = True,
     ) -> None:
-        self.cache = KVCache(num_blocks, block_size, host, num_rows=rows, enable_prefix_caching=caching)
+        self.cache = KVCache(
+            num_blocks,
+            block_size,
+            host,
+            num_rows=rows,
+            enable_prefix_caching=caching,
+            attention_window=attention_window,
+        )
         self.pool = self.cache.pool
         self.scheduler = Scheduler(
             self.cache,
@@ -147,7 +155,8 @@ def make(name: str, prompt: list[int], max_tokens: int | None, **options: Any) -
     beam = options.pop("beam", 0)
     if beam:
         options.update(width=beam, num_draws=beam, decide=o.keep_best(beam))
-    return Request(name, prompt, ANY, max_tokens=max_tokens, **options)
+    params = options.pop("sampling_params", ANY)
+    return Request(name, prompt, params, max_tokens=max_tokens, **options)
 
 
 def answer(prompt: list[int], num: int, index: int = 0) -> list[int]:

@@ -681,6 +681,134 @@ def test_a_shared_tail_is_unfilled_once() -> None:
     assert cache.stats().num_unfilled_slots == 2 and cache.stats().num_saved_by_sharing == 2
 
 
+# -- 4.11: behind the attention window ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("window", "num_computed", "dropped"),
+    [(1, 4, 2), (1, 5, 2), (2, 4, 1), (2, 5, 2), (3, 4, 1), (5, 4, 0), (5, 6, 1), (99, 8, 0)],
+)
+def test_what_no_query_sees_any_more_is_given_up(window: int, num_computed: int, dropped: int) -> None:
+    """The next query, at `num_computed`, sees `window` keys, its own included."""
+    cache = KVCache(8, 2, num_rows=1, attention_window=window)
+    seq = settle(cache, list(range(num_computed)), num_computed)
+    cache.rows.give(seq, StepPlan())
+    blocks, plan = list(seq.block_ids), StepPlan()
+    cache.drop_unseen(seq, plan)
+    assert seq.block_ids == [0] * dropped + blocks[dropped:] and seq.num_dropped == dropped
+    assert plan.table_writes == ([TableWrite(0, 0, (0,) * dropped)] if dropped else [])
+    assert list(cache.pool.cached()) == list(reversed(blocks[:dropped]))  # a tail goes before its head
+    cache.drop_unseen(seq, again := StepPlan())
+    assert not again.table_writes and cache.num_dropped == cache.stats().num_dropped == dropped
+    cache.free(seq)
+    assert seq.num_dropped == 0 and cache.pool.num_used == 0
+
+
+def test_a_block_stays_until_it_is_sealed() -> None:
+    """Tokens on their way: the block is behind the window, and its content not yet known here."""
+    cache = KVCache(8, 2, attention_window=1)
+    seq = settle(cache, [1, 2, 3], 3)
+    cache.grow(seq, 3, StepPlan())
+    seq.num_computed = 6
+    cache.drop_unseen(seq, StepPlan())
+    assert seq.num_dropped == 1
+    seq.token_ids.extend([4, 5, 6])
+    cache.seal(seq)
+    cache.drop_unseen(seq, StepPlan())
+    assert seq.num_dropped == 3 and cache.pool.num_cached == 3
+    uncached = KVCache(8, 2, attention_window=1, enable_prefix_caching=False)
+    seq = settle(uncached, [1, 2, 3], 3)
+    uncached.grow(seq, 3, StepPlan())
+    seq.num_computed = 6
+    uncached.drop_unseen(seq, StepPlan())
+    assert seq.num_dropped == 3 and uncached.pool.num_free == 8
+
+
+def test_what_was_given_up_is_still_found() -> None:
+    cache = KVCache(8, 2, attention_window=2)
+    seq = settle(cache, [1, 2, 3, 4, 5, 6, 7])
+    blocks = list(seq.block_ids)
+    cache.drop_unseen(seq, StepPlan())
+    assert seq.num_dropped == 2
+    other = sequence([1, 2, 3, 4, 5, 6, 7])
+    assert cache.lookup(other).block_ids == blocks
+
+
+def test_a_swap_moves_nothing_that_was_given_up() -> None:
+    cache = KVCache(8, 2, 1, attention_window=2)  # host room for the one block that is left
+    seq = settle(cache, [1, 2, 3, 4, 5, 6, 7, 8])
+    kept, seals = seq.block_ids[2:], list(seq.seal_ids)
+    cache.drop_unseen(seq, StepPlan())
+    num_dropped, out = seq.num_dropped, StepPlan()
+    assert num_dropped == 3
+    assert cache.swap_out(seq.request, out)
+    seq.request.status = Status.SWAPPED
+    assert [m.src for m in out.swap_outs] == kept[num_dropped - 2 :]
+    assert seq.block_ids[:num_dropped] == [0] * num_dropped
+    found = cache.find_swapped(seq.request)
+    assert found is not None and found.num_needed == len(out.swap_outs)
+    cache.swap_in(seq.request, found, StepPlan())
+    seq.request.status = Status.RUNNING
+    assert seq.block_ids[:num_dropped] == [0] * num_dropped and all(seq.block_ids[num_dropped:])
+    assert seq.seal_ids == seals[:num_dropped]  # what came back is sealed anew, on the chain of what was given up
+    cache.free(seq)
+    assert cache.pool.num_used == 0
+
+
+def test_a_long_answer_keeps_a_window_of_blocks() -> None:
+    lab = Lab(40, 2, attention_window=5, window=1)
+    lab.add("a", [1, 2, 3], 60)
+    most = 0
+    while lab.scheduler.has_work:
+        lab.step()
+        most = max(most, lab.pool.num_used)
+    assert most <= 5 // 2 + 2 and lab.cache.num_dropped > 20
+    lab.at_rest()
+
+
+def test_a_long_prompt_keeps_a_window_of_blocks_between_its_chunks() -> None:
+    lab = Lab(40, 2, attention_window=4, budget=8)
+    lab.add("a", list(range(5)) * 8, 4)
+    used = []
+    while lab.scheduler.has_work:
+        lab.step()
+        used.append(lab.pool.num_used)
+    assert max(used[1:]) <= (8 + 4) // 2 + 1
+    lab.at_rest()
+
+
+def test_the_device_knows_what_was_given_up() -> None:
+    """A plan with nothing to do is thrown away: it must not have had a table write in it."""
+    lab = Lab(40, 2, attention_window=2)
+    request = lab.add("a", [1, 2, 3], 12, host_wait=True)
+    while lab.scheduler.has_work:
+        lab.plan()
+        assert not lab.plan()
+        (seq,) = request.sequences
+        assert lab.oracle.tables[seq.row] == seq.block_ids
+        lab.land()
+    assert lab.cache.num_dropped
+
+
+def test_a_group_gives_nothing_up() -> None:
+    """Rebuilt one after another, a sequence needs the head of its sibling, which has gone beyond it."""
+    lab = Lab(80, 2, attention_window=2)
+    lab.add("a", [1, 2, 3, 4, 5], 20, width=3)
+    lab.add("b", [1, 2, 3, 4, 6], 20, beam=2)
+    lab.run()
+    assert lab.cache.num_dropped == 0
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_room_behind_the_window_spares_a_preemption(caching: bool) -> None:
+    """A long answer takes its next block from what it has itself given up."""
+    lab = Lab(8, 2, attention_window=3, caching=caching)
+    lab.add("a", [1, 2, 3], 12)
+    lab.add("b", [2, 2, 3], 12)
+    lab.run()
+    assert lab.scheduler.num_preemptions == 0
+
+
 # -- capacity: one formula ---------------------------------------------------------------------------------------------
 
 

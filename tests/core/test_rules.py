@@ -5,12 +5,15 @@ Every world here runs over the oracle, so that a rule broken in another way than
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from octavo.core import events as ev
 from octavo.core.plan import StepPlan
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence, Status
+from octavo.core.sampling_params import SamplingParams
 from octavo.errors import CapacityError
 from tests import oracle as o
 
@@ -258,6 +261,37 @@ def test_table_writes_are_applied_in_stream_order() -> None:
     lab.plan()
     assert c.num_cached_tokens == 4
     lab.run(depth=2)
+
+
+def test_a_row_setup_brings_the_tokens_where_sampling_looks_at_them() -> None:
+    lab = Lab(20, 2)
+    params = SamplingParams(max_tokens=None, repetition_penalty=1.5)
+    request = lab.add("a", [1, 2, 3], 8, sampling_params=params, width=2)
+    lab.add("b", [5, 5, 5], 8)
+    setup, other = lab.step().row_setups
+    assert setup.token_ids is not None and setup.token_ids.tolist() == [1, 2, 3] and setup.num_prompt == 3
+    assert other.token_ids is None and other.num_prompt == 3
+    (child,) = lab.plan().row_setups
+    known = request.sequences[1].token_ids.tolist()
+    assert child.token_ids is not None and child.token_ids.tolist() == known and child.num_prompt == 3 < len(known)
+    lab.land()
+    assert setup.token_ids.tolist() == [1, 2, 3] and child.token_ids.tolist() == known  # a plan's own
+    lab.run()
+
+
+@pytest.mark.parametrize("asks", [{"prompt_logprobs": 0}, {"skip_reading_prefix_cache": True}])
+def test_who_wants_the_whole_prompt_computed_finds_nothing(asks: dict[str, Any]) -> None:
+    """And waits for nobody who computes the same."""
+    lab = Lab(40, 2)
+    lab.add("before", [1, 2, 3, 4, 5, 6, 7], 2)
+    lab.run()
+    lab.add("a", [1, 2, 3, 4, 5, 6, 7], 2, sampling_params=SamplingParams(max_tokens=None, **asks))
+    lab.add("b", [9, 9, 9, 9], 2)
+    lab.add("c", [9, 9, 9, 9], 2, sampling_params=SamplingParams(max_tokens=None, **asks))
+    plan = lab.plan()
+    assert [(s.start, s.num_positions) for s in plan.slices()] == [(0, 7), (0, 4), (0, 4)]
+    lab.land()
+    lab.run()
 
 
 def test_a_plan_aliases_no_live_state() -> None:

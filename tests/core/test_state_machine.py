@@ -43,10 +43,18 @@ class Memory(RuleBasedStateMachine):
         num_blocks=st.integers(3, 9),
         num_host=st.integers(0, 9),
         caching=st.sampled_from([True, True, True, False]),
+        attention_window=st.integers(1, 5),
     )
-    def begin(self, size: int, num_blocks: int, num_host: int, caching: bool) -> None:
+    def begin(self, size: int, num_blocks: int, num_host: int, caching: bool, attention_window: int) -> None:
         num_host = min(num_host, num_blocks)
-        self.cache = KVCache(num_blocks, size, num_host, num_rows=4, enable_prefix_caching=caching)
+        self.cache = KVCache(
+            num_blocks,
+            size,
+            num_host,
+            num_rows=4,
+            enable_prefix_caching=caching,
+            attention_window=attention_window,
+        )
         self.pool, self.host, self.size = self.cache.pool, self.cache.swap_space, size
         self.kv: dict[tuple[int, int], Content] = {}
         self.host_kv: dict[tuple[int, int], Content] = {}
@@ -64,7 +72,7 @@ class Memory(RuleBasedStateMachine):
         for row, start, ids in plan.table_writes:
             assert start <= len(self.tables[row]) or start == 0
             self.tables[row][start : start + len(ids)] = ids
-            if start == 0:
+            if start == 0 and any(setup.row == row for setup in plan.row_setups):
                 del self.tables[row][len(ids) :]
         for kv, other, moves in (
             (self.kv, self.host_kv, plan.swap_outs),
@@ -200,6 +208,22 @@ class Memory(RuleBasedStateMachine):
             self.marks.append(self.pool.last_seal_id)
 
     @rule(which=WHICH)
+    def drop_unseen(self, which: int) -> None:
+        """What the next query does not see goes, once it is sealed; all the rest stays."""
+        if (seq := self.one(which, Status.RUNNING)) is None:
+            return
+        held, refs, plan = list(seq.block_ids), list(self.pool.refs), StepPlan()
+        unseen = [
+            i for i in range(len(held)) if (i + 1) * self.size <= seq.num_computed - self.cache.attention_window + 1
+        ]
+        goes = [i for i in unseen if held[i] and (i < len(seq.seal_ids) or not self.cache.enable_prefix_caching)]
+        self.cache.drop_unseen(seq, plan)
+        self.apply(plan)
+        assert [i for i in range(len(held)) if seq.block_ids[i] != held[i]] == goes
+        assert all(self.pool.refs[held[i]] == refs[held[i]] - 1 for i in goes)
+        assert seq.block_ids[: seq.num_dropped] == [0] * seq.num_dropped and all(seq.block_ids[seq.num_dropped :])
+
+    @rule(which=WHICH)
     def fork(self, which: int) -> None:
         seq = self.one(which, Status.RUNNING, Status.SWAPPED)
         if seq is None or len(seq.request.sequences) >= 4:
@@ -262,7 +286,7 @@ class Memory(RuleBasedStateMachine):
             return
         request, plan = seq.request, StepPlan()
         before = snapshot(self.cache, *request.sequences)
-        owned = Counter(b for s in request.sequences for b in s.block_ids)
+        owned = Counter(b for s in request.sequences for b in s.block_ids if b)
         moves = [b for b, n in owned.items() if not self.pool.seal_id[b] or self.pool.refs[b] == n]
         rows = [s.row for s in request.sequences]
         if not self.cache.swap_out(request, plan):
@@ -324,7 +348,7 @@ class Memory(RuleBasedStateMachine):
     def counts_hold(self) -> None:
         if not hasattr(self, "cache"):
             return
-        owners = Counter(b for s in self.live(Status.RUNNING) for b in s.block_ids)
+        owners = Counter(b for s in self.live(Status.RUNNING) for b in s.block_ids if b)
         o._check_pool(self.pool, owners)
         host = Counter(b for s in self.live(Status.SWAPPED) for b in s.block_ids if b > 0)
         assert list(self.host.refs[1:]) == [host[b] for b in range(1, self.host.num_blocks + 1)]
@@ -345,7 +369,7 @@ class Memory(RuleBasedStateMachine):
             assert seq.room == len(seq.block_ids) * self.size
             table = seq.block_ids if seq.row < 0 else self.tables[seq.row]
             assert table[: len(seq.block_ids)] == seq.block_ids
-            for p in range(seq.num_computed):
+            for p in range(seq.num_dropped * self.size, seq.num_computed):
                 assert self.kv[table[p // self.size], p % self.size] == self.content(seq, p)
         for seq in self.live(Status.SWAPPED):
             for p in range(seq.num_computed):

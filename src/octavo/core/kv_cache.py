@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from octavo.core.block_pool import BlockPool, Key
 from octavo.core.block_table import RowTable
 from octavo.core.events import Copied, EventStream
-from octavo.core.ids import BlockId, HostBlockId, SealId
+from octavo.core.ids import NULL_BLOCK, BlockId, HostBlockId, SealId
 from octavo.core.plan import BlockCopy, StepPlan, SwapIn, SwapOut
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.swap_space import SwapSpace
@@ -45,6 +45,7 @@ class KVStats:
     hit_rate               hits / (hits + misses), 0 when nothing was looked up
     num_saved_by_sharing   table entries beyond the first of each used block: what a copy for everybody would take more
     num_unfilled_slots     slots of used blocks that hold no token (yet); fewer than block_size a sequence
+    num_dropped            given up by sequences that run on, behind the attention window
     """
 
     num_blocks: int
@@ -62,6 +63,7 @@ class KVStats:
     num_sealed: int
     num_evicted: int
     num_copied: int
+    num_dropped: int
     num_swapped_out: int
     num_swapped_in: int
     num_host_blocks: int
@@ -74,7 +76,8 @@ class KVStats:
 class KVCache:
     """Blocks of `block_size` tokens: `num_blocks` on the device, `num_host_blocks` in the swap space.
 
-    `num_rows` are the lines of the device's tables. Counters of what happened are kept here and nowhere else.
+    `num_rows` are the lines of the device's tables. `attention_window` is the number of keys that a query sees at most,
+    its own included, in the layer that sees the most; 0: all. Counters of what happened are kept here and nowhere else.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class KVCache:
         *,
         num_rows: int = 0,
         enable_prefix_caching: bool = True,
+        attention_window: int = 0,
         events: EventStream | None = None,
     ) -> None:
         assert num_blocks > 0 and block_size > 0, (num_blocks, block_size)
@@ -95,9 +99,10 @@ class KVCache:
         self.swap_space = SwapSpace(num_host_blocks)
         self.rows = RowTable(num_rows, self.events)
         self.enable_prefix_caching = enable_prefix_caching
+        self.attention_window = attention_window
         self.num_hits = self.num_misses = 0
         self.num_hit_tokens = self.num_queried_tokens = 0
-        self.num_copied = self.num_swapped_out = self.num_swapped_in = 0
+        self.num_copied = self.num_dropped = self.num_swapped_out = self.num_swapped_in = 0
         self._holders: dict[Sequence, None] = {}  # sequences with blocks on the device
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
@@ -121,7 +126,7 @@ class KVCache:
     def lookup(self, sequence: Sequence) -> Prefix:
         """The longest run of sealed blocks from the start; it leaves at least one token to compute, for its logits."""
         prefix = Prefix([], [])
-        if not self.enable_prefix_caching:
+        if not self._reads(sequence):
             return prefix
         find, seal_id = self.pool.find, self.pool.seal_id
         parent: SealId | bytes = sequence.request.salt
@@ -134,6 +139,10 @@ class KVCache:
             prefix.seal_ids.append(seal_id[block])
         return prefix
 
+    def _reads(self, sequence: Sequence) -> bool:
+        """Whether it may begin with blocks found in the index."""
+        return self.enable_prefix_caching and not sequence.request.sampling_params.skip_reading_prefix_cache
+
     def next_key(self, sequence: Sequence, seal_ids: list[SealId]) -> Key:
         """The content of the block after those of `seal_ids`; the known tokens fill it."""
         parent = seal_ids[-1] if seal_ids else sequence.request.salt
@@ -142,7 +151,7 @@ class KVCache:
     def next_block_in(self, keys: Container[Key], sequence: Sequence, prefix: Prefix) -> bool:
         """Whether the block that a lookup missed first is among these."""
         found = len(prefix.block_ids)
-        return found < (len(sequence.token_ids) - 1) // self.block_size and (
+        return self._reads(sequence) and found < (len(sequence.token_ids) - 1) // self.block_size and (
             self.next_key(sequence, prefix.seal_ids) in keys
         )
 
@@ -234,6 +243,29 @@ class KVCache:
             self.events.emit_block(Copied(src, dst))
         self.rows.write(sequence, index, [dst], plan)
 
+    def drop_unseen(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Give up the leading blocks that no position from `num_computed` on looks at; their entries become null.
+
+        blocks  | null | null | . . k k | k k k k | q       q: the next query    k: keys within the window
+                                 ^ num_computed - attention_window + 1
+
+        What an earlier plan in flight still reads there is safe: whoever takes the block writes it in a later plan.
+        A block that is yet to be sealed stays until it is.
+        """
+        first, size = sequence.num_dropped, self.block_size
+        unseen = (sequence.num_computed - self.attention_window + 1) // size
+        if self.enable_prefix_caching:
+            unseen = min(unseen, len(sequence.seal_ids))
+        if unseen <= first:
+            return
+        for block in reversed(sequence.block_ids[first:unseen]):  # a head outlives its tail in the cache
+            self.pool.release(block)
+        nulls = [NULL_BLOCK] * (unseen - first)
+        sequence.block_ids[first:unseen] = nulls
+        sequence.num_dropped = unseen
+        self.num_dropped += unseen - first
+        self.rows.write(sequence, first, nulls, plan)
+
     def seal(self, sequence: Sequence) -> None:
         """Seal the leading blocks that are full of tokens known here and computed, or planned, on the device.
 
@@ -275,6 +307,7 @@ class KVCache:
         """`child` shares all of the parent's blocks, the partial tail too, in the tier where the request is now."""
         swapped = parent.request.status is Status.SWAPPED
         child.num_computed, child.block_ids, child.room = parent.num_computed, list(parent.block_ids), parent.room
+        child.num_dropped = parent.num_dropped
         self._sealed_as(child, list(parent.seal_ids))
         tier = self.swap_space if swapped else self.pool
         for block in child.block_ids:
@@ -289,7 +322,7 @@ class KVCache:
         for block in reversed(sequence.block_ids):
             if block > 0:
                 tier.release(block)
-        sequence.block_ids, sequence.room, sequence.num_computed = [], 0, 0
+        sequence.block_ids, sequence.room, sequence.num_computed, sequence.num_dropped = [], 0, 0, 0
         self._holders.pop(sequence, None)
         self._sealed_as(sequence, [])
 
@@ -322,15 +355,15 @@ class KVCache:
         pool, host = self.pool, self.swap_space
         refs_within: dict[BlockId, int] = {}
         for sequence in request.sequences:
-            for block in sequence.block_ids:
+            for block in sequence.block_ids[sequence.num_dropped :]:
                 refs_within[block] = refs_within.get(block, 0) + 1
         stays = {b: pool.seal_id[b] for b, n in refs_within.items() if pool.seal_id[b] and pool.refs[b] > n}
         if len(refs_within) - len(stays) > host.num_free:
             return False
         moved: dict[BlockId, HostBlockId] = {}
         for sequence in request.sequences:
-            old = sequence.block_ids
-            sequence.block_ids = [-b if b in stays else self._to_host(b, moved) for b in old]
+            dropped, old = sequence.block_ids[: sequence.num_dropped], sequence.block_ids[sequence.num_dropped :]
+            sequence.block_ids = dropped + [-b if b in stays else self._to_host(b, moved) for b in old]
             for block in reversed(old):
                 pool.release(block)
             self._holders.pop(sequence, None)
@@ -377,7 +410,7 @@ class KVCache:
             num_kept = 0
             table: list[BlockId] = []
             for i, block in enumerate(sequence.block_ids):
-                if block < 0:
+                if block <= 0:  # left behind, or null
                     table.append(-block)
                     num_kept += i == num_kept
                     continue
@@ -429,6 +462,7 @@ class KVCache:
             num_sealed=pool.num_sealed,
             num_evicted=pool.num_evicted,
             num_copied=self.num_copied,
+            num_dropped=self.num_dropped,
             num_swapped_out=self.num_swapped_out,
             num_swapped_in=self.num_swapped_in,
             num_host_blocks=self.swap_space.num_blocks,

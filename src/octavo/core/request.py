@@ -36,6 +36,7 @@ class Sequence:
     num_computed  positions planned, those in flight included
     limit         length at which it ends; the last token is never computed
     block_ids     its block table: device ids; while swapped, host ids, and -b for a block b left on the device
+    num_dropped   leading entries of it that are the null block: behind the attention window, given up
     room          len(block_ids) * block_size
     row           its line in the device's tables, -1 without one
     row_has_last  that row holds this sequence's last token: the device can go on by itself
@@ -51,6 +52,7 @@ class Sequence:
         "index",
         "limit",
         "num_computed",
+        "num_dropped",
         "num_pending",
         "request",
         "room",
@@ -70,6 +72,7 @@ class Sequence:
         self.num_pending = 0
         self.num_computed = 0
         self.block_ids: list[BlockId] = []
+        self.num_dropped = 0
         self.room = 0
         self.row: Row = -1
         self.row_has_last = False

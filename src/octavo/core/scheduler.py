@@ -185,6 +185,8 @@ class Scheduler:
                 if count > budget:
                     count = budget
                 if start + count > seq.room:
+                    if cache.attention_window:
+                        cache.drop_unseen(seq, plan)
                     needs = cache.blocks_for(start + count) - len(seq.block_ids)
                     if needs > pool.num_available:
                         if not self._make_room(request, needs, draft):
@@ -204,6 +206,9 @@ class Scheduler:
             picks = self._picks(request, budget, window)
             if picks is None:  # its sequences do not fit together into what is left of the budget
                 break
+            # Not in groups: rebuilding one, a sibling's head may be needed that it has itself gone beyond.
+            if cache.attention_window and seq is not None and picks:
+                cache.drop_unseen(seq, plan)
             needs = cache.blocks_needed((p.sequence, p.num_positions) for p in picks)
             if needs > pool.num_available:
                 if not self._make_room(request, needs, draft):
