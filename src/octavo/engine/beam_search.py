@@ -1,0 +1,186 @@
+"""Beam search: which continuations of a request's sequences live on, and which are its answers.
+
+The device gives each live sequence's likeliest tokens; `BeamSearch.decide` keeps the best `beam_width` continuations of
+them all, and the core forks and frees accordingly (paper, section 4.4). A continuation that ends is a hypothesis,
+scored by its log-probability over length ** length_penalty. The rules, and what `early_stopping` means, are those of
+Transformers' `generate`, so that both give the same sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from octavo.core.checked import Checked
+from octavo.core.request import Sequence
+from octavo.errors import ParameterError
+
+MOST_BEAMS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams(Checked):
+    """How a request is decoded by beam search. Names are vLLM's and Transformers'.
+
+    beam_width      sequences that live at a time
+    max_tokens      tokens of an answer at most
+    n               answers, at most beam_width; None: that many
+    length_penalty  exponent of the length that a hypothesis's log-probability is divided by: above 0 favours long ones
+    early_stopping  when the search ends, once there are beam_width hypotheses. True: at once; False: when no live
+                    sequence beats the worst of them at its present length; "never": nor at any length to come
+    temperature     0, the only value: a beam search draws nothing
+    ignore_eos      the model's own end-of-sequence tokens end nothing
+    stop, stop_token_ids  strings and tokens that end a hypothesis
+
+    Raises `ParameterError` for a value out of range, `UnknownOptionError` for a name that does not exist.
+    """
+
+    TITLE: ClassVar[str] = "BeamSearchParams"
+
+    beam_width: int
+    max_tokens: int
+    n: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    temperature: float = 0.0
+    ignore_eos: bool = False
+    stop: str | Seq[str] | None = None
+    stop_token_ids: Seq[int] | None = None
+
+    def __post_init__(self) -> None:
+        self._integer("beam_width", 1, MOST_BEAMS)
+        self._integer("max_tokens", 1, 1 << 31)
+        self._integer("n", 1, self.beam_width, optional=True)
+        self._number("length_penalty", -100.0, 100.0)
+        self._number("temperature", 0.0, 2.0)
+        self._flag("ignore_eos")
+        if self.early_stopping not in (True, False, "never"):
+            raise ParameterError(
+                f'early_stopping is {self.early_stopping!r}, it must be True, False or "never"', param="early_stopping"
+            )
+        if self.temperature:
+            raise ParameterError(
+                f"temperature is {self.temperature}, a beam search draws nothing: leave it at 0", param="temperature"
+            )
+
+
+class Candidate(NamedTuple):
+    """A token that may come next, as the device gives it."""
+
+    logprob: float
+    token: int
+
+
+class Hypothesis(NamedTuple):
+    """A sequence that has ended. `logprob` is of all its output, `score` what it is ranked by."""
+
+    score: float
+    logprob: float
+    token_ids: list[int]
+    finish_reason: str
+
+
+class _Continuation(NamedTuple):
+    logprob: float  # of the whole output, this token included
+    parent: Sequence
+    token: int
+
+
+class BeamSearch:
+    """The search of one request.
+
+    stop_ids   tokens that end a hypothesis
+    ends       whether an output's tokens end in a stop string; None: there are none
+    """
+
+    def __init__(
+        self,
+        params: BeamSearchParams,
+        num_prompt: int,
+        stop_ids: frozenset[int],
+        ends: Callable[[list[int]], bool] | None = None,
+    ) -> None:
+        self.params = params
+        self.hypotheses: list[Hypothesis] = []  # the best `beam_width`, best first
+        self._num_prompt = num_prompt
+        self._stop_ids = stop_ids
+        self._ends = ends
+        self._logprobs = [0.0]  # of the live sequences, by their index
+
+    @property
+    def num_draws(self) -> int:
+        """Candidates to look at, of each sequence as of all: though every stop token is among the best of each, as many
+        as there are beams go on."""
+        return max(2, 1 + len(self._stop_ids)) * self.params.beam_width
+
+    def decide(self, parents: list[tuple[Sequence, Any]]) -> list[tuple[Sequence, int]]:
+        """The continuations that live on, best first; none when the search is over.
+
+        parents   each live sequence with its candidates, best first
+        """
+        width = self.params.beam_width
+        best = self._best(parents)
+        length = len(parents[0][0].token_ids) - self._num_prompt + 1  # of the outputs, with this token
+        over = [self._is_over(c, length) for c in best]
+        # What ends below the best `width` does not count: it is there so that enough others go on.
+        self._finish([c for c, o in zip(best[:width], over, strict=False) if o], length)
+        live = [c for c, o in zip(best, over, strict=True) if not o][:width]
+        if not live or self._is_settled(live[0].logprob, length):
+            return []
+        self._logprobs = [c.logprob for c in live]
+        return [(c.parent, c.token) for c in live]
+
+    def give_up(self, live: Seq[Sequence], finish_reason: str) -> None:
+        """The request ends before the search does: what lives counts as it is."""
+        for sequence in live:
+            token_ids = sequence.token_ids[self._num_prompt :].tolist()
+            logprob = self._logprobs[sequence.index]
+            self._add(Hypothesis(self._score(logprob, len(token_ids)), logprob, token_ids, finish_reason))
+
+    def _best(self, parents: list[tuple[Sequence, Any]]) -> list[_Continuation]:
+        found = [
+            _Continuation(self._logprobs[sequence.index] + logprob, sequence, token)
+            for sequence, candidates in parents
+            for logprob, token in candidates
+        ]
+        found.sort(key=lambda c: -c.logprob)
+        return found[: self.num_draws]
+
+    def _is_over(self, continuation: _Continuation, length: int) -> bool:
+        if continuation.token in self._stop_ids or length >= self.params.max_tokens:
+            return True
+        return self._ends is not None and self._ends(self._output(continuation))
+
+    def _output(self, continuation: _Continuation) -> list[int]:
+        return [*continuation.parent.token_ids[self._num_prompt :], continuation.token]
+
+    def _finish(self, ended: list[_Continuation], length: int) -> None:
+        for c in ended:
+            token_ids = self._output(c)
+            stopped = c.token in self._stop_ids or (self._ends is not None and self._ends(token_ids))
+            self._add(Hypothesis(self._score(c.logprob, length), c.logprob, token_ids, "stop" if stopped else "length"))
+
+    def _add(self, hypothesis: Hypothesis) -> None:
+        self.hypotheses.append(hypothesis)
+        self.hypotheses.sort(key=lambda h: -h.score)  # stable: of equal ones the earlier stays ahead
+        del self.hypotheses[self.params.beam_width :]
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self.hypotheses) == self.params.beam_width
+
+    def _is_settled(self, best_logprob: float, length: int) -> bool:
+        """Whether nothing that lives can still become an answer, as far as one can tell or wants to know."""
+        if not self._is_full:
+            return False
+        if self.params.early_stopping is True or self.params.beam_width == 1:  # a beam of one is greedy decoding
+            return True
+        if self.params.early_stopping == "never" and self.params.length_penalty > 0:
+            length = self.params.max_tokens
+        return self._score(best_logprob, length) <= self.hypotheses[-1].score
+
+    def _score(self, logprob: float, length: int) -> float:
+        return logprob / math.pow(max(1, length), self.params.length_penalty)

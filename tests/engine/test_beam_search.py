@@ -1,0 +1,165 @@
+"""The search alone, fed by Transformers' own logits: the same sequences and scores as its `generate`."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.core.request import Request, Sequence
+from octavo.core.sampling_params import SamplingParams
+from octavo.engine.beam_search import BeamSearch, BeamSearchParams, Candidate
+from octavo.errors import ParameterError, UnknownOptionError
+from tests.models.tiny import make_tiny_checkpoint, random_prompts
+
+STOPS = frozenset({5, 77, 130})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    import transformers
+
+    path: Path = make_tiny_checkpoint("llama", tmp_path_factory.mktemp("llama"), seed=1)
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+@torch.inference_mode()
+def by_hand(model: Any, prompt: list[int], search: BeamSearch, candidates: Callable[..., Any]) -> None:
+    """What the engine does, with no cache at all."""
+    request = Request("r", prompt, SamplingParams(), max_tokens=1)
+    live = [Sequence(request, 0, array("i", prompt), 1 << 20)]
+    while live:
+        parents = [(seq, candidates(model, seq.token_ids.tolist(), search.num_draws)) for seq in live]
+        chosen = search.decide(parents)
+        live = [Sequence(request, i, seq.token_ids + array("i", [t]), 1 << 20) for i, (seq, t) in enumerate(chosen)]
+
+
+def likeliest(model: Any, token_ids: list[int], num: int) -> list[Candidate]:
+    logprobs = model(torch.tensor([token_ids])).logits[0, -1].log_softmax(-1).topk(num)
+    return [Candidate(*c) for c in zip(logprobs.values.tolist(), logprobs.indices.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
+@pytest.mark.parametrize("width", [1, 2, 4, 6])
+def test_same_sequences_and_scores_as_transformers(
+    model: Any, width: int, length_penalty: float, early_stopping: bool | str
+) -> None:
+    for prompt in random_prompts(5, 9, seed=width):
+        params = BeamSearchParams(
+            beam_width=width, max_tokens=10, length_penalty=length_penalty, early_stopping=early_stopping
+        )
+        search = BeamSearch(params, len(prompt), STOPS)
+        by_hand(model, prompt, search, likeliest)
+        if width == 1:  # `generate` has no beam search of one: it is greedy
+            expected = model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                do_sample=False,
+                max_new_tokens=10,
+                eos_token_id=sorted(STOPS),
+                pad_token_id=0,
+            )
+            assert search.hypotheses[0].token_ids == expected[0, len(prompt) :].tolist()
+            continue
+        expected = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            num_beams=width,
+            num_return_sequences=width,
+            do_sample=False,
+            max_new_tokens=10,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            eos_token_id=sorted(STOPS),
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        for hypothesis, sequence, score in zip(
+            search.hypotheses, expected.sequences, expected.sequences_scores.tolist(), strict=True
+        ):
+            answer = sequence[len(prompt) :].tolist()
+            ends = next((i + 1 for i, t in enumerate(answer) if t in STOPS), len(answer))
+            assert hypothesis.token_ids == answer[:ends]
+            assert hypothesis.score == pytest.approx(score, abs=1e-4)
+            assert hypothesis.finish_reason == ("stop" if answer[ends - 1] in STOPS else "length")
+
+
+def test_a_beam_of_one_is_greedy(model: Any) -> None:
+    (prompt,) = random_prompts(6, seed=3)
+    search = BeamSearch(BeamSearchParams(beam_width=1, max_tokens=12), len(prompt), frozenset())
+    by_hand(model, prompt, search, likeliest)
+    expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12, eos_token_id=None)
+    assert [h.token_ids for h in search.hypotheses] == [expected[0, len(prompt) :].tolist()]
+
+
+def test_the_search_goes_on_though_all_the_best_end(model: Any) -> None:
+    """Three stop tokens, the likeliest three of every sequence: the fourth goes on."""
+
+    def always(_: Any, token_ids: list[int], num: int) -> list[Candidate]:
+        order = [*sorted(STOPS), *(t for t in range(200) if t not in STOPS)]
+        return [Candidate(-0.1 * i, t) for i, t in enumerate(order[:num])]
+
+    params = BeamSearchParams(beam_width=2, max_tokens=4, length_penalty=2.0, early_stopping="never")
+    search = BeamSearch(params, 1, STOPS)
+    assert search.num_draws == 8
+    by_hand(model, [1], search, always)
+    assert len(search.hypotheses) == 2
+
+
+def test_a_stop_string_ends_a_hypothesis(model: Any) -> None:
+    (prompt,) = random_prompts(6, seed=3)
+    free = BeamSearch(BeamSearchParams(beam_width=2, max_tokens=8), len(prompt), frozenset())
+    by_hand(model, prompt, free, likeliest)
+    third = free.hypotheses[0].token_ids[:3]
+    search = BeamSearch(
+        BeamSearchParams(beam_width=2, max_tokens=8, length_penalty=-5.0),
+        len(prompt),
+        frozenset(),
+        ends=lambda output: output[-3:] == third,
+    )
+    by_hand(model, prompt, search, likeliest)
+    stopped = [h for h in search.hypotheses if h.token_ids == third]
+    assert stopped and stopped[0].finish_reason == "stop"
+
+
+def test_what_lives_when_a_request_is_given_up_counts_as_it_is(model: Any) -> None:
+    search = BeamSearch(BeamSearchParams(beam_width=2, max_tokens=8), 1, frozenset())
+    request = Request("r", [1], SamplingParams(), max_tokens=1)
+    root = Sequence(request, 0, array("i", [1]), 99)
+    chosen = search.decide([(root, [Candidate(-1.0, 4), Candidate(-2.0, 6), Candidate(-3.0, 7), Candidate(-9.0, 8)])])
+    assert chosen == [(root, 4), (root, 6)]
+    search.give_up([Sequence(request, i, array("i", [1, t]), 99) for i, (_, t) in enumerate(chosen)], "abort")
+    assert [(h.logprob, h.token_ids, h.finish_reason) for h in search.hypotheses] == [
+        (-1.0, [4], "abort"),
+        (-2.0, [6], "abort"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"beam_width": 0}, "beam_width"),
+        ({"beam_width": 129}, "beam_width"),
+        ({"n": 5}, "n"),
+        ({"n": 0}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": 0.5}, "temperature"),
+        ({"early_stopping": "always"}, "early_stopping"),
+        ({"length_penalty": float("nan")}, "length_penalty"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(options: dict[str, Any], param: str) -> None:
+    with pytest.raises(ParameterError) as error:
+        BeamSearchParams(**({"beam_width": 4, "max_tokens": 8} | options))
+    assert error.value.param == param
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(UnknownOptionError, match="length_penalty"):
+        BeamSearchParams(beam_width=2, max_tokens=2, lenght_penalty=1.0)  # type: ignore[call-arg]
