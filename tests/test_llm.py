@@ -551,8 +551,8 @@ def test_numbers_that_are_not_finite_fail_one_request(
 
     def spoil(number: int, tokens: list[int], logits: Tensor) -> None:
         if number == 0:  # the five prompts, in one step; the logits are of their last tokens
-            assert len(logits) == 5 * n
-            logits[2 * n : 3 * n, 7] = float(kind)
+            assert len(logits) == 5  # a row each, whatever n
+            logits[2, 7] = float(kind)
 
     WrappedModel(llm, after=spoil)
     outputs = generate(llm, prompts, params)

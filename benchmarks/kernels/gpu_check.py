@@ -101,8 +101,25 @@ def attention_cases() -> Iterator[Line]:
             }
 
 
+def long_cases() -> Iterator[Line]:
+    """Queries that are long enough for the prefill kernel of Hopper: whole prompts, and chunks behind a context."""
+    shapes = [(b, d) for d in (128, 64, 256, 80, 96) for b in (16, 64, 8, 32, 128, 256)]
+    groups = [4, 7, 1, 16, 8, 5, 2, 3, 12]
+    for i, (block_size, head_dim) in enumerate(shapes):
+        yield {
+            "block_size": block_size,
+            "head_dim": head_dim,
+            "group": groups[i % len(groups)],
+            "kv_heads": (8, 2, 1)[i % 3],
+            "dtype": "float16" if i % 5 == 3 else "bfloat16",
+            "kind": ("long", "long and padded")[i % 2],
+            "window": 100_000 if i % 7 == 6 else 0,
+            "seed": i,
+        }
+
+
 def check_attention(case: Line) -> Line:
-    """Both kernels, by the entry; freed blocks, unused slots, the null block and the other layer are NaN."""
+    """All kernels, by the entry; freed blocks, unused slots, the null block and the other layer are NaN."""
     from octavo.kernels.paged_attention import paged_attention
 
     rnd = random.Random(case["seed"])
@@ -116,6 +133,10 @@ def check_attention(case: Line) -> Line:
     elif case["kind"] == "prompt":
         seq_lens = [min(n, 700) for n in seq_lens[:5]]
         query_lens = list(seq_lens)
+    elif case["kind"].startswith("long"):
+        query_lens = [rnd.choice([1, 7, 64, 65, 128, 200, 513]) for _ in range(rnd.choice([1, 5, 9]))]
+        query_lens[0] = rnd.randint(64, 700)
+        seq_lens = [n + rnd.choice([0, 0, 1, 127, 128, 300, 1000]) for n in query_lens]
     pool_blocks = sum(-(-n // block_size) for n in seq_lens) + 5
     batch = make_batch(query_lens, seq_lens, block_size, pool_blocks, case["seed"])
     torch.manual_seed(case["seed"])
@@ -123,7 +144,7 @@ def check_attention(case: Line) -> Line:
     slots = all_slots(batch, block_size)
     k, v = torch.randn(2, len(slots), heads, head_dim, device=DEVICE).to(dtype)
     reference.kv_write(k, v, kv[:, 1], slots)
-    padding = 13 if case["kind"] == "padded" else 0
+    padding = 13 if "padded" in case["kind"] else 0
     fused = torch.randn(sum(query_lens) + padding, heads * (case["group"] + 2), head_dim, device=DEVICE).to(dtype)
     q = fused[:, : heads * case["group"]]
     scale, window = head_dim**-0.5, case["window"]
@@ -135,7 +156,7 @@ def check_attention(case: Line) -> Line:
     errors = [error_of(out, expected), error_of(lse, expected_lse)]
     limits = [TOLERANCE[dtype], 1e-5]
     fine = all(e < limit for e, limit in zip(errors, limits, strict=True)) and torch.equal(out, plain)
-    return {"errors": errors, "seqs": num_seqs, "ok": fine}
+    return {"errors": errors, "seqs": len(seq_lens), "ok": fine}
 
 
 def check_replay(case: Line) -> Line:
@@ -532,7 +553,7 @@ def main() -> int:
             jobs = itertools.chain(
                 [("far blocks", {"seed": 0}), ("replay", {"seed": 0})],
                 (("small", case) for case in small_cases()),
-                (("attention", case) for case in attention_cases()),
+                (("attention", case) for case in itertools.chain(long_cases(), attention_cases())),
             )
             checks = [pool.submit(run_check, name, case) for name, case in jobs]
             done = 0

@@ -1,18 +1,20 @@
-"""Paged decode against FlashAttention-3, the two in one run on one GPU: one JSON line a shape, and their ratio.
+"""Paged attention against FlashAttention-3, the two in one run on one GPU: one JSON line a shape, and their ratio.
 
 FlashAttention-3 is taken as vLLM ships it: `vllm.vllm_flash_attn` must be importable (vLLM 0.26 for torch 2.11). Both
-read bfloat16 from blocks of 16 in shuffled order, both plan their split on the device beforehand, and both are timed as
-CUDA-graph replays. "hot" calls read the keys and values of one layer again and again, which stay in the L2 cache where
-they are few; "cold" ones go round over layers, as a model does.
+read bfloat16 from blocks in shuffled order, both plan on the device beforehand, and both are timed as CUDA-graph
+replays, by turns. Of decoding, "hot" calls read the keys and values of one layer again and again, which stay in the L2
+cache where they are few; "cold" ones go round over layers, as a model does.
 
-    PYTHONPATH=src python benchmarks/kernels/gpu_vs_fa3.py
+    PYTHONPATH=src python benchmarks/kernels/gpu_vs_fa3.py [decode|prefill]
 """
 
 from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Callable
+from statistics import median
 
 import torch
 from gpu_check import COLD_BYTES, DEVICE, error_of, graph_us, make_batch
@@ -35,30 +37,44 @@ LOADS = {
     "256 mixed": [MIXED.randint(100, 2048) for _ in range(256)],
     "64 mixed": [MIXED.randint(100, 2048) for _ in range(64)],
 }
+PREFILL_HEADS = (32, 8, 128)
+PREFILL_LOADS = {  # query lengths, context lengths
+    "16x1k": ([1024] * 16, [1024] * 16),
+    "8k": ([8192], [8192]),
+    "32k": ([32768], [32768]),
+    "512 at 7.7k": ([512], [8192]),
+    "8x512": ([512] * 8, [512] * 8),
+    "4k": ([4096], [4096]),
+    "2k at 14k": ([2048], [16384]),
+    "16 at 4k": ([16], [4096]),
+    "64 at 4k": ([64], [4096]),
+    "8 x 64 at 2k": ([64] * 8, [2048] * 8),
+    "128 at 4k": ([128], [4096]),
+    "32 mixed": (MIXED_QUERIES := [MIXED.randint(16, 1024) for _ in range(32)], [n + 500 for n in MIXED_QUERIES]),
+}
 
 
 def fa3(q: Tensor, keys: Tensor, values: Tensor, batch: RaggedBatch, out: Tensor) -> Callable[[], object]:
     """keys, values [num_blocks + 1, block_size, num_kv_heads, head_dim], contiguous, as vLLM lays them out."""
-    starts = torch.arange(batch.num_seqs + 1, device=DEVICE, dtype=torch.int32)
     plan = get_scheduler_metadata(
         batch_size=batch.num_seqs,
-        max_seqlen_q=1,
+        max_seqlen_q=batch.max_query_len,
         max_seqlen_k=batch.max_seq_len,
         num_heads_q=q.shape[1],
         num_heads_kv=keys.shape[2],
         headdim=q.shape[2],
         cache_seqlens=batch.seq_lens,
         qkv_dtype=q.dtype,
-        cu_seqlens_q=starts,
-        page_size=BLOCK_SIZE,
+        cu_seqlens_q=batch.query_start,
+        page_size=keys.shape[1],
         causal=True,
     )
     return lambda: flash_attn_varlen_func(
         q=q,
         k=keys,
         v=values,
-        max_seqlen_q=1,
-        cu_seqlens_q=starts,
+        max_seqlen_q=batch.max_query_len,
+        cu_seqlens_q=batch.query_start,
         max_seqlen_k=batch.max_seq_len,
         seqused_k=batch.seq_lens,
         causal=True,
@@ -110,11 +126,49 @@ def compare(heads: tuple[int, int, int], load: str, lens: list[int]) -> dict[str
     }
 
 
+def compare_prefill(load: str, query_lens: list[int], seq_lens: list[int], block_size: int) -> dict[str, object]:
+    num_heads, kv_heads, head_dim = PREFILL_HEADS
+    num_blocks = sum(-(-n // block_size) for n in seq_lens)
+    kv = torch.randn(num_blocks + 1, 1, 2, kv_heads, block_size, head_dim, device=DEVICE, dtype=torch.bfloat16)
+    batch = make_batch(query_lens, seq_lens, block_size, num_blocks)
+    q = torch.randn(sum(query_lens), num_heads, head_dim, device=DEVICE, dtype=torch.bfloat16)
+    scale = head_dim**-0.5
+    out = torch.empty_like(q)
+    keys, values = (kv[:, 0, i].transpose(1, 2).contiguous() for i in (0, 1))
+    theirs = fa3(q, keys, values, batch, out)
+
+    def ours() -> Tensor:
+        return paged_attention(q, kv[:, 0], batch, scale=scale)
+
+    theirs()
+    difference = error_of(ours(), out)
+    pairs = sum(n * (s - n) + n * (n + 1) / 2 for n, s in zip(query_lens, seq_lens, strict=True))
+    tflop = 4 * num_heads * head_dim * pairs / 1e12
+    calls = max(2, min(20, int(1 / tflop)))
+    times = [(graph_us([ours] * calls), graph_us([theirs] * calls)) for _ in range(3)]
+    us, fa3_us = median(t for t, _ in times), median(t for _, t in times)
+    return {
+        "load": load,
+        "block_size": block_size,
+        "difference": round(difference, 5),
+        "us": round(us, 1),
+        "fa3_us": round(fa3_us, 1),
+        "tflop_s": round(tflop / us * 1e6, 1),
+        "fa3_tflop_s": round(tflop / fa3_us * 1e6, 1),
+        "ratio": round(fa3_us / us, 3),
+    }
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
-    for heads in HEADS:
-        for load, lens in LOADS.items():
-            if heads[1] == 32 and len(lens) > 64:
-                continue  # four times the pool, and nothing new
-            print(json.dumps(compare(heads, load, lens)), flush=True)
+    if "decode" not in sys.argv[1:]:
+        for block_size in (16, 64):
+            for load, (query_lens, seq_lens) in PREFILL_LOADS.items():
+                print(json.dumps(compare_prefill(load, query_lens, seq_lens, block_size)), flush=True)
+    if "prefill" not in sys.argv[1:]:
+        for heads in HEADS:
+            for load, lens in LOADS.items():
+                if heads[1] == 32 and len(lens) > 64:
+                    continue  # four times the pool, and nothing new
+                print(json.dumps(compare(heads, load, lens)), flush=True)

@@ -9,17 +9,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from octavo.core.sampling_params import SamplingParams
+    from octavo.async_engine import AsyncEngine
+    from octavo.core.sampling_params import RequestOutputKind, SamplingParams
+    from octavo.engine.beam_search import BeamSearchParams
     from octavo.engine.outputs import CompletionOutput, RequestOutput
     from octavo.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "__version__",
+]
 
 _HOME = {
     "LLM": "octavo.llm",
+    "AsyncEngine": "octavo.async_engine",
+    "BeamSearchParams": "octavo.engine.beam_search",
     "SamplingParams": "octavo.core.sampling_params",
     "RequestOutput": "octavo.engine.outputs",
+    "RequestOutputKind": "octavo.core.sampling_params",
     "CompletionOutput": "octavo.engine.outputs",
 }
 

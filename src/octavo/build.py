@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import cast
 
 import numpy as np
 import torch
 
-from octavo.checkpoint import open_checkpoint
+from octavo.checkpoint import Checkpoint, open_checkpoint
 from octavo.config import EngineArgs, EngineConfig
 from octavo.core.kv_cache import KVCache
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
-from octavo.errors import MemoryBudgetError
+from octavo.engine.executor import Executor
+from octavo.errors import MemoryBudgetError, ParameterError
+from octavo.generation_config import SamplingDefaults, sampling_defaults
 from octavo.kernels import cpu as cpu_ops
-from octavo.models.decoder import Decoder
-from octavo.models.spec import DecoderSpec, spec_from_config
-from octavo.models.weights import load_decoder
+from octavo.kernels import native, packed
+from octavo.models.linear import Matrix
+from octavo.models.spec import ModelSpec, spec_from_config
+from octavo.models.weights import Model, dummy_model, empty_model, load_decoder
+from octavo.runner.cuda_executor import CudaExecutor
+from octavo.runner.cuda_runner import CudaRunner
 from octavo.runner.executor import LocalExecutor
+from octavo.runner.gpu import GPUMemory, check_weights, find_gpu, measure
 from octavo.runner.memory import Budget, free_memory, plan_memory
 from octavo.runner.runner import ModelRunner
+from octavo.text import chat_template
 from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo")
@@ -34,38 +46,61 @@ class Built:
 
     engine: Engine
     config: EngineConfig
-    spec: DecoderSpec
+    spec: ModelSpec
     tokenizer: Tokenizer | None
+    sampling_defaults: SamplingDefaults
 
 
 def build(args: EngineArgs) -> Built:
     """Load the model, plan the memory, and put the engine together. Raises `ModelError` or `MemoryBudgetError`."""
-    checkpoint = open_checkpoint(args.model, revision=args.revision)
+    checkpoint = open_checkpoint(args.model, revision=args.revision, weights=args.load_format != "dummy")
     spec = spec_from_config(checkpoint.config, checkpoint.generation_config)
-    tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_checkpoint(checkpoint)
-    dtype = torch.float32 if args.dtype == "auto" else getattr(torch, args.dtype)
+    template = None if args.chat_template is None else chat_template.load(args.chat_template)
+    defaults = sampling_defaults(args.generation_config, checkpoint)
+    if defaults.values:
+        logger.info("%s", defaults)
+    tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_checkpoint(checkpoint, chat_template=template)
+    device = _device(args)
+    args = args.settled(device.type)
+    dtype = _dtype(args, spec, checkpoint, device)
+    _check_quantization(args, dtype, device)
+    ops = _ops(device)
     # Planned before anything large is loaded: the system kills who takes too much.
-    weight_bytes = Decoder(spec, ops=cpu_ops, dtype=dtype, device="meta", max_len=1).num_bytes
+    weight_bytes = _weight_bytes(empty_model(spec, ops=ops, dtype=dtype, device="meta", max_len=1), args)
+    kv_shape = (spec.num_layers, 2, spec.num_kv_heads, args.block_size, spec.head_dim)
+    model_len = spec.num_positions(args.max_model_len)
+    gpu: GPUMemory | None = None
+    if device.type == "cuda":
+        check_weights(weight_bytes, args)
+        decoder = _load(checkpoint, spec, args, dtype, device, ops, max_len=model_len)
+        gpu = measure(decoder, args, ops=ops, kv_shape=kv_shape, dtype=dtype)
+        gpu.check()
     budget = plan_memory(
         args,
-        bytes_per_token=spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize,
+        bytes_per_token=math.prod(kv_shape) // args.block_size * dtype.itemsize,
         weight_bytes=weight_bytes,
-        model_len=spec.max_position_embeddings,
-        free_bytes=free_memory() - weight_bytes,
+        model_len=model_len,
+        free_bytes=free_memory() - (weight_bytes if gpu is None else 0),
+        device_bytes=None if gpu is None else gpu.left,
     )
     for warning in budget.warnings:
         logger.warning(warning)
-    decoder = load_decoder(checkpoint, spec, dtype=dtype, device="cpu", ops=cpu_ops, max_len=budget.max_model_len)
+    if gpu is None:
+        decoder = _load(checkpoint, spec, args, dtype, device, ops, max_len=budget.max_model_len)
+    else:
+        logger.info("%s", gpu.table(budget))
     config = EngineConfig(
         args=args,
+        device=device.type,
         dtype=str(dtype).removeprefix("torch."),
         max_model_len=budget.max_model_len,
         num_blocks=budget.num_blocks,
         num_host_blocks=budget.num_host_blocks,
         bytes_per_block=budget.bytes_per_block,
         weight_bytes=budget.weight_bytes,
+        attention_window=spec.kept_window or 0,
     )
-    executor = LocalExecutor(_runner(decoder, config, budget, dtype))
+    executor = _executor(decoder, config, budget, (kv_shape, dtype), device, ops)
     eos = {*spec.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}
     engine = Engine(
         make_scheduler(config),
@@ -73,21 +108,25 @@ def build(args: EngineArgs) -> Built:
         vocab_size=spec.vocab_size,
         max_model_len=config.max_model_len,
         eos_token_ids=sorted(eos),
+        max_logprobs=args.max_logprobs,
+        default_params=defaults.params,
         overlap=args.async_scheduling,
         seed=args.seed,
     )
-    return Built(engine, config, spec, tokenizer)
+    return Built(engine, config, spec, tokenizer, defaults)
 
 
 def make_scheduler(config: EngineConfig) -> Scheduler:
     """The core that a configuration describes."""
     args = config.args
+    assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # settled
     cache = KVCache(
         config.num_blocks,
         args.block_size,
         config.num_host_blocks,
         num_rows=args.max_num_seqs,
         enable_prefix_caching=args.enable_prefix_caching,
+        attention_window=config.attention_window,
     )
     return Scheduler(
         cache,
@@ -101,19 +140,113 @@ def make_scheduler(config: EngineConfig) -> Scheduler:
     )
 
 
-def _runner(decoder: Decoder, config: EngineConfig, budget: Budget, dtype: torch.dtype) -> ModelRunner:
-    spec = decoder.spec
-    block = (spec.num_layers, 2, spec.num_kv_heads, config.args.block_size, spec.head_dim)
+def _device(args: EngineArgs) -> torch.device:
+    if args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available()):
+        return find_gpu()
+    return torch.device("cpu")
+
+
+def _dtype(args: EngineArgs, spec: ModelSpec, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    if args.dtype != "auto":
+        return cast("torch.dtype", getattr(torch, args.dtype))
+    if device.type == "cpu":  # in what is stored, if the processor multiplies it; float16 it never does at speed
+        quantised = checkpoint.format == "gguf" and "dtype" not in checkpoint.config
+        halves = (quantised or spec.dtype in ("bfloat16", "float16")) and packed.fast_bfloat16()
+        return torch.bfloat16 if halves or args.quantization else torch.float32
+    return cast("torch.dtype", getattr(torch, "bfloat16" if spec.dtype == "float32" else spec.dtype))
+
+
+def _check_quantization(args: EngineArgs, dtype: torch.dtype, device: torch.device) -> None:
+    if args.quantization is None:
+        return
+    if device.type != "cpu" or not packed.has_int8():
+        where = "this CPU" if device.type == "cpu" else "a GPU"
+        raise ParameterError(
+            f"quantization {args.quantization!r} needs oneDNN's int8 products, which {where} has not; leave it out",
+            param="quantization",
+        )
+    if dtype != torch.bfloat16:
+        raise ParameterError(
+            f"quantization {args.quantization!r} computes beside it in bfloat16, not in {args.dtype}; use dtype auto",
+            param="dtype",
+        )
+
+
+def _weight_bytes(model: Model, args: EngineArgs) -> int:
+    """What the weights will take when they are loaded; the model may be on "meta"."""
+    packing = sum(matrix.num_bytes(args.quantization) - matrix.weight.nbytes for matrix in model.matrices())
+    return model.num_bytes + packing
+
+
+def _ops(device: torch.device) -> ModuleType:
+    if device.type == "cpu":
+        return cpu_ops
+    from octavo.kernels import cuda as cuda_ops  # needs triton, which a CPU need not have
+
+    return cuda_ops
+
+
+def _load(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    args: EngineArgs,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: ModuleType,
+    *,
+    max_len: int,
+) -> Model:
+    """Also pack the weights and, on a CPU, compile what is not compiled yet beside it."""
+    finish = partial(Matrix.pack, quantization=args.quantization)
+    load: Callable[..., Model] = dummy_model
+    if args.load_format == "auto":
+        load = partial(load_decoder, checkpoint)
+    # In threads that end: a thread's OpenMP workers live as long as it does, and as soon as there are more of them than
+    # cores, those that compute go to sleep between any two operations.
+    with ThreadPoolExecutor(2) as threads:
+        if device.type == "cpu":
+            threads.submit(native.library)
+        return threads.submit(load, spec, dtype=dtype, device=device, ops=ops, max_len=max_len, finish=finish).result()
+
+
+def _executor(
+    decoder: Model,
+    config: EngineConfig,
+    budget: Budget,
+    block: tuple[tuple[int, ...], torch.dtype],
+    device: torch.device,
+    ops: ModuleType,
+) -> Executor:
+    """block is the shape and dtype of one block of K and V."""
+    shape, dtype = block
+    args = config.args
+    assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # settled
+    if device.type == "cuda":
+        kv = torch.zeros((config.num_blocks + 1, *shape), dtype=dtype, device=device)
+        host_kv = torch.empty((config.num_host_blocks + 1, *shape), dtype=dtype, pin_memory=True)
+        runner = CudaRunner(
+            decoder,
+            kv,
+            host_kv,
+            num_rows=args.max_num_seqs,
+            max_model_len=config.max_model_len,
+            max_num_tokens=args.max_num_batched_tokens,
+            max_window=args.decode_window,
+            ops=ops,
+            graphs=not args.enforce_eager,
+        )
+        runner.capture()
+        return CudaExecutor(runner)
     try:
-        kv = _lazy_zeros((config.num_blocks + 1, *block), dtype)
-        host_kv = _lazy_zeros((config.num_host_blocks + 1, *block), dtype)
+        kv = _lazy_zeros((config.num_blocks + 1, *shape), dtype)
+        host_kv = _lazy_zeros((config.num_host_blocks + 1, *shape), dtype)
     except MemoryError as error:
         raise MemoryBudgetError(
             f"No available memory for the cache blocks: {budget.table()}; lower num_gpu_blocks_override, "
             "kv_cache_memory_bytes or swap_space"
         ) from error
-    return ModelRunner(
-        decoder, kv, host_kv, num_rows=config.args.max_num_seqs, max_model_len=config.max_model_len, ops=cpu_ops
+    return LocalExecutor(
+        ModelRunner(decoder, kv, host_kv, num_rows=args.max_num_seqs, max_model_len=config.max_model_len, ops=ops)
     )
 
 

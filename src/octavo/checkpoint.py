@@ -55,19 +55,22 @@ class Checkpoint:
         return open_gguf(self.path)
 
 
-def open_checkpoint(model: str | Path, *, revision: str | None = None, download: bool = True) -> Checkpoint:
+def open_checkpoint(
+    model: str | Path, *, revision: str | None = None, download: bool = True, weights: bool = True
+) -> Checkpoint:
     """Resolve `model`, in this order: directory, .gguf file, name of the catalogue, hub repository "org/name".
 
     A directory without a model in it does not hide a name of the catalogue that it happens to have. With
     `download=False` a catalogue model or a repository must be on this machine already. `revision` is a hub branch, tag
-    or commit. Raises `ModelNotFoundError`, `UnsupportedModelError` or `CheckpointError`.
+    or commit. With `weights=False` a directory need hold none: config.json is enough to know a model's shape. Raises
+    `ModelNotFoundError`, `UnsupportedModelError` or `CheckpointError`.
     """
     text = os.fspath(model)
     path = Path(text).expanduser() if text.strip() and "\0" not in text else None
     kind = _kind(path) if path is not None else None
     named = catalog.find(text) is not None
     if path is not None and kind == "directory" and ((path / "config.json").exists() or not named):
-        return _open_directory(path)
+        return _open_directory(path, weights)
     if path is not None and kind == "file":
         return _open_file(path)
     if named:
@@ -145,7 +148,7 @@ def _open_file(path: Path) -> Checkpoint:
     return checkpoint
 
 
-def _open_directory(path: Path) -> Checkpoint:
+def _open_directory(path: Path, weights: bool = True) -> Checkpoint:
     names = sorted(os.listdir(path))
     if "config.json" not in names:
         files = [n for n in names if n.endswith(".gguf")]
@@ -154,7 +157,7 @@ def _open_directory(path: Path) -> Checkpoint:
     config = read_json(path / "config.json")
     refuse_code(config, path / "config.json")
     generation = read_json(path / "generation_config.json") if "generation_config.json" in names else {}
-    return Checkpoint(path, "safetensors", config, generation, _shards(path, names))
+    return Checkpoint(path, "safetensors", config, generation, _shards(path, names) if weights else ())
 
 
 def _shards(path: Path, names: Sequence[str]) -> tuple[Path, ...]:

@@ -6,8 +6,8 @@ model and the machine are known: every number settled.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 from octavo.core.checked import Checked
 from octavo.errors import ParameterError
@@ -18,8 +18,19 @@ CPU_KV_BYTES = 4 * GIB
 DEFAULT_SWAP_BYTES = 4 * GIB
 """The largest swap space taken unasked; never larger than the pool."""
 
-Device = Literal["auto", "cpu"]
+GPU_MEMORY_UTILIZATION = 0.92
+"""The share of a GPU's memory that an engine takes unasked."""
+
+STEP_SIZES = {
+    "cpu": {"max_num_batched_tokens": 2048, "max_num_seqs": 128, "decode_window": 1},
+    "cuda": {"max_num_batched_tokens": 8192, "max_num_seqs": 256, "decode_window": 4},
+}
+"""What a step holds unasked, by device."""
+
+Device = Literal["auto", "cpu", "cuda"]
+Quantization = Literal["int8"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "dummy"]
 PreemptionChoice = Literal["auto", "recompute", "swap"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
@@ -31,22 +42,35 @@ class EngineArgs(Checked):
     model                     a directory, a .gguf file, a name of `octavo models`, or a hub repository
     revision                  branch, tag or commit of a hub repository
     skip_tokenizer_init       take and give token ids only
-    device, dtype             auto: the CPU, in float32
+    chat_template             a file, or the template itself, in the place of the model's
+    device                    auto: an NVIDIA GPU if there is one, else the CPU
+    dtype                     auto: on a GPU the checkpoint's, bfloat16 for one in float32; on a CPU bfloat16 for one in
+                              16 bits or quantised, if the processor multiplies that, else float32
+    load_format               auto: the checkpoint's weights; dummy: random ones, for measuring speed without a download
+    quantization              int8: weights and activations of the matrix products, on a CPU; a scale for each output
+                              and each token
     seed                      where the seeds of requests that bring none are drawn from
     block_size                tokens a block, a power of two from 1 to 256
     num_gpu_blocks_override   usable blocks on whatever device; None: what `kv_cache_memory_bytes` gives
     kv_cache_memory_bytes     bytes for the KV pool; None: on a CPU the smallest of 4 GiB, a quarter of the free memory
                               and what max_num_seqs sequences of max_model_len need
+    gpu_memory_utilization    share of the memory that this process may have, whatever the device, for weights and KV
+                              pool together; None: 0.92 on a GPU, and on a CPU as said for kv_cache_memory_bytes, which
+                              goes before it
     max_model_len             longest sequence, prompt and output; None: the model's, or what fits if that is less;
                               -1: what fits
-    max_num_batched_tokens    positions a step computes at most
-    max_num_seqs              sequences that run at most
+    max_num_batched_tokens    positions a step computes at most; None: 2,048 on a CPU, 8,192 on a GPU
+    max_num_seqs              sequences that run at most; None: 128 on a CPU, 256 on a GPU
     enable_prefix_caching     find the beginnings of prompts among the blocks computed before
     preemption_mode           how a request makes room: recompute, swap, or auto for the choice of the paper
     swap_space                GiB of host memory for what is swapped out; None: as much as the pool, at most 4
+    generation_config         where requests without sampling_params get theirs: auto, the model's file; vllm, none; or
+                              the path of one
+    max_logprobs              likeliest tokens that a request may ask for at a position; -1: the whole vocabulary
     scheduling_policy         fcfs, or priority (lower first)
     watermark                 share of the blocks that an admission leaves free while anything runs
-    decode_window             positions that the device decodes by itself in one step
+    decode_window             positions that the device decodes by itself in one step; None: 1 on a CPU, 4 on a GPU
+    enforce_eager             launch kernels one by one, without CUDA graphs
     async_scheduling          plan the next step while the device computes this one
     """
 
@@ -55,27 +79,41 @@ class EngineArgs(Checked):
     model: str
     revision: str | None = None
     skip_tokenizer_init: bool = False
+    chat_template: str | None = None
     device: Device = "auto"
     dtype: DType = "auto"
+    load_format: LoadFormat = "auto"
+    quantization: Quantization | None = None
     seed: int = 0
     block_size: int = 16
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float | None = None
     max_model_len: int | None = None
-    max_num_batched_tokens: int = 2048
-    max_num_seqs: int = 128
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
     enable_prefix_caching: bool = True
     preemption_mode: PreemptionChoice = "auto"
     swap_space: float | None = None
+    generation_config: str = "auto"
+    max_logprobs: int = 20
     scheduling_policy: SchedulingPolicy = "fcfs"
     watermark: float = 0.0
-    decode_window: int = 1
+    decode_window: int | None = None
+    enforce_eager: bool = False
     async_scheduling: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ParameterError(f"model must be a path or a name, not {self.model!r}", param="model")
-        self._choice("device", ("auto", "cpu"))
+        if self.chat_template is not None and (not isinstance(self.chat_template, str) or not self.chat_template):
+            raise ParameterError(
+                f"chat_template must be a file or a template, not {self.chat_template!r}", param="chat_template"
+            )
+        self._choice("device", ("auto", "cpu", "cuda"))
+        self._choice("load_format", ("auto", "dummy"))
+        if self.quantization is not None:
+            self._choice("quantization", ("int8",))
         self._choice("dtype", ("auto", "float32", "bfloat16", "float16"))
         self._choice("preemption_mode", ("auto", "recompute", "swap"))
         self._choice("scheduling_policy", ("fcfs", "priority"))
@@ -86,15 +124,28 @@ class EngineArgs(Checked):
             )
         self._integer("num_gpu_blocks_override", 1, 1 << 30, optional=True)
         self._integer("kv_cache_memory_bytes", 1, 1 << 50, optional=True)
-        self._integer("max_num_batched_tokens", 1, 1 << 24)
-        self._integer("max_num_seqs", 1, 1 << 20)
-        self._integer("decode_window", 1, 1024)
+        self._number("gpu_memory_utilization", 0.01, 1.0, optional=True)
+        self._integer("max_num_batched_tokens", 1, 1 << 24, optional=True)
+        self._integer("max_num_seqs", 1, 1 << 20, optional=True)
+        self._integer("decode_window", 1, 1024, optional=True)
+        self._integer("max_logprobs", -1, 1 << 20)
+        if not isinstance(self.generation_config, str) or not self.generation_config:
+            raise ParameterError(
+                f"generation_config must be auto, vllm or a path, not {self.generation_config!r}",
+                param="generation_config",
+            )
         self._integer("seed", -(1 << 63), (1 << 63) - 1)
         if self.max_model_len != -1:
             self._integer("max_model_len", 1, 1 << 30, optional=True)
         self._number("watermark", 0.0, 0.5)
         self._number("swap_space", 0.0, 1 << 20, optional=True)
-        self._flag("skip_tokenizer_init", "enable_prefix_caching", "async_scheduling")
+        self._flag("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager", "async_scheduling")
+
+    def settled(self, device: str) -> EngineArgs:
+        """The same, with a number in the place of every None that the device alone decides."""
+        sizes = STEP_SIZES[device].items()
+        unsaid: dict[str, Any] = {name: value for name, value in sizes if getattr(self, name) is None}
+        return replace(self, **unsaid) if unsaid else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,12 +153,15 @@ class EngineConfig:
     """What an engine runs with. Blocks are usable ones; the null block is one more."""
 
     args: EngineArgs
+    device: str
     dtype: str
     max_model_len: int
     num_blocks: int
     num_host_blocks: int
     bytes_per_block: int
     weight_bytes: int
+    attention_window: int = 0
+    """How many of the last keys some layer looks at, if none looks at all; 0: one does."""
 
     @property
     def kv_bytes(self) -> int:

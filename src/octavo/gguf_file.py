@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
 }
 """`general.architecture` -> (config.json's architecture, model_type)."""
 
@@ -143,15 +145,32 @@ def config_of(reader: GGUFFile, name: str) -> dict[str, Any]:
         "max_position_embeddings": get("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "attention_output_bias": "blk.0.attn_output.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "hidden_act": "silu",
         "eos_token_id": reader.value("tokenizer.ggml.eos_token_id"),
         "bos_token_id": reader.value("tokenizer.ggml.bos_token_id"),
     }
+    if arch == "gemma3":
+        config |= _gemma3_words(config, get)
     dtype = _float_dtype(reader)
     if dtype:
         config["dtype"] = dtype
     return config
+
+
+def _gemma3_words(config: dict[str, Any], get: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """What Gemma 3 has besides. GGUF says neither which layers have the window, all but every sixth, nor what queries
+    are scaled by: head_dim, but in the largest model, known by its 62 layers, hidden_size / num_heads."""
+    share = config["hidden_size"] // config["num_attention_heads"]
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": get("attention.sliding_window", 0) or None,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": share if config["num_hidden_layers"] == 62 else config["head_dim"],
+        "rope_theta": get("rope.freq_base", 1e6),
+        "rope_local_base_freq": get("rope.freq_base_swa", 1e4),
+    }
 
 
 def generation_config_of(reader: GGUFFile) -> dict[str, Any]:

@@ -5,25 +5,22 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 from octavo.build import build
 from octavo.config import EngineArgs
 from octavo.core.kv_cache import KVStats
-from octavo.core.request import Request
 from octavo.core.sampling_params import SamplingParams
+from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.interrupts import BetweenSteps
-from octavo.engine.outputs import MakeDetokenizer, RequestOutput
+from octavo.engine.outputs import RequestOutput
 from octavo.engine.stats import EngineStats
-from octavo.errors import ParameterError, PromptError, UnknownOptionError
-from octavo.text.detokenizer import Detokenizer
+from octavo.engine.thread import joined
+from octavo.errors import ParameterError
+from octavo.prompts import Messages, Prompt, Prompts, list_of
 from octavo.text.tokenizer import Tokenizer
-
-Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""Text; token ids; {"prompt": text}; or {"prompt_token_ids": ids}."""
-Messages: TypeAlias = Sequence[dict[str, Any]]
 
 
 class LLM:
@@ -42,7 +39,8 @@ class LLM:
         self.engine = built.engine
         self.config = built.config
         self.spec = built.spec
-        self._tokenizer = built.tokenizer
+        self.sampling_defaults = built.sampling_defaults
+        self._prompts = Prompts(built.tokenizer)
         self._ids = itertools.count()
         self._mail: dict[str, RequestOutput] = {}  # the newest output of requests, for those who run them
         # Whoever forgets to close it gets the memory back with the object, and no thread outlives the interpreter.
@@ -55,12 +53,13 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, all together in one continuous batch; outputs come in the order of the prompts.
 
-        sampling_params   one for all, or one for each; None: the defaults
+        sampling_params   one for all, or one for each; None: `get_default_sampling_params()`
+        use_tqdm          show a progress bar; or make it: called as `tqdm` is
         priority          one for each prompt, lower first; needs scheduling_policy="priority" to matter
 
         Raises a `UsageError` before anything runs if one of the prompts is not acceptable.
@@ -78,29 +77,54 @@ class LLM:
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        tools: Sequence[dict[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several. The prompt is what the model's chat template makes of the messages."""
-        one = bool(messages) and isinstance(messages[0], Mapping)
-        tokenizer = self.get_tokenizer()
-        prompts: list[Prompt] = []
-        for conversation in [messages] if one else messages:
-            text, token_ids = tokenizer.encode_chat(
-                conversation,  # type: ignore[arg-type]
-                tools=tools,
+        """Answer one conversation or several. The prompt is what the model's chat template makes of the messages.
+
+        add_generation_prompt   open the assistant's turn
+        continue_final_message  leave the final message open instead, for the model to go on with it
+        tools                   what the model may call, as its template has it
+        chat_template           in the place of the model's
+        chat_template_kwargs    further variables of the template, such as enable_thinking
+
+        Only the template's own markers become special tokens: one that is spelled in a message stays text. Raises
+        `TemplateError` for a conversation that the template refuses, or a model without one.
+        """
+        several = isinstance(messages, list | tuple) and bool(messages) and isinstance(messages[0], list | tuple)
+        conversations = cast("Sequence[Messages]", messages if several else [messages])
+        prompts = [
+            self._prompts.chat(
+                conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                template=chat_template,
-                **(chat_template_kwargs or {}),
+                tools=tools,
+                chat_template=chat_template,
+                chat_template_kwargs=chat_template_kwargs,
             )
-            prompts.append({"prompt": text, "prompt_token_ids": token_ids})
+            for conversation in conversations
+        ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> list[RequestOutput]:
+        """Search for the likeliest completions of prompts; the outputs of each are its n best, best first.
+
+        Each output's `score` is what it is ranked by, and `cumulative_logprob` its log-probability. Raises a
+        `UsageError` before anything runs if one of the prompts is not acceptable.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise ParameterError(f"a beam search takes BeamSearchParams, not {type(params).__name__}", param="params")
+        return self.generate(prompts, cast("SamplingParams", params), use_tqdm=use_tqdm)
 
     def stream(
         self,
@@ -122,8 +146,8 @@ class LLM:
         stream: bool,
     ) -> list[str]:
         """Queue requests, all or none; returns their ids."""
-        encoded = [self._encode(p) for p in _list_of(prompts)]
-        params = _one_each(sampling_params, len(encoded))
+        encoded = [self._prompts.encode(p) for p in list_of(prompts)]
+        params = self._params_of(sampling_params, len(encoded))
         if priority is not None and len(priority) != len(encoded):
             raise ParameterError(f"{len(priority)} priorities for {len(encoded)} prompts; give one for each")
         if priority is not None and not all(isinstance(p, int) for p in priority):
@@ -131,8 +155,6 @@ class LLM:
         names: list[str] = []
         try:
             for i, ((text, token_ids), p) in enumerate(zip(encoded, params, strict=True)):
-                if p.detokenize and p.stop_strings:
-                    self.get_tokenizer()  # a stop string needs one
                 name = str(next(self._ids))
                 self.engine.add(
                     name,
@@ -140,7 +162,7 @@ class LLM:
                     p,
                     prompt=text,
                     priority=0 if priority is None else priority[i],
-                    make_detokenizer=self._make_detokenizer(),
+                    make_detokenizer=self._prompts.make_detokenizer,
                     stream=stream,
                 )
                 names.append(name)
@@ -149,6 +171,20 @@ class LLM:
                 self.engine.abort(name)
             raise
         return names
+
+    def _params_of(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, num: int
+    ) -> Sequence[SamplingParams]:
+        """One for each of so many prompts, from what a caller gave."""
+        if isinstance(params, BeamSearchParams):
+            return [cast("SamplingParams", self._prompts.ready(params))] * num
+        if params is None or isinstance(params, SamplingParams):
+            return [self._prompts.ready(params or self.engine.default_params)] * num
+        if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+            raise ParameterError(f"sampling_params are SamplingParams, one or a list of them, not {params!r}")
+        if len(params) != num:
+            raise ParameterError(f"{len(params)} sampling_params for {num} prompts; give one for all or one for each")
+        return [self._prompts.ready(p) for p in params]
 
     def _run(self, names: list[str]) -> Generator[RequestOutput, None, None]:
         """Step the engine until these requests have finished. Whoever leaves early takes his requests along, also
@@ -182,57 +218,20 @@ class LLM:
     def _sort(self, outputs: list[RequestOutput]) -> None:
         """Several iterators may take turns, and each step tells of the requests of all."""
         for output in outputs:
-            self._mail[output.request_id] = output
+            older = self._mail.get(output.request_id)
+            self._mail[output.request_id] = joined(older, output) if older is not None and output.is_delta else output
 
     # -- text ----------------------------------------------------------------------------------------------------------
 
     def get_tokenizer(self) -> Tokenizer:
-        if self._tokenizer is None:
-            raise ParameterError("the engine has no tokenizer (skip_tokenizer_init=True); give token ids, not text")
-        return self._tokenizer
+        return self._prompts.tokenizer
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
-        """A prompt's text, if it has one, and its tokens."""
-        if isinstance(prompt, Mapping):
-            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            for name in prompt:
-                if name not in ("prompt", "prompt_token_ids"):
-                    raise UnknownOptionError.of("a prompt", str(name), ("prompt", "prompt_token_ids"))
-            if token_ids is not None:
-                if not isinstance(token_ids, Sequence) or isinstance(token_ids, str):
-                    raise PromptError(
-                        f"prompt_token_ids is a list of integers, not {type(token_ids).__name__}", param="prompt"
-                    )
-                return text, list(token_ids)
-            prompt = text if text is not None else ""
-        if isinstance(prompt, str):
-            tokenizer = self.get_tokenizer()
-            token_ids = tokenizer.encode(prompt)
-            if not token_ids:
-                raise PromptError("the prompt is empty; give it some text", param="prompt", code="empty_prompt")
-            return prompt, token_ids
-        if isinstance(prompt, Sequence):
-            return None, list(cast("Sequence[int]", prompt))
-        raise PromptError(
-            f"a prompt is text, a list of token ids or a dict, not {type(prompt).__name__}", param="prompt"
-        )
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Those of a request that brings none: the model's own, where its generation_config.json recommends some.
 
-    def _make_detokenizer(self) -> MakeDetokenizer | None:
-        tokenizer = self._tokenizer
-        if tokenizer is None:
-            return None
-
-        def make(request: Request) -> Detokenizer:
-            params = request.sampling_params
-            return Detokenizer(
-                tokenizer,
-                request.prompt_token_ids,
-                skip_special_tokens=params.skip_special_tokens,
-                stop=params.stop_strings,
-                include_stop=params.include_stop_str_in_output,
-            )
-
-        return make
+        To change one, and keep the others: `dataclasses.replace(llm.get_default_sampling_params(), max_tokens=100)`.
+        """
+        return self.engine.default_params
 
     # -- looking, and leaving ------------------------------------------------------------------------------------------
 
@@ -261,28 +260,8 @@ class LLM:
         self.close()
 
     @staticmethod
-    def _progress(total: int, show: bool) -> Any:
+    def _progress(total: int, use_tqdm: bool | Callable[..., Any]) -> Any:
         from tqdm import tqdm
 
-        return tqdm(total=total, desc="Processed prompts", unit="req", disable=not show, dynamic_ncols=True)
-
-
-def _list_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several: a list of integers is one."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Sequence) or not prompts:
-        raise PromptError(f"prompts are a list of at least one, not {prompts!r}", param="prompts")
-    if isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, num: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num
-    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
-        raise ParameterError(f"sampling_params are SamplingParams, one or a list of them, not {params!r}")
-    if len(params) != num:
-        raise ParameterError(f"{len(params)} sampling_params for {num} prompts; give one for all or one for each")
-    return list(params)
+        bar = use_tqdm if callable(use_tqdm) else tqdm
+        return bar(total=total, desc="Processed prompts", unit="req", disable=not use_tqdm, dynamic_ncols=True)

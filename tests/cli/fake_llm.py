@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 
 from octavo.core.kv_cache import KVCache, KVStats
 from octavo.core.sampling_params import SamplingParams
+from octavo.engine.outputs import Logprob
 from octavo.errors import ContextLengthError, ModelNotFoundError
+from octavo.generation_config import SamplingDefaults
 
 VOCABULARY: list[str] = []
 
@@ -27,13 +29,19 @@ def decode(ids: list[int]) -> str:
     return " ".join(VOCABULARY[i] for i in ids)
 
 
+def known(token_id: int, num_top: int) -> dict[int, Logprob]:
+    """A token that is the second likeliest, and the likeliest, which is the first word of all."""
+    best = {0: Logprob(-0.25, 1, decode([0]))} if num_top else {}
+    return {token_id: Logprob(-1.5, 2, decode([token_id]))} | best
+
+
 @dataclass
 class Completion:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    logprobs: None = None
+    logprobs: list[dict[int, Logprob] | None] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -47,13 +55,15 @@ class Output:
     finished: bool = False
     num_cached_tokens: int = 0
     metrics: None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 class Tokenizer:
     chat_template: str | None = "role: content"
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> tuple[str, list[int]]:
-        text = " ".join(f"{m['role']}: {m['content']}" for m in messages)
+    def encode_chat(self, messages: list[dict[str, str]], **variables: Any) -> tuple[str, list[int]]:
+        parts = [f"{m['role']}: {m['content']}" for m in messages] + [f"{k}={v}" for k, v in variables.items()]
+        text = " ".join(parts)
         return text, encode(text)
 
 
@@ -61,6 +71,7 @@ class FakeLLM:
     """Records how it was made and asked. `FAIL` in a prompt fails that request, `TOO LONG` refuses the call."""
 
     made: ClassVar[list[FakeLLM]] = []
+    sampling_defaults: ClassVar[SamplingDefaults] = SamplingDefaults()
 
     def __init__(self, model: str, **engine: Any) -> None:
         if model.startswith("absent"):
@@ -81,6 +92,9 @@ class FakeLLM:
 
     def get_tokenizer(self) -> Tokenizer:
         return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return self.sampling_defaults.params
 
     def kv_stats(self) -> KVStats:
         return self.kv.stats()
@@ -109,9 +123,8 @@ class FakeLLM:
         ids = encode(text) if text is not None else prompt["prompt_token_ids"]
         if "TOO LONG" in decode(ids):
             raise ContextLengthError("This model's maximum context length is 7 tokens. However, there are more")
-        return Output(
-            request_id, text or decode(ids), ids, [Completion(i) for i in range(n)], num_cached_tokens=len(ids) // 2
-        )
+        completions = [Completion(i) for i in range(n)]
+        return Output(request_id, text or decode(ids), ids, completions, num_cached_tokens=len(ids) // 2)
 
     def _step(self, output: Output, params: SamplingParams) -> None:
         for completion in output.outputs:
@@ -121,8 +134,12 @@ class FakeLLM:
             else:
                 completion.token_ids = [*completion.token_ids, output.prompt_token_ids[-1 - num]]
                 completion.text = decode(completion.token_ids)
+                if params.logprobs is not None:
+                    completion.logprobs = [known(i, params.logprobs) for i in completion.token_ids]
                 if num + 1 == len(output.prompt_token_ids):
                     completion.finish_reason = "stop"
                 elif num + 1 == params.max_tokens:
                     completion.finish_reason = "length"
+        if params.prompt_logprobs is not None:
+            output.prompt_logprobs = [None, *(known(i, 0) for i in output.prompt_token_ids[1:])]
         output.finished = output.outputs[0].finish_reason is not None

@@ -160,5 +160,16 @@ def test_a_model_without_a_template_is_refused_at_once(
     monkeypatch.setattr(Tokenizer, "chat_template", None)
     done = say("hello", options=("--model", "dir"))
     assert done.code == 2
-    assert done.err == "error: dir has no chat template; octavo generate completes plain text\n"
+    assert done.err == (
+        "error: dir has no chat template; give one with --chat-template, or complete plain text with octavo generate\n"
+    )
     assert asked(fake) == []
+
+
+def test_variables_of_the_template(say: Callable[..., Any], fake: type[FakeLLM]) -> None:
+    say("hello", options=("--chat-template-kwargs", '{"thinking": false}', "--chat-template", "x.jinja"))
+    assert asked(fake) == ["user: hello thinking=False"]
+    assert fake.made[0].engine == {"chat_template": "x.jinja"}
+    for text in ("[1]", "{", "thinking"):
+        done = say("hello", options=("--chat-template-kwargs", text))
+        assert done.code == 2 and "--chat-template-kwargs" in done.err and "no JSON object" in done.err

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from octavo.cli.generate import read_prompts
-from octavo.cli.options import parse_length
+from octavo.cli.options import ENGINE, SAMPLING, UNSAID, flag, parse_length
+from octavo.cli.vllm_flags import UNSUPPORTED
+from octavo.config import EngineArgs
+from octavo.core.sampling_params import SamplingParams
 from octavo.errors import PromptError
+from octavo.generation_config import SamplingDefaults
 from tests.cli.conftest import Call
-from tests.cli.fake_llm import FakeLLM
+from tests.cli.fake_llm import FakeLLM, decode, encode
 
 KEYS = ["prompt", "text", "token_ids", "finish_reason", "num_cached_tokens"]
 
@@ -105,6 +111,79 @@ def test_sampling_options(call: Call, fake: type[FakeLLM]) -> None:
     assert (params.min_p, params.seed, params.stop_strings) == (0.1, 3, ("x", "y z"))
 
 
+def test_more_sampling_options(call: Call, fake: type[FakeLLM]) -> None:
+    done = call(
+        *("generate", "-p", "a", "--repetition-penalty", "1.2", "--presence-penalty", "-1", "--frequency-penalty", "2"),
+        *("--logit-bias", "3=-5", "--logit-bias", '{"4": 1.5, "5": 2}', "--min-tokens", "2", "--bad-words", "x y"),
+        *("--allowed-token-ids", "3", "--allowed-token-ids", "4", "--ignore-eos", "--echo", "--logprobs", "0"),
+        *("--prompt-logprobs", "2", "--no-skip-special-tokens", "--include-stop-str-in-output"),
+    )
+    assert done.code == 0, done.err
+    _, params = fake.made[0].asked[0]
+    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.2, -1.0, 2.0)
+    assert dict(params.logit_bias or {}) == {3: -5.0, 4: 1.5, 5: 2.0}
+    assert (params.min_tokens, params.bad_words, params.allowed_token_ids) == (2, ("x y",), (3, 4))
+    assert params.ignore_eos and params.echo and not params.skip_special_tokens and params.include_stop_str_in_output
+    assert (params.logprobs, params.prompt_logprobs) == (0, 2)
+
+
+def test_the_model_s_own_defaults_are_told_and_give_way(
+    call: Call, fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {"temperature": 0.6, "top_p": 0.95}
+    monkeypatch.setattr(fake, "sampling_defaults", SamplingDefaults(SamplingParams(**values), values, "x.json"))
+    done = call("generate", "-p", "a", "--top-p", "0.5", "--max-tokens", "3")
+    assert done.err == "sampling defaults from x.json: temperature 0.6, top_p 0.95\n"
+    _, params = fake.made[0].asked[0]
+    assert (params.temperature, params.top_p, params.max_tokens) == (0.6, 0.5, 3)
+
+
+@pytest.mark.parametrize(("settings", "said"), [(EngineArgs, ENGINE), (SamplingParams, SAMPLING)])
+def test_every_field_is_an_option_or_left_out_on_purpose(settings: type[Any], said: dict[str, str]) -> None:
+    fields = {field.name for field in dataclasses.fields(settings) if field.init}
+    assert set(said) | UNSAID[settings] == fields and not set(said) & UNSAID[settings]
+    assert not {flag(name)[2:] for name in said} & UNSUPPORTED
+
+
+def test_special_tokens_may_be_meant(call: Call, fake: type[FakeLLM]) -> None:
+    call("generate", "-p", "a", "--parse-special")
+    assert fake.made[0].asked[0][0] == [{"prompt": "a", "parse_special": True}]
+
+
+def test_logprobs_are_a_table(call: Call, fake: type[FakeLLM]) -> None:
+    first, second = "a", "bb"
+    done = call("generate", "-p", f"{first} {second}", "--logprobs", "1", "--prompt-logprobs", "0")
+    assert done.code == 0, done.err
+    table = [line.split() for line in done.lines]
+    start = next(i for i, row in enumerate(table) if row[:1] == ["token"])
+    best = decode([0])
+    assert done.lines[start - 1] == "bb a" and table[start] == ["token", "logprob", "rank", "likeliest"]
+    assert table[start + 1] == ['"bb"', "-1.500", "2", f'"{best}"', "-0.250", '"bb"', "-1.500"]
+    assert ["prompt"] in table and table[-1] == ['"bb"', "-1.500", "2"]
+
+
+def test_logprobs_in_json(call: Call, fake: type[FakeLLM]) -> None:
+    decode([*encode("first a bb")])
+    (line,) = call("generate", "--json", "-p", "a bb", "--logprobs", "1", "--prompt-logprobs", "0").lines
+    record = json.loads(line)
+    ids = record["token_ids"]
+    assert [known["token_id"] for known in record["logprobs"]] == ids
+    assert record["logprobs"][0] == {
+        "token_id": ids[0],
+        "token": "bb",
+        "logprob": -1.5,
+        "rank": 2,
+        "top": [
+            {"token_id": 0, "token": decode([0]), "logprob": -0.25},
+            {"token_id": ids[0], "token": "bb", "logprob": -1.5},
+        ],
+    }
+    assert record["prompt_logprobs"][0]["logprob"] is None
+    assert "top" not in record["prompt_logprobs"][1]
+    (line,) = call("generate", "--json", "-p", "a bb").lines
+    assert list(json.loads(line)) == KEYS
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -117,6 +196,30 @@ def test_sampling_options(call: Call, fake: type[FakeLLM]) -> None:
         (("--n", "0"), "n is 0"),
         (("--stop", ""), "stop must be non-empty"),
         (("--max-model-len", "lots"), "'lots' is not a number of tokens"),
+        (("--top-p", "2"), "error: --top-p: top_p is 2"),
+        (("--presence-penalty", "-3"), "--presence-penalty: presence_penalty is -3.0, it must be from -2 to 2"),
+        (("--repetition-penalty", "0"), "--repetition-penalty: repetition_penalty is 0"),
+        (("--logit-bias", "5=101"), "--logit-bias: logit_bias"),
+        (("--logit-bias", "x=1"), "'x=1' is not ID=BIAS"),
+        (("--logit-bias", "5"), "'5' is not ID=BIAS"),
+        (("--logit-bias", "[1]"), "'[1]' is not ID=BIAS"),
+        (("--logit-bias", '{"a": 1}'), "is not ID=BIAS"),
+        (("--min-tokens", "20", "--max-tokens", "10"), "--min-tokens: min_tokens is 20"),
+        (("--allowed-token-ids", "-1"), "--allowed-token-ids: allowed_token_ids"),
+        (("--bad-words", ""), "--bad-words: bad_words"),
+        (("--logprobs", "-2"), "--logprobs: logprobs is -2"),
+        (("--block-size", "3"), "--block-size: block_size is 3, it must be a power of two from 1 to 256"),
+        (("--block-size", "0"), "--block-size: block_size is 0, it must be from 1 to 256"),
+        (("--block-size", "1000"), "--block-size: block_size is 1000"),
+        (("--max-model-len", "0"), "--max-model-len: max_model_len is 0"),
+        (("--max-model-len", "-2"), "--max-model-len: max_model_len is -2"),
+        (("--max-model-len", str(10**12)), "--max-model-len: max_model_len is 1000000000000"),
+        (("--gpu-memory-utilization", "0"), "--gpu-memory-utilization: gpu_memory_utilization is 0"),
+        (("--gpu-memory-utilization", "1.5"), "--gpu-memory-utilization: gpu_memory_utilization is 1.5"),
+        (("--device-memory-utilization", "nan"), "gpu_memory_utilization must be a finite number"),
+        (("--max-num-seqs", "0"), "--max-num-seqs: max_num_seqs is 0"),
+        (("--kv-offloading-size", "-1"), "--swap-space: swap_space is -1"),
+        (("--chat-template", ""), "--chat-template: chat_template must be a file"),
     ],
 )
 def test_a_bad_value_is_refused_before_the_model_is_loaded(
@@ -127,6 +230,27 @@ def test_a_bad_value_is_refused_before_the_model_is_loaded(
     assert message in done.err
     assert done.err.count("\n") == 1
     assert not fake.made
+
+
+def test_flags_of_vllm(call: Call, fake: type[FakeLLM]) -> None:
+    """Those that are gone are taken with a warning, those that are missing are named."""
+    done = call(
+        *("generate", "-p", "a", "--disable-log-requests", "--enable-chunked-prefill", "--num-lookahead-slots", "3"),
+        *("--guided-decoding-backend", "x", "--use_v2_block_manager", "--kv-offloading-size", "0.5"),
+    )
+    assert (done.code, done.out) == (0, "a\n") and fake.made[0].engine == {"swap_space": 0.5}
+    assert done.err.count("warning: vLLM flag --") == done.err.count("means nothing any more") == 5
+    assert "--use-v2-block-manager" in done.err
+    for typed, named in (
+        ("--kv-cache-dtype", "--kv-cache-dtype"),
+        ("--tensor_parallel_size", "--tensor-parallel-size"),
+        ("--no-enable-log-requests", "--no-enable-log-requests"),
+        ("--speculative-config.method", "--speculative-config"),
+    ):
+        done = call("generate", "-p", "a", typed, "2")
+        assert (done.code, done.out) == (2, "")
+        assert done.err == f"error: vLLM flag {named} is not supported here; see octavo generate --help\n"
+    assert len(fake.made) == 1
 
 
 def test_no_prompt(call: Call, fake: type[FakeLLM]) -> None:

@@ -90,6 +90,14 @@ def test_a_seed_reproduces(call: Call, model: str) -> None:
         (("--max-tokens", "200000"), 2, "maximum context length is"),
         (("--num-gpu-blocks-override", "2", "--max-tokens", "99"), 2, "99"),
         (("--num-gpu-blocks-override", "2", "--max-model-len", "64"), 1, "max_model_len"),
+        (("--gpu-memory-utilization", "2"), 2, "--gpu-memory-utilization: gpu_memory_utilization is 2.0"),
+        (("--logit-bias", "99999=1"), 2, "--logit-bias: logit_bias has 99999, the vocabulary ends at 96"),
+        (("--allowed-token-ids", "97"), 2, "--allowed-token-ids: allowed_token_ids has 97"),
+        (("--stop-token-ids", "97"), 2, "--stop-token-ids: stop_token_ids has 97"),
+        (("--logprobs", "21"), 2, "--logprobs: logprobs is 21, at most 20 are given; raise max_logprobs"),
+        (("--chat-template", "/absent.jinja"), 1, "cannot read the chat template /absent.jinja: No such file"),
+        (("--chat-template", "{% if %}"), 1, "the chat template is wrong in line 1"),
+        (("--chat-template", "{{ messages.__class__ }}"), 1, "'__class__', which is Python's own"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -167,11 +175,42 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(model: str) -> None:
         assert process.returncode == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_end_in_the_middle_leaves_nothing_behind(model: str, number: signal.Signals) -> None:
+    """Pressed twice, too: whoever does that does not want to read of threads."""
+    shared = set(os.listdir("/dev/shm"))
+    ours, theirs = pty.openpty()
+    with started("generate", "--model", model, "-p", "once", *ENDLESS, stdout=theirs, process_group=0) as process:
+        os.close(theirs)
+        read_some(ours)
+        begun = time.monotonic()
+        for _ in range(2):
+            process.send_signal(number)
+            time.sleep(0.05)
+        _, err = process.communicate(timeout=10)
+        assert process.returncode in (130 if number is signal.SIGINT else -number, -number) and err == b""
+        assert time.monotonic() - begun < 5
+        with pytest.raises(ProcessLookupError):  # no child is left in its group
+            os.killpg(process.pid, 0)
+    os.close(ours)
+    new = set(os.listdir("/dev/shm")) - shared
+    assert not [name for name in new if str(process.pid) in name or "octavo" in name]
+
+
+def test_a_stdout_that_was_closed(model: str) -> None:
+    command = f'"{sys.executable}" -m octavo.cli.main generate --model "{model}" -p once --max-tokens 3 >&-'
+    done = subprocess.run(["/bin/sh", "-c", command], stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("after_s", [0.3, 0.9])
-def test_ctrl_c_while_it_loads(model: str, after_s: float) -> None:
+def test_ctrl_c_while_it_loads(model: str, after_s: float, times: int) -> None:
     with started("generate", "--model", model, "-p", "once", *ENDLESS) as process:
         time.sleep(after_s)
-        process.send_signal(signal.SIGINT)
+        for _ in range(times):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.02)
         out, err = process.communicate(timeout=10)
         # Before Python itself has started, the signal ends the process; that is quiet too.
         assert process.returncode in (130, -signal.SIGINT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ from .lab import make
         ("min_p", -1, "from 0 to 1"),
         ("top_k", -2, "top_k is -2, it must be from -1"),
         ("max_tokens", 0, "max_tokens is 0, it must be from 1"),
-        ("max_tokens", -5, "from 1"),
+        ("max_tokens", -5, "from 0"),
         ("seed", 1 << 63, "from -9223372036854775808 to 9223372036854775807"),
         ("seed", -(1 << 63) - 1, "seed is"),
         ("seed", "x", "must be an integer"),
@@ -49,12 +50,110 @@ from .lab import make
         ("detokenize", None, "detokenize must be True or False"),
         ("skip_special_tokens", "no", "skip_special_tokens must be"),
         ("include_stop_str_in_output", 0, "include_stop_str_in_output must be"),
+        ("spaces_between_special_tokens", 1, "spaces_between_special_tokens must be True or False"),
+        ("skip_reading_prefix_cache", None, "skip_reading_prefix_cache must be True or False"),
+        ("echo", "yes", "echo must be True or False, not 'yes'"),
+        ("repetition_penalty", 0, "repetition_penalty is 0, it must be from 0.01 to 100"),
+        ("repetition_penalty", -1.5, "from 0.01 to 100"),
+        ("repetition_penalty", math.inf, "must be a finite number"),
+        ("presence_penalty", 2.1, "presence_penalty is 2.1, it must be from -2 to 2"),
+        ("presence_penalty", "0.5", "must be a finite number, not '0.5'"),
+        ("frequency_penalty", -2.5, "from -2 to 2"),
+        ("frequency_penalty", math.nan, "must be a finite number, not nan"),
+        ("min_tokens", -1, "min_tokens is -1, it must be from 0"),
+        ("min_tokens", 17, "min_tokens is 17, it must be at most max_tokens, 16"),
+        ("min_tokens", None, "must be an integer, not None"),
+        ("logprobs", -2, "logprobs is -2, it must be from -1"),
+        ("logprobs", True, "must be an integer, not True"),
+        ("logprobs", 2.0, "must be an integer, not 2.0"),
+        ("prompt_logprobs", -2, "prompt_logprobs is -2, it must be from -1"),
+        ("logit_bias", {5: 101}, "numbers from -100 to 100, not 5 to 101"),
+        ("logit_bias", {5: math.nan}, "not 5 to nan"),
+        ("logit_bias", {5: "1"}, "not 5 to '1'"),
+        ("logit_bias", {"5": 1}, "maps token ids to numbers .* not '5' to 1"),
+        ("logit_bias", {-1: 1}, "not -1 to 1"),
+        ("logit_bias", {True: 1}, "not True to 1"),
+        ("logit_bias", {5: True}, "not 5 to True"),
+        ("logit_bias", [5], r"maps token ids to numbers .* not \[5\]"),
+        ("allowed_token_ids", [], "is empty, which allows nothing; leave it out"),
+        ("allowed_token_ids", [5, -1], "must be token ids, not -1"),
+        ("allowed_token_ids", ["5"], "must be token ids, not '5'"),
+        ("allowed_token_ids", 5, "must be a list, not 5"),
+        ("allowed_token_ids", "5", "must be a list, not '5'"),
+        ("stop_token_ids", 5, "must be a list, not 5"),
+        ("stop", 5, "must be a list, not 5"),
+        ("stop", "x" * 5000, "a string of 5000 characters, at most 4096"),
+        ("bad_words", [""], "non-empty strings, not ''"),
+        ("bad_words", ["a", None], "non-empty strings, not None"),
+        ("bad_words", ["a"] * 5000, "5000 strings, at most 4096"),
+        ("bad_words_token_ids", [[5], []], "a list without tokens"),
+        ("bad_words_token_ids", [5], "must be a list, not 5"),
+        ("bad_words_token_ids", [[5, -6]], "must be token ids, not -6"),
+        ("output_kind", "delta", "output_kind is 'delta', it must be one of RequestOutputKind.CUMULATIVE, "),
     ],
 )
 def test_a_parameter_out_of_range_is_refused_by_name(name: str, bad: Any, says: str) -> None:
     with pytest.raises(ParameterError, match=says) as caught:
         SamplingParams(**{name: bad})
     assert caught.value.param == name and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "code"),
+    [
+        ("n", 129, "integer_out_of_range"),
+        ("n", "7", "invalid_type"),
+        ("temperature", 2.1, "decimal_out_of_range"),
+        ("echo", 1, "invalid_type"),
+        ("max_tokens", 0, "integer_below_min_value"),
+        ("logit_bias", {5: 101}, "invalid_logit_bias"),
+        ("allowed_token_ids", [-1], "invalid_token_id"),
+        ("allowed_token_ids", [], "no_allowed_token"),
+        ("stop", ["x"] * 65, "array_above_max_length"),
+        ("stop", [3], "invalid_value"),
+    ],
+)
+def test_a_refusal_has_a_code(name: str, bad: Any, code: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        SamplingParams(**{name: bad})
+    assert caught.value.code == code
+
+
+def test_parameters_that_imply_others() -> None:
+    plain = SamplingParams()
+    assert not plain.needs_history and not plain.skip_reading_prefix_cache and plain.prompt_logprobs is None
+    asked = SamplingParams(prompt_logprobs=0, max_tokens=0)
+    assert asked.skip_reading_prefix_cache and asked.needs_history and asked.logprobs is None
+    echo = SamplingParams(echo=True, logprobs=3, max_tokens=0)
+    assert echo.prompt_logprobs == 3 and echo.skip_reading_prefix_cache
+    assert SamplingParams(echo=True, logprobs=3, prompt_logprobs=1).prompt_logprobs == 1
+    assert replace(plain, prompt_logprobs=2).skip_reading_prefix_cache
+    assert SamplingParams(echo=True, max_tokens=0).prompt_logprobs is None
+    assert SamplingParams(min_tokens=500, max_tokens=None).min_tokens == 500
+
+
+@pytest.mark.parametrize(
+    ("words", "needs"),
+    [
+        ({"repetition_penalty": 1.1}, True),
+        ({"presence_penalty": -0.1}, True),
+        ({"frequency_penalty": 0.1}, True),
+        ({"bad_words_token_ids": [[3]]}, True),
+        ({"logprobs": 3}, False),
+        ({"min_tokens": 3, "logit_bias": {3: 1}, "allowed_token_ids": [3], "bad_words": ["x"]}, False),
+    ],
+)
+def test_who_looks_back(words: dict[str, Any], needs: bool) -> None:
+    assert SamplingParams(**words).needs_history is needs
+
+
+def test_lists_are_the_parameters_own() -> None:
+    ids, bias = [3, 4], {3: 1.0}
+    params = SamplingParams(allowed_token_ids=ids, logit_bias=bias, bad_words_token_ids=[ids], bad_words="x")
+    ids.clear()
+    bias.clear()
+    assert params.allowed_token_ids == (3, 4) and params.bad_words_token_ids == ((3, 4),)
+    assert params.logit_bias == {3: 1.0} and params.bad_words == ("x",)
 
 
 def test_the_bounds_themselves_are_allowed() -> None:

@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
 
 LEVELS: dict[str, tuple[Any, ...]] = {
-    "kind": ("llama", "qwen2", "qwen3"),
+    "kind": ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt2", "opt"),
     "warm": (False, True),
     "chunk": (1, 7, 512),
     "preemption": (None, "recompute", "swap"),

@@ -17,6 +17,7 @@ from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint, transformers_log
 
 from .cases import Shaky
 from .conftest import World
+from .slow import changed
 from .test_transformers import Steady
 
 NUM_NEW = 10
@@ -121,6 +122,12 @@ FILTERS: list[dict[str, Any]] = [
     {"temperature": 1.5, "top_k": 12, "top_p": 0.8},
     {"temperature": 1.3, "top_p": 0.9, "min_p": 0.05},
     {"temperature": 2.0, "top_k": 30, "top_p": 0.95, "min_p": 0.1},
+    {
+        "repetition_penalty": 1.5,
+        "logit_bias": {5: 1.5, 8: -2.0},
+        "allowed_token_ids": [2, 5, 8, 11, 30, 40, 60],
+        "top_p": 0.95,
+    },
 ]
 NUM_DRAWS = 4096
 
@@ -170,7 +177,7 @@ def test_first_tokens_are_distributed_as_asked(
     prompt = [7, 3, 11]
     (logits,) = transformers_logits(path, [prompt])
     params = SamplingParams(**({"temperature": 1.0, "max_tokens": 1, "n": 128 if how == "n" else 1} | filters))
-    probs = exact(logits[-1], params)
+    probs = exact(torch.tensor(changed(logits[-1].tolist(), prompt, [], params, set())), params)
     counts: Counter[int] = Counter()
     with LLM(str(path), skip_tokenizer_init=True, num_gpu_blocks_override=2048, max_num_seqs=1024, seed=3) as llm:
         outputs = llm.generate([prompt] * (NUM_DRAWS // params.n), params, use_tqdm=False)

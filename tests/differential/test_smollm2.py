@@ -49,7 +49,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(MODEL, max_model_len=512, max_num_seqs=20, num_gpu_blocks_override=400) as made:
+    with LLM(MODEL, dtype="float32", max_model_len=512, max_num_seqs=20, num_gpu_blocks_override=400) as made:
         yield made
 
 

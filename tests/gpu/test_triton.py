@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -12,8 +13,10 @@ if not torch.cuda.is_available():
 
 from octavo.kernels import cuda, reference
 from octavo.kernels.batch import RaggedBatch
-from tests.kernels.pool import relative_error
+from tests.kernels.pool import make_case, naive_attention, relative_error
 from tests.kernels.triton_cases import *  # noqa: F403
+from tests.kernels.triton_cases import attend, check
+from tests.kernels.triton_step_cases import *  # noqa: F403
 
 
 def test_a_captured_graph_replays_with_other_lengths() -> None:
@@ -39,16 +42,69 @@ def test_the_last_block_of_a_pool_past_2_to_the_32_elements() -> None:
     if torch.cuda.mem_get_info()[0] < 3 * num_blocks * heads * block_size * head_dim * 2:
         pytest.skip("needs 13 GB of free GPU memory")
     kv = torch.empty(num_blocks + 1, 1, 2, heads, block_size, head_dim, device="cuda", dtype=torch.bfloat16)
-    kv[-2:] = math.nan
-    for query_len in (1, 9):
-        batch = RaggedBatch.from_lists([query_len], [9], [[num_blocks]], block_size, device="cuda")
-        k, v = torch.randn(2, 9, heads, head_dim, device="cuda", dtype=torch.bfloat16)
-        cuda.kv_write(k, v, kv[:, 0], torch.arange(9, device="cuda") + num_blocks * block_size)
-        assert torch.equal(kv[num_blocks, 0, 0, :, :9].transpose(0, 1), k)
+    kv[-11:] = math.nan
+    for query_len, seq_len in ((1, 9), (9, 9), (140, 150)):  # a kernel each
+        ids = list(range(num_blocks, num_blocks - 10, -1))  # the last block of all comes first
+        batch = RaggedBatch.from_lists([query_len], [seq_len], [ids], block_size, device="cuda")
+        k, v = torch.randn(2, seq_len, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+        position = torch.arange(seq_len, device="cuda")
+        cuda.kv_write(k, v, kv[:, 0], (num_blocks - position // block_size) * block_size + position % block_size)
+        assert torch.equal(kv[num_blocks, 0, 0, :, :9].transpose(0, 1), k[:9])
         q = torch.randn(query_len, heads, head_dim, device="cuda", dtype=torch.bfloat16)
         out = cuda.paged_attention(q, kv[:, 0], batch, scale=0.1)
-        near = RaggedBatch.from_lists([query_len], [9], [[1]], block_size, device="cuda")
-        expected = reference.paged_attention(q.double(), kv[-2:, 0].double(), near, scale=0.1)
+        near = [i - num_blocks + 10 for i in ids]
+        batch = RaggedBatch.from_lists([query_len], [seq_len], [near], block_size, device="cuda")
+        expected = reference.paged_attention(q.double(), kv[-11:, 0].double(), batch, scale=0.1)
         assert relative_error(out, expected) < 1.5e-2
     cuda.block_copy(kv, torch.tensor([num_blocks], device="cuda"), torch.tensor([1], device="cuda"))
     assert torch.equal(kv[1, 0, :, :, :9], kv[num_blocks, 0, :, :, :9])
+
+
+LONG = ([130, 1, 65, 140, 7], [130, 90, 65, 500, 300])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim", "block_size"),
+    [(2, 4, 128, 16), (2, 7, 64, 64), (1, 12, 80, 8), (3, 1, 96, 128), (1, 16, 256, 256), (2, 2, 40, 32)],
+)
+def test_long_queries(kv_heads: int, group: int, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+    """Of lengths that Hopper's kernel takes, beside single ones; what is no token's is NaN."""
+    shape = {"num_kv_heads": kv_heads, "group_size": group, "head_dim": head_dim, "block_size": block_size}
+    case = make_case(*LONG, dtype=dtype, **shape)
+    check(case, window=2000 if group == 7 else 0)  # more than there is
+
+
+def test_padding_behind_long_queries_is_zero() -> None:
+    case = make_case([130, 1], [140, 9], dtype=torch.bfloat16)
+    case.q = torch.cat((case.q, torch.full((300, *case.q.shape[1:]), math.nan, dtype=torch.bfloat16)))
+    out, lse = attend(case)
+    case.q = case.q[:131]
+    assert relative_error(out[:131], naive_attention(case)[0]) < 1.5e-2
+    assert bool((out[131:] == 0).all()) and bool((lse[131:] == -math.inf).all())
+
+
+def test_a_graph_of_long_queries_replays_with_other_lengths() -> None:
+    """Which queries a tile takes, how far back they look and how many there are: all the device's."""
+    block_size, tables = 16, [[1 + s * 80 + i for i in range(80)] for s in range(3)]
+    batch = RaggedBatch.from_lists([100, 300, 1], [1200, 300, 7], tables, block_size, device="cuda")
+    kv = torch.randn(241, 1, 2, 2, block_size, 128, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(450, 8, 128, device="cuda", dtype=torch.bfloat16)
+    cuda.paged_attention(q, kv[:, 0], batch, scale=0.1)  # compiled before the capture
+    batch.derived.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = cuda.paged_attention(q, kv[:, 0], batch, scale=0.1)
+    for query_lens, seq_lens in (
+        ([100, 300, 1], [1200, 300, 7]),
+        ([1, 1, 64], [1, 1000, 64]),
+        ([300, 0, 150], [300, 0, 950]),
+    ):
+        batch.query_start.copy_(torch.tensor([0, *itertools.accumulate(query_lens)]))
+        batch.seq_lens.copy_(torch.tensor(seq_lens))
+        graph.replay()
+        now = RaggedBatch.from_lists(query_lens, seq_lens, tables, block_size, device="cuda")
+        num_tokens = sum(query_lens)
+        expected = reference.paged_attention(q[:num_tokens].double(), kv[:, 0].double(), now, scale=0.1)
+        assert float((out[:num_tokens].double() - expected).norm()) <= 5e-3 * float(expected.norm())
+        assert bool((out[num_tokens:] == 0).all())

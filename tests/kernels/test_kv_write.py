@@ -10,6 +10,7 @@ import torch
 
 from octavo.kernels import cpu, reference
 from octavo.kernels.batch import RaggedBatch
+from tests.kernels.pool import relative_error
 
 BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
 
@@ -33,6 +34,25 @@ def test_each_token_lands_in_its_slot_and_nothing_else_changes(
         assert torch.equal(place[1], v[token])
         before[slot // block_size, 1, :, :, slot % block_size] = place
     assert torch.equal(kv, before)
+
+
+@BOTH
+@pytest.mark.parametrize("normed", [False, True])
+def test_norms_turns_and_writes_in_one_call(ops: ModuleType, normed: bool) -> None:
+    torch.manual_seed(1)
+    q, k, v = torch.randn(6, 5 + 3 + 3, 16).split([5, 3, 3], dim=1)  # views of a fused projection
+    positions, slots = torch.randint(40, (6,)), torch.randperm(32)[:6] + 8
+    table = reference.rope_table(16, 40, 10000.0)
+    q_norm, k_norm = torch.randn(2, 16) if normed else (None, None)
+    kv = torch.randn(5, 2, 2, 3, 8, 16)
+    expected = kv.clone()
+    out = ops.rope_kv_write(q, k, v, positions, table, kv[:, 1], slots, q_norm=q_norm, k_norm=k_norm, eps=1e-5)
+    if q_norm is not None and k_norm is not None:
+        q, k = reference.rms_norm(q, q_norm, 1e-5), reference.rms_norm(k, k_norm, 1e-5)
+    turned_q, turned_k = reference.apply_rope(q, k, positions, table)
+    reference.kv_write(turned_k, v, expected[:, 1], slots)
+    assert relative_error(out, turned_q.double()) < 1e-6
+    assert relative_error(kv, expected.double()) < 1e-6
 
 
 @BOTH

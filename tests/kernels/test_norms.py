@@ -1,4 +1,4 @@
-"""RMS norm, alone and with the residual addition."""
+"""RMS norm, alone and with the residual addition, and layer norm."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from octavo.kernels import cpu, reference
@@ -49,6 +50,35 @@ def test_rms_norm_rounds_where_transformers_does(ops: ModuleType, dtype: torch.d
         assert torch.equal(out, norm(x).detach())
     else:
         assert relative_error(out, norm(x).detach().double()) < 1e-6
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_wider_weight_is_applied_before_rounding_as_gemma_does(ops: ModuleType, dtype: torch.dtype) -> None:
+    norm = Gemma3RMSNorm(96, eps=1e-5)
+    norm.weight.data.normal_()
+    x = torch.randn(7, 96).to(dtype)
+    out = ops.rms_norm(x, 1 + norm.weight.data, 1e-5)
+    assert out.dtype == dtype
+    if dtype == torch.bfloat16:
+        assert torch.equal(out, norm(x).detach())
+        assert not torch.equal(out, ops.rms_norm(x, (1 + norm.weight.data).to(dtype), 1e-5))
+        assert torch.equal(out, ops.add_rms_norm(x, torch.zeros_like(x), 1 + norm.weight.data, 1e-5)[0])
+    else:
+        assert relative_error(out, norm(x).detach().double()) < 1e-6
+
+
+@BOTH
+@SHAPES
+@pytest.mark.parametrize("weighted", [True, False])
+def test_layer_norm_is_its_definition(ops: ModuleType, shape: tuple[int, ...], weighted: bool) -> None:
+    x, weight, bias = torch.randn(shape) * 3 + 2, torch.randn(shape[-1]), torch.randn(shape[-1])
+    out = ops.layer_norm(x, weight, bias, 1e-2) if weighted else ops.layer_norm(x, None, None, 1e-2)
+    assert out.shape == x.shape
+    if x.numel():
+        wide = x.double() - x.double().mean(-1, keepdim=True)
+        normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-2).sqrt()
+        assert relative_error(out, normed * weight.double() + bias.double() if weighted else normed) < 1e-6
 
 
 @BOTH

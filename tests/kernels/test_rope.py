@@ -56,6 +56,22 @@ def test_the_table_is_transformers(scaling: dict[str, Any], theta: float) -> Non
     assert float((table[positions, 32:] - sin[0, :, :32]).abs().max()) < 1e-6
 
 
+@pytest.mark.parametrize("max_len", [100, 512, 513, 2000])
+def test_a_dynamic_table_is_that_of_a_sequence_of_its_length(max_len: int) -> None:
+    scaling = {"rope_type": "dynamic", "factor": 3.0}
+    config = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        rope_parameters={**scaling, "rope_theta": 10000.0},
+    )
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(max_len).unsqueeze(0))
+    trained = scaling | {"original_max_position_embeddings": 512}
+    table = reference.rope_table(64, max_len, 10000.0, scaling=trained)
+    assert float((table - torch.cat((cos[0, :, :32], sin[0, :, :32]), dim=-1)).abs().max()) < 1e-5
+    assert torch.equal(table, reference.rope_table(64, max_len, 10000.0)) == (max_len <= 512)
+
+
 def test_an_older_config_says_type() -> None:
     assert torch.equal(
         reference.rope_table(16, 50, 10000.0, scaling={"type": "linear", "factor": 2.0}),
@@ -64,7 +80,7 @@ def test_an_older_config_says_type() -> None:
 
 
 def test_an_unknown_scaling_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'longrope'.*supported: default, linear, llama3, yarn"):
+    with pytest.raises(UnsupportedModelError, match=r"'longrope'.*supported: default, linear, dynamic, llama3, yarn"):
         reference.rope_table(16, 50, 10000.0, scaling={"rope_type": "longrope"})
 
 

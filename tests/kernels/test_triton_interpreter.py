@@ -14,9 +14,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed (the gpu extra)")
-def test_the_kernels_in_tritons_interpreter() -> None:
+@pytest.mark.parametrize("cases", ["triton_cases", "triton_step_cases"])
+def test_the_kernels_in_tritons_interpreter(cases: str) -> None:
     """In a process of its own: whether a kernel is interpreted is decided when its module is imported."""
-    command = [sys.executable, "-m", "pytest", "tests/kernels/triton_cases.py", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", f"tests/kernels/{cases}.py", "-p", "no:cacheprovider"]
     command += ["-W", "ignore:Conversion of an array with ndim:DeprecationWarning"]  # Triton's own, of numpy
     # Without the plugins of whatever else is installed: some warn where xdist is in use, and warnings are errors.
     own = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

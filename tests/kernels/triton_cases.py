@@ -6,7 +6,10 @@ and on a GPU (tests/gpu/test_triton.py).
 
 from __future__ import annotations
 
+import math
 import os
+import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +17,8 @@ from torch import Tensor
 
 from octavo.kernels import cuda, reference
 from octavo.kernels.batch import RaggedBatch
+from octavo.kernels.prefill_gluon import _merge
+from octavo.kernels.query_tiles import query_tiles
 from tests.kernels.pool import Case, make_case, naive_attention, relative_error
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -39,6 +44,7 @@ def on_device(batch: RaggedBatch) -> RaggedBatch:
         batch.block_tables.to(DEVICE),
         batch.max_query_len,
         batch.max_seq_len,
+        fixed_split=batch.fixed_split,
     )
 
 
@@ -128,6 +134,79 @@ def test_the_schedule_is_made_once_a_step() -> None:
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("skip_single", [False, True])
+@pytest.mark.parametrize("queries", [4, 21])
+def test_tiles_of_queries_come_longest_first_and_cover_everything(queries: int, skip_single: bool) -> None:
+    rnd = random.Random(queries)
+    for num_seqs in (1, 2, 7, 40):
+        query_lens = [rnd.choice([0, 1, 2, 7, 16, 33]) for _ in range(num_seqs)]
+        seq_lens = [n + rnd.choice([0, 3, 16]) for n in query_lens]
+        batch = on_device(RaggedBatch.from_lists(query_lens, seq_lens, [[1] * 4] * num_seqs, 16))
+        num_tokens = sum(query_lens) + 9
+        found = query_tiles(batch, queries, 8, num_tokens, skip_single=skip_single)
+        count, tiles = int(found.count), found.tiles.tolist()
+        expected, token = [], 0
+        for seq, (n, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+            if n > int(skip_single):
+                expected += [(seq, token + i, min(queries, n - i), seq_len - n + i) for i in range(0, n, queries)]
+            token += n
+        expected.sort(key=lambda tile: (-math.ceil((tile[2] + tile[3]) / 8), tile[0], -tile[1]))
+        assert [tuple(tile) for tile in tiles[:count]] == expected
+        assert all(seq == -1 for seq, *_ in tiles[count:])
+        padding = [row for _, begin, n, _ in tiles[count:] for row in range(begin, begin + n)]
+        assert padding == list(range(token, num_tokens))
+
+
+@pytest.mark.parametrize("window", [0, 600])
+@pytest.mark.parametrize("query_len", [1, 3], ids=["decode", "mixed"])
+def test_with_a_fixed_split_a_sequence_gets_the_same_bits_in_any_batch(query_len: int, window: int) -> None:
+    lens = [1300, 5, 512, 700]
+    case = make_case([query_len, 1, 1, 1], lens, num_kv_heads=1, group_size=2, block_size=16)
+    case.batch = replace(case.batch, fixed_split=True)
+    together = attend(case, window)
+    expected, expected_lse = naive_attention(case, window)
+    assert relative_error(together[0], expected) < 3e-6 and relative_error(together[1], expected_lse) < 3e-6
+    begin = 0
+    for s, n in enumerate([query_len, 1, 1, 1]):
+        batch = RaggedBatch.from_lists([n], lens[s : s + 1], case.tables[s : s + 1], 16)
+        alone = Case(case.q[begin : begin + n], case.kv, replace(batch, fixed_split=True), [], [], [], case.scale)
+        for of_both, own in zip(together, attend(alone, window), strict=True):
+            assert torch.equal(of_both[begin : begin + n], own)
+        begin += n
+
+
+@pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_blocks_before_the_window_may_be_released(lens: tuple[list[int], list[int]]) -> None:
+    """Their entries in the table are 0 then, the null block, which is NaN here."""
+    window = 20
+    case = make_case(*lens)
+    for s, (query_len, seq_len) in enumerate(zip(*lens, strict=True)):
+        case.batch.block_tables[s, : max(seq_len - query_len - window + 1, 0) // 4] = 0
+    check(case, window)
+
+
+def test_parts_of_a_tile_are_merged_by_their_weights() -> None:
+    """4 programs for 1 item of 9 tiles of keys: 4 parts, one of which no key of some rows is in."""
+    num_parts, heads, head_dim, num_queries = 4, 2, 40, 3
+    tiles = torch.tensor([[0, 1, num_queries, 70]], dtype=torch.int32, device=DEVICE)
+    count = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    partial = torch.randn(num_parts, 8, 64, device=DEVICE)
+    logs = torch.randn(num_parts, 8, device=DEVICE)
+    logs[1, :4] = -1e30
+    out, lse = torch.zeros(5, heads, head_dim, device=DEVICE), torch.zeros(5, heads, device=DEVICE)
+    _merge[(2, 8)](
+        out, lse, partial, logs, tiles, count, num_parts,
+        NUM_HEADS=heads, PACKED=heads, HEAD_DIM=head_dim, HEAD_DIM_PADDED=64, KEYS=8, ROWS=8, PARTS=2, WITH_LSE=True,
+    )  # fmt: skip
+    share = (logs.double() * math.log(2)).softmax(0)
+    rows = (share[:, :, None] * partial.double()).sum(0)[: num_queries * heads, :head_dim]
+    expected = torch.zeros(5, heads, head_dim, dtype=torch.float64, device=DEVICE)
+    expected[1:4] = rows.view(num_queries, heads, head_dim)
+    assert close(out, expected)
+    total = (logs.double() * math.log(2)).logsumexp(0)[: num_queries * heads]
+    assert close(lse[1:4], total.view(num_queries, heads))
+
+
 def test_a_query_may_be_a_view_of_a_fused_projection() -> None:
     case = make_case(*DECODE)
     fused = torch.randn(case.q.shape[0], case.q.shape[1] + 4, case.q.shape[2], device=DEVICE)
@@ -154,15 +233,34 @@ def test_norms(size: int) -> None:
     assert close(cuda.rms_norm(x, weight, 1e-5), reference.rms_norm(x.double(), weight.double(), 1e-5))
 
 
+def test_a_wider_weight_is_applied_before_rounding() -> None:
+    x, residual = torch.randn(2, 5, 40, device=DEVICE).half()
+    weight = torch.randn(40, device=DEVICE)
+    expected, _ = reference.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(cuda.add_rms_norm(x, residual, weight, 1e-5)[0], expected)
+
+    q, k, v = torch.randn(6, 5 + 3 + 3, 40, device=DEVICE).half().split([5, 3, 3], dim=1)
+    positions, slots = torch.randint(99, (6,), device=DEVICE), torch.randperm(32, device=DEVICE)[:6] + 8
+    table = reference.rope_table(40, 99, 10000.0, device=DEVICE)
+    kv = torch.zeros(5, 2, 3, 8, 40, device=DEVICE).half()
+    wanted = kv.clone()
+    norms = {"q_norm": weight, "k_norm": weight + 1, "eps": 1e-5}
+    expected = reference.rope_kv_write(q, k, v, positions, table, wanted, slots, **norms)
+    out = cuda.rope_kv_write(q, k, v, positions, table, kv, slots, **norms)
+    assert close(out, expected, 1e-3) and close(kv, wanted, 1e-3)  # all but a last digit, here and there
+    assert (out == expected).float().mean() > 0.9 and (kv == wanted).float().mean() > 0.9
+
+
 def test_norm_of_heads_in_a_fused_projection() -> None:
     heads = torch.randn(3, 8, 24, device=DEVICE)[:, 1:6]
     weight = torch.randn(24, device=DEVICE)
     assert close(cuda.rms_norm(heads, weight, 1e-5), reference.rms_norm(heads.double(), weight.double(), 1e-5))
 
 
-def test_silu_mul() -> None:
-    gate_up = torch.randn(3, 2 * 1100, device=DEVICE)
+def test_gated_activations() -> None:
+    gate_up = torch.randn(3, 2 * 1100, device=DEVICE) * 2
     assert close(cuda.silu_mul(gate_up), reference.silu_mul(gate_up.double()))
+    assert close(cuda.gelu_mul(gate_up), reference.gelu_mul(gate_up.double()))
 
 
 def test_rope_and_writing_alone_and_in_one() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from octavo.errors import ParameterError
 from octavo.kernels import cpu, reference
+from octavo.models.decoder import Decoder
 from octavo.models.linear import TensorParallel
 from tests.models.tiny import (
     PagedRun,
@@ -22,6 +23,7 @@ from tests.models.tiny import (
     make_tiny_checkpoint,
     random_prompts,
     read_decoder,
+    read_spec,
     transformers_logits,
 )
 
@@ -57,13 +59,70 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
-    "mistral": ("mistral", {"sliding_window": None}),
+    "llama dynamic rope": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}}),
+    "llama wide heads": (
+        "llama",
+        {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 80, "hidden_size": 48},
+    ),
+    "mistral": ("mistral", {"sliding_window": None, "vocab_size": 517}),
     "mistral window": ("mistral", {"sliding_window": 5}),
     "qwen2": ("qwen2", {"intermediate_size": 26}),
     "qwen2 tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 7}),
+    "qwen2 some windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3": ("qwen3", {}),
     "qwen3 even": ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 38}),
     "qwen3 grouped": ("qwen3", {"num_key_value_heads": 1, "attention_bias": True, "head_dim": 16}),
+    "qwen3 some windows": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "gemma3": ("gemma3", {}),
+    "gemma3 untied": ("gemma3", {"tie_word_embeddings": False, "attention_bias": True, "vocab_size": 517}),
+    "gemma3 scaled": (
+        "gemma3",
+        {
+            "num_attention_heads": 7,
+            "head_dim": 80,
+            "sliding_window": 1,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 3e3},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e1},
+            },
+        },
+    ),
+    "gemma3 even": ("gemma3", {"num_key_value_heads": 2, "intermediate_size": 38}),
+    "gpt2": ("gpt2", {}),
+    "gpt2 one odd head": ("gpt2", {"n_embd": 21, "n_head": 1, "n_inner": None, "vocab_size": 517}),
+    "gpt2 scales": (
+        "gpt2",
+        {
+            "n_head": 2,
+            "n_inner": 38,
+            "scale_attn_weights": False,
+            "scale_attn_by_inverse_layer_idx": True,
+            "tie_word_embeddings": False,
+            "activation_function": "relu",
+        },
+    ),
+    "opt": ("opt", {}),
+    "opt norms behind": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 22}),
+    "opt bare": (
+        "opt",
+        {
+            "num_attention_heads": 14,
+            "hidden_size": 112,
+            "ffn_dim": 38,
+            "enable_bias": False,
+            "layer_norm_elementwise_affine": False,
+            "tie_word_embeddings": False,
+            "activation_function": "gelu",
+        },
+    ),
+    "opt even": ("opt", {"num_attention_heads": 4, "ffn_dim": 38}),
 }
 
 
@@ -120,11 +179,13 @@ def test_only_the_rows_asked_for_get_logits(models: Any) -> None:
     assert_close(seen["logits"], torch.stack([expected[2][-1], expected[0][-1], expected[1][-1]]))
 
 
+@pytest.mark.parametrize("case", ["qwen3", "gemma3", "gpt2", "opt"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_stays_near(models: Any, dtype: torch.dtype) -> None:
-    directory, expected = models["qwen3"]
+def test_half_precision_stays_near(models: Any, dtype: torch.dtype, case: str) -> None:
+    directory, expected = models[case]
     decoder = read_decoder(directory, cpu, dtype)
-    assert decoder.num_bytes * 2 == read_decoder(directory).num_bytes
+    norms = [w.tensor.nbytes for w in decoder.weights() if case == "gemma3" and "norm" in w.name]  # stay in float32
+    assert decoder.num_bytes * 2 - sum(norms) == read_decoder(directory).num_bytes
     for actual, wanted in zip(PagedRun(decoder, PROMPTS, block_size=16).run(999), expected, strict=True):
         assert actual.dtype == torch.float32
         assert_close(actual, wanted, 0.1)
@@ -132,15 +193,55 @@ def test_half_precision_stays_near(models: Any, dtype: torch.dtype) -> None:
 
 def test_tied_weights_are_counted_once(models: Any) -> None:
     tied, untied = (read_decoder(models[case][0]) for case in ("llama tied", "llama"))
-    assert tied.head is tied.embedding
-    assert untied.num_bytes - tied.num_bytes == tied.embedding.nbytes
+    assert isinstance(tied, Decoder)
+    assert tied.vocabulary.weight is tied.vocabulary.embedding
+    assert untied.num_bytes - tied.num_bytes == tied.vocabulary.embedding.nbytes
 
 
 def test_max_len_shortens_the_rotary_table_only(models: Any) -> None:
     directory, expected = models["llama"]
     decoder = read_decoder(directory, max_len=23)
+    assert isinstance(decoder, Decoder)
     assert decoder.cos_sin.shape == (23, 16)
     assert_close(PagedRun(decoder, PROMPTS, block_size=8).run(999)[2], expected[2])
+
+
+def test_only_layers_with_a_window_turn_by_the_local_table(models: Any) -> None:
+    decoder = read_decoder(models["gemma3"][0])
+    assert isinstance(decoder, Decoder)
+    assert decoder.spec.windows == (6, 6, 0)
+    assert not torch.equal(decoder.cos_sin, decoder.local_cos_sin)
+    other = read_decoder(models["llama"][0])
+    assert isinstance(other, Decoder) and other.local_cos_sin is other.cos_sin
+
+
+def test_embeddings_are_scaled_in_the_dtype_of_the_model(models: Any) -> None:
+    wide, narrow = (read_decoder(models["gemma3"][0], dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert isinstance(wide, Decoder) and isinstance(narrow, Decoder)
+    assert wide.embedding_scale == pytest.approx(56**0.5, rel=1e-7)
+    assert narrow.embedding_scale == torch.tensor(56**0.5).bfloat16().item() != wide.embedding_scale
+
+
+def test_dynamic_rope_beyond_the_trained_length(tmp_path: Path) -> None:
+    """Transformers turns a whole sequence by its length: a table for 23 is right for sequences of 23."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    directory = make_tiny_checkpoint("llama", tmp_path, rope_parameters=rope, max_position_embeddings=16)
+    spec = read_spec(directory)
+    assert [spec.num_positions(asked) for asked in (None, 9, 16, 23, 99)] == [16, 16, 16, 32, 32]
+    (expected,) = transformers_logits(directory, PROMPTS[2:3])
+    stretched = PagedRun(read_decoder(directory, max_len=23), PROMPTS[2:3], block_size=8).run(5)
+    assert_close(stretched[0], expected)
+    plain = PagedRun(read_decoder(directory, max_len=16), PROMPTS[1:2], block_size=8).run(5)
+    assert_close(plain[0], transformers_logits(directory, PROMPTS[1:2])[0])
+
+
+@pytest.mark.parametrize("case", ["gemma3", "gpt2", "opt norms behind"])
+def test_every_projection_is_listed_once(models: Any, case: str) -> None:
+    decoder = read_decoder(models[case][0])
+    listed = [matrix.weight.data_ptr() for matrix in decoder.matrices()]
+    assert len(listed) == len(set(listed)) == 4 * decoder.spec.num_layers + 1  # the vocabulary
+    matrices = {w.tensor.untyped_storage().data_ptr() for w in decoder.weights() if w.tensor.ndim == 2}
+    assert set(listed) <= matrices
 
 
 class Ranks:
@@ -161,7 +262,7 @@ class Ranks:
         return TensorParallel(rank, len(self.parts), all_reduce)
 
 
-@pytest.mark.parametrize("case", ["llama biases", "qwen2", "qwen3 even"])
+@pytest.mark.parametrize("case", ["llama biases", "qwen2", "qwen3 even", "gemma3 even", "gpt2 scales", "opt even"])
 def test_two_ranks_make_one_model(models: Any, case: str) -> None:
     directory, expected = models[case]
     ranks = Ranks(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,10 @@ from octavo.errors import CheckpointError, ModelError, ModelNotFoundError
 from octavo.kernels import cpu
 from octavo.models import weights
 from octavo.models.decoder import Decoder
+from octavo.models.spec import DecoderSpec
+from octavo.models.weights import Model
 from tests.models.tiny import (
+    KINDS,
     PagedRun,
     assert_close,
     interleave,
@@ -33,15 +37,23 @@ from tests.models.tiny import (
 WIDE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
 
 
-def tensors_of(decoder: Decoder) -> dict[str, Tensor]:
+def tensors_of(decoder: Model) -> dict[str, Tensor]:
     return {weight.name: weight.tensor for weight in decoder.weights()}
 
 
-def assert_same_tensors(actual: Decoder, expected: dict[str, Tensor]) -> None:
-    found = tensors_of(actual)
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
+def assert_same_tensors(actual: Model, expected: dict[str, Tensor]) -> None:
+    found = list(actual.weights())
+    plus_one = isinstance(actual.spec, DecoderSpec) and actual.spec.unit_offset_norms
+    assert {weight.name for weight in found} == expected.keys()
+    filled: dict[str, Tensor] = {}
+    for weight in found:
+        tensor = filled.setdefault(weight.name, torch.full(weight.shape, torch.nan, dtype=weight.tensor.dtype))
+        part = tuple(slice(a, a + size) for a, size in zip(weight.start, weight.tensor.shape, strict=True))
+        assert tensor[part].isnan().all()  # no two parts of a tensor overlap
+        tensor[part] = weight.tensor
+    for name, tensor in filled.items():
+        stored = expected[name] + 1 if plus_one and name.endswith("norm.weight") else expected[name]
+        assert torch.equal(tensor, stored.to(tensor.dtype)), name
 
 
 def edit(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
@@ -70,7 +82,7 @@ def llama(tmp_path: Path) -> Path:
 # -- safetensors ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_tensor_arrives_unchanged(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = make_tiny_checkpoint(kind, tmp_path / kind)
     expected = load_file(directory / "model.safetensors")
@@ -99,17 +111,55 @@ def test_the_copy_of_a_tied_embedding_and_old_tables_are_ignored(tmp_path: Path)
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),
     }
     decoder = read_decoder(edit(directory, lambda tensors: tensors.update(extra)))
-    assert decoder.head is decoder.embedding
-    assert decoder.embedding.any()
+    assert isinstance(decoder, Decoder) and decoder.vocabulary.tied
+    assert decoder.vocabulary.embedding.any()
+
+
+def renamed(pattern: str, replacement: str) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            tensors[re.sub(pattern, replacement, name)] = tensors.pop(name)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix", "extra"),
+    [
+        ("gpt2", "transformer.", {"h.0.attn.bias": torch.ones(1, 1, 8, 8), "h.2.attn.masked_bias": torch.tensor(-1e4)}),
+        ("opt", "model.", {"lm_head.weight": torch.zeros(97, 56)}),
+    ],
+)
+def test_names_of_older_checkpoints(kind: str, prefix: str, extra: dict[str, Tensor], tmp_path: Path) -> None:
+    directory = make_tiny_checkpoint(kind, tmp_path / kind)
+    expected = load_file(directory / "model.safetensors")
+    edit(directory, renamed("^" + re.escape(prefix), ""))
+    assert_same_tensors(read_decoder(edit(directory, lambda tensors: tensors.update(extra))), expected)
+
+
+@pytest.mark.parametrize("layout", ["language_model.model.", "model.language_model."])
+def test_the_text_part_of_a_model_that_also_sees(layout: str, tmp_path: Path) -> None:
+    directory = make_tiny_checkpoint("gemma3", tmp_path / "gemma3")
+    expected = load_file(directory / "model.safetensors")
+    edit(directory, renamed(r"^model\.", layout))
+    vision = {"vision_tower.x.weight": torch.ones(3), "model.multi_modal_projector.y": torch.ones(2, 2)}
+    edit(directory, lambda tensors: tensors.update(vision))
+    text = json.loads((directory / "config.json").read_text())
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text, "vision_config": {}}
+    (directory / "config.json").write_text(json.dumps(config))
+    assert_same_tensors(read_decoder(directory), expected)
 
 
 # -- GGUF -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_gguf_holds_the_same_model(kind: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = make_tiny_checkpoint(kind, tmp_path / kind, tie_word_embeddings=tied)
+    # llama.cpp knows Gemma 3 by heads that are scaled by their own width, and every sixth layer without a window.
+    words = {"query_pre_attn_scalar": 24, "sliding_window_pattern": 6, "num_hidden_layers": 6}
+    sizes = words if kind == "gemma3" else {}
+    directory = make_tiny_checkpoint(kind, tmp_path / kind, tie_word_embeddings=tied, **sizes)
     path = write_tiny_gguf(directory, tmp_path / f"{kind}.gguf")
     monkeypatch.setattr(weights, "PIECE_ELEMENTS", 300)  # pieces that begin and end inside a head
     decoder = read_decoder(path)
@@ -118,6 +168,20 @@ def test_gguf_holds_the_same_model(kind: str, tied: bool, tmp_path: Path, monkey
     prompts = random_prompts(11, 5)
     expected = transformers_logits(directory, prompts)
     for actual, wanted in zip(PagedRun(decoder, prompts, block_size=8).run(4), expected, strict=True):
+        assert_close(actual, wanted)
+
+
+def test_gguf_llama_with_biases_on_q_k_and_v_alone(tmp_path: Path) -> None:
+    """Qwen2 is that: as a "llama", its rows and biases of Q and K are interleaved."""
+    directory = make_tiny_checkpoint("qwen2", tmp_path / "qwen2")
+    decoder = read_decoder(write_tiny_gguf(directory, tmp_path / "m.gguf", arch="llama"))
+    assert isinstance(decoder.spec, DecoderSpec)
+    assert (decoder.spec.architecture, decoder.spec.qkv_bias, decoder.spec.o_bias) == ("LlamaForCausalLM", True, False)
+    assert_same_tensors(decoder, load_file(directory / "model.safetensors"))
+    prompts = random_prompts(11, 5)
+    for actual, wanted in zip(
+        PagedRun(decoder, prompts, block_size=8).run(4), transformers_logits(directory, prompts), strict=True
+    ):
         assert_close(actual, wanted)
 
 
@@ -174,6 +238,16 @@ def refusal(path: Path) -> str:
 def test_missing_tensor(llama: Path) -> None:
     edit(llama, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     assert "model.layers.1.mlp.up_proj.weight is missing" in refusal(llama)
+
+
+def test_a_problem_of_a_merged_tensor_is_said_once(tmp_path: Path) -> None:
+    directory = make_tiny_checkpoint("gpt2", tmp_path / "gpt2")
+    name = "transformer.h.1.attn.c_attn"
+    edit(directory, lambda tensors: tensors[f"{name}.bias"][::60].fill_(torch.nan))  # in Q, K and V
+    assert refusal(directory).count(f"{name}.bias holds NaN") == 1
+    edit(directory, lambda tensors: tensors.update({f"{name}.weight": tensors[f"{name}.weight"].T.contiguous()}))
+    message = refusal(directory)
+    assert message.count(f"{name}.weight has shape [180, 60], expected [60, 180]") == message.count("has shape") == 1
 
 
 def test_untied_model_without_a_head(llama: Path) -> None:

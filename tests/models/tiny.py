@@ -22,23 +22,39 @@ from torch import Tensor
 from octavo.checkpoint import open_checkpoint
 from octavo.kernels import reference
 from octavo.kernels.batch import RaggedBatch
-from octavo.models.decoder import Decoder
-from octavo.models.spec import DecoderSpec, spec_from_config
-from octavo.models.weights import load_decoder
+from octavo.models.spec import ModelSpec, spec_from_config
+from octavo.models.weights import Model, load_decoder
 
 VOCAB_SIZE = 97
 
 # Odd on purpose: a transposed or swapped dimension then has no chance to fit.
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64},
-    "mistral": {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 24, "hidden_size": 72},
+    "mistral": {
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "hidden_size": 72,
+        "sliding_window": 9,
+    },
     "qwen2": {"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 112},  # head_dim 8
     "qwen3": {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 24, "hidden_size": 40},
+    "gemma3": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "hidden_size": 56,
+        "query_pre_attn_scalar": 19,
+        "sliding_window": 6,
+        "sliding_window_pattern": 3,  # two layers with a window, then one without
+    },
+    "gpt2": {"n_embd": 60, "n_head": 3, "n_inner": 37},  # head_dim 20
+    "opt": {"num_attention_heads": 7, "hidden_size": 56, "ffn_dim": 37},  # head_dim 8
 }
 
 
 def make_tiny_checkpoint(kind: str, directory: Path, *, seed: int = 0, **sizes: Any) -> Path:
-    """A random model of `kind` ("llama", "mistral", "qwen2", "qwen3") in a new directory -> the directory.
+    """A random model of a kind of `KINDS` in a new directory -> the directory.
 
     `sizes` are words of config.json and override the kind's. The weights are float32.
     """
@@ -49,6 +65,9 @@ def make_tiny_checkpoint(kind: str, directory: Path, *, seed: int = 0, **sizes: 
         "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+        "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
+        "opt": (transformers.OPTConfig, transformers.OPTForCausalLM),
     }[kind]
     words = {
         "vocab_size": VOCAB_SIZE,
@@ -61,18 +80,24 @@ def make_tiny_checkpoint(kind: str, directory: Path, *, seed: int = 0, **sizes: 
         "dtype": "float32",
     }
     model = model_class(config_class(**(words | KINDS[kind] | sizes)))
+    randomise(model, seed)
+    model.save_pretrained(directory)
+    return directory
+
+
+def randomise(model: Any, seed: int) -> None:
+    """Every weight at random, of a size that keeps what flows through the layers neither tiny nor large."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
-                parameter.copy_(1 + 0.2 * noise)
-            elif parameter.ndim == 1:
-                parameter.copy_(0.3 * noise)
+            if parameter.ndim > 1:
+                is_conv1d = type(model.get_submodule(name.rpartition(".")[0])).__name__ == "Conv1D"
+                parameter.copy_(noise * 1.5 / parameter.shape[0 if is_conv1d else 1] ** 0.5)
+            elif name.endswith("weight"):  # a norm's; those of Gemma are added to 1
+                parameter.copy_(0.2 * noise + (0 if "Gemma" in type(model).__name__ else 1))
             else:
-                parameter.copy_(noise * 1.5 / parameter.shape[1] ** 0.5)
-    model.save_pretrained(directory)
-    return directory
+                parameter.copy_(0.3 * noise)
 
 
 def transformers_logits(directory: Path, prompts: Sequence[Sequence[int]], **kwargs: Any) -> list[Tensor]:
@@ -86,12 +111,12 @@ def transformers_logits(directory: Path, prompts: Sequence[Sequence[int]], **kwa
         return [model(torch.tensor([list(prompt)])).logits[0] for prompt in prompts]
 
 
-def read_spec(path: Path) -> DecoderSpec:
+def read_spec(path: Path) -> ModelSpec:
     checkpoint = open_checkpoint(path)
     return spec_from_config(checkpoint.config, checkpoint.generation_config)
 
 
-def read_decoder(path: Path, ops: ModuleType = reference, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Decoder:
+def read_decoder(path: Path, ops: ModuleType = reference, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Model:
     """The model in a directory or a .gguf file, on the CPU."""
     return load_decoder(open_checkpoint(path), read_spec(path), dtype=dtype, device="cpu", ops=ops, **kwargs)
 
@@ -102,7 +127,7 @@ def random_prompts(*lengths: int, vocab_size: int = VOCAB_SIZE, seed: int = 0) -
 
 
 def empty_pool(
-    spec: DecoderSpec, num_blocks: int, block_size: int, *, dtype: torch.dtype = torch.float32, tp_size: int = 1
+    spec: ModelSpec, num_blocks: int, block_size: int, *, dtype: torch.dtype = torch.float32, tp_size: int = 1
 ) -> Tensor:
     """A pool of K and V full of NaN: whoever reads a slot that nobody wrote is found out."""
     shape = (num_blocks + 1, spec.num_layers, 2, spec.num_kv_heads // tp_size, block_size, spec.head_dim)
@@ -116,7 +141,7 @@ class PagedRun:
     """
 
     def __init__(
-        self, decoder: Decoder, prompts: Sequence[Sequence[int]], *, block_size: int, seed: int = 0, tp_size: int = 1
+        self, decoder: Model, prompts: Sequence[Sequence[int]], *, block_size: int, seed: int = 0, tp_size: int = 1
     ) -> None:
         self.decoder = decoder
         self.prompts = prompts
@@ -126,7 +151,9 @@ class PagedRun:
         num_blocks = sum(counts) + 3
         ids = random.Random(seed).sample(range(1, num_blocks + 1), num_blocks)
         self.block_tables = [[ids.pop() for _ in range(count)] for count in counts]
-        self.kv = empty_pool(decoder.spec, num_blocks, block_size, dtype=decoder.embedding.dtype, tp_size=tp_size)
+        self.kv = empty_pool(
+            decoder.spec, num_blocks, block_size, dtype=decoder.vocabulary.weight.dtype, tp_size=tp_size
+        )
 
     def step(self, num_tokens: Sequence[int]) -> list[Tensor]:
         """The next `num_tokens[s]` tokens of every sequence s, in one call -> their logits, a tensor a sequence."""
@@ -166,7 +193,12 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 2e-5) -> N
 
 # -- GGUF -------------------------------------------------------------------------------------------------------------
 
-GGUF_ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+GGUF_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Gemma3ForCausalLM": "gemma3",
+}
 GGUF_PARTS = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -180,15 +212,20 @@ GGUF_PARTS = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+GEMMA3_PARTS = GGUF_PARTS | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, parts: dict[str, str]) -> str:
     whole = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     stem, _, kind = name.rpartition(".")
     if stem in whole:
         return f"{whole[stem]}.{kind}"
     _, _, layer, part = stem.split(".", 3)
-    return f"blk.{layer}.{GGUF_PARTS[part]}.{kind}"
+    return f"blk.{layer}.{parts[part]}.{kind}"
 
 
 def interleave(rows: np.ndarray, num_heads: int) -> np.ndarray:
@@ -197,10 +234,10 @@ def interleave(rows: np.ndarray, num_heads: int) -> np.ndarray:
     return rows.reshape(num_heads, 2, half, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def write_tiny_gguf(directory: Path, path: Path, *, quantisation: str = "F32") -> Path:
+def write_tiny_gguf(directory: Path, path: Path, *, quantisation: str = "F32", arch: str | None = None) -> Path:
     """The safetensors model in `directory` as a GGUF file; matrices quantised, where 32 divides their rows."""
     config = json.loads((directory / "config.json").read_text())
-    arch = GGUF_ARCHITECTURES[config["architectures"][0]]
+    arch = arch or GGUF_ARCHITECTURES[config["architectures"][0]]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer = gguf.GGUFWriter(path, arch)
@@ -213,7 +250,10 @@ def write_tiny_gguf(directory: Path, path: Path, *, quantisation: str = "F32") -
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])
+    rope = config["rope_parameters"]
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if arch == "gemma3":
+        writer.add_sliding_window(config["sliding_window"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("gpt2")
@@ -222,15 +262,18 @@ def write_tiny_gguf(directory: Path, path: Path, *, quantisation: str = "F32") -
     writer.add_eos_token_id(config["eos_token_id"])
     for name, tensor in load_file(directory / "model.safetensors").items():
         rows = tensor.numpy()
+        stored_name = gguf_name(name, GEMMA3_PARTS if arch == "gemma3" else GGUF_PARTS)
         if arch == "llama" and "q_proj" in name:
             rows = interleave(rows, heads)
         if arch == "llama" and "k_proj" in name:
             rows = interleave(rows, kv_heads)
+        if arch == "gemma3" and name.endswith("norm.weight"):
+            rows = rows + 1
         kind = gguf.GGMLQuantizationType[quantisation]
         if rows.ndim == 2 and kind != gguf.GGMLQuantizationType.F32 and rows.shape[1] % 32 == 0:
-            writer.add_tensor(gguf_name(name), gguf.quants.quantize(rows, kind), raw_dtype=kind)
+            writer.add_tensor(stored_name, gguf.quants.quantize(rows, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(gguf_name(name), rows)
+            writer.add_tensor(stored_name, rows)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from octavo.core.plan import StepPlan, StepResult
+from octavo.core.plan import StepPlan, StepResult, TokenLogprobs
 from octavo.errors import StepError
 from octavo.runner.executor import LocalExecutor
 
@@ -95,6 +95,22 @@ def test_the_result_gathers_what_was_not_polled(executor: LocalExecutor, runner:
     runner.columns[0] = [[[5]], [[6]], [[-1]], [[7, 8]]]
     result = executor.submit(plan_of(0)).result()
     assert result.tokens == [[5, 6, -1, 7, 8]] and result.errors == {0: "bad"}
+
+
+def test_logprobs_are_gathered_with_their_tokens(executor: LocalExecutor, runner: FakeRunner) -> None:
+    def told(i: int) -> TokenLogprobs:
+        return TokenLogprobs(-float(i), i, [], [])
+
+    results = [
+        StepResult([[], []], prompt_logprobs={1: (4, [told(1), told(2)])}),
+        StepResult([[5], []], logprobs={0: [told(3)]}, prompt_logprobs={1: (6, [told(4)])}),
+        StepResult([[6], [9]], logprobs={0: [told(5)], 1: [told(6)]}),
+    ]
+    runner.run = lambda plan, land: [land(r) for r in results]  # type: ignore[assignment,method-assign]
+    result = executor.submit(plan_of(0)).result()
+    assert result.tokens == [[5, 6], [9]]
+    assert result.logprobs == {0: [told(3), told(5)], 1: [told(6)]}
+    assert result.prompt_logprobs == {1: (4, [told(1), told(2), told(4)])}
 
 
 def test_a_failure_takes_along_what_is_queued_and_nothing_later(executor: LocalExecutor, runner: FakeRunner) -> None:

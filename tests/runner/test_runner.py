@@ -54,9 +54,21 @@ def runner(model: Counting) -> ModelRunner:
 class Plan(StepPlan):
     """A plan that is written by hand."""
 
-    def give(self, row: int, block_ids: tuple[int, ...], *, stops: tuple[int, ...] = (), **params: Any) -> Plan:
-        params = {"temperature": 0} | params
-        self.row_setups.append(RowSetup(row, SamplingParams(**params), 5, 0, frozenset(stops)))
+    def give(
+        self,
+        row: int,
+        block_ids: tuple[int, ...],
+        *,
+        stops: tuple[int, ...] = (),
+        known: list[int] | None = None,
+        num_output: int = 0,
+        **params: Any,
+    ) -> Plan:
+        """`known`: what a request that looks back brings along, the last `num_output` of them sampled before."""
+        asked = SamplingParams(**({"temperature": 0} | params))
+        history = None if known is None else array("i", known)
+        num_prompt = len(known or ()) - num_output
+        self.row_setups.append(RowSetup(row, asked, 5, 0, frozenset(stops), num_prompt, history))
         self.table_writes.append(TableWrite(row, 0, block_ids))
         return self
 
@@ -168,3 +180,47 @@ def test_a_plan_of_swaps_alone(runner: ModelRunner, model: Counting) -> None:
     plan = Plan()
     plan.swap_outs = [SwapOut(1, 3)]
     assert run(runner, plan) == [] and not model.passes
+
+
+# -- what looks at the tokens before ----------------------------------------------------------------------------------
+
+
+def test_a_rows_tokens_are_kept_up_by_setups_host_tokens_and_samples(runner: ModelRunner) -> None:
+    """Repetition makes the model's next token, 5 of logit 5, less likely than 6 of 4 once it came before."""
+    history = runner.sampler
+    plan = Plan().give(0, (5, 6, 7, 8), known=[1, 2, 3], repetition_penalty=2.0).slice(0, 0, 6, 4, [1, 2, 3])
+    plan.give(1, (1, 2)).slice(1, 0, 1, 1, [9])
+    run(runner, plan)
+    assert history.history[0, :7].tolist() == [1, 2, 3, 4, 5, 6, 7]  # what it sampled itself
+    assert not history.history[1:].any()  # nothing for a row that never looks back
+    run(runner, Plan().slice(0, 6, 1, 1, [10]))  # the host knows better
+    assert history.history[0, :8].tolist() == [1, 2, 3, 4, 5, 6, 10, 0]
+    again = Plan().give(0, (8,), known=[7], repetition_penalty=2.0).slice(0, 0, 1, 1, [7])
+    run(runner, again)  # a new owner: what lies behind its tokens is another's, and counts for nothing
+    assert history.history[0, :3].tolist() == [7, 8, 3]
+
+
+def test_draws_of_a_request_about_to_fork_are_not_its_rows_tokens(runner: ModelRunner) -> None:
+    plan = Plan().give(0, (5, 6), known=[2, 3], presence_penalty=1.0, n=3, temperature=1.0)
+    run(runner, plan.slice(0, 0, 2, 1, [2, 3], draws=3))
+    assert runner.sampler.history[0, :3].tolist() == [2, 3, 0]
+
+
+def test_prompt_logprobs_of_chunks(runner: ModelRunner, model: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the prompt's tokens but the first once, across chunks and across passes; none of the output's."""
+    monkeypatch.setattr("octavo.runner.runner.MAX_PROMPT_LOGITS", 2)
+    prompt = [1, 2, 3, 9, 10, 0]
+    plan = Plan().give(0, (5, 6, 7), known=prompt, prompt_logprobs=1).slice(0, 0, 5, 0, prompt[:5])
+    plan.give(1, (8,)).slice(1, 0, 1, 1, [4])
+    columns = run(runner, plan)
+    assert [c.tokens for c in columns] == [[[], [5]], [[], []], [[], []]]  # the neighbour does not wait
+    assert [c.prompt_logprobs[0][0] for c in columns] == [1, 3, 5]
+    entries = [entry for c in columns for entry in c.prompt_logprobs[0][1]]
+    assert [e.rank for e in entries] == [1, 1, 2, 1, 1]  # after 3 the model says 4, and 9 came
+    assert [e.top_ids for e in entries] == [[2], [3], [4], [10], [0]]
+    assert len(model.passes) == 3 and [p[0] for p in model.passes] == [[1, 2, 4], [3, 9], [10]]
+    (last,) = run(runner, Plan().slice(0, 5, 1, 1, [0]))
+    assert last.tokens == [[1]] and not last.prompt_logprobs
+    once_more = Plan().give(0, (5, 6, 7, 8), known=[*prompt, 1], num_output=1, prompt_logprobs=1)
+    (column,) = run(runner, once_more.slice(0, 0, 7, 1, [*prompt, 1]))  # with a token told, so was all of the prompt
+    assert column.tokens == [[2]] and not column.prompt_logprobs

@@ -11,7 +11,7 @@ import torch
 from octavo.core.plan import RowSetup
 from octavo.core.sampling_params import SamplingParams
 from octavo.kernels import cpu, reference
-from octavo.runner.sampler import sample
+from octavo.runner.sampler import NOT_FINITE, Draw, Sampler
 
 KINDS = [
     SamplingParams(temperature=0),
@@ -22,9 +22,11 @@ KINDS = [
 ]
 
 
-def draw(logits: torch.Tensor, rows: list[int], ops: ModuleType) -> tuple[list[int], list[bool]]:
+def draw(logits: torch.Tensor, rows: list[int], ops: ModuleType) -> tuple[list[int], list[str]]:
     setups = [RowSetup(i, KINDS[i % len(KINDS)], 100 + i, 0, frozenset()) for i in rows]
-    return sample(logits[rows], setups, [0] * len(rows), [7] * len(rows), ops)
+    sampler = Sampler(10, 8, ops)
+    drawn = sampler.draw(logits[rows].clone(), [Draw(i, setup, 0, 7) for i, setup in enumerate(setups)])
+    return drawn.tokens, drawn.errors
 
 
 @pytest.mark.parametrize("ops", [cpu, reference], ids=["cpu", "reference"])
@@ -34,12 +36,12 @@ def test_a_row_that_is_not_finite_spoils_no_other(ops: ModuleType, bad: float, w
     logits = 3 * torch.randn(10, 50, generator=torch.Generator().manual_seed(0))
     rows = list(range(10))
     wanted, fine = draw(logits, rows, ops)
-    assert fine == [True] * 10
+    assert fine == [""] * 10
     for victim in rows:
         spoilt = logits.clone()
         spoilt[victim, slice(None) if whole else 7] = bad
         tokens, fine = draw(spoilt, rows, ops)
-        assert fine == [i != victim for i in rows]
+        assert fine == [NOT_FINITE if i == victim else "" for i in rows]
         assert [t for i, t in enumerate(tokens) if i != victim] == [t for i, t in enumerate(wanted) if i != victim]
         assert 0 <= tokens[victim] < 50
 
@@ -48,7 +50,7 @@ def test_huge_but_finite_numbers_are_numbers() -> None:
     logits = torch.full((1, 50), 3e38)
     logits[0, 9] = 3.2e38
     tokens, fine = draw(logits, [0], cpu)
-    assert (tokens, fine) == ([9], [True])
+    assert (tokens, fine) == ([9], [""])
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:

@@ -5,11 +5,12 @@ import time
 
 import pytest
 
-from octavo.errors import TemplateError
+from octavo.errors import CheckpointError, TemplateError
 from octavo.text import chat_template
 from octavo.text.chat_template import render
 
 USER = [{"role": "user", "content": "Hi"}]
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
 
 
 def run(template: str, messages=USER, **kwargs) -> str:
@@ -20,7 +21,7 @@ def fails(template: str, *words: str, messages=USER, **kwargs) -> None:
     start = time.perf_counter()
     with pytest.raises(TemplateError) as caught:
         run(template, messages, **kwargs)
-    assert time.perf_counter() - start < 3
+    assert time.perf_counter() - start < 10
     assert "\n" not in str(caught.value)
     for word in words:
         assert word in str(caught.value)
@@ -63,6 +64,14 @@ def test_chatml():
         ("{{ 'x'.ljust(3) }}|{{ messages[0].missing }}|{{ messages[0].missing is defined }}", "x  ||False"),
         ("{{ tools is none }}{{ enable_thinking }}", "TrueFalse"),
         ("{{ messages[0].content.split('i')[0] }}{{ 'a b'.replace(' ', '') }}", "Hab"),
+        (
+            "{{ ['a', 'b'] | join('-') }}{{ messages | join(',', attribute='role') }}{{ '-'.join([1 | string]) }}",
+            "a-buser1",
+        ),
+        ("{{ 'aXbX' | replace('X', '--') }}{{ 'aXbX' | replace('X', '', 1) }}{{ 2.345 | round(2) }}", "a--b--abX2.35"),
+        ("{{ [1, 2] | sum }}{{ [{'n': 3}] | sum(attribute='n') }}{{ (1, 2)[0] }}{{ {'k': [1]}.k[0] }}", "3311"),
+        ("{% for a, b in {'x': 1}.items() %}{{ a }}{{ b }}{% endfor %}{% set c, d = 1, 2 %}{{ c }}{{ d }}", "x112"),
+        ("{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ 'q' in ['q', 'r'] }}", "1True"),
     ],
 )
 def test_what_templates_use(template, text):
@@ -81,7 +90,6 @@ def test_tools():
 
 # ---- going on with the final message
 
-TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
 TRIMMED = TURNS.replace("m.content", "m.content | trim")
 
 
@@ -146,10 +154,52 @@ def test_errors_are_one_line(template, words):
     fails(template, words)
 
 
-def test_check_finds_syntax_errors_before_any_chat():
-    chat_template.check("{{ messages }}")
-    with pytest.raises(TemplateError, match="line 1"):
-        chat_template.check("{% if %}")
+ENDLESS = "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}"
+WRONG_TEMPLATES = [
+    ("{% if %}", "line 1"),
+    ("{% if false %}{{ ''.__class__ }}{% endif %}", "'__class__'"),
+    ("{% if false %}{{ x['__globals__'] }}{% endif %}", "'__globals__'"),
+    ("{{ messages.append(1) }}", "unsafe"),
+    ("{{ 'x' * 10 ** 9 }}", "1,048,576"),
+    (ENDLESS, "longer than 0.2 s"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+]
+
+
+@pytest.mark.parametrize(("template", "words"), WRONG_TEMPLATES)
+def test_check_finds_what_is_wrong_before_any_chat(template, words, monkeypatch):
+    monkeypatch.setattr(chat_template, "MAX_RENDER_S", 0.2)
+    with pytest.raises(TemplateError, match=words):
+        chat_template.check(template)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        chat_template.load(template)
+    assert "another template" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages }}",
+        TURNS,
+        "{{ raise_exception('system first') }}",
+        "{{ messages[7].content + 'x' }}",
+        "{{ 1 / 0 }}",
+    ],
+)
+def test_check_leaves_alone_what_may_suit_another_chat(template):
+    chat_template.check(template)
+    assert chat_template.load(template) == template
+
+
+def test_a_template_from_a_file(tmp_path):
+    file = tmp_path / "chat.jinja"
+    file.write_text("ü {{ messages[0].content }}\n", encoding="utf-8")
+    assert run(chat_template.load(str(file))) == "ü Hi"
+    file.write_bytes(b"\xff{{ x }}")
+    for path, words in ((file, "not UTF-8"), (tmp_path, "directory"), (tmp_path / "absent", "No such file")):
+        with pytest.raises(CheckpointError, match=words) as caught:
+            chat_template.load(str(path))
+        assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -235,11 +285,45 @@ def test_the_sandbox_holds(template):
         ("{{ '%999999999d' | format(1) }}", "width"),
         ("{{ '{:999999999}'.format(1) }}", "width"),
         ("{{ '{:{}}'.format(1, 999999999) }}", "width"),
+        ("{{ ('{0}' * 99999).format('x' * 99999) }}", "1,048,576"),
+        ("{{ ('%s' * 9999) % (['x' * 99999] * 9) }}", "1,048,576"),
+        ("{{ ('%9999d' * 9999) | format(1) }}", "1,048,576"),
+        ("{{ ('x' * 99999).replace('x', 'y' * 99999) }}", "1,048,576"),
+        ("{{ ('x' * 99999) | replace('x', 'y' * 99999) }}", "1,048,576"),
+        ("{{ ('x' * 99999) | replace('', 'y' * 99999) }}", "1,048,576"),
+        ("{{ ('y' * 99999).join('x' * 99999) }}", "1,048,576"),
+        ("{{ ('x' * 99999) | join('y' * 99999) }}", "1,048,576"),
+        ("{{ range(99999) | join('y' * 99999) }}", "1,048,576"),
+        ("{{ ['x' * 99999] * 99999 }}", "1,048,576"),
+        ("{% set n = namespace(x=['x']) %}{% for a in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}", "1,048,576"),
+        (
+            "{% set n = namespace(x=['x']) %}{% for a in range(60) %}{% set n.x = {1: n.x, 2: n.x} %}{% endfor %}",
+            "1,04",
+        ),
+        (
+            "{% set n = namespace(x=['x']) %}{% for a in range(60) %}{% set n.x = dict(a=n.x, b=n.x) %}{% endfor %}",
+            "1,0",
+        ),
+        ("{% set n = namespace(x=['x']) %}{% for a in range(99) %}{% set n.x = [n.x] %}{% endfor %}", "64 deep"),
+        ("{% set y %}{% for a in range(99999) %}" + "x" * 999 + "{% endfor %}{% endset %}", "1,048,576"),
+        (
+            "{% set y %}{% for a in range(99999) %}{% if a %}" + "x" * 999 + "{% endif %}{% endfor %}{% endset %}",
+            "1,04",
+        ),
+        ("{{ 'x'.translate({120: 'y' * 99999}) }}", "translate"),
+        ("{{ 'x'.encode().ljust(999999999) }}", "encode"),
+        ("{{ (5).to_bytes(999999999, 'big') }}", "to_bytes"),
+        ("{{ 5 | round(999999999, 'ceil') }}{{ 9 ** 9999 }}", "bits"),
+        ("{{ [[1] * 9999] * 99 | sum(start=[]) }}", "fails"),
+        ("{{ range(99) | slice(999999999) | list }}", "slice"),
+        ("{{ lipsum(999999999) }}", "lipsum"),
+        ("{{ ([1] * 999999) | tojson(indent=16) }}", "1,048,576"),
+        ("{{ [1] | tojson(indent='x' * 1048577) }}", "1,048,576"),
     ],
 )
 def test_bounds(template, words, monkeypatch):
-    if "0.2 s" in words:  # the others must not depend on how busy the machine is
-        monkeypatch.setattr(chat_template, "MAX_RENDER_S", 0.2)
+    # The others must not depend on how busy the machine is.
+    monkeypatch.setattr(chat_template, "MAX_RENDER_S", 0.2 if "0.2 s" in words else 30)
     fails(template, words)
 
 

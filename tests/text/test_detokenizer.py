@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import bisect
+import itertools
 import json
 import time
 from pathlib import Path
@@ -167,6 +169,24 @@ def test_words_of_other_decoders():
     assert Detokenizer(WORDPIECE, ids).push([4, 5]) == " dogs"
 
 
+def test_spaces_between_special_tokens():
+    """Of a decoder that puts some between words; never the one before a word."""
+    ids = [WORDPIECE.backend.token_to_id(t) for t in ("dog", "[SEP]", "[SEP]", "[SEP]", "the", "[SEP]")]
+    for spaces, text in ((True, "dog [SEP] [SEP] [SEP] the [SEP]"), (False, "dog [SEP][SEP][SEP] the [SEP]")):
+        shown = stream(Detokenizer(WORDPIECE, [], skip_special_tokens=False, spaces_between_special_tokens=spaces), ids)
+        assert "".join(shown) == text
+
+
+def test_text_of_other_tokens():
+    the = SENTENCEPIECE.backend.token_to_id("▁the")
+    other = Detokenizer(SENTENCEPIECE, [])
+    assert other.decode([1, the, the], True) == "the the" and other.decode([the], True) == " the"
+    assert other.decode([1], True) == "" and other.decode([1], False) == "<s>"
+    assert other.decode([SENTENCEPIECE.backend.token_to_id("<0xE6>")], False) == "\ufffd"
+    assert Detokenizer(WORDPIECE, []).decode([4], True) == "dog"
+    assert (other.text, other.num_tokens_kept) == ("", 0)
+
+
 def test_ids_without_text_show_nothing():
     padded = Tokenizer(train_byte_level(), num_ids=512)
     for tokenizer in (padded, Tokenizer(make_wordpiece(), num_ids=512)):
@@ -257,20 +277,37 @@ def first_stop(text: str, stop: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-@given(text=st.text("ab", max_size=24), stop=st.lists(st.text("ab", min_size=1, max_size=8), max_size=3))
-@example(text="abaababaabaab", stop=["abaababaabaab"[3:]])
-def test_stops_against_brute_force(text, stop):
-    detokenizer = Detokenizer(BYTE_LEVEL, [], stop=stop)
+@given(
+    text=st.text("ab🙂", max_size=24),
+    stop=st.lists(st.text("ab🙂", min_size=1, max_size=8), max_size=3),
+    include=st.booleans(),
+)
+@example(text="abaababaabaab", stop=["abaababaabaab"[3:]], include=False)
+def test_stops_against_brute_force(text, stop, include):
+    """Token by token, one a byte: a stop string may end, and begin, in the middle of anything."""
+    detokenizer = Detokenizer(BYTE_LEVEL, [], stop=stop, include_stop=include)
     expected, reason = first_stop(text, stop)
+    expected += reason if include and reason else ""
+    ends = list(itertools.accumulate(len(char.encode()) for char in text))
     seen = ""
     for n, token_id in enumerate(bytewise(text), start=1):
         seen += detokenizer.push([token_id])
         assert expected.startswith(seen)  # nothing that would have to be taken back
         if detokenizer.stop_reason is None:  # and nothing held back without need
-            held = text[len(seen) : n]
+            held = text[len(seen) : bisect.bisect_right(ends, n)]
             assert held == "" or any(s.startswith(held) for s in stop)
     seen += detokenizer.finish()
     assert (seen, detokenizer.stop_reason) == (expected, reason)
+
+
+@given(text=st.text("ab", max_size=12), stop=st.text("ab", min_size=1, max_size=3), min_tokens=st.integers(0, 8))
+def test_a_stop_within_the_minimum_does_not_count(text, stop, min_tokens):
+    """One token a character: the first occurrence that ends behind the minimum wins, overlapping ones included."""
+    detokenizer = Detokenizer(BYTE_LEVEL, [], stop=[stop], min_tokens=min_tokens)
+    shown = "".join(stream(detokenizer, bytewise(text)))
+    ends = [at for at in range(max(len(stop), min_tokens + 1), len(text) + 1) if text[:at].endswith(stop)]
+    assert detokenizer.stop_reason == (stop if ends else None)
+    assert shown == (text[: ends[0] - len(stop)] if ends else text)
 
 
 def test_a_long_stop_string_stays_cheap():

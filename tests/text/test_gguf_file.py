@@ -53,6 +53,7 @@ def test_metadata_in_the_words_of_config_json(write_gguf):
         "max_position_embeddings": 128,
         "tie_word_embeddings": True,
         "attention_bias": False,
+        "attention_output_bias": False,
         "mlp_bias": False,
         "hidden_act": "silu",
         "eos_token_id": 3,
@@ -109,10 +110,20 @@ def test_linear_scaling(write_gguf):
     assert open_checkpoint(path).config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
 
 
+@pytest.mark.parametrize(("num_layers", "scale"), [(34, 4), (62, 8)])
+def test_gemma3s_largest_model_scales_queries_by_another_width(write_gguf, num_layers, scale):
+    metadata = {"gemma3.block_count": num_layers, "gemma3.embedding_length": 32, "gemma3.attention.key_length": 4}
+    path = write_gguf(arch="gemma3", metadata=metadata | {"gemma3.attention.sliding_window": 512})
+    config = open_checkpoint(path).config
+    assert config["architectures"] == ["Gemma3ForCausalLM"]
+    assert (config["head_dim"], config["query_pre_attn_scalar"], config["sliding_window"]) == (4, scale, 512)
+    assert (config["sliding_window_pattern"], config["rope_local_base_freq"]) == (6, 10000.0)
+
+
 @pytest.mark.parametrize(
     ("arch", "metadata", "error", "words"),
     [
-        ("gemma3", {}, UnsupportedModelError, "gemma3"),
+        ("gemma2", {}, UnsupportedModelError, "gemma2"),
         ("llama", {"llama.expert_count": 8}, UnsupportedModelError, "8 experts"),
         ("llama", {"split.count": 3}, UnsupportedModelError, "3 parts"),
         ("llama", {"llama.attention.head_count": [4, 2]}, UnsupportedModelError, "attention heads"),

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import MappingProxyType
 
@@ -50,6 +52,21 @@ def test_encoding_is_the_library_s(tokenizer):
     assert tokenizer.encode_batch(texts) == [plain.encode(t).ids for t in texts]
     assert [tokenizer.encode(t) for t in texts] == [plain.encode(t).ids for t in texts]
     assert tokenizer.encode_batch([]) == []
+
+
+def test_a_long_text_lets_other_threads_run():
+    """What tokenises a prompt of megabytes beside an event loop must not stop it."""
+    text, begun, worst = "x" * 1_000_000, time.perf_counter(), 0.0
+    tokenizer = Tokenizer(tokenizers.Tokenizer(models.BPE({"x": 0}, [])))
+    thread = threading.Thread(target=tokenizer.encode, args=[text])
+    last = begun
+    thread.start()
+    while thread.is_alive():
+        now = time.perf_counter()
+        last, worst = now, max(worst, now - last)
+        time.sleep(0.001)
+    assert worst < max(0.25, (time.perf_counter() - begun) / 2)
+    assert tokenizer.encode(text[:5000]) == [0] * 5000
 
 
 def test_cutting_and_padding_are_switched_off():
@@ -413,6 +430,31 @@ def test_sentencepiece_from_gguf(write_gguf):
     bare = Tokenizer.from_checkpoint(open_checkpoint(path))
     assert piece(bare.encode("the")[1]) == "th"
     assert bare.decode(bare.encode(" the")) == " the"
+
+
+def test_gemma_from_gguf(write_gguf):
+    """SentencePiece without a space before the text, and runs of spaces and newlines as tokens of their own."""
+    tokens, types, scores = sentencepiece_parts()
+    tokens, types = [*tokens, "   ", "\n\n", "<start_of_turn>"], [*types, 4, 4, 3]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.scores": [*scores, -1e3, -1e3, -1e3],
+        "tokenizer.ggml.merges": None,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    tokenizer = Tokenizer.from_checkpoint(open_checkpoint(write_gguf(metadata=metadata)))
+    piece = tokenizer.backend.id_to_token
+    text = "the   the\n\nthe <start_of_turn>"
+    pieces = ["<s>", "th", "e", "   ", "th", "e", "\n\n", "th", "e", "▁", "<start_of_turn>"]
+    assert [piece(i) for i in tokenizer.encode(text)] == pieces
+    assert tokenizer.decode(tokenizer.encode(text), False) == "<s>" + text
+    assert {piece(i) for i in tokenizer.special_ids} == {"<unk>", "<s>", "</s>", "<start_of_turn>"}
+    assert tokenizer.encode(text, False, parse_special=False)[-1] not in tokenizer.special_ids
 
 
 @pytest.mark.parametrize(

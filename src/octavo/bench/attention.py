@@ -203,7 +203,7 @@ def _measurement(
     tokens: list[list[int]],
 ) -> Measurement:
     spec = model.spec
-    slot_bytes = spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * model.embedding.element_size()
+    slot_bytes = spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * model.vocabulary.weight.element_size()
     return Measurement(
         variant=variant,
         time_s=time_s,

@@ -14,6 +14,7 @@ from octavo.cli.chat import chat
 from octavo.cli.demo import demo
 from octavo.cli.generate import generate
 from octavo.cli.models import models
+from octavo.cli.vllm_flags import unsupported
 
 app = typer.Typer(
     help="Serve large language models from paged key/value memory, and see every block.",
@@ -64,6 +65,8 @@ def usage_problem(error: Exception) -> str | None:
         known = [name for param in context.command.params for name in param.opts] if context else []
         near = difflib.get_close_matches(option, known, n=1, cutoff=0.5)
         command = context.command_path if context else "octavo"
+        if (known_there := unsupported(option)) is not None:
+            return f"vLLM flag {known_there} is not supported here; see {command} --help"
         return f"no option {option}; " + (f"did you mean {near[0]}?" if near else f"see {command} --help")
     message = error.format_message().rstrip(".")
     return message[:1].lower() + message[1:]

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from octavo.cli.options import DEFAULT_MODEL, ENGINE, Model, options_of
+from octavo.config import EngineArgs
 from octavo.errors import ParameterError
 
 bench = typer.Typer(invoke_without_command=True)
@@ -14,7 +16,7 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 
 @bench.callback()
 def workloads(context: typer.Context) -> None:
-    """Measure the core on the host, or attention."""
+    """Measure an engine, the core on the host, or attention."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 
@@ -51,6 +53,39 @@ def attention(
     if lengths is not None:
         options["lengths"] = parse_lengths(lengths)
     main(variant, json=as_json, **options)
+
+
+@bench.command()
+@options_of(EngineArgs, ENGINE, into="engine")
+def throughput(
+    *,
+    model: Model = DEFAULT_MODEL,
+    workload: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A named workload, or all; may be repeated.")
+    ] = None,
+    as_json: Json = False,
+    engine: dict[str, Any],
+) -> None:
+    """Tokens a second on named workloads.
+
+    Token ids in, lengths forced, so that every engine has the same work; the default is mixed256, which is nano-vllm's.
+    With --load-format dummy a directory with a config.json alone will do.
+    """
+    from octavo.bench.throughput import main
+
+    main(model, workload or ("mixed256",), as_json=as_json, **engine)
+
+
+@bench.command()
+@options_of(EngineArgs, ENGINE, into="engine")
+def latency(*, model: Model = DEFAULT_MODEL, as_json: Json = False, engine: dict[str, Any]) -> None:
+    """Time to the first token, and per token after it.
+
+    At batches of 1, 32 and 256 prompts of 1,024 tokens; and to the first token of one prompt of 128.
+    """
+    from octavo.bench.throughput import main
+
+    main(model, latency=True, as_json=as_json, **engine)
 
 
 def parse_lengths(text: str) -> list[int]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from octavo.cli.generate import report_failures
+from octavo.cli.generate import report_failures, sampling_params
 from octavo.cli.models import load
-from octavo.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Model, options_of
+from octavo.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Model, Variables, options_of
 from octavo.cli.terminal import catch_interrupt, on_terminal, printable, read_line
 from octavo.config import EngineArgs
 from octavo.core.sampling_params import SamplingParams
@@ -31,26 +31,34 @@ def chat(
     *,
     model: Model = DEFAULT_MODEL,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    chat_template_kwargs: Variables = None,
     engine: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
     """Talk with a model. Answers are streamed, and the conversation so far is found in the prefix cache."""
-    # An answer may be as long as fits, unless told.
-    params = SamplingParams(**({"max_tokens": None} | sampling))
+    sampling = {"max_tokens": None} | sampling  # an answer may be as long as fits, unless told
+    params = SamplingParams(**sampling)
     if params.n != 1:
         raise UsageError(f"n is {params.n}; a conversation goes on from one answer: leave --n out", param="n")
     with load(model, engine) as llm:
         if llm.get_tokenizer().chat_template is None:
-            raise TemplateError(f"{model} has no chat template; octavo generate completes plain text", param="model")
-        Conversation(llm, params, system).run()
+            raise TemplateError(
+                f"{model} has no chat template; give one with --chat-template, or complete plain text with octavo "
+                "generate",
+                param="model",
+            )
+        Conversation(llm, sampling_params(llm, sampling), system, chat_template_kwargs or {}).run()
 
 
 class Conversation:
     """Messages in, answers out, until the reader has enough."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+    def __init__(
+        self, llm: LLM, params: SamplingParams, system: str | None, variables: Mapping[str, Any] | None = None
+    ) -> None:
         self.llm = llm
         self.params = params
+        self.variables = variables or {}
         self.opening: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
         self.messages = list(self.opening)
 
@@ -87,7 +95,7 @@ class Conversation:
         shown = 0
         with catch_interrupt() as interrupt:
             try:
-                stream = self.llm.stream([chat_prompt(self.llm, messages)], self.params)
+                stream = self.llm.stream([chat_prompt(self.llm, messages, self.variables)], self.params)
             except UsageError as error:  # too long a conversation, most of all
                 print(f"error: {error}; /new begins again", file=sys.stderr)
                 return False
@@ -117,7 +125,7 @@ class Conversation:
         Console(stderr=True, highlight=False).print(line, style="dim")
 
 
-def chat_prompt(llm: LLM, messages: list[dict[str, str]]) -> dict[str, Any]:
+def chat_prompt(llm: LLM, messages: list[dict[str, str]], variables: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Messages as the prompt that the model's chat template makes of them, up to where the answer begins."""
-    text, ids = llm.get_tokenizer().encode_chat(messages)
+    text, ids = llm.get_tokenizer().encode_chat(messages, **(variables or {}))
     return {"prompt": text, "prompt_token_ids": ids}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -18,11 +19,11 @@ from octavo.core.sampling_params import SamplingParams
 from octavo.errors import PromptError
 
 if TYPE_CHECKING:
-    from octavo.engine.outputs import RequestOutput
+    from octavo.engine.outputs import Logprob, RequestOutput
     from octavo.llm import LLM
 
 Prompt: TypeAlias = str | dict[str, Any]
-"""Text, or {"prompt_token_ids": [...]}."""
+"""Text, or {"prompt_token_ids": [...]}, or {"prompt": text, "parse_special": True}."""
 
 
 @options_of(EngineArgs, ENGINE, into="engine")
@@ -40,6 +41,9 @@ def generate(
         ),
     ] = None,
     model: Model = DEFAULT_MODEL,
+    parse_special: Annotated[
+        bool, typer.Option("--parse-special", help="Special tokens spelled in prompts are meant; else they are text.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
     engine: dict[str, Any],
     sampling: dict[str, Any],
@@ -47,7 +51,7 @@ def generate(
     """Complete prompts, all in one continuous batch.
 
     One prompt on a terminal is streamed. --json prints one object a line: prompt, text, token_ids, finish_reason and
-    num_cached_tokens, in the order of the prompts.
+    num_cached_tokens, in the order of the prompts; and what --logprobs and --prompt-logprobs ask for.
     """
     prompts: list[Prompt] = list(prompt or [])
     if prompts_file is not None:
@@ -55,15 +59,26 @@ def generate(
     if not prompts:
         raise PromptError("no prompt; give --prompt TEXT or --prompts-file FILE", param="prompt")
 
-    params = SamplingParams(**sampling)  # before the model is loaded: a mistake in it costs no wait
+    if parse_special:
+        prompts = [{"prompt": p, "parse_special": True} if isinstance(p, str) else p for p in prompts]
+    SamplingParams(**sampling)  # before the model is loaded: a mistake in it costs no wait
     with load(model, engine) as llm:
-        if len(prompts) == 1 and params.n == 1 and sys.stdout.isatty() and not as_json:
+        params = sampling_params(llm, sampling)
+        shows_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+        if len(prompts) == 1 and params.n == 1 and sys.stdout.isatty() and not as_json and not shows_logprobs:
             failed = stream(llm, prompts[0], params)
         else:
             outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
             failed = show_json(outputs) if as_json else show_text(outputs)
     if failed:
         raise typer.Exit(1)
+
+
+def sampling_params(llm: LLM, said: dict[str, Any]) -> SamplingParams:
+    """What was said on the command line over what the model's makers recommend, which is told."""
+    if told := str(llm.sampling_defaults):
+        print(told, file=sys.stderr)
+    return dataclasses.replace(llm.get_default_sampling_params(), **said)
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -125,7 +140,43 @@ def show_text(outputs: Sequence[RequestOutput]) -> bool:
             print(f">>> {output.prompt if output.prompt is not None else list(output.prompt_token_ids)}")
         for completion in output.outputs:
             print(printable(completion.text) if sys.stdout.isatty() else completion.text, end="\n" if bare else "\n\n")
+            if completion.logprobs is not None:
+                print_table(completion.logprobs, completion.token_ids)
+        echoed = output.outputs[0].logprobs is not None and None in output.outputs[0].logprobs
+        if output.prompt_logprobs is not None and not echoed:
+            print("prompt")
+            print_table(output.prompt_logprobs, output.prompt_token_ids)
     return report_failures(outputs)
+
+
+def print_table(positions: Sequence[Mapping[int, Logprob] | None], token_ids: Sequence[int]) -> None:
+    """A line a token: the token, its log-probability and rank, and the likeliest in its place."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("token", "logprob", "rank", "likeliest", box=None, pad_edge=False)
+    for token_id, known in zip(token_ids, positions, strict=True):
+        row = logprob_record(token_id, known)
+        best = "  ".join(f"{_shown(each['token'])} {each['logprob']:.3f}" for each in row.get("top", []))
+        figures = (f"{row['logprob']:.3f}", str(row["rank"])) if row["logprob"] is not None else ("", "")
+        table.add_row(_shown(row["token"]) if row["token"] is not None else str(token_id), *figures, best)
+    Console(markup=False, highlight=False).print(table)
+
+
+def _shown(token: str) -> str:
+    """In quotes, so that spaces and the ends of lines can be seen."""
+    return json.dumps(token, ensure_ascii=False)
+
+
+def logprob_record(token_id: int, known: Mapping[int, Logprob] | None) -> dict[str, Any]:
+    """What is known of one position; nothing of a prompt's first token."""
+    if known is None or token_id not in known:
+        return {"token_id": token_id, "token": None, "logprob": None, "rank": None}
+    own = known[token_id]
+    ranked = sorted(known.items(), key=lambda item: (item[1].rank or 0, item[0]))
+    top = [{"token_id": i, "token": each.decoded_token or "", "logprob": each.logprob} for i, each in ranked]
+    record = {"token_id": token_id, "token": own.decoded_token or "", "logprob": own.logprob, "rank": own.rank}
+    return record | ({"top": top} if len(top) > 1 else {})
 
 
 def show_json(outputs: Sequence[RequestOutput]) -> bool:
@@ -138,13 +189,17 @@ def show_json(outputs: Sequence[RequestOutput]) -> bool:
 def records(output: RequestOutput) -> Iterator[dict[str, Any]]:
     """What --json prints: one object a completion, numbered where a prompt has several."""
     for completion in output.outputs:
-        record = {
+        record: dict[str, Any] = {
             "prompt": output.prompt if output.prompt is not None else list(output.prompt_token_ids),
             "text": completion.text,
             "token_ids": list(completion.token_ids),
             "finish_reason": completion.finish_reason,
             "num_cached_tokens": output.num_cached_tokens,
         }
+        if completion.logprobs is not None:
+            record["logprobs"] = list(map(logprob_record, completion.token_ids, completion.logprobs))
+        if output.prompt_logprobs is not None:
+            record["prompt_logprobs"] = list(map(logprob_record, output.prompt_token_ids, output.prompt_logprobs))
         yield record | ({"index": completion.index} if len(output.outputs) > 1 else {})
 
 

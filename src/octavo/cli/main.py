@@ -17,6 +17,9 @@ FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 
 
 def main() -> None:
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by whoever started us: Python leaves nothing there to print to
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process
     code = run(sys.argv[1:])
     if code == INTERRUPTED:
         # Whoever presses Ctrl-C again while threads are being joined wants it to end, not to read about threads.

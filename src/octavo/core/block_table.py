@@ -37,7 +37,16 @@ class RowTable:
         history = sequence.token_ids[:] if params.needs_history else None
         num_prompt = len(request.prompt_token_ids)
         plan.row_setups.append(
-            RowSetup(row, params, request.seed, sequence.index, request.stop_ids, num_prompt, history)
+            RowSetup(
+                row,
+                params,
+                request.seed,
+                sequence.index,
+                request.stop_ids,
+                num_prompt,
+                history,
+                decides=request.decide is not None,
+            )
         )
         self.write(sequence, 0, sequence.block_ids, plan)
 

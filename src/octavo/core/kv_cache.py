@@ -151,8 +151,10 @@ class KVCache:
     def next_block_in(self, keys: Container[Key], sequence: Sequence, prefix: Prefix) -> bool:
         """Whether the block that a lookup missed first is among these."""
         found = len(prefix.block_ids)
-        return self._reads(sequence) and found < (len(sequence.token_ids) - 1) // self.block_size and (
-            self.next_key(sequence, prefix.seal_ids) in keys
+        return (
+            self._reads(sequence)
+            and found < (len(sequence.token_ids) - 1) // self.block_size
+            and (self.next_key(sequence, prefix.seal_ids) in keys)
         )
 
     def sibling_prefix(self, sequence: Sequence) -> Prefix:

@@ -62,6 +62,8 @@ class RowSetup(NamedTuple):
     token_ids   all that the host knows of the sequence, and that is all there is: nothing sampled is in flight when a
                 row is given. Only for a request that asks for it (`SamplingParams.needs_history`), None for the others.
                 From then on the device keeps it up: by what it samples, and by the host tokens of slices
+    decides     the host chooses: what comes back from a slice with draws are the likeliest tokens, best first, each as
+                (log-probability, token)
     """
 
     row: Row
@@ -71,6 +73,7 @@ class RowSetup(NamedTuple):
     stop_ids: frozenset[int]
     num_prompt: int = 0
     token_ids: array[int] | None = None
+    decides: bool = False
 
 
 class Slice(NamedTuple):

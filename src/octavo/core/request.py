@@ -160,7 +160,7 @@ class Request:
         self.stop_ids = frozenset(stop_ids) | frozenset(sampling_params.stop_token_ids or ())
         self.priority = priority
         self.salt = salt
-        self.width = sampling_params.n if width is None else width
+        self.width = sampling_params.width if width is None else width
         self.decide = decide
         self.num_draws = (self.width if decide is None else 2 * self.width) if num_draws is None else num_draws
         self.host_wait = host_wait or decide is not None

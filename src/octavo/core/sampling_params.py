@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
-from octavo.core.checked import Checked
-from octavo.errors import ParameterError
+from octavo.core.checked import Checked, list_of, token_ids, wrong
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy decoding."""
@@ -29,7 +28,8 @@ class RequestOutputKind(Enum):
 class SamplingParams(Checked):
     """How one request is decoded. Names and defaults are vLLM's.
 
-    n                           samples of the one prompt
+    n, best_of                  samples of the one prompt; of `best_of`, at most 20, the n with the largest
+                                log-probability over all their tokens are told, when all have ended
     temperature                 0 to 2; below 1e-5 greedy, and below 0.01 taken as 0.01
     top_p, top_k, min_p         keep the smallest set of tokens with that mass; that many tokens (0 or -1: all);
                                 those at least `min_p` times as likely as the likeliest. Applied in the order
@@ -66,6 +66,7 @@ class SamplingParams(Checked):
     TITLE: ClassVar[str] = "SamplingParams"
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -99,6 +100,16 @@ class SamplingParams(Checked):
         return self.temperature < GREEDY_BELOW
 
     @property
+    def width(self) -> int:
+        """Samples that are generated."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def ranks(self) -> bool:
+        """Whether the best are told, of more samples than that."""
+        return self.width > self.n
+
+    @property
     def penalizes(self) -> bool:
         """Whether tokens that came before weigh less, or more."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
@@ -110,6 +121,7 @@ class SamplingParams(Checked):
 
     def __post_init__(self) -> None:
         self._integer("n", 1, 128)
+        self._integer("best_of", 1, 20, optional=True)
         self._number("temperature", 0.0, 2.0)
         self._number("top_p", 0.0, 1.0)
         self._number("min_p", 0.0, 1.0)
@@ -127,11 +139,11 @@ class SamplingParams(Checked):
         self._choice("output_kind", tuple(RequestOutputKind))
         self._set("stop_strings", self._strings("stop", 64))
         self._set("bad_words", self._strings("bad_words", 4096))
-        self._set("stop_token_ids", self._token_ids("stop_token_ids", self.stop_token_ids))
+        self._set("stop_token_ids", token_ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
-            self._set("allowed_token_ids", self._token_ids("allowed_token_ids", self.allowed_token_ids))
-        words = self._list("bad_words_token_ids", self.bad_words_token_ids)
-        self._set("bad_words_token_ids", tuple(self._token_ids("bad_words_token_ids", word) for word in words))
+            self._set("allowed_token_ids", token_ids("allowed_token_ids", self.allowed_token_ids))
+        words = list_of("bad_words_token_ids", self.bad_words_token_ids)
+        self._set("bad_words_token_ids", tuple(token_ids("bad_words_token_ids", word) for word in words))
         self._set("logit_bias", self._numbers_by_id("logit_bias", -100.0, 100.0))
         self._settle()
         self._check_together()
@@ -153,24 +165,17 @@ class SamplingParams(Checked):
     def _check_together(self) -> None:
         """What each parameter says for itself is fine; together they may not be."""
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            raise ParameterError(
-                "max_tokens is 0, it must be from 1, or echo or prompt_logprobs set",
-                param="max_tokens",
-                code="integer_below_min_value",
+            raise wrong(
+                "max_tokens", "is 0, it must be from 1, or echo or prompt_logprobs set", "integer_below_min_value"
             )
+        if self.width < self.n:
+            raise wrong("best_of", f"is {self.best_of}, it must be at least n, {self.n}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ParameterError(
-                f"min_tokens is {self.min_tokens}, it must be at most max_tokens, {self.max_tokens}", param="min_tokens"
-            )
+            raise wrong("min_tokens", f"is {self.min_tokens}, it must be at most max_tokens, {self.max_tokens}")
         if self.stop_strings and not self.detokenize:
-            raise ParameterError("stop strings need the text: set detokenize=True or use stop_token_ids", param="stop")
+            raise wrong("stop", "strings need the text: set detokenize=True or use stop_token_ids")
         if self.allowed_token_ids == ():
-            raise ParameterError(
-                "allowed_token_ids is empty, which allows nothing; leave it out to allow all",
-                param="allowed_token_ids",
-                code="no_allowed_token",
-            )
+            text = "is empty, which allows nothing; leave it out to allow all"
+            raise wrong("allowed_token_ids", text, "no_allowed_token")
         if not all(self.bad_words_token_ids or ()):
-            raise ParameterError(
-                "bad_words_token_ids has a list without tokens; leave it out", param="bad_words_token_ids"
-            )
+            raise wrong("bad_words_token_ids", "has a list without tokens; leave it out")

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from octavo.core.checked import Checked
+from octavo.core.plan import TokenLogprobs
 from octavo.core.request import Sequence
+from octavo.core.sampling_params import SamplingParams
 from octavo.errors import ParameterError
 
 MOST_BEAMS = 128
@@ -33,6 +35,7 @@ class BeamSearchParams(Checked):
                     sequence beats the worst of them at its present length; "never": nor at any length to come
     temperature     0, the only value: a beam search draws nothing
     ignore_eos      the model's own end-of-sequence tokens end nothing
+    logprobs        log-probabilities of each token, and of so many of the likeliest in its place
     stop, stop_token_ids  strings and tokens that end a hypothesis
 
     Raises `ParameterError` for a value out of range, `UnknownOptionError` for a name that does not exist.
@@ -47,6 +50,7 @@ class BeamSearchParams(Checked):
     early_stopping: bool | Literal["never"] = False
     temperature: float = 0.0
     ignore_eos: bool = False
+    logprobs: int | None = None
     stop: str | Seq[str] | None = None
     stop_token_ids: Seq[int] | None = None
 
@@ -57,6 +61,7 @@ class BeamSearchParams(Checked):
         self._number("length_penalty", -100.0, 100.0)
         self._number("temperature", 0.0, 2.0)
         self._flag("ignore_eos")
+        self._integer("logprobs", 0, 1 << 20, optional=True)
         if self.early_stopping not in (True, False, "never"):
             raise ParameterError(
                 f'early_stopping is {self.early_stopping!r}, it must be True, False or "never"', param="early_stopping"
@@ -65,6 +70,17 @@ class BeamSearchParams(Checked):
             raise ParameterError(
                 f"temperature is {self.temperature}, a beam search draws nothing: leave it at 0", param="temperature"
             )
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """The part of it that concerns each sequence, and its text."""
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            stop=self.stop if self.stop is None or isinstance(self.stop, str) else list(self.stop),
+            stop_token_ids=None if self.stop_token_ids is None else list(self.stop_token_ids),
+        )
 
 
 class Candidate(NamedTuple):
@@ -75,18 +91,22 @@ class Candidate(NamedTuple):
 
 
 class Hypothesis(NamedTuple):
-    """A sequence that has ended. `logprob` is of all its output, `score` what it is ranked by."""
+    """A sequence that has ended. `logprob` is of all its output, `score` what it is ranked by; `logprobs` has an entry
+    for each token where they are asked for."""
 
     score: float
     logprob: float
     token_ids: list[int]
     finish_reason: str
+    logprobs: list[TokenLogprobs]
 
 
 class _Continuation(NamedTuple):
     logprob: float  # of the whole output, this token included
     parent: Sequence
     token: int
+    rank: int  # among the parent's candidates, from 0
+    candidates: list[Candidate]
 
 
 class BeamSearch:
@@ -104,16 +124,21 @@ class BeamSearch:
         ends: Callable[[list[int]], bool] | None = None,
     ) -> None:
         self.params = params
+        self.ends = ends
         self.hypotheses: list[Hypothesis] = []  # the best `beam_width`, best first
         self._num_prompt = num_prompt
         self._stop_ids = stop_ids
-        self._ends = ends
         self._logprobs = [0.0]  # of the live sequences, by their index
+        self._entries: list[list[TokenLogprobs]] = [[]]  # likewise
 
     @property
     def num_draws(self) -> int:
         """Candidates to look at, of each sequence as of all: though every stop token is among the best of each, as many
         as there are beams go on."""
+        return max(self._num_best, self.params.logprobs or 0)
+
+    @property
+    def _num_best(self) -> int:
         return max(2, 1 + len(self._stop_ids)) * self.params.beam_width
 
     def decide(self, parents: list[tuple[Sequence, Any]]) -> list[tuple[Sequence, int]]:
@@ -130,6 +155,7 @@ class BeamSearch:
         live = [c for c, o in zip(best, over, strict=True) if not o][:width]
         if not live or self._is_settled(live[0].logprob, length):
             return []
+        self._entries = [self._entries_of(c) for c in live]
         self._logprobs = [c.logprob for c in live]
         return [(c.parent, c.token) for c in live]
 
@@ -138,21 +164,30 @@ class BeamSearch:
         for sequence in live:
             token_ids = sequence.token_ids[self._num_prompt :].tolist()
             logprob = self._logprobs[sequence.index]
-            self._add(Hypothesis(self._score(logprob, len(token_ids)), logprob, token_ids, finish_reason))
+            score, entries = self._score(logprob, len(token_ids)), self._entries[sequence.index]
+            self._add(Hypothesis(score, logprob, token_ids, finish_reason, entries))
 
     def _best(self, parents: list[tuple[Sequence, Any]]) -> list[_Continuation]:
         found = [
-            _Continuation(self._logprobs[sequence.index] + logprob, sequence, token)
+            _Continuation(self._logprobs[sequence.index] + logprob, sequence, token, rank, candidates)
             for sequence, candidates in parents
-            for logprob, token in candidates
+            for rank, (logprob, token) in enumerate(candidates)
         ]
         found.sort(key=lambda c: -c.logprob)
-        return found[: self.num_draws]
+        return found[: self._num_best]
 
     def _is_over(self, continuation: _Continuation, length: int) -> bool:
         if continuation.token in self._stop_ids or length >= self.params.max_tokens:
             return True
-        return self._ends is not None and self._ends(self._output(continuation))
+        return self.ends is not None and self.ends(self._output(continuation))
+
+    def _entries_of(self, continuation: _Continuation) -> list[TokenLogprobs]:
+        if (num := self.params.logprobs) is None:
+            return []
+        best = continuation.candidates[:num]
+        logprob = continuation.candidates[continuation.rank][0]
+        entry = TokenLogprobs(logprob, continuation.rank + 1, [token for _, token in best], [p for p, _ in best])
+        return [*self._entries[continuation.parent.index], entry]
 
     def _output(self, continuation: _Continuation) -> list[int]:
         return [*continuation.parent.token_ids[self._num_prompt :], continuation.token]
@@ -160,8 +195,9 @@ class BeamSearch:
     def _finish(self, ended: list[_Continuation], length: int) -> None:
         for c in ended:
             token_ids = self._output(c)
-            stopped = c.token in self._stop_ids or (self._ends is not None and self._ends(token_ids))
-            self._add(Hypothesis(self._score(c.logprob, length), c.logprob, token_ids, "stop" if stopped else "length"))
+            stopped = c.token in self._stop_ids or (self.ends is not None and self.ends(token_ids))
+            reason, entries = "stop" if stopped else "length", self._entries_of(c)
+            self._add(Hypothesis(self._score(c.logprob, length), c.logprob, token_ids, reason, entries))
 
     def _add(self, hypothesis: Hypothesis) -> None:
         self.hypotheses.append(hypothesis)

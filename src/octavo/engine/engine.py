@@ -6,14 +6,16 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from itertools import chain
 
 from octavo.core import events as ev
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import Request, Sequence
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.core.scheduler import Scheduler
+from octavo.engine.beam_search import BeamSearch, BeamSearchParams
 from octavo.engine.executor import Executor, Running
 from octavo.engine.garbage import QuietGarbage
 from octavo.engine.outputs import MakeDetokenizer, RequestMetrics, RequestOutput, RequestState
@@ -31,6 +33,8 @@ class Engine:
 
     vocab_size, max_model_len   what a prompt is checked against
     eos_token_ids               the model's own ends of sequence
+    max_logprobs                the most that a request may ask for at a position; -1: the whole vocabulary
+    default_params              of a request whose caller says nothing; for the fronts
     overlap                     plan the next step while the device computes this one
     seed                        where the seeds of requests that bring none come from
     """
@@ -43,6 +47,8 @@ class Engine:
         vocab_size: int,
         max_model_len: int,
         eos_token_ids: Seq[int] = (),
+        max_logprobs: int = 20,
+        default_params: SamplingParams | None = None,
         overlap: bool = True,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -52,6 +58,8 @@ class Engine:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_token_ids = tuple(eos_token_ids)
+        self.max_logprobs = max_logprobs
+        self.default_params = default_params or SamplingParams()
         self.stats = EngineStats()
         self.garbage = QuietGarbage()
         self._clock = clock
@@ -70,7 +78,7 @@ class Engine:
         self,
         request_id: str,
         prompt_token_ids: Seq[int],
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         prompt: str | None = None,
         priority: int = 0,
@@ -86,11 +94,14 @@ class Engine:
         if request_id in self._states:
             raise ParameterError(f"a request {request_id!r} is running already; ids must differ", param="request_id")
         self.check_prompt(prompt_token_ids)
+        beams, params = (params, params.sampling_params) if isinstance(params, BeamSearchParams) else (None, params)
         max_tokens = self._max_tokens(len(prompt_token_ids), params)
-        if max(params.stop_token_ids or (), default=0) >= self.vocab_size:
+        stop_ids = frozenset(() if params.ignore_eos else self.eos_token_ids) | frozenset(params.stop_token_ids or ())
+        self._check_params(params, max_tokens, stop_ids)
+        search = None if beams is None else BeamSearch(beams, len(prompt_token_ids), stop_ids)
+        if beams is not None and beams.beam_width > self.vocab_size:
             raise ParameterError(
-                f"stop_token_ids has {max(params.stop_token_ids or ())}, the vocabulary ends at {self.vocab_size - 1}",
-                param="stop_token_ids",
+                f"beam_width is {beams.beam_width}, the vocabulary has {self.vocab_size} tokens", param="beam_width"
             )
         request = Request(
             request_id,
@@ -98,18 +109,24 @@ class Engine:
             params,
             max_tokens=max_tokens,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            stop_ids=() if params.ignore_eos else self.eos_token_ids,
+            stop_ids=stop_ids,
             priority=priority,
             salt=salt,
+            width=None if beams is None else beams.beam_width,
+            num_draws=None if search is None else search.num_draws,
+            decide=None if search is None else search.decide,
         )
         self.scheduler.add(request)
         if not params.detokenize:
             make_detokenizer = None
-        incremental = make_detokenizer is not None and (stream or bool(params.stop_strings))
+        stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY and search is None
+        incremental = make_detokenizer is not None and search is None and (stream or bool(params.stop_strings))
         self._num_incremental += incremental or stream
-        self._states[request_id] = RequestState(
-            request, prompt, RequestMetrics(self._clock()), make_detokenizer, incremental, stream
+        self._states[request_id] = state = RequestState(
+            request, prompt, RequestMetrics(self._clock()), make_detokenizer, incremental, stream, search=search
         )
+        if search is not None and params.stop_strings:
+            search.ends = state.ends_in_stop_string
 
     def check_prompt(self, prompt_token_ids: Seq[int]) -> None:
         """Raises `PromptError` for an empty prompt or a token that the model does not have."""
@@ -123,9 +140,45 @@ class Engine:
                     code="invalid_token_id",
                 )
 
+    def _check_params(self, params: SamplingParams, max_tokens: int, stop_ids: frozenset[int]) -> None:
+        """What is wrong only with this model, or with a default that has become a number. Raises `ParameterError`."""
+        given: dict[str, Iterable[int]] = {
+            "stop_token_ids": params.stop_token_ids or (),
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "bad_words_token_ids": chain.from_iterable(params.bad_words_token_ids or ()),
+            "logit_bias": params.logit_bias or (),
+        }
+        for name, ids in given.items():
+            if (largest := max(ids, default=0)) >= self.vocab_size:
+                code = "invalid_logit_bias" if name == "logit_bias" else "invalid_token_id"
+                text = f"{name} has {largest}, the vocabulary ends at {self.vocab_size - 1}"
+                raise ParameterError(text, param=name, code=code)
+        most = self.vocab_size if self.max_logprobs < 0 else self.max_logprobs
+        for name, num in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if num is not None and (self.vocab_size if num < 0 else num) > most:
+                raise ParameterError(f"{name} is {num}, at most {most} are given; raise max_logprobs", param=name)
+        if params.min_tokens > max_tokens:
+            raise ParameterError(
+                f"min_tokens is {params.min_tokens}, and there is room for {max_tokens}; lower it", param="min_tokens"
+            )
+        if params.bad_words and not params.bad_words_token_ids:
+            raise ParameterError(
+                "bad_words are text, which takes a tokenizer; use bad_words_token_ids", param="bad_words"
+            )
+        if params.allowed_token_ids is not None:
+            never = {word[0] for word in params.bad_words_token_ids or () if len(word) == 1}
+            if never.union(stop_ids if params.min_tokens else ()).issuperset(params.allowed_token_ids):
+                raise ParameterError(
+                    "bad_words and min_tokens rule out all of allowed_token_ids; allow more",
+                    param="allowed_token_ids",
+                    code="no_allowed_token",
+                )
+
     def _max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
         """A number is taken at its word; a default is cut to what fits."""
         limit = self.max_model_len
+        if params.max_tokens == 0 and num_prompt <= limit:
+            return 1  # what the core cannot do without; nobody is told of it
         if num_prompt + 1 > limit or (params.max_tokens is not None and num_prompt + params.max_tokens > limit):
             asked = f"{params.max_tokens} for the completion" if params.max_tokens is not None else "a completion"
             raise ContextLengthError(
@@ -136,7 +189,7 @@ class Engine:
             )
         if params.max_tokens is not None:
             return params.max_tokens
-        most = self.scheduler.cache.longest_output(num_prompt, params.n)
+        most = self.scheduler.cache.longest_output(num_prompt, params.width)
         return max(1, min(limit - num_prompt, most))
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -201,6 +254,8 @@ class Engine:
             state = self._state_of(plan.sequences[i])
             if result.tokens[i] and state is not None and state.metrics.first_token_time is None:
                 state.metrics.first_token_time = now
+        if result.logprobs or result.prompt_logprobs:
+            self._take_in_logprobs(plan, result)
         told: dict[str, RequestState] = {}
         if self._num_incremental:
             for sequence, tokens in zip(plan.sequences, result.tokens, strict=True):
@@ -209,13 +264,29 @@ class Engine:
                     continue
                 if state.incremental:
                     self._read(state, finished)
+                state.metrics.last_token_time = now
                 if state.stream:
                     told[state.request.request_id] = state
-        outputs = [s.output() for name, s in told.items() if s.request.sequences]
+        outputs = [s.output() for s in told.values() if s.request.sequences]
         for request in finished:
+            if (state := self._states.get(request.request_id)) is not None:
+                state.metrics.last_token_time = now
             if (output := self._close(request.request_id, now)) is not None:
                 outputs.append(output)
         return outputs
+
+    def _take_in_logprobs(self, plan: StepPlan, result: StepResult) -> None:
+        for i, entries in result.logprobs.items():
+            if (state := self._state_of(plan.sequences[i])) is None:
+                continue
+            if i in plan.draws:  # one of each sample
+                for index, entry in enumerate(entries):
+                    state.read_logprobs(index, [entry])
+            else:
+                state.read_logprobs(plan.sequences[i].index, entries)
+        for i, (position, entries) in result.prompt_logprobs.items():
+            if (state := self._state_of(plan.sequences[i])) is not None:
+                state.read_prompt_logprobs(position, entries)
 
     def _read(self, state: RequestState, finished: list[Request]) -> None:
         """Text from new tokens. A stop string in it ends the sequence, which the scheduler cannot know."""

@@ -17,6 +17,8 @@ class EngineStats:
     num_swap_preemptions: int = 0
     num_failed_steps: int = 0
     num_finished: int = 0
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
     peak_running: int = 0
     peak_used_blocks: int = 0
 
@@ -31,6 +33,9 @@ class EngineStats:
             self.num_swap_preemptions += event.how == "swap"
         elif isinstance(event, ev.Finished):
             self.num_finished += 1
+            self.num_generation_tokens += event.num_tokens
+        elif isinstance(event, ev.Arrived):
+            self.num_prompt_tokens += event.num_prompt_tokens
 
     def reset_peaks(self) -> None:
         self.peak_running = self.peak_used_blocks = 0

@@ -29,8 +29,11 @@ class RaggedBatch:
     seq_lens       [num_seqs] int32, context length, this call's tokens included
     block_tables   [num_seqs, max_blocks] int32, padded with 0, the null block
     max_query_len, max_seq_len   ints of the host, so that sizing a launch needs no look at the device
+                   Of a batch that is captured, they bound all replays
     derived        what a kernel works out from the rest, kept for the other layers of the step. So the tensors of a
                    batch do not change once a kernel has seen it: the next step has its own batch
+    fixed_split    what attention gives for a sequence must not depend, in its last bits, on what else is in the batch.
+                   Read by the GPU's kernels; slower
     """
 
     positions: Tensor
@@ -41,6 +44,7 @@ class RaggedBatch:
     max_query_len: int
     max_seq_len: int
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    fixed_split: bool = False
 
     @property
     def num_seqs(self) -> int:
@@ -131,6 +135,51 @@ class SamplingTensors:
             all_greedy=not any(t > 0 for t in temperature),
             any_filter=any(t > 0 and (k > 0 or p < 1 or m > 0) for t, k, p, m in filters),
         )
+
+
+@dataclass(slots=True)
+class TokenHistory:
+    """The tokens so far of those rows of logits whose sampling looks at them.
+
+    rows        [num] int64, the row of logits
+    token_ids   [num, max_len] int, by position; from `num_tokens` on it is anything
+    num_prompt  [num] int64, tokens of the prompt: what comes after them is output
+    num_tokens  [num] int64, prompt and output: the position of the token to be sampled
+    """
+
+    rows: Tensor
+    token_ids: Tensor
+    num_prompt: Tensor
+    num_tokens: Tensor
+
+
+@dataclass(slots=True)
+class LogitRules:
+    """What is done to some logits of some rows before they are sampled; None: nothing of the kind.
+
+    Lists of (row, token) are pairs of int64 tensors of equal length, [num_pairs] each.
+
+    limited    [num] int64, rows that have a list of tokens allowed, and
+    allowed    these tokens: all others of the row are out
+    banned     tokens that are out
+    bias, bias_values  tokens whose logits are added to; [num_pairs] float32
+    history    the tokens so far, for what follows
+    words, word_rows   [num_words, longest] int64, right-aligned and padded with -1 in front; and [num_words] int64, the
+               row of `history` it is for: the last token of a word is out where the others of it come just before
+    repetition, presence, frequency   [num] float32 penalties of the rows of `history`, each by itself: 1, 0, 0 for none
+    """
+
+    limited: Tensor | None = None
+    allowed: tuple[Tensor, Tensor] | None = None
+    banned: tuple[Tensor, Tensor] | None = None
+    bias: tuple[Tensor, Tensor] | None = None
+    bias_values: Tensor | None = None
+    history: TokenHistory | None = None
+    words: Tensor | None = None
+    word_rows: Tensor | None = None
+    repetition: Tensor | None = None
+    presence: Tensor | None = None
+    frequency: Tensor | None = None
 
 
 PER_ROW = tuple(f.name for f in fields(SamplingTensors) if f.name not in ("all_greedy", "any_filter"))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from octavo.kernels.attention_rows import LN_2, LOG2_E, NOTHING, load_rows, store_nothing
 from octavo.kernels.batch import RaggedBatch
+from octavo.kernels.query_tiles import query_tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +59,10 @@ def chunk_attention(
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_layer.shape[2:4]
     group_size = num_heads // num_kv_heads
-    tuning = tuning or chunk_tuning(q, batch.max_query_len, group_size)
+    longest = 64 if batch.fixed_split else batch.max_query_len
+    tuning = tuning or chunk_tuning(q, longest, group_size)
     queries = tuning.rows // group_size
-    key = ("paged_attention.chunk", queries, num_tokens, window, skip_single)
-    tiles: Tensor | None = batch.derived.get(key)
-    if tiles is None:
-        tiles = batch.derived[key] = _query_tiles(batch, queries, num_tokens, window, skip_single)
+    tiles = query_tiles(batch, queries, tuning.tile, num_tokens, skip_single=skip_single).tiles
     _chunk[(tiles.shape[0] * num_kv_heads,)](
         q,
         kv_layer,
@@ -71,10 +70,6 @@ def chunk_attention(
         lse,
         tiles,
         batch.block_tables,
-        batch.query_start,
-        batch.seq_lens,
-        num_tokens,
-        batch.num_seqs,
         scale * LOG2_E,
         window,
         q.stride(0),
@@ -85,7 +80,6 @@ def chunk_attention(
         batch.block_tables.stride(0),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group_size,
-        QUERIES=queries,
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
         HEAD_DIM_PADDED=max(triton.next_power_of_2(head_dim), 16),
@@ -99,31 +93,7 @@ def chunk_attention(
     )
 
 
-def _query_tiles(batch: RaggedBatch, queries: int, num_tokens: int, window: int, skip_single: bool) -> Tensor:
-    """[num_tiles, 2] int32: (sequence, its first query in the tile), those with most keys first.
-
-    How many there are is the device's secret; the host takes a bound. A tile too many has sequence -1 and stands for
-    padding: its second number counts from the last sequence's end, and together they cover it.
-    """
-    query_lens = batch.query_start.diff()  # [num_seqs]
-    counts = (query_lens + queries - 1) // queries
-    if skip_single:
-        counts = counts * (query_lens > 1)
-    ends = counts.cumsum(0)
-    tile = torch.arange(-(-num_tokens // queries) + batch.num_seqs, device=ends.device)
-    seq = torch.searchsorted(ends, tile, right=True)
-    surplus = seq == batch.num_seqs
-    seq = seq.clamp_(max=batch.num_seqs - 1)
-    # Of a surplus tile, what is before it are all real tiles
-    first = (tile - torch.where(surplus, ends[-1], (ends - counts)[seq])) * queries
-    num_keys = (batch.seq_lens - query_lens)[seq] + first + queries
-    if window:
-        num_keys = num_keys.clamp(max=window + queries)
-    order = num_keys.masked_fill(surplus, 0).argsort(descending=True)
-    return torch.stack((seq.masked_fill(surplus, -1), first), dim=1)[order].int()
-
-
-@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "window", "table_stride"])
+@triton.jit(do_not_specialize=["window", "table_stride"])
 def _chunk(
     q,
     kv,
@@ -131,10 +101,6 @@ def _chunk(
     lse,
     tiles,
     block_tables,
-    query_start,
-    seq_lens,
-    num_tokens,
-    num_seqs,
     scale,
     window,
     q_token_stride,
@@ -145,7 +111,6 @@ def _chunk(
     table_stride,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
@@ -155,31 +120,26 @@ def _chunk(
     WITH_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of queries and one K/V head: ROWS rows, of which QUERIES * GROUP are used."""
+    """One tile of queries and one K/V head: ROWS rows, of which those of its queries are used."""
     tile = tl.program_id(0) // NUM_KV_HEADS
     head = tl.program_id(0) % NUM_KV_HEADS
-    seq = tl.load(tiles + tile * 2)
-    first = tl.load(tiles + tile * 2 + 1)
+    seq = tl.load(tiles + tile * 4)
+    first_token = tl.load(tiles + tile * 4 + 1)
+    num_queries = tl.load(tiles + tile * 4 + 2)
+    first_position = tl.load(tiles + tile * 4 + 3)
     row = tl.arange(0, ROWS)
     column = tl.arange(0, HEAD_DIM_PADDED)
     query = row // GROUP
     heads = head * GROUP + row % GROUP
     in_head = column < HEAD_DIM
+    wanted = query < num_queries
+    token = (first_token + query).to(tl.int64)
+    place = token * NUM_KV_HEADS * GROUP + heads
     if seq < 0:
-        padding = (tl.load(query_start + num_seqs) + first + query).to(tl.int64)
-        mine = (query < QUERIES) & (padding < num_tokens)
-        place = padding * NUM_KV_HEADS * GROUP + heads
-        store_nothing(out, lse, place, mine, HEAD_DIM, HEAD_DIM_PADDED, WITH_LSE)
+        store_nothing(out, lse, place, wanted, HEAD_DIM, HEAD_DIM_PADDED, WITH_LSE)
     else:
-        query_begin = tl.load(query_start + seq)
-        query_len = tl.load(query_start + seq + 1) - query_begin
-        seq_len = tl.load(seq_lens + seq)
-        num_queries = tl.minimum(QUERIES, query_len - first)
-        first_position = seq_len - query_len + first
         position = first_position + query
-        wanted = query < num_queries
         wanted_2d = wanted[:, None] & in_head[None, :]
-        token = (query_begin + first + query).to(tl.int64)
         queries = tl.load(
             q + (token * q_token_stride + heads * q_head_stride)[:, None] + column[None, :], mask=wanted_2d, other=0.0
         )
@@ -210,7 +170,6 @@ def _chunk(
             window, kv_block_stride, kv_value_stride,
             BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PADDED, TILE, True, WINDOWED, PRECISION,
         )  # fmt: skip
-        place = token * NUM_KV_HEADS * GROUP + heads
         total = tl.where(wanted, total, 1.0)  # a padding row may have seen nothing
         result = (acc / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + place[:, None] * HEAD_DIM + column[None, :], result, mask=wanted_2d)

@@ -5,27 +5,46 @@ Only a GPU needs this module, and only it needs triton.
 
 from __future__ import annotations
 
-from octavo.kernels.activation import silu_mul
+from octavo.kernels.activation import gelu_mul, silu_mul
 from octavo.kernels.block_copy import block_copy
+from octavo.kernels.decode_step import begin_chunks, begin_decode, settle
 from octavo.kernels.kv_write import kv_write, rope_kv_write
 from octavo.kernels.norms import add_rms_norm, rms_norm
 from octavo.kernels.paged_attention import paged_attention
-from octavo.kernels.reference import finite_rows, merge_attention, rope_table, sample, swap_in, swap_out
+from octavo.kernels.reference import (
+    apply_rules,
+    finite_rows,
+    layer_norm,
+    merge_attention,
+    rope_table,
+    swap_in,
+    swap_out,
+    token_logprobs,
+)
 from octavo.kernels.rope import apply_rope
+from octavo.kernels.sampling import draw, sample
 
 __all__ = [
     "add_rms_norm",
     "apply_rope",
+    "apply_rules",
+    "begin_chunks",
+    "begin_decode",
     "block_copy",
+    "draw",
     "finite_rows",
+    "gelu_mul",
     "kv_write",
+    "layer_norm",
     "merge_attention",
     "paged_attention",
     "rms_norm",
     "rope_kv_write",
     "rope_table",
     "sample",
+    "settle",
     "silu_mul",
     "swap_in",
     "swap_out",
+    "token_logprobs",
 ]

@@ -13,6 +13,9 @@ result, and it shares at most two: its first and its last. `_combine` merges tho
 (arXiv 2405.10480). The stretch and where each program starts are worked out on the device, once a step, so that a CUDA
 graph replays with other lengths.
 
+So results depend on the batch, in their last bits: where a sequence is cut is decided by the others. If the batch asks
+for `fixed_split`, each is cut into pieces of SPLIT keys from its own beginning, and merged in their order.
+
 The ids of the next tile's blocks are loaded while this tile is computed. Were they loaded in the iteration that uses
 them, Triton's pipeliner would spend its stages on that indirection, with fewer bytes of K and V in flight.
 """
@@ -29,6 +32,9 @@ from torch import Tensor
 
 from octavo.kernels.attention_rows import LN_2, LOG2_E, NOTHING, load_rows, store_nothing
 from octavo.kernels.batch import RaggedBatch
+
+SPLIT = 512
+"""Keys of a piece, where the split is fixed."""
 
 
 @functools.cache
@@ -73,6 +79,9 @@ class _Schedule:
                 are fewer, for every program, whose first tile is not the first of its (head, sequence)
     partial     [2 * num_programs, group_size, head_dim] float32, unnormalised output of the shared (head, sequence)s
     partial_ml  [2 * num_programs, 2, group_size] float32, their largest scores and their sums of exponentials
+
+    With a fixed split, sequences are padded to whole pieces in tile_ends, a piece has a slot of its own instead of a
+    program two, and merges name a first and a last piece.
     """
 
     tile_ends: Tensor
@@ -102,12 +111,13 @@ def decode_attention(
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_layer.shape[2:4]
     group_size = num_heads // num_kv_heads
-    tuning = tuning or decode_tuning(q, batch.num_seqs)
+    tuning = tuning or decode_tuning(q, 64 if batch.fixed_split else batch.num_seqs)
+    split = SPLIT // tuning.tile if batch.fixed_split else 0  # tiles of a piece
     key = ("paged_attention.decode", tuning, num_kv_heads, group_size, head_dim, window)
     schedule: _Schedule | None = batch.derived.get(key)
     if schedule is None:
         schedule = batch.derived[key] = _make_schedule(
-            batch, tuning, num_kv_heads, group_size, head_dim, window, q.device
+            batch, tuning, split, num_kv_heads, group_size, head_dim, window, q.device
         )
     num_programs = schedule.starts.shape[0]
     head_dim_padded = max(triton.next_power_of_2(head_dim), 16)
@@ -139,6 +149,7 @@ def decode_attention(
         HEAD_DIM_PADDED=head_dim_padded,
         TILE=tuning.tile,
         STAGES=tuning.num_stages,
+        SPLIT=split,
         WINDOWED=window > 0,
         WITH_LSE=lse.numel() > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
@@ -146,7 +157,7 @@ def decode_attention(
     )
     # How many programs share a (head, sequence), roughly: that many partial results are read at a time.
     shared = num_programs // (batch.num_seqs * num_kv_heads) + 2
-    splits = 4 if shared <= 4 else 16 if shared <= 16 else 64
+    splits = 16 if split else 4 if shared <= 4 else 16 if shared <= 16 else 64
     num_merges = schedule.merges.shape[1]
     _combine[(num_merges + (batch.num_seqs if alone else 0), group_size)](
         out,
@@ -165,6 +176,7 @@ def decode_attention(
         HEAD_DIM=head_dim,
         HEAD_DIM_PADDED=head_dim_padded,
         SPLITS=splits,
+        SLOTS=1 if split else 2,
         WITH_LSE=lse.numel() > 0,
         num_warps=1 if splits == 4 else 4,
     )
@@ -173,6 +185,7 @@ def decode_attention(
 def _make_schedule(
     batch: RaggedBatch,
     tuning: DecodeTuning,
+    split: int,
     num_kv_heads: int,
     group_size: int,
     head_dim: int,
@@ -181,11 +194,16 @@ def _make_schedule(
 ) -> _Schedule:
     num_programs = -(-_num_multiprocessors(device) * tuning.programs_per_multiprocessor // 4) * 4
     # One piece of memory, and what has a multiple of 16 bytes first: a pointer's alignment makes a kernel's variant.
-    num_merges = min(num_programs, batch.num_seqs * num_kv_heads)
+    num_merges, num_slots = min(num_programs, batch.num_seqs * num_kv_heads), 2 * num_programs
+    if split:
+        num_tiles = -(-batch.max_seq_len // tuning.tile)  # of one sequence; a window may begin and end inside one
+        num_tiles = min(num_tiles, window // tuning.tile + 2) if window else num_tiles
+        num_merges = batch.num_seqs * num_kv_heads
+        num_slots = num_merges * -(-num_tiles // split)
     sizes = [4, num_programs, batch.num_seqs + 1, 5 * num_merges]
     totals, starts, tile_ends, merges = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
-    floats = torch.empty(2 * num_programs * group_size * (head_dim + 2), dtype=torch.float32, device=device)
-    partial, partial_ml = floats.split([2 * num_programs * group_size * head_dim, 4 * num_programs * group_size])
+    floats = torch.empty(num_slots * group_size * (head_dim + 2), dtype=torch.float32, device=device)
+    partial, partial_ml = floats.split([num_slots * group_size * head_dim, 2 * num_slots * group_size])
     _plan_decode[(1,)](
         batch.seq_lens,
         batch.query_start,
@@ -201,8 +219,9 @@ def _make_schedule(
         NUM_KV_HEADS=num_kv_heads,
         TILE=tuning.tile,
         SEQS=max(64, triton.next_power_of_2(batch.num_seqs)),
-        PROGRAMS=triton.next_power_of_2(num_programs),
-        BY_PROGRAM=num_merges == num_programs,
+        PROGRAMS=triton.next_power_of_2(max(num_programs, num_merges)),
+        BY_PROGRAM=not split and num_merges == num_programs,
+        SPLIT=split,
         num_warps=8,
     )
     return _Schedule(tile_ends, starts, totals, merges.view(5, num_merges), partial, partial_ml)
@@ -227,6 +246,7 @@ def _plan_decode(
     SEQS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     BY_PROGRAM: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
     """Fill a `_Schedule`; one program. Sequences with no query, or with several, have no tiles."""
     seq = tl.arange(0, SEQS)
@@ -237,10 +257,16 @@ def _plan_decode(
     tiles = tl.cdiv(seq_len, TILE)
     if window > 0:
         tiles -= tl.maximum(seq_len - window, 0) // TILE
+    if SPLIT:
+        tiles = tl.cdiv(tiles, SPLIT) * SPLIT
     tiles = tl.where(query_end - query_begin == 1, tiles, 0)
     ends = tl.cumsum(tiles, 0)
     num_tiles = tl.sum(tiles, 0)
     stretch = tl.maximum(tl.cdiv(num_tiles * NUM_KV_HEADS, num_programs), min_tiles)
+    share = stretch  # what a slot is for
+    if SPLIT:
+        stretch = tl.cdiv(stretch, SPLIT) * SPLIT
+        share = SPLIT
     tl.store(tile_ends, 0)
     tl.store(tile_ends + 1 + seq, ends, mask=alive)
     tl.store(totals, num_tiles)
@@ -259,7 +285,7 @@ def _plan_decode(
         step = step // 2
     tl.store(starts + program, low, mask=program < num_programs)
 
-    merge = program  # num_merges <= num_programs
+    merge = program
     alive = merge < num_merges
     if BY_PROGRAM:
         boundary = program * stretch
@@ -271,8 +297,8 @@ def _plan_decode(
         head = merge % NUM_KV_HEADS
     begin = head * num_tiles + tl.load(tile_ends + seq)
     end = head * num_tiles + tl.load(tile_ends + seq + 1)
-    first = begin // stretch
-    last = (end - 1) // stretch
+    first = begin // share
+    last = (end - 1) // share
     if BY_PROGRAM:
         # Of several programs that begin inside it, the first one merges
         shared = (boundary < num_tiles * NUM_KV_HEADS) & (begin < boundary) & (first == program - 1)
@@ -283,7 +309,7 @@ def _plan_decode(
     tl.store(merges + 2 * num_merges + merge, first, mask=alive)
     tl.store(merges + 3 * num_merges + merge, last, mask=alive)
     # It came last in the program that it began in the middle of, and first in all that follow.
-    tl.store(merges + 4 * num_merges + merge, (begin != first * stretch).to(tl.int32), mask=alive)
+    tl.store(merges + 4 * num_merges + merge, (begin != first * share).to(tl.int32), mask=alive)
 
 
 @triton.jit(do_not_specialize=["window", "table_stride"])
@@ -315,6 +341,7 @@ def _decode(
     HEAD_DIM_PADDED: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
     WINDOWED: tl.constexpr,
     WITH_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -347,6 +374,10 @@ def _decode(
         seq_len = tl.load(seq_lens + seq)
         token = tl.load(query_start + seq).to(tl.int64)
         take = tl.minimum(seq_end - tile, end - at)
+        slot = 2 * program + (at != begin).to(tl.int32)
+        if SPLIT:
+            take = SPLIT
+            slot = at // SPLIT
         first_key = 0
         first_tile = tile - seq_begin
         if WINDOWED:
@@ -395,7 +426,6 @@ def _decode(
             if WITH_LSE:
                 tl.store(lse + token * NUM_KV_HEADS * GROUP + heads, (best + tl.log2(total)) * LN_2, mask=in_group)
         else:
-            slot = 2 * program + (at != begin).to(tl.int32)
             part = (slot * GROUP + row) * HEAD_DIM
             tl.store(partial + part[:, None] + column[None, :], acc, mask=in_group[:, None] & in_head[None, :])
             tl.store(partial_ml + slot * 2 * GROUP + row, best, mask=in_group)
@@ -421,6 +451,7 @@ def _combine(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     SPLITS: tl.constexpr,
+    SLOTS: tl.constexpr,
     WITH_LSE: tl.constexpr,
 ):
     """Merge the partial results of one (head, sequence), one query head of its group, SPLITS at a time.
@@ -445,7 +476,7 @@ def _combine(
             for some in range(first, last + 1, SPLITS):
                 sharer = some + tl.arange(0, SPLITS)
                 here = sharer <= last
-                slot = 2 * sharer + tl.where(sharer == first, first_slot, 0)
+                slot = SLOTS * sharer + tl.where(sharer == first, first_slot, 0)
                 bests = tl.load(partial_ml + slot * 2 * GROUP + in_group, mask=here, other=NOTHING)
                 sums = tl.load(partial_ml + slot * 2 * GROUP + GROUP + in_group, mask=here, other=0.0)
                 place = (slot * GROUP + in_group) * HEAD_DIM

@@ -85,5 +85,8 @@ def _rms_norm(
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + eps)
     factors = tl.load(weight + column, mask=column < SIZE, other=0.0)
-    normed = (wide * scale[:, None]).to(values.dtype).to(tl.float32) * factors.to(tl.float32)[None, :]
+    normed = wide * scale[:, None]
+    if factors.dtype == values.dtype:  # a wider weight is applied before rounding
+        normed = normed.to(values.dtype).to(tl.float32)
+    normed = normed * factors.to(tl.float32)[None, :]
     tl.store(out + place, normed.to(values.dtype), mask=here)

@@ -1,7 +1,8 @@
-"""Paged attention on a GPU, in Triton: one kernel for queries of length 1, one for longer ones, both ragged.
+"""Paged attention on a GPU: one kernel for queries of length 1, one for longer ones, and one for long ones on Hopper.
 
-Decoding (`decode_attention`) is bound by memory, longer queries (`chunk_attention`) by arithmetic. A batch that mixes
-them takes two launches. Memory behind a sequence's last token is never read: it may hold NaN.
+Decoding (`decode_attention`) is bound by memory, longer queries (`chunk_attention`, `prefill_attention`) by arithmetic.
+All are ragged; a batch that mixes them takes two launches. Memory behind a sequence's last token, and before its
+window, never counts: it may hold NaN.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from octavo.kernels.attention_rows import MAX_GROUP
 from octavo.kernels.batch import RaggedBatch
 from octavo.kernels.chunk_attention import chunk_attention
 from octavo.kernels.decode_attention import decode_attention
+from octavo.kernels.prefill_gluon import can_prefill, is_worth_it, prefill_attention
 
 
 @overload
@@ -67,7 +69,13 @@ def paged_attention(
     else:
         # Where all queries are as long as the longest, none has length 1. Only the device could say more.
         mixed = num_tokens < batch.num_seqs * batch.max_query_len
-        chunk_attention(q, kv_layer, batch, out, lse, scale=scale, window=window, skip_single=mixed)
+        if window >= batch.max_seq_len:
+            window = 0  # nobody has that many keys
+        on_hopper = not window and not batch.fixed_split and can_prefill(q, kv_layer)
+        if on_hopper and is_worth_it(q, kv_layer, batch):
+            prefill_attention(q, kv_layer, batch, out, lse, scale=scale, skip_single=mixed)
+        else:
+            chunk_attention(q, kv_layer, batch, out, lse, scale=scale, window=window, skip_single=mixed)
         if mixed:
             decode_attention(q, kv_layer, batch, out, lse, scale=scale, window=window, alone=False)
     return (out, lse) if return_lse else out

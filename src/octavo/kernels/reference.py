@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.errors import UnsupportedModelError
-from octavo.kernels.batch import RaggedBatch, SamplingTensors
+from octavo.kernels.batch import PER_ROW, LogitRules, RaggedBatch, SamplingTensors
+from octavo.kernels.rows import FIRST_STOP_ID, NOT_FINITE, NOTHING_SAMPLED, DecodeStep, RowState
 
 # -- norms and activation ---------------------------------------------------------------------------------------------
 
@@ -31,10 +32,13 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension; x [..., size], weight [size].
 
-    Rounded to x's dtype before the weight is applied, as the checkpoints of the Llama family were trained.
+    Rounded to x's dtype before the weight is applied, as the checkpoints of the Llama family were trained; a weight of
+    another dtype, float32 beside x of 16 bits, is applied before (Gemma).
     """
     wide = x.to(wide_dtype(x.dtype))
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight.dtype != x.dtype:
+        return (weight * (wide * scale)).to(x.dtype)
     return weight * (wide * scale).to(x.dtype)
 
 
@@ -44,10 +48,24 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(residual, weight, eps), residual
 
 
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension (arXiv 1607.06450).
+
+    x [..., size], weight and bias [size], or None for norms without; rounded once, at the end.
+    """
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up; gate_up [num_tokens, 2 * size] holds gate, then up -> [num_tokens, size]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, gelu by its tanh approximation (arXiv 1606.08415, 2); shapes as for `silu_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 # -- rotary position embedding ----------------------------------------------------------------------------------------
@@ -65,13 +83,20 @@ def rope_table(
     """cos and sin of every position's angles -> [max_len, head_dim]: head_dim / 2 cosines, then as many sines.
 
     `scaling` is the checkpoint's `rope_scaling` (or `rope_parameters`) as config.json has it: "default", "linear",
-    "llama3" or "yarn" (arXiv 2309.00071). Raises `UnsupportedModelError` for another.
+    "dynamic", "llama3" or "yarn" (arXiv 2309.00071). Raises `UnsupportedModelError` for another.
+
+    "dynamic" recomputes all angles as a sequence grows past the trained length, which K that was turned and cached
+    cannot follow: here max_len decides, once. Up to the trained length it is plain rope; for more, what a sequence of
+    max_len would have.
     """
     wide = wide_dtype(dtype)
-    exponents = torch.arange(0, head_dim, 2, device=device).to(wide) / head_dim
-    frequencies: Tensor = 1.0 / torch.pow(theta, exponents)  # [head_dim / 2]
     scaling = scaling or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "dynamic":
+        stretch = max(1.0, max_len / scaling["original_max_position_embeddings"])
+        theta *= (scaling["factor"] * (stretch - 1) + 1) ** (head_dim / (head_dim - 2))
+    exponents = torch.arange(0, head_dim, 2, device=device).to(wide) / head_dim
+    frequencies: Tensor = 1.0 / torch.pow(theta, exponents)  # [head_dim / 2]
     amplitude = 1.0
     if kind == "linear":
         frequencies = frequencies / scaling["factor"]
@@ -79,9 +104,10 @@ def rope_table(
         frequencies = _llama3_frequencies(frequencies, scaling)
     elif kind == "yarn":
         frequencies, amplitude = _yarn_frequencies(frequencies, theta, scaling)
-    elif kind != "default":
+    elif kind not in ("default", "dynamic"):
         raise UnsupportedModelError(
-            f"rope scaling {kind!r} is not supported; supported: default, linear, llama3, yarn", param="rope_scaling"
+            f"rope scaling {kind!r} is not supported; supported: default, linear, dynamic, llama3, yarn",
+            param="rope_scaling",
         )
     angles = torch.outer(torch.arange(max_len, device=device).to(wide), frequencies)  # [max_len, head_dim / 2]
     table: Tensor = torch.cat((angles.cos(), angles.sin()), dim=-1) * amplitude
@@ -161,6 +187,28 @@ def kv_write(k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> No
     block_ids, offsets = slot_mapping // block_size, slot_mapping % block_size
     kv_layer[block_ids, 0, :, offsets] = k.to(kv_layer.dtype)
     kv_layer[block_ids, 1, :, offsets] = v.to(kv_layer.dtype)
+
+
+def rope_kv_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    kv_layer: Tensor,
+    slot_mapping: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """What lies between projection and attention: `rms_norm` of q's and k's heads where weights [head_dim] are given,
+    `apply_rope`, then `kv_write` -> q, turned. Shapes as there."""
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
+    q, k = apply_rope(q, k, positions, cos_sin)
+    kv_write(k, v, kv_layer, slot_mapping)
+    return q
 
 
 def block_copy(kv: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
@@ -387,3 +435,149 @@ def exponential_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
     # impossible, the only one left included.
     uniform = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     return -torch.log1p(-uniform)
+
+
+# -- before sampling: rules for some tokens, and what the model thought -----------------------------------------------
+
+
+def apply_rules(logits: Tensor, rules: LogitRules) -> None:
+    """Change logits [num_rows, vocab_size] in place: tokens ruled out become -inf, then biases, then penalties."""
+    if rules.limited is not None and rules.allowed is not None:
+        kept = logits[rules.allowed]
+        logits[rules.limited] = -math.inf
+        logits[rules.allowed] = kept
+    if rules.banned is not None:
+        logits[rules.banned] = -math.inf
+    if rules.words is not None:
+        logits[words_to_ban(rules)] = -math.inf
+    if rules.bias is not None and rules.bias_values is not None:
+        logits[rules.bias] += rules.bias_values.to(logits.dtype)
+    if rules.repetition is not None:
+        apply_penalties(logits, rules)
+
+
+def words_to_ban(rules: LogitRules) -> tuple[Tensor, Tensor]:
+    """(row of logits, token) of every word of which all but the last token has just come."""
+    history, words, of = rules.history, rules.words, rules.word_rows
+    assert history is not None and words is not None and of is not None
+    num_before = words.shape[1] - 1
+    back = torch.arange(-num_before, 0, device=words.device)  # how far each token of a word lies before its last
+    positions = history.num_tokens[of].unsqueeze(1) + back  # [num_words, num_before]
+    before = history.token_ids[of.unsqueeze(1), positions.clamp(min=0)]
+    same = (before == words[:, :-1]) & (positions >= 0)
+    hits = (same | (words[:, :-1] < 0)).all(1)
+    return history.rows[of[hits]], words[hits, -1]
+
+
+def apply_penalties(logits: Tensor, rules: LogitRules) -> None:
+    """In place; for the rows of `rules.history`, each token by how often it came before:
+
+    repetition   in prompt or output: a positive logit is divided by it, another multiplied (arXiv 1909.05858, 4.1)
+    frequency    subtracted for each time in the output
+    presence     subtracted once where it is in the output
+    """
+    history, repetition, presence, frequency = rules.history, rules.repetition, rules.presence, rules.frequency
+    assert history is not None and repetition is not None and presence is not None and frequency is not None
+    token_ids, dtype = history.token_ids.long(), logits.dtype
+    positions = torch.arange(token_ids.shape[1], device=logits.device)
+    known = positions < history.num_tokens.unsqueeze(1)  # [num, max_len]
+    output = known & (positions >= history.num_prompt.unsqueeze(1))
+    token_ids = token_ids.where(known, 0)
+    chosen = logits[history.rows]  # [num, vocab_size]
+    num_seen = torch.zeros_like(chosen).scatter_add_(1, token_ids, known.to(dtype))
+    num_output = torch.zeros_like(chosen).scatter_add_(1, token_ids, output.to(dtype))
+    penalty = repetition.to(dtype).unsqueeze(1)
+    repeated = torch.where(chosen > 0, chosen / penalty, chosen * penalty)
+    chosen = torch.where(num_seen > 0, repeated, chosen)
+    chosen -= frequency.to(dtype).unsqueeze(1) * num_output
+    chosen -= presence.to(dtype).unsqueeze(1) * (num_output > 0)
+    logits[history.rows] = chosen
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the model thinks of one token a row, and which it likes best.
+
+    logits [num_rows, vocab_size], token_ids [num_rows] int64 -> (log-probabilities [num_rows], ranks [num_rows] int64
+    from 1, the likeliest tokens [num_rows, num_top] int64, best first and the lowest id first of equals, and their
+    log-probabilities [num_rows, num_top]). Equally likely tokens have the same rank.
+    """
+    logprobs = logits.to(wide_dtype(logits.dtype)).log_softmax(-1)
+    chosen = logprobs.gather(1, token_ids.unsqueeze(1))
+    ranks = (logprobs > chosen).sum(1) + 1
+    top, top_ids = logprobs.sort(dim=1, descending=True, stable=True)
+    return chosen.squeeze(1), ranks, top_ids[:, :num_top], top[:, :num_top]
+
+
+# -- decoding without the host ----------------------------------------------------------------------------------------
+
+
+def begin_decode(state: RowState, step: DecodeStep, block_size: int) -> None:
+    """From the rows to the inputs of one pass that computes one position of each: fill the step's second part."""
+    batch, sampling = step.batch, step.sampling
+    position = step.starts + step.clock[1]
+    live = (position < step.ends) & ~state.done[step.rows]
+    position = torch.where(live, position, 0)
+    tables = state.block_tables[step.rows, : batch.block_tables.shape[1]]  # [num_slices, max_blocks]
+    block = tables.gather(1, (position // block_size).unsqueeze(1)).squeeze(1).long()
+    step.live_rows.copy_(torch.where(live, step.rows, state.null_row))
+    step.token_ids.copy_(state.last_token[step.rows])
+    batch.positions.copy_(position)
+    batch.slot_mapping.copy_(torch.where(live, block * block_size + position % block_size, 0))
+    batch.seq_lens.copy_(torch.where(live, position + 1, 0))
+    batch.block_tables.copy_(tables)
+    own = state.sampling(step.rows, torch.full_like(step.rows, -1), position + 1, any_filter=True)
+    for name in PER_ROW:
+        getattr(sampling, name).copy_(getattr(own, name))
+
+
+def begin_chunks(
+    state: RowState, rows: Tensor, starts: Tensor, known: Tensor, batch: RaggedBatch, token_ids: Tensor, block_size: int
+) -> None:
+    """From the rows to the inputs of one pass over slices of any length.
+
+    rows, starts  [num_slices] int64
+    known         [num_tokens] int64, the host's tokens; -1, in a slice of length 1: the row's last token. Tokens of the
+                  host clear the row's done flag. A row that stays done computes from position 0, in the null block: the
+                  null row does, of any length, which makes it the padding
+    batch         whose query_start is said; positions, slot_mapping, seq_lens and block_tables are filled in
+    token_ids     [num_tokens] int64, filled in
+    """
+    begin = batch.query_start[:-1].long()  # [num_slices]
+    counts = batch.query_start.diff().long()
+    from_host = (counts > 0) & (known[begin.clamp(max=len(known) - 1)] >= 0)
+    state.done[rows[from_host]] = False
+    is_done = state.done[rows]
+    start = torch.where(is_done, 0, starts)
+    sequence = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), counts)  # [num_tokens]
+    position = torch.arange(len(sequence), device=rows.device) - begin[sequence] + start[sequence]
+    tables = state.block_tables[rows, : batch.block_tables.shape[1]] * ~is_done.unsqueeze(1)
+    block = tables[sequence, position // block_size].long()
+    token_ids.copy_(torch.where(known < 0, state.last_token[rows][sequence], known))
+    batch.positions.copy_(position)
+    batch.slot_mapping.copy_(torch.where(is_done[sequence], 0, block * block_size + position % block_size))
+    batch.seq_lens.copy_(start + counts)
+    batch.block_tables.copy_(tables)
+
+
+def draw(logits: Tensor, params: SamplingTensors) -> Tensor:
+    """`sample`, but -1 for a row whose logits are not all finite -> [num_rows] int64."""
+    finite = finite_rows(logits)
+    tokens = sample(torch.where(finite.unsqueeze(1), logits, 0.0), params)
+    return torch.where(finite, tokens, -1)
+
+
+def settle(state: RowState, rows: Tensor, tokens: Tensor, ring: Tensor, clock: Tensor) -> None:
+    """From the tokens of a pass to the rows, and into the ring for the host; moves the clock on.
+
+    rows    [num_draws] int64, whose each token is; several draws may be of one row, which the host goes on with
+    tokens  [num_draws] int64 from `draw`
+    ring    [num_columns, at least num_draws] int32; column clock[0] is filled: the token, or a mark of `kernels.rows`
+    """
+    alive = ~state.done[rows]
+    told = torch.where(tokens < 0, NOT_FINITE, tokens)
+    ring[clock[0], : len(rows)] = torch.where(alive, told, NOTHING_SAMPLED).to(ring.dtype)
+    stops = (tokens < 0) | (state.setup[rows, FIRST_STOP_ID:] == tokens.unsqueeze(1)).any(1)
+    good = alive & (tokens >= 0)
+    state.last_token[rows[good]] = tokens[good]
+    state.done[rows[alive & stops]] = True
+    clock += 1

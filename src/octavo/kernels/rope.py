@@ -51,10 +51,14 @@ def turn_heads(x, weight, eps, cos, sin, head, pair, here, HALF: tl.constexpr, N
         square = tl.sum(wide_first * wide_first + wide_second * wide_second, 1)
         scale = tl.rsqrt(square / (2 * HALF) + eps)[:, None]
         in_half = (pair < HALF)[None, :]
+        wide_first, wide_second = wide_first * scale, wide_second * scale
+        if weight.dtype.element_ty == first.dtype:  # a wider weight is applied before rounding
+            wide_first = wide_first.to(first.dtype).to(tl.float32)
+            wide_second = wide_second.to(second.dtype).to(tl.float32)
         factor = tl.load(weight + pair[None, :], mask=in_half, other=0.0).to(tl.float32)
-        first = ((wide_first * scale).to(first.dtype).to(tl.float32) * factor).to(first.dtype)
+        first = (wide_first * factor).to(first.dtype)
         factor = tl.load(weight + HALF + pair[None, :], mask=in_half, other=0.0).to(tl.float32)
-        second = ((wide_second * scale).to(second.dtype).to(tl.float32) * factor).to(second.dtype)
+        second = (wide_second * factor).to(second.dtype)
     a, b = first.to(tl.float32), second.to(tl.float32)
     return (a * cos - b * sin).to(first.dtype), (b * cos + a * sin).to(second.dtype)
 

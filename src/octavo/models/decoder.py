@@ -1,4 +1,4 @@
-"""The decoder of the Llama family: Llama, SmolLM2, Mistral, Qwen2 and Qwen3 are one model with a few switches."""
+"""The decoder of the Llama family: Llama, SmolLM2, Mistral, Qwen2, Qwen3, Gemma 3 are one model with a few switches."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.batch import RaggedBatch
-from octavo.models.layers import Attention, GatedMLP
-from octavo.models.linear import ALONE, TensorParallel, Weight
+from octavo.models.layers import Attention, GatedMLP, empty_norm
+from octavo.models.linear import ALONE, Linear, Matrix, TensorParallel, Vocabulary, Weight
 from octavo.models.spec import DecoderSpec
 
 
@@ -19,18 +18,30 @@ class DecoderLayer:
     """Norm, attention, norm, MLP, each half added to the residual stream.
 
     The last addition is left to the next norm, which needs the sum anyway: what travels between layers is the pair
-    (x, residual), and the stream's value is their sum.
+    (x, residual), and the stream's value is their sum. Gemma 3 also normalises each half before it is added.
     """
 
     def __init__(
-        self, spec: DecoderSpec, *, ops: ModuleType, tp: TensorParallel, dtype: torch.dtype, device: torch.device | str
+        self,
+        spec: DecoderSpec,
+        layer: int,
+        *,
+        ops: ModuleType,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
         self.ops = ops
         self.eps = spec.rms_norm_eps
-        self.attention_norm = torch.empty(spec.hidden_size, dtype=dtype, device=device)
-        self.attention = Attention(spec, ops=ops, tp=tp, dtype=dtype, device=device)
-        self.mlp_norm = torch.empty(spec.hidden_size, dtype=dtype, device=device)
+        self.attention = Attention(spec, layer, ops=ops, tp=tp, dtype=dtype, device=device)
         self.mlp = GatedMLP(spec, ops=ops, tp=tp, dtype=dtype, device=device)
+        self.attention_norm, self.mlp_norm = (empty_norm(spec, spec.hidden_size, dtype, device) for _ in range(2))
+        self.post_norms: tuple[Tensor, Tensor] | None = None  # behind attention, behind the MLP
+        if spec.post_norms:
+            self.post_norms = (
+                empty_norm(spec, spec.hidden_size, dtype, device),
+                empty_norm(spec, spec.hidden_size, dtype, device),
+            )
 
     def __call__(
         self, x: Tensor, residual: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor
@@ -38,14 +49,28 @@ class DecoderLayer:
         """x, residual [num_tokens, hidden_size] -> the same, one layer on."""
         x, residual = self.ops.add_rms_norm(x, residual, self.attention_norm, self.eps)
         x = self.attention(x, batch, kv_layer, cos_sin)
+        if self.post_norms is not None:
+            x = self.ops.rms_norm(x, self.post_norms[0], self.eps)
         x, residual = self.ops.add_rms_norm(x, residual, self.mlp_norm, self.eps)
-        return self.mlp(x), residual
+        x = self.mlp(x)
+        if self.post_norms is not None:
+            x = self.ops.rms_norm(x, self.post_norms[1], self.eps)
+        return x, residual
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         yield Weight.whole(f"{prefix}.input_layernorm.weight", self.attention_norm)
         yield from self.attention.weights(f"{prefix}.self_attn")
-        yield Weight.whole(f"{prefix}.post_attention_layernorm.weight", self.mlp_norm)
+        if self.post_norms is None:
+            yield Weight.whole(f"{prefix}.post_attention_layernorm.weight", self.mlp_norm)
+        else:  # the same name for another place
+            yield Weight.whole(f"{prefix}.post_attention_layernorm.weight", self.post_norms[0])
+            yield Weight.whole(f"{prefix}.pre_feedforward_layernorm.weight", self.mlp_norm)
+            yield Weight.whole(f"{prefix}.post_feedforward_layernorm.weight", self.post_norms[1])
         yield from self.mlp.weights(f"{prefix}.mlp")
+
+    def linears(self) -> Iterator[Linear]:
+        yield from self.attention.linears()
+        yield from self.mlp.linears()
 
 
 class Decoder:
@@ -67,16 +92,21 @@ class Decoder:
     ) -> None:
         self.spec = spec
         self.ops = ops
-        self.embedding = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
-        self.layers = [DecoderLayer(spec, ops=ops, tp=tp, dtype=dtype, device=device) for _ in range(spec.num_layers)]
-        self.norm = torch.empty(spec.hidden_size, dtype=dtype, device=device)
-        # Tied models read the embedding backwards.
-        self.head = self.embedding if spec.tie_word_embeddings else torch.empty_like(self.embedding)
-        # [max_len, head_dim], made on the CPU: the same numbers on every device, and none at all for a model on "meta".
-        table = ops.rope_table(
-            spec.head_dim, max_len or spec.max_position_embeddings, spec.rope_theta, scaling=spec.rope_scaling
+        self.vocabulary = Vocabulary(
+            spec.vocab_size, spec.hidden_size, tied=spec.tie_word_embeddings, dtype=dtype, device=device
         )
-        self.cos_sin = table.to(device)
+        # In the model's dtype, as it was trained: bfloat16 makes 25.25 of Gemma 3 270M's sqrt(640).
+        self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
+        self.layers = [
+            DecoderLayer(spec, layer, ops=ops, tp=tp, dtype=dtype, device=device) for layer in range(spec.num_layers)
+        ]
+        self.norm = empty_norm(spec, spec.hidden_size, dtype, device)
+        # [max_len, head_dim], made on the CPU: the same numbers on every device, and none at all for a model on "meta".
+        max_len = max_len or spec.max_position_embeddings
+        table = ops.rope_table(spec.head_dim, max_len, spec.rope_theta, scaling=spec.rope_scaling)
+        self.cos_sin = self.local_cos_sin = table.to(device)
+        if spec.local_rope_theta is not None:
+            self.local_cos_sin = ops.rope_table(spec.head_dim, max_len, spec.local_rope_theta).to(device)
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor) -> Tensor:
@@ -86,23 +116,30 @@ class Decoder:
         kv           [num_blocks + 1, num_layers, 2, num_kv_heads, block_size, head_dim], the pool, written to
         logits_rows  [num_rows] int64, which of the tokens get logits: only the last of a sequence has a use for them
 
-        -> [num_rows, vocab_size] float32
+        -> [num_rows, vocab_size] float32, on a GPU in the dtype of the model
         """
-        x = F.embedding(token_ids, self.embedding)  # [num_tokens, hidden_size]
+        x = self.vocabulary.embed(token_ids)  # [num_tokens, hidden_size]
+        if self.embedding_scale != 1.0:
+            x *= self.embedding_scale
         residual = torch.zeros_like(x)
         for index, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, batch, kv[:, index], self.cos_sin)
+            cos_sin = self.local_cos_sin if layer.attention.window else self.cos_sin
+            x, residual = layer(x, residual, batch, kv[:, index], cos_sin)
         x, _ = self.ops.add_rms_norm(x[logits_rows], residual[logits_rows], self.norm, self.spec.rms_norm_eps)
-        return F.linear(x, self.head).float()
+        return self.vocabulary.logits(x)
 
     def weights(self) -> Iterator[Weight]:
         """Every tensor that a checkpoint of this model must hold."""
-        yield Weight.whole("model.embed_tokens.weight", self.embedding)
+        yield from self.vocabulary.weights("model.embed_tokens")
         for index, layer in enumerate(self.layers):
             yield from layer.weights(f"model.layers.{index}")
         yield Weight.whole("model.norm.weight", self.norm)
-        if not self.spec.tie_word_embeddings:
-            yield Weight.whole("lm_head.weight", self.head)
+
+    def matrices(self) -> Iterator[Matrix]:
+        """Every matrix that is multiplied with, for what is done to each once it is filled."""
+        yield self.vocabulary
+        for layer in self.layers:
+            yield from layer.linears()
 
     @property
     def num_bytes(self) -> int:

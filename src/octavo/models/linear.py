@@ -1,7 +1,8 @@
-"""A projection, and how its weights are named, merged, split over ranks and filled.
+"""Projections, embeddings and the head; how their weights are named, merged, split over ranks, filled and packed.
 
 Each part of a model knows its weights under the names that checkpoints use (`Weight`), so that loading is one loop over
-them, straight into the merged tensors.
+them, straight into the merged tensors. Once filled, a matrix may be packed: then it lies where and as its product is
+fastest, and what is left of the plain one is its shape.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.errors import ParameterError
+from octavo.kernels.packed import Packed, Quantization, pack, packed_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,26 @@ class Weight:
         return cls(name, tuple(tensor.shape), tensor, (0,) * tensor.ndim)
 
 
-class Linear:
+class Matrix:
+    """A weight [num_out, num_in] and what it is multiplied as: itself, or packed by `kernels.packed`."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self.packed: Packed | None = None
+
+    def pack(self, quantization: Quantization | None = None) -> None:
+        """Once the weight is filled: put it into the layout that its product is fastest in, and give the plain one up.
+        Nothing happens where there is no such layout."""
+        self.packed = pack(self.weight, quantization)
+        if self.packed is not None:
+            self.weight = torch.empty_like(self.weight, device="meta")
+
+    def num_bytes(self, quantization: Quantization | None = None) -> int:
+        """What it takes when it is packed."""
+        return packed_bytes(self.weight, quantization)
+
+
+class Linear(Matrix):
     """y = x @ weight.T + bias, with several projections of the same input merged into one product.
 
         split "out": a rank has rows of each projection    split "in": a rank has columns, and results are summed
@@ -87,14 +108,14 @@ class Linear:
         self.out_sizes = tuple(out_sizes)
         columns = tp.share(in_size, "inputs of a projection") if split == "in" else in_size
         self.rows = [tp.share(size, "outputs of a projection") if split == "out" else size for size in out_sizes]
-        self.weight = torch.empty(sum(self.rows), columns, dtype=dtype, device=device)  # [out, in]
+        super().__init__(torch.empty(sum(self.rows), columns, dtype=dtype, device=device))
         # Where results are summed over ranks, the bias is one rank's to add.
         own_bias = bias and (split == "out" or tp.rank == 0)
         self.bias = torch.empty(sum(self.rows), dtype=dtype, device=device) if own_bias else None
         self.all_reduce = tp.all_reduce if split == "in" and tp.size > 1 else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight, self.bias)
+        y = F.linear(x, self.weight, self.bias) if self.packed is None else self.packed(x, self.bias)
         return y if self.all_reduce is None else self.all_reduce(y)
 
     def weights(self, *names: str) -> Iterator[Weight]:
@@ -107,3 +128,43 @@ class Linear:
             yield Weight(f"{name}.weight", (out_size, self.in_size), weight, (first_row, first_column))
             if bias is not None:
                 yield Weight(f"{name}.bias", (out_size,), bias, (first_row,))
+
+
+class Vocabulary(Matrix):
+    """Tokens in and logits out: the table of embeddings [vocab_size, width], and the head of the same shape. In tied
+    models these are one table, read forwards and backwards; also when it is packed, there is one."""
+
+    def __init__(
+        self, vocab_size: int, width: int, *, tied: bool, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self.embedding = torch.empty(vocab_size, width, dtype=dtype, device=device)
+        self.tied = tied
+        super().__init__(self.embedding if tied else torch.empty_like(self.embedding))
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[num_tokens] int64 -> [num_tokens, width]."""
+        if self.tied and self.packed is not None:
+            return self.packed.rows(token_ids)
+        return F.embedding(token_ids, self.embedding)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[num_rows, width] -> [num_rows, vocab_size] float32; on a GPU in x's dtype, which its sampler widens as it
+        reads: a copy of such a table takes longer than a layer."""
+        if self.packed is not None:
+            return self.packed(x, None, wide=True)
+        logits = F.linear(x, self.weight)
+        return logits if logits.is_cuda else logits.float()
+
+    def pack(self, quantization: Quantization | None = None) -> None:
+        packed = pack(self.weight, quantization)
+        if packed is None or (self.tied and not packed.has_rows):  # two copies would be one too many
+            return
+        self.packed = packed
+        self.weight = torch.empty_like(self.weight, device="meta")
+        if self.tied:
+            self.embedding = self.weight
+
+    def weights(self, embedding: str, head: str = "lm_head") -> Iterator[Weight]:
+        yield Weight.whole(f"{embedding}.weight", self.embedding)
+        if not self.tied:
+            yield Weight.whole(f"{head}.weight", self.weight)

@@ -1,8 +1,9 @@
-"""From a checkpoint's files into a decoder's tensors, each number read once and copied once.
+"""From a checkpoint's files into a model's tensors, each number read once and copied once.
 
-A `Decoder` lists the weights that it wants, a source (safetensors or GGUF) the tensors that the files hold; the two
+A model lists the weights that it wants, a source (safetensors or GGUF) the tensors that the files hold; the two
 lists are compared before a byte of either is touched. Then the rows are copied in pieces, by a few threads, from the
-mapped file straight to where they are computed with: a model needs its own memory, plus a piece a thread.
+mapped file straight to where they are computed with: a model needs its own memory, plus a piece a thread. A matrix that
+is computed with in another layout is packed as soon as it is filled, so that there are never two of them but one.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -27,36 +28,84 @@ from torch import Tensor
 from octavo.checkpoint import Checkpoint
 from octavo.errors import CheckpointError
 from octavo.models.decoder import Decoder
-from octavo.models.linear import ALONE, TensorParallel, Weight
-from octavo.models.spec import DecoderSpec
+from octavo.models.gpt import GPT
+from octavo.models.linear import ALONE, Matrix, TensorParallel, Weight
+from octavo.models.spec import DecoderSpec, GPTSpec, ModelSpec
 
 MAX_PROBLEMS = 10
 PIECE_ELEMENTS = 1 << 20  # 4 MB of float32: small enough for the caches, large enough to hide the calls
 MAX_THREADS = 4  # copying saturates memory long before it runs out of cores
 
 
+Model = Decoder | GPT
+Finish = Callable[[Matrix], None]
+
+
+def empty_model(
+    spec: ModelSpec,
+    *,
+    ops: ModuleType,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    tp: TensorParallel = ALONE,
+    max_len: int | None = None,
+) -> Model:
+    """The model that `spec` describes, its weights yet to be filled; on "meta", what it would take."""
+    if isinstance(spec, GPTSpec):
+        return GPT(spec, ops=ops, dtype=dtype, device=device, tp=tp, max_len=max_len)
+    assert isinstance(spec, DecoderSpec)
+    return Decoder(spec, ops=ops, dtype=dtype, device=device, tp=tp, max_len=max_len)
+
+
 def load_decoder(
     checkpoint: Checkpoint,
-    spec: DecoderSpec,
+    spec: ModelSpec,
     *,
     dtype: torch.dtype,
     device: torch.device | str,
     ops: ModuleType,
     tp: TensorParallel = ALONE,
     max_len: int | None = None,
-) -> Decoder:
+    finish: Finish | None = None,
+) -> Model:
     """The decoder that `spec` describes, filled with the checkpoint's weights converted to `dtype`.
 
-    max_len limits the rotary table to the positions that will be used. Raises `CheckpointError`, whose one line lists
-    up to ten problems: tensors missing, unexpected, of the wrong shape or dtype, damaged, or holding NaN or infinity.
+    max_len limits the rotary table to the positions that will be used; `finish` gets every matrix as soon as it is
+    filled, one by one, so that what it makes of them never stands beside all of them. Raises `CheckpointError`, whose
+    one line lists up to ten problems: tensors missing, unexpected, of the wrong shape or dtype, damaged, or holding NaN
+    or infinity.
     """
-    stored = _read_gguf(checkpoint, spec) if checkpoint.format == "gguf" else _read_safetensors(checkpoint)
+    stored = _read_gguf(checkpoint, spec) if checkpoint.format == "gguf" else _read_safetensors(checkpoint, spec)
     # First the whole model on the meta device: what does not match must not cost the memory of one.
-    plan = Decoder(spec, ops=ops, dtype=dtype, device="meta", max_len=1)
-    _report(checkpoint, _mismatches(list(plan.weights()), stored))
-    decoder = Decoder(spec, ops=ops, dtype=dtype, device=device, tp=tp, max_len=max_len)
-    _report(checkpoint, _fill(decoder.weights(), stored))
+    plan = empty_model(spec, ops=ops, dtype=dtype, device="meta", max_len=1)
+    _report(checkpoint, dict.fromkeys(_mismatches(list(plan.weights()), stored)))  # a name's problem is said once
+    decoder = empty_model(spec, ops=ops, dtype=dtype, device=device, tp=tp, max_len=max_len)
+    _report(checkpoint, _fill(decoder, stored, finish))
     return decoder
+
+
+def dummy_model(
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    ops: ModuleType,
+    max_len: int | None = None,
+    finish: Finish | None = None,
+) -> Model:
+    """The model that `spec` describes with random weights: as fast as with any other ones."""
+    model = empty_model(spec, ops=ops, dtype=dtype, device=device, max_len=max_len)
+    generator = torch.Generator(device).manual_seed(0)
+    for matrix, weights in _by_matrix(model):
+        for weight in weights:
+            if len(weight.shape) == 1 and not weight.name.endswith("bias"):
+                weight.tensor.fill_(1.0)  # of a norm
+            else:
+                weight.tensor.normal_(0.0, 0.02, generator=generator)
+        weights.clear()
+        if matrix is not None and finish is not None:
+            finish(matrix)
+    return model
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +129,20 @@ class Stored:
 FLOAT_DTYPES = ("F32", "F16", "BF16")
 
 
-def _read_safetensors(checkpoint: Checkpoint) -> dict[str, Stored]:
+# Names that older checkpoints, or those of models that also see, give to what is called otherwise today.
+RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
+    "Gemma3ForConditionalGeneration": (
+        (r"language_model\.(model|lm_head)\.", r"\1."),
+        (r"model\.language_model\.", "model."),
+    ),
+    "GPT2LMHeadModel": ((r"(wte|wpe|h|ln_f)\.", r"transformer.\1."),),
+    "OPTForCausalLM": ((r"decoder\.", "model.decoder."),),
+}
+
+
+def _read_safetensors(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Stored]:
+    renamed = RENAMED.get(spec.architecture, ())
+    unit_offset = isinstance(spec, DecoderSpec) and spec.unit_offset_norms
     stored: dict[str, Stored] = {}
     problems = []
     for path in checkpoint.shards:
@@ -89,18 +151,24 @@ def _read_safetensors(checkpoint: Checkpoint) -> dict[str, Stored]:
         except (SafetensorError, OSError) as e:
             problems.append(f"{path.name} is cut short or damaged ({_one_line(e)})")
             continue
-        for name in list(shard.keys()):
-            piece = shard.get_slice(name)
+        for key in list(shard.keys()):
+            name = next((re.sub(old, new, key) for old, new in renamed if re.match(old, key)), key)
+            piece = shard.get_slice(key)
             if name in stored:
                 problems.append(f"{name} is in two shards, {stored[name].file} and {path.name}")
             shape, dtype = tuple(piece.get_shape()), piece.get_dtype()
-            stored[name] = Stored(shape, dtype, dtype in FLOAT_DTYPES, _rows_of(shard, name), path.name)
+            read = _rows_of(shard, key, unit_offset and name.endswith("norm.weight"))
+            stored[name] = Stored(shape, dtype, dtype in FLOAT_DTYPES, read, path.name)
     _report(checkpoint, problems)
     return stored
 
 
-def _rows_of(shard: Any, name: str) -> Callable[[int, int], Tensor]:
-    return lambda first, last: shard.get_tensor(name)[first:last]  # get_tensor gives a view of the mapping
+def _rows_of(shard: Any, key: str, plus_one: bool) -> Callable[[int, int], Tensor]:
+    def read(first: int, last: int) -> Tensor:
+        rows: Tensor = shard.get_tensor(key)[first:last]  # get_tensor gives a view of the mapping
+        return rows.float() + 1 if plus_one else rows
+
+    return read
 
 
 # -- GGUF -------------------------------------------------------------------------------------------------------------
@@ -120,19 +188,25 @@ GGUF_LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+GGUF_POST_NORM_NAMES = GGUF_LAYER_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 
 
-def _canonical_name(name: str) -> str:
+def _canonical_name(name: str, layer_names: dict[str, str]) -> str:
     """A GGUF tensor's name in Transformers' words; unknown names as they are."""
     if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
         layer, part, kind = match.groups()
-        return f"model.layers.{layer}.{GGUF_LAYER_NAMES.get(part, part)}.{kind}"
+        return f"model.layers.{layer}.{layer_names.get(part, part)}.{kind}"
     stem, _, kind = name.rpartition(".")
     return f"{GGUF_NAMES[stem]}.{kind}" if stem in GGUF_NAMES else name
 
 
-def _read_gguf(checkpoint: Checkpoint, spec: DecoderSpec) -> dict[str, Stored]:
+def _read_gguf(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Stored]:
     reader = checkpoint.gguf
+    layer_names = GGUF_POST_NORM_NAMES if isinstance(spec, DecoderSpec) and spec.post_norms else GGUF_LAYER_NAMES
     permuted = {}  # which tensors' rows are, and how many heads they are of
     if reader.value("general.architecture") == "llama":
         permuted = {".attn_q.": spec.num_heads, ".attn_k.": spec.num_kv_heads}
@@ -143,7 +217,8 @@ def _read_gguf(checkpoint: Checkpoint, spec: DecoderSpec) -> dict[str, Stored]:
         order = None if heads is None else _half_rotation_rows(shape[0], heads)
         read = _dequantised_rows(tensor, shape, order)
         kind = tensor.tensor_type
-        stored[_canonical_name(tensor.name)] = Stored(shape, kind.name, _is_decoded(kind), read, checkpoint.path.name)
+        name = _canonical_name(tensor.name, layer_names)
+        stored[name] = Stored(shape, kind.name, _is_decoded(kind), read, checkpoint.path.name)
     return stored
 
 
@@ -205,17 +280,52 @@ def _mismatches(weights: list[Weight], stored: dict[str, Stored]) -> Iterator[st
 
 
 def _is_redundant(name: str) -> bool:
-    """The second copy of a tied embedding (an untied model wants its head), and tables that follow from the config."""
-    return name in ("lm_head.weight", "rope_freqs.weight") or name.endswith(".rotary_emb.inv_freq")
+    """The second copy of a tied embedding (an untied model wants its head), tables and masks that follow from the
+    config, and what a model sees with: only text is served."""
+    return (
+        name in ("lm_head.weight", "rope_freqs.weight")
+        or name.endswith((".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"))
+        or name.startswith(("vision_tower.", "model.vision_tower.", "multi_modal_projector.", "model.multi_modal_"))
+    )
 
 
-def _fill(weights: Iterable[Weight], stored: dict[str, Stored]) -> Iterator[str]:
+def _fill(model: Model, stored: dict[str, Stored], finish: Finish | None) -> Iterator[str]:
     """Copy every weight, in pieces, by several threads; gives a problem for each weight that cannot be used."""
-    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
-        problems = threads.map(
-            lambda job: _copy_rows(*job), chain.from_iterable(_jobs(w, stored[w.name]) for w in weights)
-        )
-        yield from dict.fromkeys(problem for problem in problems if problem)  # one line a weight, not one a piece
+    num_threads = min(MAX_THREADS, os.cpu_count() or 1)
+    problems: dict[str, None] = {}  # one line a weight, not one a piece
+    ahead: deque[tuple[Matrix | None, list[Future[str | None]]]] = deque()
+
+    def settle() -> None:
+        matrix, pieces = ahead.popleft()
+        problems.update(dict.fromkeys(problem for piece in pieces if (problem := piece.result())))
+        if matrix is not None and finish is not None:
+            pieces.clear()
+            finish(matrix)
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        for matrix, weights in _by_matrix(model):
+            jobs = [job for weight in weights for job in _jobs(weight, stored[weight.name])]
+            ahead.append((matrix, [threads.submit(_copy_rows, *job) for job in jobs]))
+            jobs.clear()
+            weights.clear()
+            if len(ahead) > num_threads:
+                settle()
+        while ahead:
+            settle()
+    yield from problems
+
+
+def _by_matrix(model: Model) -> Iterator[tuple[Matrix | None, list[Weight]]]:
+    """The model's weights in groups, each of those that lie in one matrix; None for all that are in none.
+
+    A matrix's weights are views into it, so its memory is free only when they are forgotten: the list is the caller's.
+    """
+    matrix_at = {matrix.weight.untyped_storage().data_ptr(): matrix for matrix in model.matrices()}
+    groups: dict[Matrix | None, list[Weight]] = {None: []}
+    for weight in model.weights():
+        groups.setdefault(matrix_at.get(weight.tensor.untyped_storage().data_ptr()), []).append(weight)
+    for matrix in list(groups):
+        yield matrix, groups.pop(matrix)
 
 
 def _jobs(weight: Weight, stored: Stored) -> Iterator[tuple[Weight, Stored, int, int]]:

@@ -54,14 +54,11 @@ class LocalRunning:
         if not self._columns:
             return None
         whole = self._columns.popleft()
-        tokens = [list(t) for t in whole.tokens]
-        errors = dict(whole.errors)
+        if self._columns:
+            whole.tokens = [list(t) for t in whole.tokens]
         while self._columns:
-            column = self._columns.popleft()
-            errors |= column.errors
-            for mine, more in zip(tokens, column.tokens, strict=True):
-                mine += more
-        return StepResult(tokens, errors)
+            append(whole, self._columns.popleft())
+        return whole
 
     def land(self, column: StepResult) -> None:
         with self._landed:
@@ -72,6 +69,17 @@ class LocalRunning:
         with self._landed:
             self._error, self._done = error, True
             self._landed.notify_all()
+
+
+def append(whole: StepResult, column: StepResult) -> None:
+    """What comes later of the same step."""
+    for mine, more in zip(whole.tokens, column.tokens, strict=True):
+        mine += more  # type: ignore[operator]
+    whole.errors |= column.errors
+    for i, logprobs in column.logprobs.items():
+        whole.logprobs.setdefault(i, []).extend(logprobs)
+    for i, (position, entries) in column.prompt_logprobs.items():
+        whole.prompt_logprobs.setdefault(i, (position, []))[1].extend(entries)
 
 
 class LocalExecutor:

@@ -33,14 +33,21 @@ class Budget:
 
 
 def plan_memory(
-    args: EngineArgs, *, bytes_per_token: int, weight_bytes: int, model_len: int, free_bytes: int | None = None
+    args: EngineArgs,
+    *,
+    bytes_per_token: int,
+    weight_bytes: int,
+    model_len: int,
+    free_bytes: int | None = None,
+    device_bytes: int | None = None,
 ) -> Budget:
-    """Settle the sizes of the pool, the swap space and the longest sequence, on a CPU.
+    """Settle the sizes of the pool, the swap space and the longest sequence.
 
     bytes_per_token   K and V of one token over all layers
     weight_bytes      the weights, which are not in `free_bytes`
     model_len         positions that the model knows
     free_bytes        memory that the weights leave; None: ask the machine, where they are loaded already
+    device_bytes      memory for the pool on a device of its own; then `free_bytes` are the host's, for swap space alone
 
     Raises `MemoryBudgetError` when no request, or not the `max_model_len` that was asked for, fits.
     """
@@ -63,15 +70,21 @@ def plan_memory(
         num_blocks = args.num_gpu_blocks_override
     elif args.kv_cache_memory_bytes is not None:
         num_blocks = args.kv_cache_memory_bytes // per_block - 1
+    elif device_bytes is not None:
+        num_blocks = device_bytes // per_block - 1
     else:
-        most = args.max_num_seqs * -(-wanted_len // size)
-        num_blocks = min(min(CPU_KV_BYTES, free // 4) // per_block - 1, most)
+        most = (args.settled("cpu").max_num_seqs or 0) * -(-wanted_len // size)
+        pool = min(CPU_KV_BYTES, free // 4)
+        if args.gpu_memory_utilization is not None:
+            pool = int(args.gpu_memory_utilization * (free + weight_bytes)) - weight_bytes
+        num_blocks = min(pool // per_block - 1, most)
     longest = num_blocks * size + 1  # one sequence alone; its last token takes no slot
     max_model_len = wanted_len if asked is not None and asked > 0 else min(wanted_len, longest)
     if asked is None and longest < wanted_len:
         warnings.append(f"one sequence of {longest} tokens fills the KV pool; max_model_len is that, not {model_len}")
     if args.swap_space is None:  # a default takes no more than is left
-        host = min(DEFAULT_SWAP_BYTES, max(0, free - (num_blocks + 1) * per_block))
+        beside = 0 if device_bytes is not None else (num_blocks + 1) * per_block
+        host = min(DEFAULT_SWAP_BYTES, max(0, free - beside))
     else:
         host = int(args.swap_space * GIB)
     if args.preemption_mode == "recompute":
@@ -85,7 +98,7 @@ def plan_memory(
     if num_blocks < 1 or max_model_len < 2:
         raise MemoryBudgetError(
             "No available memory for the cache blocks: " + budget.table() + "; free some memory, raise "
-            "kv_cache_memory_bytes or lower block_size"
+            "gpu_memory_utilization or kv_cache_memory_bytes, or lower block_size"
         )
     if max_model_len > longest:
         raise MemoryBudgetError(
@@ -93,7 +106,9 @@ def plan_memory(
             f"{-(-(max_model_len - 1) // size)} blocks are needed and the pool has {num_blocks}; the largest "
             f"max_model_len that fits is {longest} (-1 or auto picks it). {budget.table()}"
         )
-    if (num_blocks + 1 + num_host) * per_block > free and free:
+    kv_bytes = (num_blocks + 1) * per_block
+    host_bytes = num_host * per_block + (kv_bytes if device_bytes is None else 0)
+    if (free and host_bytes > free) or (device_bytes is not None and kv_bytes > device_bytes):
         raise MemoryBudgetError(
             "No available memory for the cache blocks: " + budget.table() + "; lower num_gpu_blocks_override, "
             "kv_cache_memory_bytes or swap_space"

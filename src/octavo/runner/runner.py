@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from octavo.core.plan import StepPlan, StepResult
+from octavo.core.plan import RowSetup, StepPlan, StepResult
 from octavo.kernels.batch import RaggedBatch
 from octavo.runner.inputs import Rows, make_batch
-from octavo.runner.sampler import NOT_FINITE, sample
+from octavo.runner.sampler import Draw, Sampler
 
 Land = Callable[[StepResult], None]
 """Takes one column of tokens: at most one more for each slice."""
@@ -22,13 +23,23 @@ class Model(Protocol):
     def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor) -> Tensor: ...
 
 
-class Draw(NamedTuple):
-    """One token to sample: for which slice, from which of the pass's tokens, as which of the request's samples."""
+MAX_PROMPT_LOGITS = 128
+"""Positions of prompts whose logits one pass computes: a vocabulary of numbers each, so they are counted."""
+
+
+class Part(NamedTuple):
+    """What one pass computes of a slice: positions from `start` on, one for each token.
+
+    num_prompt_logits  its first positions whose logits tell how likely the prompt's next token was
+    complete           the slice needs no further pass before it samples
+    """
 
     slice_index: int
-    token_index: int
-    sample_index: int
-    position: int
+    row: int
+    start: int
+    token_ids: list[int]
+    num_prompt_logits: int = 0
+    complete: bool = True
 
 
 class ModelRunner:
@@ -47,11 +58,13 @@ class ModelRunner:
         self.block_size = kv.shape[4]
         self.ops = ops
         self.rows = Rows(num_rows, -(-max_model_len // self.block_size))
+        self.sampler = Sampler(num_rows, max_model_len + 1, ops)  # a last token is sampled and never computed
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, land: Land) -> None:
         """Do what the plan says, in stream order; hand every column of tokens to `land` as soon as it is there."""
         self.rows.apply(plan)
+        self.sampler.apply(plan)
         self._move_blocks(plan)
         if plan.rows:
             self._first_pass(plan, land)
@@ -68,12 +81,8 @@ class ModelRunner:
             ops.block_copy(self.kv, *_ids(plan.copies))
 
     def _first_pass(self, plan: StepPlan, land: Land) -> None:
-        """All slices, up to the first position that samples."""
-        rows: list[int] = []
-        starts: list[int] = []
-        counts: list[int] = []
-        token_ids: list[int] = []
-        draws: list[Draw] = []
+        """All slices, up to the first position that samples. Several passes where many logits of prompts are wanted."""
+        parts: list[Part] = []
         for i, row in enumerate(plan.rows):
             known, start = plan.host_tokens.get(i), plan.starts[i]
             if known is not None:
@@ -81,69 +90,115 @@ class ModelRunner:
             elif self.rows.done[row]:
                 continue
             count = plan.counts[i] - max(0, plan.samples[i] - 1)  # without what the device feeds itself
-            rows.append(row)
-            starts.append(start)
-            counts.append(count)
-            token_ids += [self.rows.last_token[row]] if known is None else known[:count].tolist()
-            if plan.samples[i]:
-                own = self.rows.setup[row]
-                assert own is not None
-                num_draws = plan.draws.get(i, 1)
-                for j in range(num_draws):
-                    index = own.sample_index if num_draws == 1 else j
-                    draws.append(Draw(i, len(token_ids) - 1, index, start + count))
-        self._pass(plan, rows, starts, counts, token_ids, draws, land)
+            token_ids = [self.rows.last_token[row]] if known is None else known[:count].tolist()
+            wanted = 0 if known is None else self.sampler.prompt_logits_wanted(row, start, count)
+            parts.append(Part(i, row, start, token_ids, wanted))
+        now, later = _split(parts)
+        self._pass(plan, now, land)
+        while later:
+            now, later = _split(later)
+            self._pass(plan, now, land)
 
     def _window_pass(self, plan: StepPlan, column: int, land: Land) -> None:
         """One more position of the slices whose window goes on, fed with what they have just sampled."""
-        rows: list[int] = []
-        starts: list[int] = []
-        token_ids: list[int] = []
-        draws: list[Draw] = []
+        parts: list[Part] = []
         for i, row in enumerate(plan.rows):
             if plan.samples[i] > column and not self.rows.done[row]:
                 position = plan.starts[i] + plan.counts[i] - plan.samples[i] + column
-                setup = self.rows.setup[row]
-                assert setup is not None
-                draws.append(Draw(i, len(rows), setup.sample_index, position + 1))
-                rows.append(row)
-                starts.append(position)
-                token_ids.append(self.rows.last_token[row])
-        self._pass(plan, rows, starts, [1] * len(rows), token_ids, draws, land)
+                parts.append(Part(i, row, position, [self.rows.last_token[row]]))
+        self._pass(plan, parts, land)
 
-    def _pass(
-        self,
-        plan: StepPlan,
-        rows: list[int],
-        starts: list[int],
-        counts: list[int],
-        token_ids: list[int],
-        draws: list[Draw],
-        land: Land,
-    ) -> None:
-        column: list[list[int]] = [[] for _ in plan.rows]
-        errors: dict[int, str] = {}
-        if rows:
-            batch = make_batch(rows, starts, counts, self.rows.block_tables, self.block_size)
-            logits_rows = torch.tensor([d.token_index for d in draws], dtype=torch.int64)
-            logits = self.model.forward(torch.tensor(token_ids), batch, self.kv, logits_rows)
+    def _draws(self, plan: StepPlan, part: Part) -> list[Draw]:
+        """What is sampled after the last token of a part."""
+        if not plan.samples[part.slice_index] or not part.complete:
+            return []
+        setup = self._setup_of(part.row)
+        position, num_draws = part.start + len(part.token_ids), plan.draws.get(part.slice_index)
+        if num_draws is None:
+            return [Draw(part.slice_index, setup, setup.sample_index, position)]
+        if setup.decides:
+            return [Draw(part.slice_index, setup, 0, position, goes_on=False, num_candidates=num_draws)]
+        return [Draw(part.slice_index, setup, j, position, goes_on=False) for j in range(num_draws)]
+
+    def _setup_of(self, row: int) -> RowSetup:
+        setup = self.rows.setup[row]
+        assert setup is not None
+        return setup
+
+    def _pass(self, plan: StepPlan, parts: list[Part], land: Land) -> None:
+        """Compute these parts, and sample for the slices that are complete with them."""
+        tokens: list[list[Any]] = [[] for _ in plan.rows]
+        result = StepResult(tokens)
+        if parts:
+            draws = [draw for part in parts for draw in self._draws(plan, part)]
+            ends = dict(zip((p.slice_index for p in parts), accumulate(len(p.token_ids) for p in parts), strict=True))
+            sampled = list(dict.fromkeys(d.slice_index for d in draws))  # several draws share a row of logits
+            wanted = [ends[i] - 1 for i in sampled]
+            for part in parts:
+                first = ends[part.slice_index] - len(part.token_ids)
+                wanted += range(first, first + part.num_prompt_logits)
+            batch = make_batch(
+                [p.row for p in parts],
+                [p.start for p in parts],
+                [len(p.token_ids) for p in parts],
+                self.rows.block_tables,
+                self.block_size,
+            )
+            token_ids = torch.tensor([token for p in parts for token in p.token_ids])
+            logits = self.model.forward(token_ids, batch, self.kv, torch.tensor(wanted, dtype=torch.int64))
+            self._read_prompts(parts, logits[len(sampled) :], result)
             if draws:
-                self._sample(plan, logits, draws, column, errors)
-        land(StepResult(column, errors))
+                logits = logits[: len(sampled)]
+                if len(draws) > len(sampled):
+                    place = {i: at for at, i in enumerate(sampled)}
+                    logits = logits[[place[d.slice_index] for d in draws]]
+                self._sample(logits, draws, tokens, result)
+        land(result)
 
-    def _sample(
-        self, plan: StepPlan, logits: Tensor, draws: list[Draw], column: list[list[int]], errors: dict[int, str]
-    ) -> None:
-        setups = [setup for d in draws if (setup := self.rows.setup[plan.rows[d.slice_index]]) is not None]
-        tokens, finite = sample(logits, setups, [d.sample_index for d in draws], [d.position for d in draws], self.ops)
-        for draw, setup, token, good in zip(draws, setups, tokens, finite, strict=True):
-            column[draw.slice_index].append(token)
-            if draw.slice_index not in plan.draws:
-                self.rows.last_token[setup.row] = token
-                self.rows.done[setup.row] = token in setup.stop_ids
-            if not good:
-                errors[draw.slice_index] = NOT_FINITE
-                self.rows.done[setup.row] = True
+    def _read_prompts(self, parts: list[Part], logits: Tensor, result: StepResult) -> None:
+        """logits [num_wanted, vocab_size], those of the prompts' positions in the order of the parts."""
+        for part in parts:
+            mine, logits = logits[: part.num_prompt_logits], logits[part.num_prompt_logits :]
+            if len(mine):
+                entries = self.sampler.read_prompt(mine, part.row, part.start)
+                result.prompt_logprobs[part.slice_index] = (part.start + 1, entries)
+
+    def _sample(self, logits: Tensor, draws: list[Draw], tokens: list[list[Any]], result: StepResult) -> None:
+        drawn = self.sampler.draw(logits, draws)
+        for draw, token, error, logprobs in zip(draws, *drawn, strict=True):
+            if isinstance(token, list):
+                tokens[draw.slice_index] = token
+            else:
+                tokens[draw.slice_index].append(token)
+            if logprobs is not None:
+                result.logprobs.setdefault(draw.slice_index, []).append(logprobs)
+            row = draw.setup.row
+            if draw.goes_on and isinstance(token, int):
+                self.rows.last_token[row] = token
+                self.rows.done[row] = token in draw.setup.stop_ids
+            if error:
+                result.errors[draw.slice_index] = error
+                self.rows.done[row] = True
+
+
+def _split(parts: list[Part]) -> tuple[list[Part], list[Part]]:
+    """(what the next pass computes, what is left for later): as many logits of prompts as one pass may compute."""
+    now: list[Part] = []
+    later: list[Part] = []
+    room = MAX_PROMPT_LOGITS
+    for part in parts:
+        if part.num_prompt_logits <= room:
+            room -= part.num_prompt_logits
+            now.append(part)
+            continue
+        head, tail = part.token_ids[:room], part.token_ids[room:]
+        if head:
+            now.append(part._replace(token_ids=head, num_prompt_logits=room, complete=False))
+        later.append(
+            part._replace(start=part.start + room, token_ids=tail, num_prompt_logits=part.num_prompt_logits - room)
+        )
+        room = 0
+    return now, later
 
 
 def _ids(moves: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:

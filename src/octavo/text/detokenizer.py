@@ -28,7 +28,8 @@ class Detokenizer:
     `text` is what has been shown, without what is held back. When a stop string is complete, `stop_reason` is that
     string, the text ends before it (behind it with `include_stop`), and later tokens are ignored. Of several stop
     strings the one that is complete first wins, and of those complete at the same character the longest.
-    `num_tokens_kept` counts the tokens up to and including the one that completed it: a call may bring more.
+    `num_tokens_kept` counts the tokens up to and including the one that completed it: a call may bring more. What the
+    first `min_tokens` tokens complete does not count.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class Detokenizer:
         prompt_ids: Sequence[int],
         *,
         skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
         stop: Sequence[str] = (),
         include_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         if any(not isinstance(s, str) or not s for s in stop):
             raise ParameterError(
@@ -47,16 +50,18 @@ class Detokenizer:
         self.text = ""
         self.stop_reason: str | None = None
         self.num_tokens_kept = 0
+        self._tokenizer = tokenizer
         self._skipped_ids = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._num_ids = tokenizer.vocab_size
         context_ids = list(islice(filter(self._is_visible, reversed(prompt_ids)), NUM_CONTEXT_IDS))[::-1]
         self._pieces = (
             _ByteStream(tokenizer, context_ids)
             if tokenizer.has_token_bytes
-            else _TextStream(tokenizer, context_ids, skip_special_tokens)
+            else _TextStream(tokenizer, context_ids, skip_special_tokens, spaces_between_special_tokens)
         )
         self._stops = [_StopString(s) for s in stop]
         self._include_stop = include_stop
+        self._min_tokens = min_tokens
         self._held = ""
 
     def push(self, ids: Sequence[int]) -> str:
@@ -80,6 +85,13 @@ class Detokenizer:
             self._held = ""
         return self._add(shown)
 
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of other tokens, such as a prompt's; of a single one as it stands in a text, its space included."""
+        if len(ids) == 1 and self._tokenizer.has_token_bytes:
+            skipped = skip_special_tokens and ids[0] in self._tokenizer.special_ids
+            return "" if skipped else self._tokenizer.token_bytes(ids[0]).decode("utf-8", "replace")
+        return self._tokenizer.decode(ids, skip_special_tokens)
+
     def _is_visible(self, token_id: int) -> bool:
         """Ids between the tokenizer's and the end of a padded embedding have no text."""
         return token_id not in self._skipped_ids and 0 <= token_id < self._num_ids
@@ -97,7 +109,10 @@ class Detokenizer:
         text, num_before = self._held + piece, len(self._held)
         for at, char in enumerate(piece, start=num_before + 1):  # text[:at] ends with char
             complete = [s for s in self._stops if s.step(char)]
-            if complete:
+            if complete and self.num_tokens_kept <= self._min_tokens:
+                for s in complete:
+                    s.pass_over()
+            elif complete:
                 found = max(complete, key=lambda s: len(s.text))
                 self.stop_reason, self._held = found.text, ""
                 return text[:at] if self._include_stop else text[: at - len(found.text)]
@@ -112,14 +127,18 @@ class _StopString:
     def __init__(self, text: str) -> None:
         self.text = text
         self.num_matched = 0  # the longest beginning of `text` that the text so far ends with
-        self._shorter = [0] * len(text)  # n -> the longest beginning that the first n characters end with
-        for n in range(1, len(text) - 1):
+        self._shorter = [0] * (len(text) + 1)  # n -> the longest beginning that the first n characters end with
+        for n in range(1, len(text)):
             self._shorter[n + 1] = self._after(self._shorter[n], text[n])
 
     def step(self, char: str) -> bool:
-        """Whether the stop string is complete with `char`; after that there are no more steps."""
+        """Whether the stop string is complete with `char`; there are more steps only if it is passed over."""
         self.num_matched = self._after(self.num_matched, char)
         return self.num_matched == len(self.text)
+
+    def pass_over(self) -> None:
+        """It is complete, and does not count; its end may be the beginning of another."""
+        self.num_matched = self._shorter[self.num_matched]
 
     def _after(self, num_matched: int, char: str) -> int:
         while num_matched and self.text[num_matched] != char:
@@ -153,9 +172,17 @@ class _ByteStream:
 class _TextStream:
     """For every other decoder: the library's stream, which decodes a window of tokens and compares."""
 
-    def __init__(self, tokenizer: Tokenizer, context_ids: Sequence[int], skip_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        context_ids: Sequence[int],
+        skip_special_tokens: bool,
+        spaces_between_special_tokens: bool,
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._spaces_between_special_tokens = spaces_between_special_tokens
+        self._after_special = False
         self._pending_ids: list[int] = []  # tokens whose text has not been given out
         self._context_ids: list[int] = []  # what came just before them
         self._stream = self._restarted(context_ids)
@@ -171,7 +198,9 @@ class _TextStream:
             return ""
         self._context_ids = self._pending_ids[-NUM_CONTEXT_IDS:]
         self._pending_ids = []
-        return str(text)
+        between = self._after_special and token_id in self._tokenizer.special_ids
+        self._after_special = token_id in self._tokenizer.special_ids
+        return text.removeprefix(" ") if between and not self._spaces_between_special_tokens else str(text)
 
     def flush(self) -> str:
         """The pending tokens' text: with the context before them if that gives a continuation, else by itself."""

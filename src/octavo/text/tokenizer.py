@@ -27,6 +27,7 @@ from octavo.text import chat_template
 from octavo.text.tokenizer_files import read_parts
 
 MARK = "\ufdd0"
+SHORT_CHARS = 2048
 
 
 class Tokenizer:
@@ -63,14 +64,16 @@ class Tokenizer:
         self._token_bytes: dict[int, bytes] = {}
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint) -> Tokenizer:
-        """Raises `CheckpointError` if there is none, or it is broken or of an unknown kind."""
+    def from_checkpoint(cls, checkpoint: Checkpoint, *, chat_template: str | None = None) -> Tokenizer:
+        """With `chat_template` in the place of the model's. Raises `CheckpointError` if there is no tokenizer, or it is
+        broken or of an unknown kind.
+        """
         parts = read_parts(checkpoint)
         return cls(
             parts.backend,
             special_tokens=parts.special_tokens,
             eos_token_ids=parts.eos_token_ids,
-            chat_templates=parts.chat_templates,
+            chat_templates=parts.chat_templates if chat_template is None else {"default": chat_template},
             num_ids=parts.num_ids,
         )
 
@@ -123,6 +126,10 @@ class Tokenizer:
         )
         return rendered.replace(MARK, ""), self._encode([rendered], False, True)[0]
 
+    def spelled_special(self, text: str) -> str | None:
+        """The first special token that is spelled in `text`, for a hint to whoever may have meant it."""
+        return self._marker.find(text)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that form no character become U+FFFD. `PromptError` for an id out of range."""
         self.check_ids(ids)
@@ -157,11 +164,17 @@ class Tokenizer:
         if not parse_special:
             texts = [self._marker.mark(text) if isinstance(text, str) else text for text in texts]
         try:
-            if len(texts) == 1:  # no detour over the library's thread pool
+            # The library's thread pool is a detour for a short text; but it lets other threads run meanwhile, and for a
+            # long text `encode` would stop them for seconds.
+            if len(texts) == 1 and not (isinstance(texts[0], str) and len(texts[0]) > SHORT_CHARS):
                 return [self.backend.encode(texts[0], add_special_tokens=add_special_tokens).ids]
             return [e.ids for e in self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
         except (TypeError, UnicodeEncodeError) as e:  # the library says TypeError of both
             raise _bad_prompt(texts) from e
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as e:  # a panic in the library is no Exception; a pattern that explodes is one
+            raise PromptError(f"the model's tokenizer fails on this text: {' '.join(str(e).split())[:200]}") from e
 
     def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
@@ -184,7 +197,11 @@ class _Marker:
         self._starts = {c[:k] for c in specials for k in range(1, len(c))}
         self._longest = max(map(len, self._starts), default=0)
         # Looking ahead and taking one character finds overlapping spellings too.
-        self._pattern = re.compile(f"(?=(?:{'|'.join(map(re.escape, specials))}))(.)", re.DOTALL) if specials else None
+        self._pattern = re.compile(f"(?=({'|'.join(map(re.escape, specials))}))(.)", re.DOTALL) if specials else None
+
+    def find(self, text: str) -> str | None:
+        found = self._pattern.search(text) if self._pattern else None
+        return found[1] if found else None
 
     def mark(self, text: str) -> str:
         """`text` with a mark after the first character of each special token, and of an unfinished one at its end:
@@ -198,7 +215,7 @@ class _Marker:
             if tail[-length:] in self._starts:
                 at = len(tail) - length + 1
                 text = text[:at] + MARK + text[at:]
-        return self._pattern.sub(rf"\g<1>{MARK}", text)
+        return self._pattern.sub(rf"\g<2>{MARK}", text)
 
     def mark_all(self, value: Any) -> Any:
         """`value` with every string inside marked, keys too; what is no mapping, list or string stays as it is."""

@@ -1,15 +1,18 @@
-"""What a model's files say about its tokenizer: a directory with tokenizer.json, or the vocabulary in a GGUF file.
+"""What a model's files say about its tokenizer: a directory with tokenizer.json, one with vocab.json and merges.txt, or
+the vocabulary in a GGUF file.
 
-Both readers give the same `Parts`. The library's tokenizer is built here, and what is wrong with the files is said in
+All readers give the same `Parts`. The library's tokenizer is built here, and what is wrong with the files is said in
 one line; what the tokenizer does is in `octavo.text.tokenizer`.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tokenizers
 from tokenizers import AddedToken
@@ -20,6 +23,7 @@ from octavo.errors import CheckpointError, ModelError
 if TYPE_CHECKING:
     from octavo.gguf_file import GGUFFile
 
+T = TypeVar("T")
 REMEDY = "skip_tokenizer_init=True takes and gives token ids without one"
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -50,12 +54,19 @@ def _read_directory(checkpoint: Checkpoint) -> Parts:
         if (folder / name).is_file():
             settings |= read_json(folder / name)
     refuse_code(settings, folder / "tokenizer_config.json")
-    backend = _load_backend(folder / "tokenizer.json")
+    if (folder / "tokenizer.json").is_file():
+        backend = _load_backend(folder / "tokenizer.json")
+    elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        settings = _DEFAULT_SPECIALS | settings
+        backend = _read_vocabulary(folder, settings, str(checkpoint.config.get("model_type", "")))
+    else:
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json, nor vocab.json and merges.txt; Transformers writes one with "
+            f"AutoTokenizer.from_pretrained(d).save_pretrained(d), or {REMEDY}"
+        )
     special_tokens = {}
     for name in SPECIAL_NAMES:
-        value = settings.get(name)
-        value = value.get("content") if isinstance(value, dict) else value
-        if isinstance(value, str):
+        if value := _content(settings.get(name)):
             special_tokens[name] = value
     eos_ids = _id_list(checkpoint.config.get("eos_token_id")) + _id_list(
         checkpoint.generation_config.get("eos_token_id")
@@ -69,28 +80,49 @@ def _read_directory(checkpoint: Checkpoint) -> Parts:
 
 
 def _load_backend(path: Path) -> tokenizers.Tokenizer:
-    if not path.is_file():
-        raise CheckpointError(
-            f"{path.parent} has no tokenizer.json; Transformers writes one with "
-            f"AutoTokenizer.from_pretrained(d).save_pretrained(d), or {REMEDY}"
-        )
     if path.stat().st_size > MAX_JSON_BYTES:
         raise CheckpointError(
             f"{path} has {path.stat().st_size:,} bytes; at most {MAX_JSON_BYTES:,} are read; {REMEDY}"
         )
-    return _built(str(path), lambda: tokenizers.Tokenizer.from_file(str(path)))
+    backend = _built(str(path), lambda: tokenizers.Tokenizer.from_file(str(path)))
+    # The library gives a token that is added under an id of its choice another id, and says nothing.
+    _check_added(backend, _built(str(path), lambda: _added_of(path.read_text(encoding="utf-8"))), path)
+    return backend
 
 
-def _built(what: str, build: Callable[[], tokenizers.Tokenizer]) -> tokenizers.Tokenizer:
+def _added_of(text: str) -> dict[str, int]:
+    """The added tokens of a tokenizer.json. Only that list is parsed: the whole takes a second for the largest."""
+    key = '"added_tokens"'
+    at = text.find(key)
+    start = text.find("[", at + len(key))
+    if at < 0 or start < 0 or text[at + len(key) : start].strip() != ":":
+        return {}
+    return {token["content"]: token["id"] for token in json.JSONDecoder().raw_decode(text, start)[0]}
+
+
+def _check_added(backend: tokenizers.Tokenizer, added: dict[str, int], path: Path) -> None:
+    """The embedding is read by id, so two readings of one id would be two models. Raises `CheckpointError`."""
+    for content, token_id in added.items():
+        if backend.token_to_id(content) not in (token_id, None):
+            raise CheckpointError(
+                f"{path} adds the token {content!r} as id {token_id}, which belongs to another token or leaves a gap "
+                f"before it (the next would be {backend.token_to_id(content)}); fetch it again, or {REMEDY}"
+            )
+    ids = sorted(backend.get_vocab().values())
+    twice = next((a for a, b in itertools.pairwise(ids) if a == b), None)
+    if twice is not None:
+        raise CheckpointError(f"{path} gives the id {twice} to two tokens; fetch it again, or {REMEDY}")
+
+
+def _built(what: str, build: Callable[[], T]) -> T:
     """`build()`, with the library's complaints (plain Exceptions, and Rust panics, which are BaseExceptions) named."""
     try:
-        backend: tokenizers.Tokenizer = build()
+        return build()
     except (KeyboardInterrupt, SystemExit, MemoryError, ModelError):
         raise
     except BaseException as e:
         detail = " ".join(str(e).split())[:200]
         raise CheckpointError(f"the tokenizer in {what} is broken ({detail}); fetch it again, or {REMEDY}") from e
-    return backend
 
 
 def _directory_templates(folder: Path, setting: Any) -> dict[str, str]:
@@ -120,6 +152,72 @@ def _id_list(value: Any) -> list[int]:
 def _vocab_size(checkpoint: Checkpoint) -> int:
     size = checkpoint.config.get("vocab_size")
     return size if isinstance(size, int) else 0
+
+
+# ---- from vocab.json and merges.txt
+
+_DEFAULT_SPECIALS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+"""What GPT-2's and Qwen's tokenizers take where the files are silent, and the vocabulary has it."""
+_WORDS_OF_CLASS = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
+
+
+def _read_vocabulary(folder: Path, settings: dict[str, Any], model_type: str) -> tokenizers.Tokenizer:
+    """Byte-level BPE as its first models had it: GPT-2, OPT, Qwen. `settings` are those of tokenizer_config.json."""
+    path = folder / "vocab.json"
+    kind = str(settings.get("tokenizer_class") or ("Qwen2" if model_type.startswith("qwen") else "GPT2") + "Tokenizer")
+    words = _WORDS_OF_CLASS.get(kind.removesuffix("Fast"))
+    if words is None:
+        raise _unsupported(str(folder), "tokenizer_class", kind, _WORDS_OF_CLASS)
+    vocab = read_json(path)
+    added = read_json(folder / "added_tokens.json") if (folder / "added_tokens.json").is_file() else {}
+    entries = settings.get("added_tokens_decoder")
+    entries = [{"id": i, **entry} for i, entry in entries.items()] if isinstance(entries, dict) else []
+    added |= {entry["content"]: int(entry["id"]) for entry in entries}
+    special = {_content(settings.get(name)) for name in SPECIAL_NAMES}
+    special |= {_content(token) for token in settings.get("additional_special_tokens") or []}
+    special |= {entry["content"] for entry in entries if entry.get("special")}
+    whole = vocab | added
+    if not all(isinstance(i, int) and 0 <= i < 1 << 31 for i in whole.values()):
+        raise CheckpointError(f"{path} holds ids that are no integers from 0 on; fetch it again, or {REMEDY}")
+    lines = (folder / "merges.txt").read_text(encoding="utf-8", errors="replace").split("\n")
+    merges = [tuple(line.split()) for line in lines if line.strip() and not line.startswith("#version")]
+    backend = _built(
+        str(path), lambda: _byte_level(whole, merges, words, prefix_space=bool(settings.get("add_prefix_space")))
+    )
+    _check_added(backend, added, path)
+    for content in sorted((special | set(added)) & set(whole), key=lambda content: int(whole[content])):
+        backend.add_tokens([AddedToken(content, normalized=False, special=content in special)])
+    bos = _content(settings.get("bos_token"))
+    if settings.get("add_bos_token") and bos in whole:  # OPT
+        backend.post_processor = tokenizers.processors.TemplateProcessing(
+            single=[bos, "$A"], special_tokens=[(bos, whole[bos])]
+        )
+    return backend
+
+
+def _content(token: Any) -> str:
+    """A special token's text, which the files give as it is or in an object; "" for none."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else ""
+
+
+def _byte_level(
+    vocab: dict[str, int], merges: Sequence[Any], words: str, *, prefix_space: bool = False
+) -> tokenizers.Tokenizer:
+    """Merges over bytes that are written as printable characters, inside words that `PRE_TOKENIZERS[words]` cuts."""
+    patterns = PRE_TOKENIZERS[words]
+    # Llama 3 looks a whole word up before it merges: some of its words cannot be reached by merges.
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, ignore_merges=patterns == (LLAMA3_WORDS,)))
+    split, byte_level = tokenizers.pre_tokenizers.Split, tokenizers.pre_tokenizers.ByteLevel
+    if prefix_space and words == "gpt-2":  # before the text, not before each word: the library's own cut does that
+        backend.pre_tokenizer = byte_level(True)
+    else:
+        cuts = [split(tokenizers.Regex(pattern), "isolated") for pattern in patterns]
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([*cuts, byte_level(False, use_regex=False)])
+    if patterns == (QWEN2_WORDS,):
+        backend.normalizer = tokenizers.normalizers.NFC()
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    return backend
 
 
 # ---- from a GGUF file
@@ -180,22 +278,12 @@ def _unsupported(name: str, key: str, value: Any, known: Iterable[str]) -> Check
 
 
 def _gguf_byte_level(file: GGUFFile, name: str, pieces: Sequence[str], types: Sequence[int]) -> tokenizers.Tokenizer:
-    """Byte-level BPE (GPT-2, SmolLM2, Qwen, Llama 3): merges over bytes that are written as printable characters."""
+    """Byte-level BPE (GPT-2, SmolLM2, Qwen, Llama 3)."""
     pre = file.value("tokenizer.ggml.pre", "")
     if pre not in PRE_TOKENIZERS:
         raise _unsupported(name, "tokenizer.ggml.pre", pre, PRE_TOKENIZERS)
     merges = [tuple(merge.split(" ", 1)) for merge in file.value("tokenizer.ggml.merges") or []]
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    llama3 = PRE_TOKENIZERS[pre] == (LLAMA3_WORDS,)
-    # Llama 3 looks a whole word up before it merges: some of its words cannot be reached by merges.
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, ignore_merges=llama3))
-    split, byte_level = tokenizers.pre_tokenizers.Split, tokenizers.pre_tokenizers.ByteLevel
-    words = [split(tokenizers.Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS[pre]]
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([*words, byte_level(False, use_regex=False)])
-    if PRE_TOKENIZERS[pre] == (QWEN2_WORDS,):
-        backend.normalizer = tokenizers.normalizers.NFC()
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    return backend
+    return _byte_level({piece: i for i, piece in enumerate(pieces)}, merges, pre)
 
 
 def _gguf_sentencepiece(file: GGUFFile, name: str, pieces: Sequence[str], types: Sequence[int]) -> tokenizers.Tokenizer:

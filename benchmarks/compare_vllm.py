@@ -1,0 +1,113 @@
+"""Octavo and vLLM on the same workloads, one after the other on one GPU, and how much faster the one is.
+
+    python benchmarks/compare_vllm.py CONFIG_DIR [--workload NAME ...] [--no-latency] [--vllm-python PYTHON]
+
+CONFIG_DIR holds a config.json: both engines take random weights, which are as fast as any. vLLM runs with its own
+defaults (CUDA graphs, torch.compile, asynchronous scheduling) in a process of its own, in the interpreter that has it;
+octavo in this one's. The workloads are those of `octavo bench`, token for token, lengths forced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from octavo.bench.throughput import Octavo, check_names, measure_latency, measure_throughput
+
+ROOT = Path(__file__).parents[1]
+OPTIONS: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 4096}
+
+
+class VLLM:
+    """vLLM's offline engine."""
+
+    engine = "vllm"
+
+    def __init__(self, llm: Any, model: str, vocab_size: int) -> None:
+        self.llm = llm
+        self.model = model
+        self.vocab_size = vocab_size
+
+    def generate(self, prompts: list[list[int]], lengths: list[int], temperature: float, n: int) -> int:
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(temperature=temperature, n=n, max_tokens=length, ignore_eos=True, detokenize=False)
+            for length in lengths
+        ]
+        outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        return sum(len(c.token_ids) for output in outputs for c in output.outputs)
+
+
+def measure(engine: str, model: str, names: list[str], latency: bool) -> None:
+    """Run one engine in this process; a JSON object a line."""
+    start = time.perf_counter()
+    subject: Octavo | VLLM
+    if engine == "vllm":
+        import vllm
+
+        vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+        llm = vllm.LLM(model=model, gpu_memory_utilization=0.85, disable_log_stats=True, **OPTIONS)
+        subject, version = VLLM(llm, Path(model).name, vocab_size), vllm.__version__
+    else:
+        import octavo
+
+        subject, version = Octavo(octavo.LLM(model, **OPTIONS), Path(model).name), octavo.__version__
+    about = {"engine": engine, "version": version, "model": subject.model, "case": "startup"}
+    print(json.dumps(about | {"s": round(time.perf_counter() - start, 3)}), flush=True)
+    for row in measure_throughput(subject, names):
+        print(json.dumps(row), flush=True)
+    for row in measure_latency(subject) if latency else ():
+        print(json.dumps(row), flush=True)
+
+
+def spawn(engine: str, python: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    command = [python, __file__, args.model, "--engine", engine]
+    command += [word for name in args.workload for word in ("--workload", name)]
+    command += ["--no-latency"] if args.no_latency else []
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Case by case; a ratio above 1 says that octavo is the faster."""
+    found = {engine: {row["case"]: row for row in rows if row["engine"] == engine} for engine in ("octavo", "vllm")}
+    lines = [f"{'case':<30}{'octavo':>12}{'vllm':>12}{'ratio':>8}"]
+    for case, mine in found["octavo"].items():
+        if (theirs := found["vllm"].get(case)) is not None:
+            key, unit = ("ms", "ms") if "ms" in mine else ("s", "s")
+            lines.append(
+                f"{case:<30}{mine[key]:>10.3f} {unit:<2}{theirs[key]:>9.3f} {unit:<2}{theirs[key] / mine[key]:>8.2f}"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="CONFIG_DIR")
+    parser.add_argument("--workload", action="append", default=[], metavar="NAME")
+    parser.add_argument("--no-latency", action="store_true")
+    parser.add_argument("--vllm-python", default=sys.executable, metavar="PYTHON")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all rows there, one a line")
+    parser.add_argument("--engine", choices=["octavo", "vllm"], help="run this one alone, and print its rows")
+    args = parser.parse_args()
+    if args.engine is not None:
+        measure(args.engine, args.model, check_names(args.workload or ["mixed256"]), not args.no_latency)
+        return
+    rows = spawn("octavo", sys.executable, args) + spawn("vllm", args.vllm_python, args)
+    if args.json is not None:
+        args.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

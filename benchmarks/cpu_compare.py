@@ -1,0 +1,428 @@
+"""Octavo on a CPU beside Transformers and llama.cpp, in one run on the same two cores.
+
+    python benchmarks/cpu_compare.py [--only NAME ...] [--rounds N] [--llamacpp PYTHON] [--json]
+
+    transformers   SmolLM2-135M in bfloat16: one sequence, sixteen, a prompt of 512 tokens
+    llamacpp       a model of Qwen2.5-0.5B's shape in bfloat16, weights at random, the same
+    int8           both models with --quantization int8 beside our bfloat16; what it costs in perplexity
+    prefix         time to the first token behind 842 tokens that the cache has, and has not
+    memory         peak memory of serving SmolLM2, and how long its first answer takes
+
+Engines take turns, a round each, so that whoever else uses the machine disturbs all alike; figures are medians over the
+rounds, and ratios medians of each round's ratio. A round in which others used more than a twentieth of the machine is
+repeated, if there is patience left (--patience). Times are of steps: until the first tokens are there, and from there to
+the last. Models are made once, in the cache folder. llama.cpp is llama-cpp-python, built from source for this
+processor, in an environment of its own beside them (minutes, once), or that of the interpreter --llamacpp.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save_file
+
+from octavo import LLM, SamplingParams, catalog
+from octavo.checkpoint import open_checkpoint
+from octavo.kernels import reference
+from octavo.models.spec import spec_from_config
+from octavo.models.weights import dummy_model, load_decoder
+from octavo.text.tokenizer import Tokenizer
+
+ROOT = Path(__file__).parents[1]
+NUM_PROMPT, NUM_NEW, LONG_PROMPT, CONCURRENT = 32, 48, 512, 16
+PREFIX, QUESTION = 842, 60
+SMOLLM2 = "smollm2-135m-instruct"
+QWEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+Figures = dict[str, float]
+"""Seconds by case, and what follows from them."""
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def workplace() -> Path:
+    folder = catalog.cache_dir() / "benchmarks"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def smollm2() -> Path:
+    """SmolLM2's weights as a bfloat16 checkpoint, as Transformers reads them; from the catalogue's file."""
+    folder = workplace() / "smollm2-bf16"
+    if not (folder / "config.json").exists():
+        checkpoint = open_checkpoint(SMOLLM2)
+        spec = spec_from_config(checkpoint.config, checkpoint.generation_config)
+        model = load_decoder(checkpoint, spec, dtype=torch.bfloat16, device="cpu", ops=reference, max_len=1)
+        _save(folder, checkpoint.config | {"dtype": "bfloat16"}, {w.name: w.tensor for w in model.weights()})
+    return folder
+
+
+def qwen() -> Path:
+    """Random weights in Qwen2.5-0.5B's shape."""
+    folder = workplace() / "qwen2.5-0.5b-shape"
+    if not (folder / "config.json").exists():
+        model = dummy_model(spec_from_config(QWEN), dtype=torch.bfloat16, device="cpu", ops=reference, max_len=1)
+        _save(folder, QWEN, {w.name: w.tensor for w in model.weights()})
+    return folder
+
+
+def _save(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    folder.mkdir(exist_ok=True)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def qwen_gguf() -> Path:
+    """The same numbers for llama.cpp, without a vocabulary: it is given token ids."""
+    path = workplace() / "qwen2.5-0.5b-shape.gguf"
+    if path.exists():
+        return path
+    spec = spec_from_config(QWEN)
+    model = load_decoder(open_checkpoint(qwen()), spec, dtype=torch.bfloat16, device="cpu", ops=reference, max_len=1)
+    writer = gguf.GGUFWriter(path.with_suffix(".part"), "qwen2")
+    writer.add_context_length(spec.max_position_embeddings)
+    writer.add_embedding_length(spec.hidden_size)
+    writer.add_block_count(spec.num_layers)
+    writer.add_feed_forward_length(spec.intermediate_size)
+    writer.add_head_count(spec.num_heads)
+    writer.add_head_count_kv(spec.num_kv_heads)
+    writer.add_rope_freq_base(QWEN["rope_theta"])
+    writer.add_layer_norm_rms_eps(QWEN["rms_norm_eps"])
+    writer.add_vocab_size(spec.vocab_size)
+    writer.add_tokenizer_model("no_vocab")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, spec.num_layers)
+    for weight in model.weights():
+        name = names.get_name(weight.name, try_suffixes=(".weight", ".bias"))
+        if weight.tensor.ndim == 1:
+            writer.add_tensor(name, weight.tensor.float().numpy())
+        else:
+            bits = weight.tensor.contiguous().view(torch.uint16).numpy()
+            writer.add_tensor(name, bits.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    path.with_suffix(".part").rename(path)
+    return path
+
+
+# -- engines ----------------------------------------------------------------------------------------------------------
+
+
+class Peer:
+    """An engine of `cpu_engines.py`, in its own process."""
+
+    def __init__(self, engine: str, model: Path, *, python: str = sys.executable, **options: Any) -> None:
+        command = [python, str(ROOT / "benchmarks" / "cpu_engines.py"), engine, str(model), json.dumps(options)]
+        if not options:
+            command.pop()
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        while (line := self._line()) != "ready":
+            print(line, file=sys.stderr)
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"error: {self.process.args} ended with {self.process.wait()}")
+        return line.strip()
+
+    def run(self, num_prompts: int, num_prompt: int, num_new: int, seed: int) -> tuple[float, float]:
+        """Seconds to the first tokens, and from these to the last."""
+        rng = random.Random(seed)
+        prompts = [[rng.randrange(3, 40000) for _ in range(num_prompt)] for _ in range(num_prompts)]
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"prompts": prompts, "num_new": num_new}) + "\n")
+        self.process.stdin.flush()
+        answer = json.loads(self._line())
+        return answer["first_s"], answer["rest_s"]
+
+    def measure(self, cases: Iterable[str], seed: int) -> Figures:
+        """Tokens a second."""
+        figures: Figures = {}
+        if "batch 1" in cases:
+            figures["batch 1"] = (NUM_NEW - 1) / self.run(1, NUM_PROMPT, NUM_NEW, seed)[1]
+        if "16 together" in cases:
+            figures["16 together"] = CONCURRENT * (NUM_NEW - 1) / self.run(CONCURRENT, NUM_PROMPT, NUM_NEW, seed)[1]
+        if "prefill" in cases:
+            figures["prefill"] = LONG_PROMPT / self.run(1, LONG_PROMPT, 1, seed)[0]
+        return figures
+
+    def used_s(self) -> float:
+        """Processor time so far."""
+        words = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+CASES = ("batch 1", "16 together", "prefill")
+QUIET = 0.05
+"""Share of the machine that others may use in a round that counts."""
+Rounds = dict[str, list[Figures]]
+"""By engine."""
+
+
+def take_turns(peers: dict[str, Peer], cases: dict[str, Sequence[str]], args: argparse.Namespace) -> Rounds:
+    """Every engine's figures of every round, after one that warms up."""
+    for peer in peers.values():
+        peer.run(1, NUM_PROMPT, 4, seed=0)
+    kept: list[tuple[float, dict[str, Figures]]] = []
+    for attempt in range(args.rounds + args.patience):
+        before = _busy_s() - sum(peer.used_s() for peer in peers.values())
+        begin = time.perf_counter()
+        order = list(peers) if attempt % 2 else list(reversed(peers))
+        figures = {name: peers[name].measure(cases[name], seed=attempt) for name in order}
+        others_s = _busy_s() - sum(peer.used_s() for peer in peers.values()) - before
+        kept.append((others_s / (time.perf_counter() - begin) / (os.cpu_count() or 1), figures))
+        if sum(share <= QUIET for share, _ in kept) >= args.rounds:
+            break
+    for peer in peers.values():
+        peer.close()
+    kept = sorted(kept, key=lambda entry: entry[0])[: args.rounds]  # the quietest
+    print(f"others used {kept[0][0]:.0%} to {kept[-1][0]:.0%} of the machine meanwhile", file=sys.stderr)
+    return {name: [figures[name] for _, figures in kept] for name in peers}
+
+
+def _busy_s() -> float:
+    """Seconds that the machine's processors have worked since it started."""
+    user, nice, system, _idle, _iowait, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def median(figures: list[Figures], case: str) -> float:
+    return statistics.median(f[case] for f in figures)
+
+
+def ratio(ours: list[Figures], case: str, theirs: list[Figures], their_case: str) -> float:
+    return statistics.median(a[case] / b[their_case] for a, b in zip(ours, theirs, strict=True))
+
+
+class Report:
+    """What was measured, as tables and as JSON lines."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self.console = Console(width=100)
+
+    def speeds(self, title: str, figures: dict[str, list[Figures]], ratios: Sequence[tuple[str, float, float]]) -> None:
+        if self.as_json:
+            for name, rounds in figures.items():
+                for case in rounds[0]:
+                    print(json.dumps({"model": title, "engine": name, "case": case, "tok_s": median(rounds, case)}))
+        else:
+            table = Table(title=f"{title}, tokens/s")
+            table.add_column("engine")
+            for case in CASES:
+                table.add_column(case, justify="right")
+            for name, rounds in figures.items():
+                table.add_row(name, *(f"{median(rounds, c):,.1f}" if c in rounds[0] else "-" for c in CASES))
+            self.console.print(table)
+        for what, value, goal in ratios:
+            self.figure(title, what, value, f"{value:.2f} x", f"goal {goal:g} x")
+
+    def figure(self, title: str, what: str, value: float, text: str, note: str = "") -> None:
+        if self.as_json:
+            print(json.dumps({"model": title, "figure": what, "value": value}))
+        else:
+            print(f"  {what:<58} {text:>12}  {note}")
+
+
+# -- comparisons ------------------------------------------------------------------------------------------------------
+
+
+def with_transformers(report: Report, args: argparse.Namespace) -> None:
+    model = smollm2()
+    peers = {"octavo": Peer("octavo", model), "transformers": Peer("transformers", model)}
+    cases = {"octavo": CASES, "transformers": ("batch 1", "prefill")}
+    figures = take_turns(peers, cases, args)
+    ours, theirs = figures["octavo"], figures["transformers"]
+    ratios = [
+        ("batch 1, to Transformers' batch 1", ratio(ours, "batch 1", theirs, "batch 1"), 2.0),
+        ("16 together, to Transformers' batch 1", ratio(ours, "16 together", theirs, "batch 1"), 10.0),
+        ("prefill of 512 tokens", ratio(ours, "prefill", theirs, "prefill"), 1.2),
+    ]
+    report.speeds("SmolLM2-135M, bfloat16", figures, ratios)
+
+
+def with_llamacpp(report: Report, args: argparse.Namespace) -> None:
+    peers = {
+        "octavo": Peer("octavo", qwen()),
+        "llama.cpp": Peer("llamacpp", qwen_gguf(), python=args.llamacpp or llamacpp_python()),
+    }
+    figures = take_turns(peers, dict.fromkeys(peers, CASES), args)
+    ours, theirs = figures["octavo"], figures["llama.cpp"]
+    ratios = [
+        ("batch 1, to llama.cpp's batch 1", ratio(ours, "batch 1", theirs, "batch 1"), 1.2),
+        ("16 together, to llama.cpp's batch 1", ratio(ours, "16 together", theirs, "batch 1"), 8.0),
+        ("16 together, to llama.cpp's 16", ratio(ours, "16 together", theirs, "16 together"), 1.0),
+        ("prefill of 512 tokens", ratio(ours, "prefill", theirs, "prefill"), 1.0),
+    ]
+    report.speeds("Qwen2.5-0.5B's shape, bfloat16", figures, ratios)
+
+
+def llamacpp_python() -> str:
+    """The interpreter of an environment that has llama-cpp-python; it is made and filled here the first time."""
+    folder = workplace() / "llamacpp"
+    python = folder / "bin" / "python"
+    if not (folder / "installed").exists():
+        print("building llama-cpp-python; this takes minutes, once", file=sys.stderr)
+        venv.create(folder, with_pip=True)
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", "llama-cpp-python"], check=True)
+        (folder / "installed").touch()
+    return str(python)
+
+
+def int8(report: Report, args: argparse.Namespace) -> None:
+    for title, model in (("SmolLM2-135M", smollm2()), ("Qwen2.5-0.5B's shape", qwen())):
+        peers = {"bfloat16": Peer("octavo", model), "int8": Peer("octavo", model, quantization="int8")}
+        figures = take_turns(peers, dict.fromkeys(peers, CASES), args)
+        ours, theirs = figures["int8"], figures["bfloat16"]
+        ratios = [
+            ("int8 to bfloat16, batch 1", ratio(ours, "batch 1", theirs, "batch 1"), 1.6),
+            ("int8 to bfloat16, 16 together", ratio(ours, "16 together", theirs, "16 together"), 1.0),
+        ]
+        report.speeds(title, figures, ratios)
+    before, after = (perplexity(quantization, args.text) for quantization in (None, "int8"))
+    name = Path(args.text).name
+    report.figure("SmolLM2-135M", f"perplexity of {name} in bfloat16", before, f"{before:.3f}")
+    report.figure("SmolLM2-135M", f"perplexity of {name} in int8", after, f"{after:.3f}", f"{after / before - 1:+.2%}")
+
+
+def perplexity(quantization: str | None, text: str) -> float:
+    """exp of the mean negative log-likelihood over windows of 512 tokens, of each token but a window's first."""
+    token_ids = Tokenizer.from_checkpoint(open_checkpoint(SMOLLM2)).encode(Path(text).read_text(encoding="utf-8"))
+    windows = [token_ids[i : i + 512] for i in range(0, len(token_ids) - 1, 512)]
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    total = count = 0.0
+    with LLM(str(smollm2()), dtype="bfloat16", quantization=quantization, skip_tokenizer_init=True) as llm:
+        for output in llm.generate([{"prompt_token_ids": w} for w in windows if len(w) > 1], params, use_tqdm=False):
+            for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
+                total -= entry[token].logprob
+                count += 1
+    return math.exp(total / count)
+
+
+def prefix(report: Report, args: argparse.Namespace) -> None:
+    rng = random.Random(0)
+    tokens = lambda n: [rng.randrange(3, 40000) for _ in range(n)]  # noqa: E731
+    params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+    cold: list[float] = []
+    warm: list[float] = []
+    with LLM(str(smollm2()), dtype="bfloat16", skip_tokenizer_init=True, max_model_len=2048) as llm:
+        for _ in range(args.rounds + 1):
+            shared = tokens(PREFIX)
+            for times in (cold, warm, warm):
+                begin = time.perf_counter()
+                llm.generate({"prompt_token_ids": shared + tokens(QUESTION)}, params, use_tqdm=False)
+                times.append(time.perf_counter() - begin)
+    ratios = [
+        first / min(second) for first, second in zip(cold[1:], zip(warm[2::2], warm[3::2], strict=True), strict=True)
+    ]
+    title = "SmolLM2-135M, bfloat16"
+    for what, times in (("cold", cold[1:]), ("warm", warm[2:])):
+        seconds = statistics.median(times)
+        report.figure(
+            title, f"time to first token behind {PREFIX} shared tokens, {what}", seconds, f"{seconds * 1e3:.1f} ms"
+        )
+    report.figure(title, "cold to warm", statistics.median(ratios), f"{statistics.median(ratios):.1f} x", "goal 5 x")
+
+
+SERVE = """
+import resource, sys
+from octavo import LLM, SamplingParams
+with LLM(sys.argv[1], dtype="bfloat16", max_model_len=1024, max_num_seqs=16, skip_tokenizer_init=True) as llm:
+    prompts = [{"prompt_token_ids": [i * 37 + j for j in range(3, 259)]} for i in range(16)]
+    llm.generate(prompts, SamplingParams(max_tokens=64, temperature=0, ignore_eos=True), use_tqdm=False)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, llm.config.weight_bytes, llm.config.kv_bytes)
+"""
+
+
+def memory(report: Report, args: argparse.Namespace) -> None:
+    title = "SmolLM2-135M, bfloat16"
+    done = subprocess.run([sys.executable, "-c", SERVE, str(smollm2())], check=True, capture_output=True, text=True)
+    peak, weights, pool = map(int, done.stdout.split())
+    for what, size in (("peak memory", peak), ("weights", weights), ("KV pool", pool)):
+        report.figure(title, what, size, f"{size / 2**20:,.0f} MiB")
+    beside = (peak - weights - pool) / 1e6
+    report.figure(title, "peak beside weights and pool", beside, f"{beside:,.0f} MB", "goal 400 MB")
+    command = [
+        str(Path(sys.executable).parent / "octavo"),
+        "generate",
+        "--model",
+        SMOLLM2,
+        "--max-tokens",
+        "1",
+        "Hello",
+    ]
+    times = []
+    for _ in range(args.rounds):
+        begin = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True)
+        times.append(time.perf_counter() - begin)
+    seconds = statistics.median(times)
+    report.figure(title, "from the command to the end of a one-token answer", seconds, f"{seconds:.2f} s", "goal 3 s")
+
+
+SECTIONS: dict[str, Callable[[Report, argparse.Namespace], None]] = {
+    "transformers": with_transformers,
+    "llamacpp": with_llamacpp,
+    "int8": int8,
+    "prefix": prefix,
+    "memory": memory,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--patience", type=int, default=14, metavar="N", help="rounds that may be repeated")
+    parser.add_argument("--text", default=str(ROOT / "docs" / "memory.md"), help="what perplexity is measured on")
+    parser.add_argument("--llamacpp", metavar="PYTHON", help="an interpreter that has llama_cpp")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    report = Report(args.json)
+    for name in args.only:
+        SECTIONS[name](report, args)
+
+
+if __name__ == "__main__":
+    main()

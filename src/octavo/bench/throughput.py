@@ -1,0 +1,192 @@
+"""What an engine does with whole workloads: token ids in, lengths forced, so that every engine has the same work.
+
+A workload is made from its name, a seed and the size of the vocabulary, and by nothing else. "mixed256" is nano-vllm's
+benchmark. Times are of one `generate` call, first prompt in to last token out; a workload's first run also pays for
+what is made on first use, so a warm-up goes before all. Making the engine is told apart.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any, Protocol
+
+from octavo.core.sampling_params import SamplingParams
+from octavo.errors import ParameterError
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
+
+LARGEST_TOKEN = 10_000
+"""Prompts are random ids from 0 to this one, as far as the vocabulary goes."""
+LATENCY_BATCHES = (1, 32, 256)
+LATENCY_INPUT, LATENCY_OUTPUT = 1024, 129
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests of random tokens.
+
+    lengths      (shortest, longest) of the prompts, drawn evenly; equal ones are not drawn at all
+    outputs      likewise, of the tokens to generate
+    prefix       tokens that all prompts begin with, beside their own
+    n            samples of each prompt
+    """
+
+    requests: int
+    lengths: tuple[int, int]
+    outputs: tuple[int, int]
+    seed: int
+    temperature: float = 0.6
+    prefix: int = 0
+    n: int = 1
+
+    def make(self, vocab_size: int) -> tuple[list[list[int]], list[int]]:
+        """(prompts, tokens to generate for each). The order of draws is part of the workload: a prompt's length, then
+        its tokens, prompt by prompt; all output lengths last."""
+        random = Random(self.seed)
+        largest = min(vocab_size - 1, LARGEST_TOKEN)
+
+        def tokens(count: int) -> list[int]:
+            return [random.randint(0, largest) for _ in range(count)]
+
+        def length(bounds: tuple[int, int]) -> int:
+            return bounds[0] if bounds[0] == bounds[1] else random.randint(*bounds)
+
+        head = tokens(self.prefix)
+        prompts = [head + tokens(length(self.lengths)) for _ in range(self.requests)]
+        return prompts, [length(self.outputs) for _ in range(self.requests)]
+
+
+def uniform(requests: int, num_in: int, num_out: int, seed: int, **more: Any) -> Workload:
+    return Workload(requests, (num_in, num_in), (num_out, num_out), seed, **more)
+
+
+WARMUP = uniform(8, 64, 16, seed=9)
+WORKLOADS = {
+    "mixed256": Workload(256, (100, 1024), (100, 1024), seed=0),
+    "mixed256_greedy": Workload(256, (100, 1024), (100, 1024), seed=3, temperature=0.0),
+    "uniform256": uniform(256, 512, 128, seed=1),
+    "shared_prefix_256x2048": uniform(256, 64, 64, seed=2, temperature=0.0, prefix=2048),
+    "parallel_n4_64x512": uniform(64, 512, 128, seed=40, n=4),
+}
+
+
+class Subject(Protocol):
+    """An engine with a model in it, whosever it is."""
+
+    engine: str
+    model: str
+    vocab_size: int
+
+    def generate(self, prompts: list[list[int]], lengths: list[int], temperature: float, n: int) -> int:
+        """Complete all prompts together, each to its length whatever tokens come; returns how many came."""
+
+
+class Octavo:
+    """This engine."""
+
+    engine = "octavo"
+
+    def __init__(self, llm: LLM, model: str) -> None:
+        self.llm = llm
+        self.model = model
+        self.vocab_size = llm.spec.vocab_size
+
+    def generate(self, prompts: list[list[int]], lengths: list[int], temperature: float, n: int) -> int:
+        params = [
+            SamplingParams(temperature=temperature, n=n, max_tokens=length, ignore_eos=True, detokenize=False)
+            for length in lengths
+        ]
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        return sum(len(c.token_ids) for output in outputs for c in output.outputs)
+
+
+def measure_throughput(subject: Subject, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """One object a workload: engine, model, case, s, out_tokens, in_tokens, out_tok_s."""
+    run(subject, WARMUP, "warmup")
+    for name in names:
+        yield run(subject, WORKLOADS[name], name)
+
+
+def measure_latency(subject: Subject, batches: Sequence[int] = LATENCY_BATCHES) -> Iterator[dict[str, Any]]:
+    """For batches of equal prompts: the time to all first tokens, and from there on, per token and step.
+
+    One token of 1,024-token prompts, then 129: the difference over 128 is the time per output token, without prefill.
+    """
+    run(subject, WARMUP, "warmup")
+    run(subject, uniform(1, 128, 1, seed=11, temperature=0.0), "warmup")
+    yield run(subject, uniform(1, 128, 1, seed=12, temperature=0.0), "prefill_bs1_in128")
+    for size in batches:
+        first = uniform(size, LATENCY_INPUT, 1, seed=10 + size, temperature=0.0)
+        whole = uniform(size, LATENCY_INPUT, LATENCY_OUTPUT, seed=20 + size, temperature=0.0)
+        prefill = run(subject, first, f"prefill_bs{size}_in{LATENCY_INPUT}")
+        yield prefill
+        decode = run(subject, whole, f"decode_bs{size}_in{LATENCY_INPUT}_out{LATENCY_OUTPUT}")
+        yield decode
+        per_token_s = (decode["s"] - prefill["s"]) / (LATENCY_OUTPUT - 1)
+        about = {"engine": subject.engine, "model": subject.model}
+        yield about | {"case": f"tpot_ms_bs{size}", "ms": round(per_token_s * 1e3, 4)}
+
+
+def run(subject: Subject, workload: Workload, name: str) -> dict[str, Any]:
+    """Generate it once."""
+    prompts, lengths = workload.make(subject.vocab_size)
+    start = time.perf_counter()
+    num_out = subject.generate(prompts, lengths, workload.temperature, workload.n)
+    time_s = time.perf_counter() - start
+    return {
+        "engine": subject.engine,
+        "model": subject.model,
+        "case": name,
+        "s": round(time_s, 4),
+        "out_tokens": num_out,
+        "in_tokens": sum(map(len, prompts)),
+        "out_tok_s": round(num_out / time_s, 1),
+    }
+
+
+def main(
+    model: str,
+    names: Sequence[str] = ("mixed256",),
+    *,
+    latency: bool = False,
+    as_json: bool = False,
+    **engine: Any,
+) -> None:
+    """Make an engine, run workloads by name ("all" for all of them) or the latency table, and print what it took."""
+    names = check_names(names)
+    from octavo import __version__
+    from octavo.llm import LLM
+
+    short = Path(model).name
+    start = time.perf_counter()
+    with LLM(model, skip_tokenizer_init=True, **engine) as llm:
+        startup = {"engine": "octavo", "version": __version__, "model": short}
+        _show(startup | {"startup_s": round(time.perf_counter() - start, 3)}, as_json)
+        subject = Octavo(llm, short)
+        for row in measure_latency(subject) if latency else measure_throughput(subject, names):
+            _show(row, as_json)
+
+
+def check_names(names: Sequence[str]) -> list[str]:
+    """Raises `ParameterError` for a workload that there is not; "all" stands for all of them."""
+    for name in names:
+        if name not in WORKLOADS and name != "all":
+            raise ParameterError(f"no workload {name!r}; there are {', '.join(WORKLOADS)} and all", param="workload")
+    return list(WORKLOADS) if "all" in names else list(names)
+
+
+def _show(row: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(row), flush=True)
+    elif "startup_s" in row:
+        print(f"{row['model']}: {row['startup_s']:.1f} s to start", flush=True)
+    elif "ms" in row:
+        print(f"{row['case']:<30}{row['ms']:>10.3f} ms a token", flush=True)
+    else:
+        print(f"{row['case']:<30}{row['s']:>10.3f} s{row['out_tok_s']:>12,.0f} output tokens/s", flush=True)

@@ -1,0 +1,251 @@
+"""GPT-2 and OPT: layer norms, learned positions and a plain MLP, as one decoder with the switches of `GPTSpec`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.kernels.batch import RaggedBatch
+from octavo.models.linear import ALONE, Linear, Matrix, TensorParallel, Vocabulary, Weight
+from octavo.models.spec import GPTSpec
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What a checkpoint calls the parts; `layer` has a place for the layer's number.
+
+    qkv         three projections, or one of all three
+    is_conv1d   matrices are stored [in, out], as GPT-2's first implementation had them
+    """
+
+    embedding: str
+    positions: str
+    final_norm: str
+    layer: str
+    attention_norm: str
+    qkv: tuple[str, ...]
+    out: str
+    mlp_norm: str
+    up: str
+    down: str
+    is_conv1d: bool
+
+
+NAMES: Mapping[str, Names] = {
+    "GPT2LMHeadModel": Names(
+        embedding="transformer.wte",
+        positions="transformer.wpe",
+        final_norm="transformer.ln_f",
+        layer="transformer.h.{}.",
+        attention_norm="ln_1",
+        qkv=("attn.c_attn",),
+        out="attn.c_proj",
+        mlp_norm="ln_2",
+        up="mlp.c_fc",
+        down="mlp.c_proj",
+        is_conv1d=True,
+    ),
+    "OPTForCausalLM": Names(
+        embedding="model.decoder.embed_tokens",
+        positions="model.decoder.embed_positions",
+        final_norm="model.decoder.final_layer_norm",
+        layer="model.decoder.layers.{}.",
+        attention_norm="self_attn_layer_norm",
+        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        out="self_attn.out_proj",
+        mlp_norm="final_layer_norm",
+        up="fc1",
+        down="fc2",
+        is_conv1d=False,
+    ),
+}
+
+
+def conv1d_weights(linear: Linear, name: str) -> Iterator[Weight]:
+    """The checkpoint's one tensor [in, out] of all the projections merged in `linear`, and where its parts go.
+
+    in the file   | q | k | v |    a rank's part of each is a run of columns, which are rows here
+    """
+    shape = (linear.in_size, sum(linear.out_sizes))
+    first_in = linear.tp.rank * linear.weight.shape[1] if linear.split == "in" else 0
+    biases = [None] * len(linear.rows) if linear.bias is None else torch.split(linear.bias, linear.rows)
+    before = 0
+    for size, rows, weight, bias in zip(
+        linear.out_sizes, linear.rows, torch.split(linear.weight, linear.rows), biases, strict=True
+    ):
+        first_out = before + (linear.tp.rank * rows if linear.split == "out" else 0)
+        yield Weight(f"{name}.weight", shape, weight.T, (first_in, first_out))
+        if bias is not None:
+            yield Weight(f"{name}.bias", shape[1:], bias, (first_out,))
+        before += size
+
+
+class LayerNorm:
+    """A layer norm over hidden_size, with weight and bias unless the spec has none."""
+
+    def __init__(self, spec: GPTSpec, *, ops: ModuleType, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.ops = ops
+        self.eps = spec.layer_norm_eps
+        self.weight = torch.empty(spec.hidden_size, dtype=dtype, device=device) if spec.norm_weights else None
+        self.bias = None if self.weight is None else torch.empty_like(self.weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [num_tokens, hidden_size] -> the same."""
+        normed: Tensor = self.ops.layer_norm(x, self.weight, self.bias, self.eps)
+        return normed
+
+    def weights(self, name: str) -> Iterator[Weight]:
+        if self.weight is not None and self.bias is not None:
+            yield Weight.whole(f"{name}.weight", self.weight)
+            yield Weight.whole(f"{name}.bias", self.bias)
+
+
+class GPTLayer:
+    """Attention and MLP, each added to the residual stream and normalised before that or behind."""
+
+    def __init__(
+        self,
+        spec: GPTSpec,
+        layer: int,
+        *,
+        ops: ModuleType,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.ops = ops
+        self.names = NAMES[spec.architecture]
+        self.prefix = self.names.layer.format(layer)
+        self.norm_first = spec.norm_first
+        self.head_dim = spec.head_dim
+        self.scale = spec.attention_scale / (layer + 1 if spec.scale_by_layer else 1)
+        self.window = spec.window_of(layer)
+        self.activation = ACTIVATIONS[spec.activation]
+        tp.share(spec.num_heads, "attention heads")  # a rank has whole heads
+
+        def projection(in_size: int, *out_sizes: int, split: str) -> Linear:
+            return Linear(in_size, out_sizes, bias=spec.bias, split=split, tp=tp, dtype=dtype, device=device)  # type: ignore[arg-type]
+
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        self.attention_norm = LayerNorm(spec, ops=ops, dtype=dtype, device=device)
+        self.qkv = projection(hidden, hidden, hidden, hidden, split="out")
+        self.out = projection(hidden, hidden, split="in")
+        self.mlp_norm = LayerNorm(spec, ops=ops, dtype=dtype, device=device)
+        self.up = projection(hidden, inner, split="out")
+        self.down = projection(inner, hidden, split="in")
+
+    def __call__(self, x: Tensor, batch: RaggedBatch, kv_layer: Tensor) -> Tensor:
+        """x [num_tokens, hidden_size] -> the same, one layer on; the tokens' K and V are in kv_layer afterwards."""
+        if self.norm_first:
+            x = x + self._attend(self.attention_norm(x), batch, kv_layer)
+            return x + self._mlp(self.mlp_norm(x))
+        x = self.attention_norm(x + self._attend(x, batch, kv_layer))
+        return self.mlp_norm(x + self._mlp(x))
+
+    def _attend(self, x: Tensor, batch: RaggedBatch, kv_layer: Tensor) -> Tensor:
+        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [num_tokens, 3 * num_heads, head_dim]
+        q, k, v = heads.chunk(3, dim=1)
+        self.ops.kv_write(k, v, kv_layer, batch.slot_mapping)
+        attended = self.ops.paged_attention(q, kv_layer, batch, scale=self.scale, window=self.window)
+        return self.out(attended.flatten(1))
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x)))
+
+    def weights(self) -> Iterator[Weight]:
+        names, prefix = self.names, self.prefix
+        yield from self.attention_norm.weights(prefix + names.attention_norm)
+        yield from self.mlp_norm.weights(prefix + names.mlp_norm)
+        for linear, parts in zip(self.linears(), (names.qkv, [names.out], [names.up], [names.down]), strict=True):
+            if names.is_conv1d:
+                yield from conv1d_weights(linear, prefix + parts[0])
+            else:
+                yield from linear.weights(*(prefix + part for part in parts))
+
+    def linears(self) -> Iterator[Linear]:
+        yield from (self.qkv, self.out, self.up, self.down)
+
+
+class GPT:
+    """A causal language model over paged K and V, the sibling of `decoder.Decoder` with the same members.
+
+    max_len is taken for that likeness' sake: the position table is the checkpoint's, whatever part of it is used.
+    """
+
+    def __init__(
+        self,
+        spec: GPTSpec,
+        *,
+        ops: ModuleType,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        tp: TensorParallel = ALONE,
+        max_len: int | None = None,
+    ) -> None:
+        self.spec = spec
+        self.ops = ops
+        self.names = NAMES[spec.architecture]
+        hidden, width = spec.hidden_size, spec.embedding_size
+        self.vocabulary = Vocabulary(spec.vocab_size, width, tied=spec.tie_word_embeddings, dtype=dtype, device=device)
+        num_positions = spec.max_position_embeddings + spec.position_offset
+        self.positions = torch.empty(num_positions, hidden, dtype=dtype, device=device)
+        self.project_in: Tensor | None = None  # [hidden_size, embedding_size]
+        self.project_out: Tensor | None = None  # [embedding_size, hidden_size]
+        if width != hidden:
+            self.project_in = torch.empty(hidden, width, dtype=dtype, device=device)
+            self.project_out = torch.empty(width, hidden, dtype=dtype, device=device)
+        self.layers = [
+            GPTLayer(spec, layer, ops=ops, tp=tp, dtype=dtype, device=device) for layer in range(spec.num_layers)
+        ]
+        self.norm = LayerNorm(spec, ops=ops, dtype=dtype, device=device) if spec.final_norm else None
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor) -> Tensor:
+        """See `decoder.Decoder.forward`."""
+        x = self.vocabulary.embed(token_ids)  # [num_tokens, embedding_size]
+        if self.project_in is not None:
+            x = F.linear(x, self.project_in)
+        x = x + F.embedding(batch.positions + self.spec.position_offset, self.positions)  # [num_tokens, hidden_size]
+        for index, layer in enumerate(self.layers):
+            x = layer(x, batch, kv[:, index])
+        x = x[logits_rows]
+        if self.norm is not None:
+            x = self.norm(x)
+        if self.project_out is not None:
+            x = F.linear(x, self.project_out)
+        return self.vocabulary.logits(x)
+
+    def weights(self) -> Iterator[Weight]:
+        """Every tensor that a checkpoint of this model must hold; one name may fill several places."""
+        yield from self.vocabulary.weights(self.names.embedding)
+        yield Weight.whole(f"{self.names.positions}.weight", self.positions)
+        if self.project_in is not None and self.project_out is not None:
+            yield Weight.whole("model.decoder.project_in.weight", self.project_in)
+            yield Weight.whole("model.decoder.project_out.weight", self.project_out)
+        for layer in self.layers:
+            yield from layer.weights()
+        if self.norm is not None:
+            yield from self.norm.weights(self.names.final_norm)
+
+    def matrices(self) -> Iterator[Matrix]:
+        """Every matrix that is multiplied with, for what is done to each once it is filled."""
+        yield self.vocabulary
+        for layer in self.layers:
+            yield from layer.linears()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights, in bytes."""
+        return sum(weight.tensor.nbytes for weight in self.weights())

@@ -1,0 +1,187 @@
+"""The text side of a front: from what a caller writes to token ids, and from tokens to the text that he reads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
+
+from octavo.engine.beam_search import BeamSearchParams
+from octavo.errors import ParameterError, PromptError, UnknownOptionError
+from octavo.text.detokenizer import Detokenizer
+from octavo.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from octavo.core.request import Request
+    from octavo.core.sampling_params import SamplingParams
+    from octavo.engine.outputs import MakeDetokenizer
+
+logger = logging.getLogger("octavo")
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+"""Text; token ids; {"prompt": text}, with "parse_special": True where its special tokens are meant; or
+{"prompt_token_ids": ids}."""
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+"""A conversation: [{"role": "user", "content": "..."}, ...]."""
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "parse_special")
+TEMPLATE_ARGUMENTS = frozenset(
+    {"messages", "tools", "template", "add_generation_prompt", "continue_final_message", "special_tokens"}
+)
+"""Variables of a template that have an argument of their own."""
+
+
+class Prompts:
+    """What `LLM` and `AsyncEngine` do with text. `tokenizer` is None for an engine that takes and gives ids alone."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._warned = False
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise ParameterError("the engine has no tokenizer (skip_tokenizer_init=True); give token ids, not text")
+        return self._tokenizer
+
+    def encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        """A prompt's text, if it has one, and its tokens. Raises `PromptError` for what is no prompt.
+
+        Text is text: a special token that is spelled in it is encoded as the letters that spell it, because most
+        prompts hold words of somebody else. Whoever writes the markers himself says so with "parse_special".
+        """
+        text, token_ids, parse_special = _parts_of(prompt)
+        if token_ids is None:
+            assert text is not None
+            token_ids = self.tokenizer.encode(text, parse_special=parse_special)
+            if not token_ids:
+                raise PromptError("the prompt is empty; give it some text", param="prompt", code="empty_prompt")
+            if not parse_special and (spelled := self.tokenizer.spelled_special(text)):
+                self._warn_once(spelled)
+        return text, token_ids
+
+    def _warn_once(self, spelled: str) -> None:
+        """Someone who has put a chat's markers into a prompt by hand must not wonder why the model talks nonsense."""
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "a prompt spells the special token %s, which is taken as text; `chat` writes a conversation's markers, "
+                'and {"prompt": text, "parse_special": True} parses those that are in a text',
+                spelled,
+            )
+
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The prompt that the model's chat template makes of a conversation. Raises `TemplateError`.
+
+        `chat_template` is used in the place of the model's; `chat_template_kwargs` are further variables of it, such
+        as enable_thinking.
+        """
+        variables = dict(chat_template_kwargs or {})
+        for name in variables:
+            if not isinstance(name, str) or name in TEMPLATE_ARGUMENTS:
+                raise ParameterError(
+                    f"chat_template_kwargs has {name!r}, which is no variable of a template's own; leave it out, or "
+                    "give it as the argument of that name",
+                    param="chat_template_kwargs",
+                )
+        text, token_ids = self.tokenizer.encode_chat(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template=chat_template,
+            **variables,
+        )
+        return {"prompt": text, "prompt_token_ids": token_ids}
+
+    @overload
+    def ready(self, params: SamplingParams) -> SamplingParams: ...
+    @overload
+    def ready(self, params: BeamSearchParams) -> BeamSearchParams: ...
+    def ready(self, params: SamplingParams | BeamSearchParams) -> SamplingParams | BeamSearchParams:
+        """The parameters, with what they say in words said in tokens too.
+
+        A bad word is forbidden as it is spelled at the beginning of a text and as it is spelled after a space: most
+        tokenizers have different tokens for the two.
+        """
+        if isinstance(params, BeamSearchParams):
+            if params.stop:
+                _ = self.tokenizer
+            return params
+        if params.detokenize and params.stop_strings:
+            _ = self.tokenizer  # there must be one
+        if not params.bad_words:
+            return params
+        words = dict.fromkeys(params.bad_words_token_ids or ())
+        for word in params.bad_words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                ids = self.tokenizer.encode(text, add_special_tokens=False)
+                words[tuple(ids)] = None
+        words.pop((), None)
+        return replace(params, bad_words_token_ids=tuple(words))
+
+    @property
+    def make_detokenizer(self) -> MakeDetokenizer | None:
+        """What the engine calls for each sequence; None without a tokenizer."""
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return None
+
+        def make(request: Request) -> Detokenizer:
+            params = request.sampling_params
+            return Detokenizer(
+                tokenizer,
+                request.prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+                stop=params.stop_strings,
+                include_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
+
+        return make
+
+
+def _parts_of(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, bool]:
+    """A prompt's text and its tokens, one of the two at least; whether special tokens in the text are parsed."""
+    parse_special = False
+    if isinstance(prompt, Mapping):
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        parse_special = prompt.get("parse_special", False)
+        for name in prompt:
+            if name not in PROMPT_KEYS:
+                raise UnknownOptionError.of("a prompt", str(name), PROMPT_KEYS)
+        if token_ids is not None:
+            if not isinstance(token_ids, Sequence) or isinstance(token_ids, str):
+                raise PromptError(
+                    f"prompt_token_ids is a list of integers, not {type(token_ids).__name__}", param="prompt"
+                )
+            return text, list(token_ids), False
+        if not isinstance(parse_special, bool):
+            raise PromptError(f"parse_special must be True or False, not {parse_special!r}", param="prompt")
+        prompt = text if text is not None else ""
+    if isinstance(prompt, str):
+        return prompt, None, parse_special
+    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
+        return None, list(cast("Sequence[int]", prompt)), False
+    raise PromptError(f"a prompt is text, a list of token ids or a dict, not {type(prompt).__name__}", param="prompt")
+
+
+def list_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several: a list of integers is one."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or not prompts:
+        raise PromptError(f"prompts are a list of at least one, not {prompts!r}", param="prompts")
+    if isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

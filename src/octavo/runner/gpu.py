@@ -1,0 +1,162 @@
+"""One NVIDIA GPU: whether it can be used, and how much of its memory is left for K and V."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+
+from octavo.config import GIB, GPU_MEMORY_UTILIZATION, EngineArgs
+from octavo.errors import MemoryBudgetError, ParameterError
+from octavo.kernels.batch import RaggedBatch, SamplingTensors
+from octavo.runner.chunks import ChunkSizes
+from octavo.runner.graphs import decode_sizes
+from octavo.runner.memory import Budget
+from octavo.runner.runner import Model
+
+logger = logging.getLogger("octavo")
+
+GRAPH_BYTES = 8 << 20
+"""Of device memory for each captured graph: its nodes and their arguments, not the tensors that all of them share."""
+SPARE_BYTES = 256 << 20
+"""Left to what a profile cannot see: cuBLAS workspaces, kernels that are loaded later, fragments."""
+
+
+def find_gpu() -> torch.device:
+    """The first GPU. Raises `ParameterError`, in one line, where none can be used."""
+    try:
+        cast("Any", torch.cuda.init)()
+    except (RuntimeError, AssertionError) as error:
+        reason = " ".join(str(error).split())
+        raise ParameterError(f"device is cuda, and there is none: {reason}; use device=cpu", param="device") from None
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def check_weights(weight_bytes: int, args: EngineArgs) -> None:
+    """Raises `MemoryBudgetError` before anything is loaded where not even the weights fit."""
+    free, total = torch.cuda.mem_get_info()
+    room = min(free, int(total * (args.gpu_memory_utilization or GPU_MEMORY_UTILIZATION)))
+    if weight_bytes > room:
+        raise MemoryBudgetError(
+            f"the weights take {_gib(weight_bytes)} and the GPU has room for {_gib(room)} ({_gib(free)} free of "
+            f"{_gib(total)}); free some, raise gpu_memory_utilization, or choose a smaller model or a dtype of fewer "
+            "bytes"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GPUMemory:
+    """Where a GPU's memory goes, in bytes.
+
+    total       all there is
+    utilization share of it that this engine may have
+    foreign     what other processes and the CUDA context hold
+    weights     the model's, and its tables
+    activations the most that one pass takes beside them
+    graphs      what decode steps take once more, captured
+    """
+
+    total: int
+    utilization: float
+    foreign: int
+    weights: int
+    activations: int
+    graphs: int
+
+    @property
+    def left(self) -> int:
+        """For K and V."""
+        taken = self.foreign + self.weights + self.activations + self.graphs + SPARE_BYTES
+        return int(self.total * self.utilization) - taken
+
+    def check(self) -> None:
+        """Raises `MemoryBudgetError`, with a utilization that would do, when nothing is left."""
+        if self.left > 0:
+            return
+        needed = (self.total * self.utilization - self.left + GIB) / self.total
+        remedy = (
+            f"raise gpu_memory_utilization to {needed:.2f}, or free some memory"
+            if needed < 0.99
+            else "free some memory, lower max_num_batched_tokens and max_num_seqs, or take a smaller model"
+        )
+        raise MemoryBudgetError(
+            f"No available memory for the cache blocks: gpu_memory_utilization {self.utilization:g} of "
+            f"{_gib(self.total)} is {_gib(self.total * self.utilization)}, and {self}; {remedy}"
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"weights {_gib(self.weights)}, activations {_gib(self.activations)}, CUDA graphs {_gib(self.graphs)}, "
+            f"other processes and CUDA itself {_gib(self.foreign)}"
+        )
+
+    def table(self, budget: Budget) -> str:
+        """Lines for the log: what memory goes where, and how many requests that serves at once."""
+        tokens = budget.num_blocks * budget.block_size
+        kv_bytes = (budget.num_blocks + 1) * budget.bytes_per_block
+        lengths = [n for n in (1024, 4096, 16384, 65536) if n < budget.max_model_len] + [budget.max_model_len]
+        at_once = ", ".join(f"{tokens / n:,.1f} of {n:,} tokens" for n in lengths)
+        return (
+            f"GPU memory: {self}, KV pool {_gib(kv_bytes)}: {budget.num_blocks:,} blocks of {budget.block_size}, "
+            f"{tokens:,} tokens; requests at once: {at_once}"
+        )
+
+
+def measure(
+    model: Model, args: EngineArgs, *, ops: ModuleType, kv_shape: tuple[int, ...], dtype: torch.dtype
+) -> GPUMemory:
+    """Run the largest passes that the engine may ask for, over a pool of one block, and look at what they took. On the
+    way, the kernels of all kinds of passes are compiled, or found in their cache.
+
+    kv_shape  of one block: [num_layers, 2, num_kv_heads, block_size, head_dim]
+    """
+    num_tokens, num_rows = args.max_num_batched_tokens or 1, args.max_num_seqs or 1
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kv = torch.zeros((2, *kv_shape), dtype=dtype, device="cuda")
+    singles = [1] * min(num_rows, num_tokens)
+    _pass(model, kv, singles, ops)
+    _pass(model, kv, [num_tokens // len(singles)] * len(singles), ops)
+    _pass(model, kv, [num_tokens - len(singles) + 1, *singles[1:]], ops)
+    torch.cuda.synchronize()
+    activations = torch.cuda.max_memory_reserved() - before
+    # All graphs together live in what the largest pass takes, beside what passes without a graph take.
+    num_graphs = len(decode_sizes(num_rows)) + len(ChunkSizes.TOKENS_OF_FEW) + len(ChunkSizes.TOKENS_OF_MANY)
+    graphs = 0 if args.enforce_eager else activations + num_graphs * GRAPH_BYTES
+    del kv
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return GPUMemory(
+        total=total,
+        utilization=args.gpu_memory_utilization or GPU_MEMORY_UTILIZATION,
+        foreign=max(0, total - free - torch.cuda.memory_reserved()),
+        weights=before,
+        activations=activations,
+        graphs=graphs,
+    )
+
+
+@torch.inference_mode()
+def _pass(model: Model, kv: torch.Tensor, counts: list[int], ops: ModuleType) -> None:
+    """Of sequences with so many tokens, all in the null block, and a token sampled for each."""
+    num_tokens, num_seqs, block_size = sum(counts), len(counts), kv.shape[4]
+    ends = torch.tensor([0, *counts], device="cuda").cumsum(0)
+    batch = RaggedBatch(
+        positions=torch.zeros(num_tokens, dtype=torch.int64, device="cuda"),
+        slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device="cuda"),
+        query_start=ends.int(),
+        seq_lens=ends.diff().int(),
+        block_tables=torch.zeros(num_seqs, -(-max(counts) // block_size), dtype=torch.int32, device="cuda"),
+        max_query_len=max(counts),
+        max_seq_len=max(counts),
+    )
+    logits = model.forward(torch.zeros(num_tokens, dtype=torch.int64, device="cuda"), batch, kv, ends[1:] - 1)
+    zeros = [0] * num_seqs
+    ops.draw(logits, SamplingTensors.from_lists(*[zeros] * 7, device="cuda"))
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"

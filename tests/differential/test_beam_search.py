@@ -1,0 +1,190 @@
+"""Beam search in the engine gives Transformers' sequences and scores, however the engine gets there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from octavo import LLM, BeamSearchParams, SamplingParams
+from octavo.core.policy import PreemptionMode
+
+from .cases import Shaky
+from .conftest import World
+from .test_transformers import Steady
+
+STOPS = [3, 41]
+NUM_NEW = 9
+
+
+class Answer(NamedTuple):
+    token_ids: list[int]
+    score: float
+
+
+@cache
+def _model(path: Path) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+@cache
+def expected(path: Path, prompt: tuple[int, ...], width: int, penalty: float, early: bool | str) -> list[Answer]:
+    found = _model(path).generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        num_beams=width,
+        num_return_sequences=width,
+        do_sample=False,
+        max_new_tokens=NUM_NEW,
+        length_penalty=penalty,
+        early_stopping=early,
+        eos_token_id=STOPS,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    answers = []
+    for sequence, score in zip(found.sequences.tolist(), found.sequences_scores.tolist(), strict=True):
+        output = sequence[len(prompt) :]
+        end = next((i + 1 for i, token in enumerate(output) if token in STOPS), len(output))
+        answers.append(Answer(output[:end], score))
+    return answers
+
+
+def search_and_compare(world: World, llm: LLM, width: int, penalty: float, early: Any, num: int = 6) -> None:
+    prompts = world.prompts[:num]
+    params = BeamSearchParams(
+        beam_width=width,
+        max_tokens=NUM_NEW,
+        length_penalty=penalty,
+        early_stopping=early,
+        ignore_eos=True,
+        stop_token_ids=STOPS,
+    )
+    for prompt, output in zip(prompts, llm.beam_search(prompts, params, use_tqdm=False), strict=True):
+        answers = expected(world.path, tuple(prompt), width, penalty, early)
+        assert [c.token_ids for c in output.outputs] == [a.token_ids for a in answers]
+        assert [c.score for c in output.outputs] == pytest.approx([a.score for a in answers], abs=1e-4)
+        assert [c.index for c in output.outputs] == list(range(width)) and output.finished
+    stats = llm.kv_stats()
+    assert stats.num_used == 0 == stats.num_host_used
+
+
+@pytest.fixture(autouse=True)
+def _shaky(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.build.Scheduler", Steady)
+
+
+def open_llm(world: World, **options: Any) -> LLM:
+    defaults = {"dtype": "float32", "skip_tokenizer_init": True, "num_gpu_blocks_override": 900, "max_num_seqs": 48}
+    return LLM(str(world.path), **(defaults | options))
+
+
+@pytest.mark.parametrize("early", [True, False, "never"])
+@pytest.mark.parametrize("penalty", [-1.0, 0.0, 1.0, 2.0])
+@pytest.mark.parametrize("width", [2, 4, 6])
+def test_same_sequences_and_scores_as_transformers(
+    width: int, penalty: float, early: bool | str, world: Callable[[str], World]
+) -> None:
+    made = world("llama")
+    with open_llm(made, block_size=8) as llm:
+        search_and_compare(made, llm, width, penalty, early, num=3)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3", "gpt2"])
+def test_of_other_families(kind: str, world: Callable[[str], World]) -> None:
+    made = world(kind)
+    with open_llm(made) as llm:
+        search_and_compare(made, llm, 4, 1.0, False)
+
+
+@pytest.mark.parametrize("mode", [None, "recompute", "swap"])
+@pytest.mark.parametrize("block_size", [1, 8, 16])
+@pytest.mark.parametrize("chunk", [8, 512])
+def test_through_preemption_chunks_and_blocks_of_any_size(
+    mode: str | None, block_size: int, chunk: int, world: Callable[[str], World]
+) -> None:
+    made = world("llama")
+    with open_llm(made, block_size=block_size, max_num_batched_tokens=chunk, swap_space=0.01) as llm:
+        scheduler = llm.engine.scheduler
+        assert isinstance(scheduler, Shaky)
+        if mode is not None:
+            scheduler.shake(PreemptionMode(mode), seed=block_size, most=8)
+        search_and_compare(made, llm, 4, 1.0, False)
+        search_and_compare(made, llm, 4, 1.0, False)  # warm
+        assert bool(scheduler.num_preemptions) == bool(mode)
+
+
+def test_beams_among_other_requests(world: Callable[[str], World]) -> None:
+    """Greedy, four samples, a beam search and one that is aborted, in one batch: each its solo tokens."""
+    made = world("llama")
+    rng = random.Random(5)
+    prompts = [made.prompts[rng.randrange(len(made.prompts))] for _ in range(4)]
+    greedy = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
+    four = SamplingParams(n=4, seed=9, max_tokens=NUM_NEW, ignore_eos=True)
+    beams = BeamSearchParams(beam_width=4, max_tokens=NUM_NEW, ignore_eos=True, stop_token_ids=STOPS)
+    with open_llm(made) as llm:
+        engine = llm.engine
+        for name, prompt, params in zip("gnb", prompts, (greedy, four, beams), strict=False):
+            engine.add(name, prompt, params)
+        engine.add("x", prompts[3], greedy)
+        found = {}
+        for step in range(200):
+            found.update({o.request_id: o for o in engine.step()})
+            if step == 4:
+                engine.abort("x")
+            if not engine.has_work:
+                break
+        alone = [llm.generate(p, q, use_tqdm=False)[0] for p, q in ((prompts[0], greedy), (prompts[1], four))]
+        alone += llm.beam_search(prompts[2], beams, use_tqdm=False)
+    for name, solo in zip("gnb", alone, strict=True):
+        assert [c.token_ids for c in found[name].outputs] == [c.token_ids for c in solo.outputs]
+
+
+def test_what_is_known_of_an_aborted_search(world: Callable[[str], World]) -> None:
+    made = world("llama")
+    with open_llm(made, async_scheduling=False) as llm:
+        llm.engine.add("b", made.prompts[0], BeamSearchParams(beam_width=3, max_tokens=30, ignore_eos=True))
+        for _ in range(5):
+            llm.engine.step()
+        output = llm.engine.abort("b")
+        assert output is not None and [c.finish_reason for c in output.outputs] == ["abort"] * 3
+        assert all(2 <= len(c.token_ids) < 30 for c in output.outputs)
+        assert llm.kv_stats().num_used == 0
+
+
+def test_logprobs_of_an_answer(world: Callable[[str], World]) -> None:
+    made = world("llama")
+    prompt = made.prompts[2]
+    with open_llm(made) as llm:
+        params = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True, logprobs=9)
+        (output,) = llm.beam_search(prompt, params, use_tqdm=False)
+    for completion in output.outputs:
+        with torch.inference_mode():
+            logits = _model(made.path)(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
+        logprobs = logits.log_softmax(-1)
+        assert completion.logprobs is not None and len(completion.logprobs) == 6
+        for token, entry, row in zip(completion.token_ids, completion.logprobs, logprobs, strict=True):
+            assert entry is not None and entry[token].logprob == pytest.approx(float(row[token]), abs=1e-4)
+            assert set(row.topk(9).indices.tolist()) <= set(entry)
+        total = sum(float(row[t]) for t, row in zip(completion.token_ids, logprobs, strict=True))
+        assert completion.cumulative_logprob == pytest.approx(total, abs=1e-3)
+
+
+def test_the_best_of_several_samples(world: Callable[[str], World]) -> None:
+    made = world("llama")
+    with open_llm(made) as llm:
+        common = {"seed": 4, "max_tokens": 7, "ignore_eos": True}
+        (ranked,) = llm.generate(made.prompts[4], SamplingParams(n=2, best_of=6, **common), use_tqdm=False)
+        (every,) = llm.generate(made.prompts[4], SamplingParams(n=6, logprobs=0, **common), use_tqdm=False)
+    best = sorted(every.outputs, key=lambda c: -(c.cumulative_logprob or 0))[:2]
+    assert [c.token_ids for c in ranked.outputs] == [c.token_ids for c in best]
+    assert [c.index for c in ranked.outputs] == [0, 1]
+    assert [c.cumulative_logprob for c in ranked.outputs] == pytest.approx([c.cumulative_logprob for c in best])

@@ -1,0 +1,78 @@
+"""Hopper's prefill kernel without a Hopper: compiled for one, and what its helpers say. tests/gpu runs it.
+
+Gluon has no interpreter, so here is shown that every variant compiles, fits into a multiprocessor's shared memory, and
+keeps what is busy in registers: a spill in its loop costs more than all that is tuned there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed (the gpu extra)", allow_module_level=True)
+
+from triton import compile as triton_compile
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from octavo.kernels import prefill_gluon
+
+SHARED_BYTES = 227 * 1024
+POINTERS = {"out": "*bf16", "lse": "*fp32", "partial": "*fp32", "partial_lse": "*fp32"}
+INDICES = ("tiles", "count", "block_tables", "query_start", "seq_lens")
+
+
+def compile_for_hopper(head_dim: int, block_size: int, group: int, *, may_split: bool) -> object:
+    tuning = prefill_gluon.prefill_tuning(head_dim)
+    padded, packed, rows = 1 << (head_dim - 1).bit_length(), group & -group, min(block_size, tuning.keys)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    kernel = prefill_gluon._prefill
+    constants = {
+        "NUM_HEADS": 2 * group,
+        "GROUP": group,
+        "PACKED": packed,
+        "BLOCK_SIZE": block_size,
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_PADDED": padded,
+        "KEYS": tuning.keys,
+        "K_STAGES": tuning.k_stages,
+        "V_STAGES": tuning.v_stages,
+        "REGISTERS": tuning.registers,
+        "MAY_SPLIT": may_split,
+        "WITH_LSE": True,
+    }
+    types = {
+        "queries": f"tensordesc<bf16[{64 // packed}, {packed}, {padded}],{layout!r}>",
+        "pool": f"tensordesc<bf16[1, {rows}, {padded}],{layout!r}>",
+        "scale": "fp32",
+        **POINTERS,
+        **dict.fromkeys(INDICES, "*i32"),
+        **dict.fromkeys(constants, "constexpr"),
+    }
+    source = GluonASTSource(
+        kernel,
+        signature={name: types.get(name, "i32") for name in kernel.arg_names},
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if types.get(n, "")[:1] == "*"},
+    )
+    return triton_compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "group", "may_split"), [(128, 16, 4, False), (64, 64, 7, True)], ids=str
+)
+def test_it_compiles_for_hopper_and_fits(head_dim: int, block_size: int, group: int, may_split: bool) -> None:
+    kernel = compile_for_hopper(head_dim, block_size, group, may_split=may_split)
+    assert kernel.metadata.shared <= SHARED_BYTES  # type: ignore[attr-defined]
+    ptx = kernel.asm["ptx"]  # type: ignore[attr-defined]
+    # One warp orders copies, two groups multiply; and each has its own share of the registers
+    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor.3d" in ptx and ptx.count("setmaxnreg") >= 3
+
+
+def test_what_is_not_for_it_is_left_to_the_portable_kernel() -> None:
+    q, kv = torch.zeros(200, 8, 64, dtype=torch.bfloat16), torch.zeros(5, 2, 2, 16, 64, dtype=torch.bfloat16)
+    assert not prefill_gluon.can_prefill(q, kv)  # no Hopper

@@ -1,0 +1,241 @@
+"""What stands between two passes of a model, in Triton, against the reference: rows, and sampling.
+
+No `test_` in the name: see triton_cases.py.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.kernels import cuda, reference
+from octavo.kernels.batch import PER_ROW, RaggedBatch, SamplingTensors
+from octavo.kernels.rows import FIRST_STOP_ID, MIN_P, NUM_COLUMNS, TEMPERATURE, TOP_P, DecodeStep, RowState
+from octavo.kernels.skinny_linear import SkinnyTuning, SmallWeight, skinny_linear
+from tests.kernels.pool import relative_error
+from tests.kernels.triton_cases import DEVICE, INTERPRETED
+
+NUM_ROWS, MAX_BLOCKS, BLOCK_SIZE = 6, 300, 4
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def make_state() -> RowState:
+    state = RowState.empty(NUM_ROWS, MAX_BLOCKS, "cpu")
+    state.block_tables[:-1] = torch.arange(1, NUM_ROWS * MAX_BLOCKS + 1, dtype=torch.int32).view(NUM_ROWS, MAX_BLOCKS)
+    state.last_token[:] = torch.randint(0, 50, (NUM_ROWS + 1,))
+    state.done[2] = True
+    state.setup.random_(-(1 << 62), 1 << 62)
+    state.setup[:, 3] = torch.arange(NUM_ROWS + 1)  # top_k
+    state.setup.view(torch.float64)[:, [TEMPERATURE, TOP_P, MIN_P]] = torch.rand(NUM_ROWS + 1, 3).double()
+    state.setup[:, FIRST_STOP_ID:] = torch.randint(0, 50, (NUM_ROWS + 1, NUM_COLUMNS - FIRST_STOP_ID))
+    return state
+
+
+def moved(state: RowState) -> RowState:
+    return RowState(*(getattr(state, f.name).to(DEVICE, copy=True) for f in fields(RowState)))
+
+
+def same(mine: RowState, expected: RowState) -> None:
+    for field in fields(RowState):
+        assert torch.equal(getattr(mine, field.name).cpu(), getattr(expected, field.name)), field.name
+
+
+def test_begin_decode() -> None:
+    rows, starts = torch.tensor([4, 2, 0, NUM_ROWS, 1]), torch.tensor([1100, 5, 7, 0, 0])
+    ends, clock = torch.tensor([1104, 9, 8, 0, 3]), torch.tensor([0, 1])  # row 0 has computed its only position
+    state, steps = make_state(), []
+    for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
+        tensors = [x.to(device) for x in (clock, rows, starts, ends)]
+        step = DecodeStep.over(*tensors, max_blocks=MAX_BLOCKS, block_size=BLOCK_SIZE).first(5)
+        ops.begin_decode(state if ops is reference else moved(state), step, BLOCK_SIZE)
+        steps.append(step)
+    expected, mine = steps
+    assert expected.live_rows.tolist() == [4, NUM_ROWS, NUM_ROWS, NUM_ROWS, 1]
+    assert expected.batch.seq_lens.tolist() == [1102, 0, 0, 0, 2]
+    assert expected.batch.slot_mapping.tolist()[0] == (4 * MAX_BLOCKS + 1 + 275) * BLOCK_SIZE + 1
+    for name in ("live_rows", "token_ids"):
+        assert torch.equal(getattr(mine, name).cpu(), getattr(expected, name)), name
+    for name in ("positions", "slot_mapping", "seq_lens"):
+        assert torch.equal(getattr(mine.batch, name).cpu(), getattr(expected.batch, name)), name
+    for name in PER_ROW:
+        assert torch.equal(getattr(mine.sampling, name).cpu(), getattr(expected.sampling, name)), name
+    for table, wanted, length in zip(
+        mine.batch.block_tables, expected.batch.block_tables, [1102, 0, 0, 0, 2], strict=True
+    ):
+        used = -(-length // BLOCK_SIZE)
+        assert torch.equal(table[:used].cpu(), wanted[:used])
+
+
+def test_begin_chunks() -> None:
+    """A chunk, a decoding row, one that is done, and one that was and is given a chunk longer than a program's tile."""
+    state = make_state()
+    state.done[3] = True
+    counts = [3, 1, 1, 700]
+    rows, starts = torch.tensor([0, 1, 2, 3]), torch.tensor([9, 40, 6, 400])
+    known = torch.cat((torch.tensor([7, 8, 9, -1, -1]), torch.randint(0, 50, (700,))))
+    results: list[tuple[RowState, RaggedBatch, Tensor]] = []
+    for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
+        own = moved(state) if ops is cuda else RowState(*(getattr(state, f.name).clone() for f in fields(RowState)))
+        batch = RaggedBatch.from_lists(counts, counts, [[0] * 275] * 4, BLOCK_SIZE, device=device)
+        token_ids = torch.empty(len(known), dtype=torch.int64, device=device)
+        ops.begin_chunks(own, rows.to(device), starts.to(device), known.to(device), batch, token_ids, BLOCK_SIZE)
+        results.append((own, batch, token_ids))
+    (expected_state, expected, expected_tokens), (state, mine, tokens) = results
+    same(state, expected_state)
+    assert expected_state.done.tolist() == [False, False, True, False, False, False, True]
+    assert expected.seq_lens.tolist() == [12, 41, 1, 1100]
+    assert torch.equal(tokens.cpu(), expected_tokens)
+    assert int(tokens[3]) == int(state.last_token[1])
+    for name in ("positions", "slot_mapping", "seq_lens"):
+        assert torch.equal(getattr(mine, name).cpu(), getattr(expected, name)), name
+    assert expected.slot_mapping[4] == 0  # of the row that is done
+    for table, wanted, length in zip(mine.block_tables, expected.block_tables, [12, 41, 1, 1100], strict=True):
+        used = -(-length // BLOCK_SIZE)
+        assert torch.equal(table[:used].cpu(), wanted[:used])
+
+
+def test_settle() -> None:
+    """A token, a stop token, none, what was no number, a row that was done, and two draws of one row, both heard."""
+    state = make_state()
+    rows, tokens = torch.tensor([0, 1, NUM_ROWS, 3, 2, 4, 4]), torch.tensor([60, -5, 61, -1, 62, -5, -5])
+    tokens[1], tokens[5], tokens[6] = state.setup[1, FIRST_STOP_ID], state.setup[4, -1], state.setup[4, -1]
+    results = []
+    for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
+        own = moved(state) if ops is cuda else RowState(*(getattr(state, f.name).clone() for f in fields(RowState)))
+        ring = torch.full((3, 9), -7, dtype=torch.int32, device=device)
+        clock = torch.tensor([1, 5], device=device)
+        ops.settle(own, rows.to(device), tokens.to(device), ring, clock)
+        results.append((own, ring.cpu(), clock.cpu()))
+    (expected_state, expected_ring, expected_clock), (state, ring, clock) = results
+    same(state, expected_state)
+    assert torch.equal(ring, expected_ring) and torch.equal(clock, expected_clock)
+    assert clock.tolist() == [2, 6]
+    assert ring[1].tolist() == [60, int(tokens[1]), -1, -2, -1, int(tokens[5]), int(tokens[5]), -7, -7]
+    assert state.done.cpu().tolist() == [False, True, True, True, True, False, True]
+
+
+# -- products of few rows ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("num_rows", "num_out", "num_in"), [(1, 40, 256), (3, 33, 300), (16, 64, 517)])
+def test_few_rows_times_a_weight(num_rows: int, num_out: int, num_in: int, splits: int) -> None:
+    """Also twice, as the counters of the parts must be 0 again; with a bias that is added once, and without."""
+    x = torch.randn(num_rows, num_in + 8, device=DEVICE, dtype=torch.float16)[:, :num_in]
+    weight, bias = torch.randn(num_out, num_in, device=DEVICE).half(), torch.randn(num_out, device=DEVICE).half()
+    tuning = SkinnyTuning(rows=16, columns=128, splits=splits, num_warps=2, num_stages=3)
+    for b in (None, bias, bias):
+        expected = torch.nn.functional.linear(x.double(), weight.double(), None if b is None else b.double())
+        assert relative_error(skinny_linear(x, weight, b, tuning=tuning), expected) < 1e-3
+
+
+@pytest.mark.parametrize("num_rows", [2, 17])
+def test_a_small_weight_takes_any_number_of_rows(num_rows: int) -> None:
+    x = torch.randn(num_rows, 64, device=DEVICE).half()
+    weight = torch.randn(48, 64, device=DEVICE).half()
+    y = SmallWeight(weight)(x, None, wide=True)
+    assert y.dtype == torch.float32 and relative_error(y, x.double() @ weight.double().T) < 1e-3
+
+
+# -- sampling ---------------------------------------------------------------------------------------------------------
+
+
+def make_params(device: str = DEVICE, **changes: list[Any]) -> SamplingTensors:
+    """Greedy, warm, and each filter alone and with others."""
+    columns: dict[str, list[Any]] = {
+        "temperature": [0.0, 1.0, 0.6, 0.8, 1.3, 0.7, 1.0, 2.0],
+        "top_k": [0, 0, 3, 0, 50, 0, 1, 7],
+        "top_p": [1.0, 1.0, 1.0, 0.9, 0.8, 0.3, 1.0, 0.5],
+        "min_p": [0.0, 0.0, 0.0, 0.0, 0.02, 0.1, 0.0, 0.3],
+        "seed": [random.getrandbits(64) - (1 << 63) for _ in range(8)],
+        "sample_index": list(range(8)),
+        "position": [random.randrange(1 << 20) for _ in range(8)],
+    }
+    return SamplingTensors.from_lists(**(columns | changes), device=device)
+
+
+def on_cpu(params: SamplingTensors) -> SamplingTensors:
+    values = {f.name: getattr(params, f.name) for f in fields(SamplingTensors)}
+    return SamplingTensors(**{k: v.cpu() if isinstance(v, Tensor) else v for k, v in values.items()})
+
+
+@pytest.mark.parametrize("kind", ["flat", "peaked", "equals"])
+@pytest.mark.parametrize("vocab", [5, 300, 5003] if INTERPRETED else [5, 300, 5003, 151_936])
+def test_the_same_tokens_as_the_reference(vocab: int, kind: str) -> None:
+    different = total = 0
+    for _ in range(1 if INTERPRETED else 20):
+        logits = torch.randn(8, vocab) * {"flat": 0.5, "peaked": 8.0, "equals": 2.0}[kind]
+        if kind == "equals":
+            logits = logits.round()
+        params = make_params()
+        mine = cuda.sample(logits.to(DEVICE), params).cpu()
+        different += int((mine != reference.sample(logits, on_cpu(params))).sum())
+        total += 8
+    assert different <= total // 100  # where two scores are within rounding of each other
+
+
+def test_logits_of_half_precision_and_a_strided_row() -> None:
+    logits = torch.randn(8, 1000).half()
+    wide = torch.zeros(8, 1500, dtype=torch.float16)
+    wide[:, :1000] = logits
+    params = make_params()
+    expected = reference.sample(logits.float(), on_cpu(params))
+    assert torch.equal(cuda.sample(wide.to(DEVICE)[:, :1000], params).cpu(), expected)
+
+
+def test_a_row_that_is_not_finite_is_marked_and_no_other() -> None:
+    logits = torch.randn(8, 5003)
+    expected = reference.sample(logits, on_cpu(params := make_params()))
+    for row, (column, value) in {1: (5002, math.nan), 3: (0, math.inf), 5: (2500, -math.inf)}.items():
+        logits[row, column] = value
+    expected[[1, 3, 5]] = -1
+    assert torch.equal(cuda.draw(logits.to(DEVICE), params).cpu(), expected)
+    assert torch.equal(reference.draw(logits, on_cpu(params)), expected)
+
+
+def test_greedy_takes_the_first_of_equals_in_whatever_piece() -> None:
+    logits = torch.zeros(3, 20_000)
+    for row, first in enumerate((19_999, 4096, 4095)):
+        logits[row, first:] = 1.0
+    params = SamplingTensors.from_lists(
+        [0.0] * 3, [0] * 3, [1.0] * 3, [0.0] * 3, [1] * 3, [0] * 3, [0] * 3, device=DEVICE
+    )
+    assert cuda.sample(logits.to(DEVICE), params).tolist() == [19_999, 4096, 4095]
+
+
+def test_draws_follow_the_filtered_distribution() -> None:
+    """Of 6 tokens that four filters leave, in a vocabulary of 40: a chi-squared test against the probabilities."""
+    count = 25 if INTERPRETED else 4000
+    logits = torch.linspace(0, 4, 40)[torch.randperm(40)].repeat(count, 1)
+    params = SamplingTensors.from_lists(
+        [0.8] * count,
+        [8] * count,
+        [0.9] * count,
+        [0.3] * count,
+        [3] * count,
+        [0] * count,
+        list(range(count)),
+        device=DEVICE,
+    )
+    tokens = cuda.sample(logits.to(DEVICE), params).cpu()
+    probs = reference.filtered_logits(logits[:1], on_cpu(params).rows(torch.tensor([0]))).softmax(-1)[0]
+    counts = torch.bincount(tokens, minlength=40)
+    assert not counts[probs == 0].any()
+    kept = probs > 0
+    expected = probs[kept] * count
+    statistic = float(((counts[kept] - expected) ** 2 / expected).sum())
+    assert statistic < 20.5  # 0.1 % of honest samples are beyond, for 5 degrees of freedom

@@ -1,0 +1,86 @@
+"""Gemma 3 past its window: layers that see few keys and layers that see all, over one pool of K and V."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams
+from octavo.kernels import cpu
+from tests.models.tiny import PagedRun, assert_close, make_tiny_checkpoint, random_prompts, read_decoder
+
+# Gemma 3 270M by its config.json, but for the vocabulary, whose 262,144 rows would be two thirds of the work.
+LIKE_270M: dict[str, Any] = {
+    "vocab_size": 1517,
+    "hidden_size": 640,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "max_position_embeddings": 32_768,
+}
+SMALL = LIKE_270M | {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 7,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 32,
+    "sliding_window": 48,
+}
+MARGIN = 1e-4
+"""Of the largest logit: the two likeliest tokens are further apart than rounding can move them."""
+
+
+def check(directory: Path, window: int, num_prompt: int, num_new: int, seed: int) -> None:
+    """Logits at every position and greedy tokens are Transformers', the prompt longer than the window."""
+    import transformers
+
+    (prompt,) = random_prompts(num_prompt, vocab_size=LIKE_270M["vocab_size"], seed=seed)
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    ids = torch.tensor([prompt])
+    answer = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_new, eos_token_id=None,
+        pad_token_id=0,
+    )[0].tolist()  # fmt: skip
+    with torch.inference_mode():
+        expected = model(torch.tensor([answer])).logits[0]  # [num_prompt + num_new, vocab_size], without its cache
+    del model
+    best = expected[num_prompt - 1 : -1].topk(2).values
+    assert (best[:, 0] - best[:, 1]).min() > MARGIN * expected.abs().max(), "choose another seed"
+
+    decoder = read_decoder(directory, cpu)
+    assert set(decoder.spec.windows) == {window, 0} and len(answer) > window + num_new
+    run = PagedRun(decoder, [answer], block_size=16, seed=seed)
+    prefill = run.step([num_prompt])[0]
+    assert_close(torch.cat([prefill, *run.run(1)]), expected)
+    del decoder, run
+
+    params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)
+    with LLM(
+        str(directory),
+        skip_tokenizer_init=True,
+        max_model_len=len(answer) + 1,
+        max_num_seqs=2,
+        max_num_batched_tokens=100,
+        num_gpu_blocks_override=80,
+        dtype="float32",
+    ) as llm:
+        for _ in range(2):  # the second time with a warm prefix cache
+            (output,) = llm.generate([prompt], params, use_tqdm=False)
+            assert output.outputs[0].token_ids == answer[num_prompt:]
+
+
+def test_a_small_one_past_its_window(tmp_path: Path) -> None:
+    check(make_tiny_checkpoint("gemma3", tmp_path, **SMALL), window=48, num_prompt=61, num_new=12, seed=1)
+
+
+@pytest.mark.slow
+def test_the_shape_of_gemma_3_270m_past_its_window(tmp_path: Path) -> None:
+    check(make_tiny_checkpoint("gemma3", tmp_path, **LIKE_270M), window=512, num_prompt=545, num_new=24, seed=1)

@@ -1,0 +1,94 @@
+"""Models whose matrices are packed as they are loaded."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.kernels import cpu, packed
+from octavo.models.decoder import Decoder
+from octavo.models.linear import Matrix
+from octavo.models.weights import dummy_model
+from tests.models.tiny import PagedRun, assert_close, make_tiny_checkpoint, random_prompts, read_decoder, read_spec
+
+pytestmark = pytest.mark.skipif(not packed.has_bfloat16(), reason="oneDNN packs no bfloat16 here")
+PROMPTS = random_prompts(11, 3, 30)
+INT8 = pytest.mark.skipif(not packed.has_int8(), reason="oneDNN packs no int8 here")
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2 untied", "gpt2"])
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    kind, *untied = request.param.split()
+    folder = tmp_path_factory.mktemp(kind)
+    return make_tiny_checkpoint(kind, folder, **({"tie_word_embeddings": False} if untied else {}))
+
+
+def logits(directory: Path, quantization: packed.Quantization | None, *, pack: bool = True) -> torch.Tensor:
+    finish = partial(Matrix.pack, quantization=quantization) if pack else None
+    decoder = read_decoder(directory, cpu, torch.bfloat16, finish=finish)
+    assert all((matrix.packed is not None) == pack for matrix in decoder.matrices())
+    return torch.cat(PagedRun(decoder, PROMPTS, block_size=8).run(7))
+
+
+def test_packed_models_compute_the_same(directory: Path) -> None:
+    assert_close(logits(directory, None), logits(directory, None, pack=False), 0.03)
+
+
+@INT8
+def test_int8_models_compute_nearly_the_same(directory: Path) -> None:
+    exact, rounded = logits(directory, None, pack=False), logits(directory, "int8")
+    error = float((rounded - exact).norm() / exact.norm())
+    assert 1e-4 < error < 0.1
+
+
+def test_of_a_packed_matrix_only_the_shape_is_left(directory: Path) -> None:
+    decoder = read_decoder(directory, cpu, torch.bfloat16)
+    shapes = [matrix.weight.shape for matrix in decoder.matrices()]
+    num_bytes = decoder.num_bytes
+    for matrix in decoder.matrices():
+        matrix.pack()
+    assert [matrix.weight.shape for matrix in decoder.matrices()] == shapes
+    assert all(matrix.weight.is_meta for matrix in decoder.matrices())
+    assert decoder.num_bytes == num_bytes
+
+
+def test_one_table_serves_both_ends_of_a_tied_model(directory: Path) -> None:
+    vocabulary = read_decoder(directory, cpu, torch.bfloat16).vocabulary
+    table, token_ids = vocabulary.embedding.clone(), torch.tensor([5, 0, 96, 5])
+    vocabulary.pack()
+    assert vocabulary.embedding.is_meta == vocabulary.tied
+    assert torch.equal(vocabulary.embed(token_ids), table[token_ids])
+    assert vocabulary.logits(torch.randn(2, table.shape[1]).bfloat16()).shape == (2, len(table))
+
+
+def test_a_tied_table_that_cannot_be_read_back_is_not_doubled(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = read_decoder(directory, cpu, torch.bfloat16).vocabulary
+    monkeypatch.setattr(packed.PackedBF16, "TILE", 16)  # no weight lies like that
+    vocabulary.pack()
+    assert (vocabulary.packed is None) == vocabulary.tied
+
+
+def test_never_more_than_a_few_matrices_are_there_twice(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is packed as soon as it is filled: of those before it, nothing is left but the packed ones."""
+    decoders: list[Decoder] = []
+    monkeypatch.setattr(
+        "octavo.models.weights.empty_model", lambda *_, **k: decoders.append(Decoder(*_, **k)) or decoders[-1]
+    )
+    if "gpt2" in str(directory):
+        pytest.skip("one kind is enough")
+    plain_left: list[int] = []
+
+    def finish(matrix: Matrix) -> None:
+        matrix.pack()
+        plain_left.append(sum(not m.weight.is_meta for m in decoders[-1].matrices()))
+
+    decoder = dummy_model(read_spec(directory), dtype=torch.bfloat16, device="cpu", ops=cpu, finish=finish)
+    assert plain_left == list(range(len(plain_left) - 1, -1, -1))
+    assert len(plain_left) == len(list(decoder.matrices()))
+    decoders.clear()
+    plain_left.clear()
+    read_decoder(directory, cpu, torch.bfloat16, finish=finish)
+    assert plain_left == list(range(len(plain_left) - 1, -1, -1))

@@ -1,0 +1,392 @@
+"""The GPU's runner on a CPU: without streams and graphs, but with all its logic, against the CPU's own runner."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo import LLM, RequestOutput, SamplingParams
+from octavo.core.plan import BlockCopy, RowSetup, StepPlan, SwapIn, SwapOut, TableWrite
+from octavo.errors import StepError
+from octavo.kernels import reference
+from octavo.kernels.batch import RaggedBatch
+from octavo.kernels.rows import MAX_STOP_IDS
+from octavo.runner.chunks import ChunkSize, ChunkSizes
+from octavo.runner.cuda_executor import CudaExecutor
+from octavo.runner.cuda_runner import CudaRunner
+from octavo.runner.graphs import decode_sizes
+from octavo.runner.sampler import NOT_FINITE
+from octavo.runner.swap import runs
+from tests.engine.models import make_talking_checkpoint
+
+VOCAB = 11
+SIZE = 2
+OPTIONS: dict[str, Any] = {"block_size": 4, "num_gpu_blocks_override": 120, "max_num_seqs": 8, "device": "cpu"}
+
+
+# -- the same tokens as the CPU's runner, whatever the engine does ----------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_talking_checkpoint(tmp_path_factory.mktemp("talking")))
+
+
+class Recorded:
+    """What graphs do, without a GPU: work that is done once for nothing, and then again whenever it is replayed."""
+
+    def __init__(self, clock: Tensor) -> None:
+        self.clock = clock
+        self.work: dict[Any, Callable[[], None]] = {}
+        self.num_replays = 0
+
+    def __contains__(self, name: Any) -> bool:
+        return name in self.work
+
+    def capture(self, name: Any, work: Callable[[], None]) -> None:
+        clock = self.clock.clone()
+        work()
+        self.clock.copy_(clock)
+        self.work[name] = work
+
+    def replay(self, name: Any) -> None:
+        self.num_replays += 1
+        self.work[name]()
+
+
+def on_rows(llm: LLM, *, recorded: bool = False) -> LLM:
+    """The engine, with the GPU's runner in the place of its own."""
+    old = llm.engine.executor.runner  # type: ignore[attr-defined]
+    runner = CudaRunner(
+        old.model,
+        old.kv,
+        old.host_kv,
+        num_rows=len(old.rows.done),
+        max_model_len=llm.config.max_model_len,
+        max_num_tokens=llm.config.args.max_num_batched_tokens or 0,
+        max_window=llm.config.args.decode_window or 1,
+        ops=reference,
+        graphs=False,
+    )
+    if recorded:
+        runner.graphs = Recorded(runner.inbox.clock)  # type: ignore[assignment]
+    llm.engine.executor.close()
+    llm.engine.executor = CudaExecutor(runner)
+    return llm
+
+
+def generate(
+    model: str, params: list[SamplingParams], *, rows: bool, recorded: bool = False, **options: Any
+) -> tuple[LLM, list[RequestOutput]]:
+    prompts = [[3 + (7 * i + j * j) % 90 for j in range(3 + 5 * i % 23)] for i in range(len(params))]
+    llm = LLM(model, **(OPTIONS | options))
+    with on_rows(llm, recorded=recorded) if rows else llm:
+        return llm, llm.generate(prompts, params, use_tqdm=False)
+
+
+def told(outputs: list[RequestOutput]) -> list[Any]:
+    return [
+        (c.token_ids, c.finish_reason, c.stop_reason, [list(entry) for entry in c.logprobs or ()])
+        for output in outputs
+        for c in output.outputs
+    ]
+
+
+def mixture() -> list[SamplingParams]:
+    """Greedy, warm, filtered, with stop tokens, of several samples and of all lengths."""
+    common: dict[str, Any] = {"ignore_eos": True}
+    return [
+        SamplingParams(temperature=0, max_tokens=19, **common),
+        SamplingParams(temperature=0.9, seed=1, max_tokens=23, **common),
+        SamplingParams(temperature=1.2, seed=2, top_k=7, max_tokens=17, **common),
+        SamplingParams(temperature=1.0, seed=-3, top_p=0.7, max_tokens=1, **common),
+        SamplingParams(temperature=1.5, seed=4, stop_token_ids=list(range(3, 40, 3)), max_tokens=30, **common),
+        SamplingParams(temperature=1.1, seed=5, n=3, max_tokens=12, **common),
+        SamplingParams(temperature=0.8, seed=6, min_p=0.1, max_tokens=2, **common),
+        SamplingParams(temperature=2.0, seed=7, stop_token_ids=list(range(3, 97)), max_tokens=9, **common),
+    ]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "windows": {"decode_window": 5},
+    "chunks": {"max_num_batched_tokens": 6, "decode_window": 3},
+    "recompute": {"num_gpu_blocks_override": 14, "preemption_mode": "recompute", "decode_window": 2},
+    "swap": {"num_gpu_blocks_override": 14, "preemption_mode": "swap"},
+    "few rows": {"max_num_seqs": 3, "decode_window": 4},
+    "no overlap": {"async_scheduling": False, "decode_window": 4},
+    "blocks of one": {"block_size": 1, "decode_window": 3},
+}
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("case", list(CASES))
+def test_the_same_tokens_as_the_cpus_runner(model: str, case: str, recorded: bool) -> None:
+    params, options = mixture(), CASES[case]
+    _, expected = generate(model, params, rows=False, **options)
+    llm, outputs = generate(model, params, rows=True, recorded=recorded, **options)
+    assert told(outputs) == told(expected)
+    if "num_gpu_blocks_override" in options:
+        assert llm.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_requests_that_ask_for_more_than_a_row_keeps(model: str, window: int) -> None:
+    """Beside others, with whom they take turns in the same rows."""
+    params = mixture()
+    params[1:1] = [
+        SamplingParams(temperature=0.7, seed=8, repetition_penalty=1.4, max_tokens=11, ignore_eos=True),
+        SamplingParams(temperature=0, logprobs=2, max_tokens=5, ignore_eos=True),
+        SamplingParams(temperature=1, seed=9, logit_bias={40: 30.0}, max_tokens=4, ignore_eos=True),
+        SamplingParams(temperature=1, seed=9, min_tokens=6, stop_token_ids=list(range(3, 97)), max_tokens=9),
+    ]
+    _, expected = generate(model, params, rows=False, decode_window=window)
+    _, outputs = generate(model, params, rows=True, decode_window=window)
+    assert told(outputs) == told(expected)
+    assert told(outputs)[3][0] == [40] * 4
+    numbers, expected_numbers = (
+        [entry.logprob for place in those[2].outputs[0].logprobs or () for entry in place.values()]
+        for those in (outputs, expected)
+    )
+    assert len(numbers) >= 10 and numbers == pytest.approx(expected_numbers, abs=1e-5)
+
+
+def test_a_stream_grows_while_a_window_runs(model: str) -> None:
+    with on_rows(LLM(model, decode_window=6, **OPTIONS)) as llm:
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        lengths = [len(o.outputs[0].token_ids) for o in llm.stream([[5, 6, 7]], params)]
+    assert lengths[-1] == 20 and lengths == sorted(set(lengths))
+
+
+# -- plans written by hand --------------------------------------------------------------------------------------------
+
+
+class Counting:
+    """Says that after token t comes t + 1; writes each token where its K and V go, and remembers each pass."""
+
+    def __init__(self) -> None:
+        self.passes: list[tuple[list[int], list[int], list[int]]] = []  # tokens, positions, slots
+        self.poison: set[int] = set()
+        self.fails = False
+
+    def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor) -> Tensor:
+        if self.fails:
+            raise RuntimeError("out of luck\nand advice")
+        self.passes.append((token_ids.tolist(), batch.positions.tolist(), batch.slot_mapping.tolist()))
+        for token, slot in zip(token_ids.tolist(), batch.slot_mapping.tolist(), strict=True):
+            kv[slot // SIZE, 0, :, 0, slot % SIZE] = token
+        logits = torch.zeros(len(logits_rows), VOCAB)
+        for i, row in enumerate(logits_rows.tolist()):
+            token = int(token_ids[row])
+            logits[i, (token + 1) % VOCAB] = 5.0
+            if token in self.poison:
+                logits[i, 0] = torch.nan
+        return logits
+
+
+class Plan(StepPlan):
+    """A plan that is written by hand."""
+
+    def give(self, row: int, block_ids: tuple[int, ...], *, stops: tuple[int, ...] = (), **params: Any) -> Plan:
+        params = {"temperature": 0} | params
+        self.row_setups.append(RowSetup(row, SamplingParams(**params), 5, 0, frozenset(stops)))
+        self.table_writes.append(TableWrite(row, 0, block_ids))
+        return self
+
+    def slice(
+        self, row: int, start: int, count: int, samples: int, tokens: list[int] | None = None, draws: int = 0
+    ) -> Plan:
+        index = len(self.rows)
+        self.rows.append(row)
+        self.starts.append(start)
+        self.counts.append(count)
+        self.samples.append(samples)
+        if tokens is not None:
+            self.host_tokens[index] = array("i", tokens)
+        if draws:
+            self.draws[index] = draws
+        return self
+
+
+@pytest.fixture
+def counting() -> Counting:
+    return Counting()
+
+
+@pytest.fixture
+def executor(counting: Counting) -> Iterator[CudaExecutor]:
+    kv = torch.zeros(9, 1, 2, 1, SIZE, 1)  # 8 usable blocks
+    executor = CudaExecutor(
+        CudaRunner(
+            counting,
+            kv,
+            torch.zeros_like(kv),
+            num_rows=4,
+            max_model_len=8,
+            max_num_tokens=16,
+            max_window=4,
+            ops=reference,
+            graphs=False,
+        )
+    )
+    yield executor
+    executor.close()
+
+
+def tokens_of(executor: CudaExecutor, plan: Plan) -> list[list[int]]:
+    return [list(tokens) for tokens in executor.submit(plan).result().tokens]
+
+
+def test_a_chunk_gives_nothing_and_the_next_one_a_token(executor: CudaExecutor, counting: Counting) -> None:
+    assert tokens_of(executor, Plan().give(0, (3, 1)).slice(0, 0, 2, 0, [4, 5])) == [[]]
+    assert tokens_of(executor, Plan().slice(0, 2, 1, 1, [6])) == [[7]]
+    assert tokens_of(executor, Plan().slice(0, 3, 1, 1)) == [[8]]
+    assert counting.passes == [([4, 5], [0, 1], [6, 7]), ([6], [2], [2]), ([7], [3], [3])]
+
+
+def test_a_window_ends_at_a_stop_token_and_at_its_own_end(executor: CudaExecutor, counting: Counting) -> None:
+    plan = Plan().give(0, (1, 2, 3), stops=(6,)).give(1, (4, 5)).slice(0, 0, 5, 4, [2, 4]).slice(1, 0, 3, 3, [8])
+    assert tokens_of(executor, plan) == [[5, 6], [9, 10, 0]]
+    assert counting.passes == [
+        ([2, 4, 8], [0, 1, 0], [2, 3, 8]),
+        ([5, 9], [2, 1], [4, 9]),
+        ([6, 10], [0, 2], [0, 10]),  # row 0 has ended: the null block in its place
+        ([6, 0], [0, 0], [0, 0]),
+    ]
+    assert tokens_of(executor, Plan().slice(0, 4, 1, 1).slice(1, 3, 1, 1)) == [[], [1]]  # over-run
+    assert tokens_of(executor, Plan().slice(0, 3, 1, 1, [6]).slice(1, 4, 1, 1)) == [[7], [2]]  # the host goes on
+
+
+def test_a_done_row_is_harmless_in_a_step_with_chunks(executor: CudaExecutor, counting: Counting) -> None:
+    assert tokens_of(executor, Plan().give(0, (1,), stops=(5,)).slice(0, 0, 1, 1, [4])) == [[5]]
+    counting.passes.clear()
+    plan = Plan().give(1, (2, 3)).slice(0, 1, 1, 1).slice(1, 0, 3, 1, [1, 2, 3])
+    assert tokens_of(executor, plan) == [[], [4]]
+    assert counting.passes == [([5, 1, 2, 3], [0, 0, 1, 2], [0, 4, 5, 6])]
+
+
+def test_draws_of_a_request_about_to_fork_do_not_end_its_row(executor: CudaExecutor) -> None:
+    plan = Plan().give(2, (6,), stops=(4,)).slice(2, 0, 1, 1, [3], draws=3)
+    assert tokens_of(executor, plan) == [[4, 4, 4]]
+
+
+def test_draws_differ_by_their_sample_index(executor: CudaExecutor) -> None:
+    plan = Plan().give(2, (6,), temperature=2.0, seed=1).slice(2, 0, 1, 1, [3], draws=8)
+    assert len(set(tokens_of(executor, plan)[0])) > 1
+
+
+def test_of_two_writes_to_one_place_the_later_one_counts(executor: CudaExecutor, counting: Counting) -> None:
+    plan = Plan().give(0, (1, 2)).give(0, (7, 8), stops=(9,)).slice(0, 0, 3, 1, [6, 7, 8])
+    assert tokens_of(executor, plan) == [[9]]
+    assert counting.passes == [([6, 7, 8], [0, 1, 2], [14, 15, 16])]
+    assert tokens_of(executor, Plan().slice(0, 3, 1, 1)) == [[]]  # of two setups, too
+
+
+def test_more_stop_ids_than_a_row_keeps(executor: CudaExecutor) -> None:
+    """The device may miss some. The host does not."""
+    assert MAX_STOP_IDS < 12
+    plan = Plan().give(0, (1, 2), stops=tuple(range(1000, 1012))).slice(0, 0, 2, 2, [3])
+    assert tokens_of(executor, plan) == [[4, 5]]
+
+
+def test_numbers_that_are_not_finite_fail_one_slice(executor: CudaExecutor, counting: Counting) -> None:
+    counting.poison = {5}
+    result = executor.submit(
+        Plan().give(0, (1, 2)).give(1, (3, 4)).slice(0, 0, 3, 3, [4]).slice(1, 0, 3, 3, [7])
+    ).result()
+    assert result.tokens == [[5], [8, 9, 10]] and result.errors == {0: NOT_FINITE}
+    assert tokens_of(executor, Plan().slice(0, 3, 1, 1).slice(1, 3, 1, 1)) == [[], [0]]
+
+
+def test_blocks_move_before_slices_and_in_order(executor: CudaExecutor) -> None:
+    kv, host = executor.runner.kv, executor.runner.swapper.host_kv
+    for i in range(9):
+        kv[i], host[i] = i, -i
+    plan = Plan()
+    plan.swap_outs = [SwapOut(1, 5), SwapOut(2, 6), SwapOut(4, 1)]
+    plan.swap_ins = [SwapIn(6, 1), SwapIn(3, 2)]
+    plan.copies = [BlockCopy(1, 3), BlockCopy(3, 7)]
+    assert executor.submit(plan).result().tokens == []
+    assert [float(x.mean()) for x in kv] == [0, 2, -3, 2, 4, 5, 6, 3, 8]
+    assert [float(x.mean()) for x in host] == [0, 4, -2, -3, -4, 1, 2, -7, -8]
+
+
+def test_ids_that_count_up_together_are_one_move() -> None:
+    assert list(runs([(1, 5), (2, 6), (3, 8), (4, 9), (5, 10), (1, 1)])) == [(1, 5, 2), (3, 8, 3), (1, 1, 1)]
+    assert list(runs([])) == []
+
+
+def test_a_step_that_failed_takes_along_what_is_behind_it(executor: CudaExecutor, counting: Counting) -> None:
+    before = executor.submit(Plan().give(0, (1, 2)).slice(0, 0, 1, 1, [3]))
+    counting.fails = True
+    failed = executor.submit(Plan().slice(0, 1, 1, 1))
+    counting.fails = False
+    behind = executor.submit(Plan().slice(0, 2, 1, 1))
+    assert before.result().tokens == [[4]]
+    assert failed.done and failed.poll() is None
+    with pytest.raises(StepError, match=r"^RuntimeError: out of luck and advice$"):
+        failed.result()
+    with pytest.raises(StepError, match="a step before it failed"):
+        behind.result()
+    assert tokens_of(executor, Plan().slice(0, 0, 1, 1, [3])) == [[4]]
+
+
+def test_columns_come_one_by_one(executor: CudaExecutor) -> None:
+    """All but the last by `poll`, whichever of them have landed, and the rest by `result`."""
+    running = executor.submit(Plan().give(0, (1, 2)).slice(0, 0, 4, 4, [3]))
+    assert running.done and running.poll() is None  # a CPU is done when it returns
+    landing = running._landing
+    assert landing is not None
+    reached = landing.events[0]
+    landing.events[2:] = [Never(), Never()]
+    part = running.poll()
+    assert part is not None and part.tokens == [[4, 5]]
+    assert running.poll(0.001) is None and not running.done
+    landing.events[2:] = [reached, reached]
+    assert running.result().tokens == [[6, 7]]
+
+
+class Never:
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        raise AssertionError
+
+    def wait(self) -> None:
+        pass
+
+
+def test_a_plan_larger_than_the_inbox(executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    inbox = executor.runner.inbox
+    inbox.words = inbox.words[: inbox.head + 3]
+    assert tokens_of(executor, Plan().give(0, (3, 1)).slice(0, 0, 3, 1, [4, 5, 6])) == [[7]]
+    assert tokens_of(executor, Plan().slice(0, 3, 1, 1)) == [[8]]
+
+
+def test_of_graphs_for_chunks_the_smallest_that_holds_a_pass() -> None:
+    sizes = ChunkSizes(20, 300, 1000)
+
+    def found(num_tokens: int, num_slices: int, num_draws: int) -> tuple[int, int] | None:
+        size = sizes.holding(ChunkSize(num_tokens, num_slices, num_draws, num_tokens, num_tokens))
+        return None if size is None else (size.num_tokens, size.num_slices)
+
+    assert found(16, 7, 7) == (16, 8)
+    assert found(17, 1, 1) == (32, 8)
+    assert found(17, 8, 1) == found(17, 1, 9) == (64, 22)  # one slice is for padding
+    assert found(257, 1, 1) == (300, 22) and found(301, 1, 1) is None and found(16, 22, 1) is None
+    assert ChunkSizes(20, 300, 3).holding(ChunkSize(8, 7, 1, 2, 2)) is None  # 8 tokens of padding in one slice
+    large = ChunkSizes(20, 4096, 1000)
+    assert large.holding(ChunkSize(3584, 9, 9, 600, 900)) == large.sizes[-1]
+    assert large.holding(ChunkSize(3583, 9, 9, 600, 900)) is None
+
+
+def test_buckets_hold_every_number_of_slices() -> None:
+    for most in (1, 3, 4, 100, 256, 300, 1000):
+        sizes = decode_sizes(most)
+        assert sizes == sorted(set(sizes)) and sizes[-1] == most and sizes[0] == 1

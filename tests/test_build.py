@@ -1,0 +1,92 @@
+"""What `build` settles from what is said, the checkpoint and the machine."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams
+from octavo.errors import ParameterError
+from octavo.kernels import packed
+from tests.models.tiny import make_tiny_checkpoint, write_tiny_gguf
+
+INT8 = pytest.mark.skipif(not packed.has_int8(), reason="oneDNN packs no int8 here")
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in bfloat16."""
+    folder = make_tiny_checkpoint("llama", tmp_path_factory.mktemp("halves"), vocab_size=320)
+    words = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(words.replace('"dtype": "float32"', '"dtype": "bfloat16"'))
+    return folder
+
+
+def open_llm(model: Path, **options: object) -> LLM:
+    defaults = {"skip_tokenizer_init": True, "device": "cpu", "num_gpu_blocks_override": 20}
+    return LLM(str(model), **(defaults | options))
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_dtype_auto_is_the_checkpoints_where_the_processor_has_it(
+    halves: Path, tmp_path: Path, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "fast_bfloat16", lambda: fast)
+    with open_llm(halves) as llm:
+        assert llm.config.dtype == ("bfloat16" if fast else "float32")
+    with open_llm(make_tiny_checkpoint("qwen2", tmp_path / "wide")) as llm:
+        assert llm.config.dtype == "float32"
+    for quantisation, dtype in (("Q8_0", "bfloat16" if fast else "float32"), ("F32", "float32")):
+        path = write_tiny_gguf(halves, tmp_path / f"{quantisation}.gguf", quantisation=quantisation)
+        with open_llm(path) as llm:
+            assert llm.config.dtype == dtype, quantisation
+
+
+@INT8
+def test_int8_halves_the_weights_and_answers(halves: Path) -> None:
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    with open_llm(halves, dtype="bfloat16") as llm:
+        weight_bytes = llm.config.weight_bytes
+    with open_llm(halves, quantization="int8") as llm:
+        assert llm.config.dtype == "bfloat16"
+        assert 0.5 < llm.config.weight_bytes / weight_bytes < 0.7  # and the scales, large beside so small matrices
+        together = llm.generate([{"prompt_token_ids": [i, 7, 9]} for i in range(6)], params, use_tqdm=False)
+        alone = llm.generate({"prompt_token_ids": [3, 7, 9]}, params, use_tqdm=False)[0]
+    assert all(len(output.outputs[0].token_ids) == 8 for output in together)
+    assert alone.outputs[0].token_ids == together[3].outputs[0].token_ids
+
+
+@INT8
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_int8_beside_another_dtype_is_refused(halves: Path, dtype: str) -> None:
+    with pytest.raises(ParameterError, match=f"'int8' computes beside it in bfloat16, not in {dtype}; use dtype auto"):
+        open_llm(halves, quantization="int8", dtype=dtype)
+
+
+def test_an_unknown_quantization_is_refused(halves: Path) -> None:
+    with pytest.raises(ParameterError, match="quantization"):
+        open_llm(halves, quantization="int3")
+
+
+def test_int8_where_it_cannot_be_is_refused(halves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "has_int8", lambda: False)
+    with pytest.raises(ParameterError, match="'int8' needs oneDNN's int8 products, which this CPU has not"):
+        open_llm(halves, quantization="int8")
+
+
+def test_no_thread_is_left_of_loading(halves: Path) -> None:
+    """A thread that stays keeps its OpenMP workers, and these stand in the way of those that compute."""
+    before = threading.active_count()
+    with open_llm(halves):
+        names = [thread.name for thread in threading.enumerate()]
+        assert threading.active_count() == before + 1, names  # the runner's
+
+
+def test_float16_is_computed_as_it_is_said(halves: Path) -> None:
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    with open_llm(halves, dtype="float16") as llm:
+        assert llm.engine.executor.runner.kv.dtype == torch.float16
+        assert len(llm.generate({"prompt_token_ids": [5]}, params, use_tqdm=False)[0].outputs[0].token_ids) == 4
