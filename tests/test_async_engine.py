@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import pytest
 
 from octavo import LLM, AsyncEngine, CompletionOutput, RequestOutput, SamplingParams
+from octavo.async_engine import _failure
 from octavo.build import Built, build
 from octavo.config import EngineArgs
 from octavo.core.sampling_params import RequestOutputKind
@@ -487,3 +488,11 @@ class _Has:
 
     def __init__(self, built: Built) -> None:
         self.engine = built.engine
+
+
+def test_a_request_that_nothing_is_left_for_says_so() -> None:
+    output = RequestOutput("r", None, [1], [], True, RequestMetrics(0.0))
+    output.outputs = [CompletionOutput(0, "", [], finish_reason="error", stop_reason="no_allowed_token: none is left")]
+    assert _failure(output).code == "no_allowed_token"
+    output.outputs[0].stop_reason = "numbers that are not finite"
+    assert _failure(output).code == "numerical_error"

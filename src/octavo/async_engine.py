@@ -172,4 +172,5 @@ class AsyncEngine:
 
 def _failure(output: RequestOutput) -> RequestFailedError:
     reason = next(c.stop_reason for c in output.outputs if c.finish_reason == "error")
-    return RequestFailedError(f"request {output.request_id} failed: {reason}")
+    code = "no_allowed_token" if str(reason).startswith("no_allowed_token") else None
+    return RequestFailedError(f"request {output.request_id} failed: {reason}", code=code)

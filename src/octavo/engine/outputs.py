@@ -180,9 +180,11 @@ class RequestState:
     told: dict[int, _Told] = field(default_factory=dict)
     search: BeamSearch | None = None
     _entries: dict[int, list[PositionLogprobs | None]] = field(default_factory=dict)  # index -1: the prompt's
+    _prompt_ids: list[int] = field(init=False)  # one list for all its outputs: a stream has many, and prompts are long
     _prompt_alone: bool = False
 
     def __post_init__(self) -> None:
+        self._prompt_ids = self.request.prompt_token_ids.tolist()
         # It asked for no token. One is sampled all the same, since the scheduler knows no other end.
         self._prompt_alone = self.request.sampling_params.max_tokens == 0
 
@@ -253,7 +255,7 @@ class RequestState:
         return RequestOutput(
             request.request_id,
             self.prompt,
-            request.prompt_token_ids.tolist(),
+            self._prompt_ids,
             outputs,
             not request.sequences,
             metrics,
