@@ -20,7 +20,7 @@ PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check prove mutants bench lint types contracts size coverage clean
+.PHONY: help demo test test-gpu check prove mutants bench lint types contracts size coverage clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ demo: $(RUNTIME) ## a real model answers eight prompts together, from paged memo
 test: $(DEV) ## every test but the slow ones
 	@echo '== test'
 	@$(PYTEST) -n $(WORKERS) -m 'not slow' $(ARGS)
+
+test-gpu: $(DEV) ## on a machine with an NVIDIA GPU: its kernels, and the engine's tokens against the CPU's
+	@$(PYTEST) tests/gpu $(ARGS)
 
 check: test coverage lint types contracts size ## what a change must pass: tests, coverage, lint, types, imports, sizes
 	@echo '== all checks passed'

@@ -10,7 +10,7 @@
 
 Engines take turns, a round each, so that whoever else uses the machine disturbs all alike; figures are medians over the
 rounds, and ratios medians of each round's ratio. A round in which others used more than a twentieth of the machine is
-repeated, if there is patience left (--patience). Times are of steps: until the first tokens are there, and from there to
+repeated, while there is patience left (--patience). Times are of steps: until the first tokens are there, and then to
 the last. Models are made once, in the cache folder. llama.cpp is llama-cpp-python, built from source for this
 processor, in an environment of its own beside them (minutes, once), or that of the interpreter --llamacpp.
 """

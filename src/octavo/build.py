@@ -246,7 +246,15 @@ def _executor(
             "kv_cache_memory_bytes or swap_space"
         ) from error
     return LocalExecutor(
-        ModelRunner(decoder, kv, host_kv, num_rows=args.max_num_seqs, max_model_len=config.max_model_len, ops=ops)
+        ModelRunner(
+            decoder,
+            kv,
+            host_kv,
+            num_rows=args.max_num_seqs,
+            max_model_len=config.max_model_len,
+            ops=ops,
+            replay=not args.enforce_eager,
+        )
     )
 
 

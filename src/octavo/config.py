@@ -70,7 +70,7 @@ class EngineArgs(Checked):
     scheduling_policy         fcfs, or priority (lower first)
     watermark                 share of the blocks that an admission leaves free while anything runs
     decode_window             positions that the device decodes by itself in one step; None: 1 on a CPU, 4 on a GPU
-    enforce_eager             launch kernels one by one, without CUDA graphs
+    enforce_eager             launch kernels one by one, without CUDA graphs; on a CPU, replay no decode steps
     async_scheduling          plan the next step while the device computes this one
     """
 

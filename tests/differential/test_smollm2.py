@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams, catalog
+from octavo.checkpoint import open_checkpoint
+from octavo.kernels import reference
+from octavo.models.weights import load_decoder
 
 MODEL = "smollm2-135m-instruct"
 NUM_NEW = 48
@@ -54,7 +57,7 @@ def llm() -> Iterator[LLM]:
 
 
 def transformers_model(llm: LLM) -> Any:
-    """Transformers' Llama over the very numbers that our decoder holds."""
+    """Transformers' Llama over the numbers of the same file."""
     import transformers
 
     spec = llm.spec
@@ -73,7 +76,11 @@ def transformers_model(llm: LLM) -> Any:
     )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
-    weights = {weight.name: weight.tensor for weight in llm.engine.executor.runner.model.weights()}
+    # Read once more: those of the engine are packed.
+    plain = load_decoder(
+        open_checkpoint(llm.config.args.model), spec, dtype=torch.float32, device="cpu", ops=reference, max_len=1
+    )
+    weights = {weight.name: weight.tensor for weight in plain.weights()}
     if spec.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, strict=True, assign=True)

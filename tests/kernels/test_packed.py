@@ -99,6 +99,12 @@ def test_rows_can_be_read_back(quantization: packed.Quantization | None, shape: 
         assert relative_error(rows, weight[indices].double()) < 1e-2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_embeddings_of_a_plain_table(ways: None, dtype: torch.dtype) -> None:
+    table, token_ids = torch.randn(50, 37).to(dtype), torch.tensor([49, 0, 7, 7])
+    assert torch.equal(packed.embed(table, token_ids), table[token_ids])
+
+
 @HAS_BFLOAT16
 def test_an_unknown_layout_is_oneDNNs_affair(monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: N802
     monkeypatch.setattr(PackedBF16, "TILE", 16)  # no weight lies like that

@@ -18,7 +18,7 @@ from octavo.kernels.batch import RaggedBatch
 from octavo.kernels.rows import MAX_STOP_IDS
 from octavo.runner.chunks import ChunkSize, ChunkSizes
 from octavo.runner.cuda_executor import CudaExecutor
-from octavo.runner.cuda_runner import CudaRunner
+from octavo.runner.cuda_runner import CudaRunner, table_writes
 from octavo.runner.graphs import decode_sizes
 from octavo.runner.sampler import NOT_FINITE
 from octavo.runner.swap import runs
@@ -174,14 +174,15 @@ class Counting:
         self.poison: set[int] = set()
         self.fails = False
 
-    def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor) -> Tensor:
+    def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
         if self.fails:
             raise RuntimeError("out of luck\nand advice")
         self.passes.append((token_ids.tolist(), batch.positions.tolist(), batch.slot_mapping.tolist()))
         for token, slot in zip(token_ids.tolist(), batch.slot_mapping.tolist(), strict=True):
             kv[slot // SIZE, 0, :, 0, slot % SIZE] = token
-        logits = torch.zeros(len(logits_rows), VOCAB)
-        for i, row in enumerate(logits_rows.tolist()):
+        wanted = range(len(token_ids)) if logits_rows is None else logits_rows.tolist()
+        logits = torch.zeros(len(wanted), VOCAB)
+        for i, row in enumerate(wanted):
             token = int(token_ids[row])
             logits[i, (token + 1) % VOCAB] = 5.0
             if token in self.poison:
@@ -285,6 +286,26 @@ def test_of_two_writes_to_one_place_the_later_one_counts(executor: CudaExecutor,
     assert tokens_of(executor, plan) == [[9]]
     assert counting.passes == [([6, 7, 8], [0, 1, 2], [14, 15, 16])]
     assert tokens_of(executor, Plan().slice(0, 3, 1, 1)) == [[]]  # of two setups, too
+
+
+def test_no_place_in_the_tables_is_written_twice() -> None:
+    """A GPU writes them in any order."""
+    writes = [TableWrite(2, 0, (5, 6, 7)), TableWrite(1, 4, (8,)), TableWrite(2, 1, (9,)), TableWrite(2, 3, (4, 3))]
+    places, ids = table_writes(writes, 10)
+    assert dict(zip(places.tolist(), ids.tolist(), strict=True)) == {20: 5, 21: 9, 22: 7, 23: 4, 24: 3, 14: 8}
+    assert len(places) == 6
+
+
+def test_two_plans_have_halves_of_the_ring_of_their_own(executor: CudaExecutor) -> None:
+    ring = executor.runner.ring
+    assert [ring.begin() for _ in range(4)] == [4, 0, 4, 0] and ring.columns.shape[0] == 8
+
+
+def test_a_row_that_ended_on_the_way_round_is_done_on_the_device_too(executor: CudaExecutor) -> None:
+    plan = Plan().give(0, (1, 2), stops=(4,), logit_bias={9: -1.0}).slice(0, 0, 1, 1, [3])
+    assert tokens_of(executor, plan) == [[4]]
+    assert executor.runner.state.done.tolist() == [True, False, False, False, True]
+    assert int(executor.runner.state.last_token[0]) == 4
 
 
 def test_more_stop_ids_than_a_row_keeps(executor: CudaExecutor) -> None:

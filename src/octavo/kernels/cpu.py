@@ -204,7 +204,7 @@ class _Plan:
     """How a batch is attended to: worked out once, the same for every layer. Single queries are for `singles`, or else
     in `groups`."""
 
-    singles: native.DecodeAttention | None
+    singles: native.Singles | None
     groups: list[_Group]
     chunks: list[tuple[_Span, Tensor]]  # with its kv_rows
     staircase: Tensor
@@ -245,16 +245,16 @@ def paged_attention(
     one by one, in tiles of queries, none of which looks at a key past its last.
     """
     q = q.contiguous()
-    key = ("cpu.paged_attention", q.shape, q.dtype, kv_layer.shape, kv_layer.stride(), kv_layer.dtype, window, scale)
+    key = ("cpu.paged_attention", q.shape, q.dtype, kv_layer.shape, kv_layer.stride(), kv_layer.dtype, window)
     plan: _Plan | None = batch.derived.get(key)
     if plan is None:
         if kv_layer.dtype != q.dtype or not _rows_are_even(kv_layer):
             return reference.paged_attention(q, kv_layer, batch, scale=scale, window=window, return_lse=return_lse)
-        plan = batch.derived[key] = _make_plan(batch, q, kv_layer, scale, window)
+        plan = batch.derived[key] = _make_plan(batch, q, kv_layer, window)
     out = torch.empty_like(q) if plan.covers_all else torch.zeros_like(q)
     lse = q.new_full(q.shape[:2], -math.inf, dtype=reference.wide_dtype(q.dtype)) if return_lse else None
-    if plan.singles is not None:
-        plan.singles(q, kv_layer, out, lse)
+    if plan.singles is not None and (library := native.library()) is not None:
+        library.decode_attention(q, kv_layer, plan.singles, out, lse, scale=scale, window=window)
     if plan.groups or plan.chunks:
         _attend_gathered(plan, q, kv_layer, out, lse, scale, window)
     return out if lse is None else (out, lse)
@@ -317,11 +317,10 @@ def _rows_are_even(kv_layer: Tensor) -> bool:
     )
 
 
-def _make_plan(batch: RaggedBatch, q: Tensor, kv_layer: Tensor, scale: float, window: int) -> _Plan:
+def _make_plan(batch: RaggedBatch, q: Tensor, kv_layer: Tensor, window: int) -> _Plan:
     library = native.library() if native.takes_heads(q, kv_layer) else None
     if library is not None and batch.max_query_len == 1 and batch.num_seqs == len(q):  # as in most steps
-        tensors = torch.arange(len(q)), batch.seq_lens.contiguous(), batch.block_tables.contiguous()
-        singles = library.decode_attention(q, kv_layer, *tensors, scale=scale, window=window)
+        singles = native.Singles(torch.arange(len(q)), batch.seq_lens, batch.block_tables)
         return _Plan(singles, [], [], torch.empty(0, 0), covers_all=bool((batch.seq_lens > 0).all()))
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
     group_size = q.shape[1] // num_kv_heads
@@ -343,8 +342,7 @@ def _make_plan(batch: RaggedBatch, q: Tensor, kv_layer: Tensor, scale: float, wi
     )
     if decodes and library is not None:
         seqs, rows = torch.tensor([(span.seq, span.begin) for span in decodes]).T.contiguous()
-        tensors = rows, batch.seq_lens[seqs], batch.block_tables[seqs]
-        plan.singles = library.decode_attention(q, kv_layer, *tensors, scale=scale, window=window)
+        plan.singles = native.Singles(rows, batch.seq_lens[seqs], batch.block_tables[seqs])
     elif decodes:
         for spans in _of_similar_length(decodes, block_bytes):
             plan.groups.append(_make_group(spans, batch, kv_layer, group_size, q.dtype))

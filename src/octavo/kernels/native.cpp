@@ -1,4 +1,5 @@
-// The CPU's kernels where torch has none that will do: what a step spends its time on when few tokens meet many weights.
+// The CPU's kernels where torch has none that will do: what a step spends its time on when few tokens meet many
+// weights.
 //
 // Compiled on the machine that runs it, by `native.py`, which is also where each function's arguments are explained;
 // the names and the arithmetic are those of `reference.py`. Portable C++ with GCC's and Clang's vector types, which the
@@ -18,6 +19,7 @@ constexpr int LANES = 16;
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef int16_t Shorts __attribute__((vector_size(4 * LANES)));
 
 // -- numbers ----------------------------------------------------------------------------------------------------------
 
@@ -47,18 +49,69 @@ template <> inline bfloat16 narrow<bfloat16>(float x) {  // to the nearest, ties
 
 template <class T> inline float rounded(float x) { return wide(narrow<T>(x)); }
 
+template <class T> inline void widen(const T *from, long size, float *to) {
+    for (long i = 0; i < size; i++) to[i] = wide(from[i]);
+}
+
 template <class V, class T> inline V load(const T *from) {
     V v;
     memcpy(&v, from, sizeof v);
     return v;
 }
 
+// The numbers of one register as float32: those of bfloat16, twice as many, as the even ones and then the odd ones. What
+// sums over all, or is put back in order in the end, does not mind.
+template <class T> constexpr int WIDTH = 4 * LANES / sizeof(T);
+template <class T> constexpr int PARTS = WIDTH<T> / LANES;
+
+inline void spread(const float *from, Floats *to) { to[0] = load<Floats>(from); }
+
+inline void spread(const bfloat16 *from, Floats *to) {
+    Words pairs = load<Words>(from);
+    to[0] = (Floats)(pairs << 16), to[1] = (Floats)(pairs & 0xffff0000u);
+}
+
+inline Floats broadcast(float x) { return x - Floats{}; }  // a sum with 0 would be computed
+
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#endif
+
+// Halves of runs of lanes added: of a in the lower half of each run of twice as many, of b in the upper.
+inline Floats fold_8(Floats a, Floats b) {
+    return SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+
+inline Floats fold_4(Floats a, Floats b) {
+    return SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+           SHUFFLE(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+}
+
+inline Floats fold_2(Floats a, Floats b) {
+    return SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+}
+
+inline Floats fold_1(Floats a, Floats b) {
+    return SHUFFLE(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+           SHUFFLE(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+}
+
+// The sums of 16 vectors, a lane each, in 15 foldings: v[0] and v[8] share a vector first, then v[4] and v[12], ...
+inline Floats sums_of(const Floats *v) {
+    Floats eight[8], four[4];
+    for (int i = 0; i < 8; i++) eight[i] = fold_8(v[i], v[i + 8]);
+    for (int i = 0; i < 4; i++) four[i] = fold_4(eight[i], eight[i + 4]);
+    return fold_1(fold_2(four[0], four[2]), fold_2(four[1], four[3]));
+}
+
 inline float sum(Floats v) {
-    float halves[LANES];
-    memcpy(halves, &v, sizeof v);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) halves[i] += halves[i + width];
-    return halves[0];
+    Floats folded = fold_8(v, v);
+    folded = fold_4(folded, folded), folded = fold_2(folded, folded), folded = fold_1(folded, folded);
+    return folded[0];
 }
 
 // e^x for x <= 0, to 2e-7 of its value: 2^n by the exponent's bits, 2^f for f in [-1/2, 1/2] by its Taylor series. In
@@ -102,66 +155,67 @@ template <int ROWS> void tile_product(const bfloat16 *tile, const float *x, long
     for (long k = 0; k < size; k += 2, tile += 2 * BF16_TILE) {
         __builtin_prefetch(reinterpret_cast<const char *>(tile) + AHEAD);
         __builtin_prefetch(reinterpret_cast<const char *>(tile) + AHEAD + 64);
-        Words pairs[2] = {load<Words>(tile), load<Words>(tile + 2 * LANES)};
-        Floats even[2] = {(Floats)(pairs[0] << 16), (Floats)(pairs[1] << 16)};
-        Floats odd[2] = {(Floats)(pairs[0] & 0xffff0000u), (Floats)(pairs[1] & 0xffff0000u)};
+        Floats weights[2][2];  // of outputs 0 to 15 and 16 to 31, for the first input and the second
+        for (int half = 0; half < 2; half++) spread(tile + 2 * LANES * half, weights[half]);
         for (int row = 0; row < ROWS; row++) {
-            Floats first = Floats{} + x[row * size + k], second = Floats{} + x[row * size + k + 1];
-            for (int half = 0; half < 2; half++) total[row][half] += even[half] * first;
-            for (int half = 0; half < 2; half++) total[row][half] += odd[half] * second;
+            Floats first = broadcast(x[row * size + k]), second = broadcast(x[row * size + k + 1]);
+            for (int half = 0; half < 2; half++) total[row][half] += weights[half][0] * first;
+            for (int half = 0; half < 2; half++) total[row][half] += weights[half][1] * second;
         }
     }
     memcpy(sums, total, sizeof total);
 }
 
-template <int ROWS> void tile_product(const int8_t *tile, const float *x, long size, Floats (*sums)[4]) {
-    Floats total[ROWS][4] = {};
-    for (long k = 0; k < size; k += 4, tile += 4 * INT8_TILE) {
-        Ints quads[4];
+// In 16 bits, where the processor has twice as many lanes: two products of bytes from -127 to 127 fit together. x holds,
+// for each four inputs, the first and the third as one word, then the second and the fourth.
+//
+//     16-bit lanes    | 0 1 of output 0 | 2 3 of output 0 | 0 1 of output 1 | ...
+//     32-bit lanes    |       the sum for output 0        |
+template <int ROWS> void tile_product(const int8_t *tile, const int32_t *x, long size, Floats (*sums)[4]) {
+    Ints total[ROWS][4] = {};
+    for (long k = 0; k < size / 2; k += 2, tile += 4 * INT8_TILE) {
+#pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
             __builtin_prefetch(tile + AHEAD + 64 * j);
-            quads[j] = load<Ints>(tile + 4 * LANES * j);
-        }
+            Shorts pairs = load<Shorts>(tile + 4 * LANES * j), even = pairs << 8 >> 8, odd = pairs >> 8;
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) {
-            Floats weights[4];
-            for (int j = 0; j < 4; j++) weights[j] = __builtin_convertvector(quads[j] << (24 - 8 * i) >> 24, Floats);
             for (int row = 0; row < ROWS; row++) {
-                Floats factor = Floats{} + x[row * size + k + i];
-                for (int j = 0; j < 4; j++) total[row][j] += weights[j] * factor;
+                const int32_t *factors = x + row * size / 2 + k;
+                Ints both = (Ints)(even * (Shorts)(Ints{} + factors[0]) + odd * (Shorts)(Ints{} + factors[1]));
+                total[row][j] += (both << 16 >> 16) + (both >> 16);
             }
         }
     }
-    memcpy(sums, total, sizeof total);
+    for (int row = 0; row < ROWS; row++)
+        for (int j = 0; j < 4; j++) sums[row][j] = __builtin_convertvector(total[row][j], Floats);
 }
 
-template <class W, int PARTS, int ROWS = MOST_ROWS>
-void tile_product_of(int rows, const W *tile, const float *x, long size, Floats (*sums)[PARTS]) {
+template <class W, class X, int SIXTEENS, int ROWS = MOST_ROWS>
+void tile_product_of(int rows, const W *tile, const X *x, long size, Floats (*sums)[SIXTEENS]) {
     if constexpr (ROWS == 1)
         tile_product<1>(tile, x, size, sums);
     else if (rows == ROWS)
         tile_product<ROWS>(tile, x, size, sums);
     else
-        tile_product_of<W, PARTS, ROWS - 1>(rows, tile, x, size, sums);
+        tile_product_of<W, X, SIXTEENS, ROWS - 1>(rows, tile, x, size, sums);
 }
 
-// y = x @ w.T * scale * x_scale + bias, from x in float32 [num_rows, padded_in].
-template <class W, int TILE, class Y>
-void tiled_product(const W *tiles, const float *x, const float *x_scale, const float *scale, const bfloat16 *bias, Y *y,
+// y = x @ w.T * scale * x_scale + bias; a row of x takes x_stride numbers.
+template <class W, int TILE, class X, class Y>
+void tiled_product(const W *tiles, const X *x, long x_stride, const float *x_scale, const float *scale, const bfloat16 *bias, Y *y,
                    long num_rows, long padded_in, long num_out, int num_threads) {
-    constexpr int PARTS = TILE / LANES;
+    constexpr int SIXTEENS = TILE / LANES;
     long num_tiles = (num_out + TILE - 1) / TILE;
-    long share = std::max(1L, num_tiles / 32);  // small enough that a thread which is held up is not waited for long
-#pragma omp parallel for schedule(dynamic, share) num_threads(num_threads)
+#pragma omp parallel for num_threads(num_threads)  // in two runs of memory: what is prefetched past a tile's end is used
     for (long t = 0; t < num_tiles; t++) {
         for (long first = 0; first < num_rows; first += MOST_ROWS) {
             int rows = std::min<long>(MOST_ROWS, num_rows - first);
             alignas(64) float sums[MOST_ROWS][TILE];
-            tile_product_of<W, PARTS>(rows, tiles + t * TILE * padded_in, x + first * padded_in, padded_in,
-                                      reinterpret_cast<Floats(*)[PARTS]>(sums));
+            tile_product_of<W, X, SIXTEENS>(rows, tiles + t * TILE * padded_in, x + first * x_stride, padded_in,
+                                      reinterpret_cast<Floats(*)[SIXTEENS]>(sums));
             long width = std::min<long>(TILE, num_out - t * TILE);
             for (int row = 0; row < rows; row++) {
-                float row_scale = x_scale ? x_scale[first + row] : 1.0f;
+                float row_scale = scale ? x_scale[first + row] : 1.0f;
                 Y *out = y + (first + row) * num_out + t * TILE;
                 for (long i = 0; i < width; i++) {
                     float value = sums[row][i];
@@ -170,6 +224,88 @@ void tiled_product(const W *tiles, const float *x, const float *x_scale, const f
                     out[i] = narrow<Y>(value);
                 }
             }
+        }
+    }
+}
+
+struct Linear {
+    const void *tiles;
+    const bfloat16 *x;   // [num_rows, num_in]
+    const float *scale;  // [num_out], of int8
+    const bfloat16 *bias;
+    void *y;  // [num_rows, num_out], float32 or bfloat16
+    long num_rows, num_in, padded_in, num_out;
+    int wide_y, num_threads;
+};
+
+// The largest of a row becomes 127 -> what undoes it.
+inline float quantize_row(const bfloat16 *x, long size, int8_t *out) {
+    float most = 0;
+    for (long i = 0; i < size; i++) most = std::max(most, std::fabs(wide(x[i])));
+    float inverse = most > 0 ? 127 / most : 0;
+    for (long i = 0; i < size; i++) out[i] = int8_t(std::nearbyint(wide(x[i]) * inverse));
+    return most / 127;
+}
+
+template <class W, int TILE, class X> void multiply(const Linear &a, const X *x, long x_stride, const float *x_scale) {
+    auto into = [&](auto *y) {
+        tiled_product<W, TILE>(static_cast<const W *>(a.tiles), x, x_stride, x_scale, a.scale, a.bias, y, a.num_rows,
+                               a.padded_in, a.num_out, a.num_threads);
+    };
+    a.wide_y ? into(static_cast<float *>(a.y)) : into(static_cast<bfloat16 *>(a.y));
+}
+
+void linear(const Linear &a) {
+    float *x = scratch<2>(a.num_rows * a.padded_in);
+    for (long row = 0; row < a.num_rows; row++) {
+        widen(a.x + row * a.num_in, a.num_in, x + row * a.padded_in);
+        std::fill(x + row * a.padded_in + a.num_in, x + (row + 1) * a.padded_in, 0.0f);
+    }
+    multiply<bfloat16, BF16_TILE>(a, x, a.padded_in, nullptr);
+}
+
+void quantized_linear(const Linear &a) {
+    // All in one piece of scratch: the words that tile_product wants, the scales, and a row's bytes.
+    float *x_scale = scratch<2>(a.num_rows * (a.padded_in / 2 + 1) + a.padded_in / 4);
+    auto *words = reinterpret_cast<int32_t *>(x_scale + a.num_rows);
+    auto *row_bytes = reinterpret_cast<int8_t *>(words + a.num_rows * a.padded_in / 2);
+    for (long row = 0; row < a.num_rows; row++) {
+        x_scale[row] = quantize_row(a.x + row * a.num_in, a.num_in, row_bytes);
+        std::fill(row_bytes + a.num_in, row_bytes + a.padded_in, int8_t(0));
+        int32_t *out = words + row * a.padded_in / 2;
+        for (long k = 0; k < a.padded_in; k += 2)  // 0 2 | 1 3
+            out[k / 2] = uint16_t(row_bytes[k / 4 * 4 + k % 4 / 2]) | int32_t(row_bytes[k / 4 * 4 + k % 4 / 2 + 2]) << 16;
+    }
+    multiply<int8_t, INT8_TILE>(a, words, a.padded_in / 2, x_scale);
+}
+
+struct Quantize {
+    const bfloat16 *x;  // [num_rows, size]
+    int8_t *out;
+    float *scale;  // [num_rows]
+    long num_rows, size;
+    int num_threads;
+};
+
+struct Embed {
+    const int64_t *token_ids;
+    const void *tiles;
+    const float *scale;  // of int8
+    bfloat16 *out;       // [num_tokens, size]
+    long num_tokens, size, padded;
+};
+
+// Rows of a tiled weight.
+template <class W, int TILE, int INPUTS> void embed(const Embed &a) {
+    for (long t = 0; t < a.num_tokens; t++) {
+        long token = a.token_ids[t];
+        const W *tile = static_cast<const W *>(a.tiles) + token / TILE * TILE * a.padded + token % TILE * INPUTS;
+        for (long i = 0; i < a.size; i++) {
+            W value = tile[i / INPUTS * TILE * INPUTS + i % INPUTS];
+            if constexpr (std::is_same_v<W, int8_t>)
+                a.out[t * a.size + i] = narrow<bfloat16>(value * a.scale[token]);
+            else
+                a.out[t * a.size + i] = value;
         }
     }
 }
@@ -193,10 +329,20 @@ template <class T, class W> inline void rms_norm_row(const float *x, const W *we
     }
 }
 
-template <class T, class W>
-void add_rms_norm(const T *x, const T *residual, const W *weight, float eps, T *out, T *stream, long num_rows, long size,
-                  int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_rows * size > WORTH_A_THREAD)
+struct Norm {
+    const void *x, *residual, *weight;  // residual may be null
+    void *out, *stream;
+    float eps;
+    long num_rows, size;
+    int wide_weight, num_threads;
+};
+
+template <class T, class W> void add_rms_norm(const Norm &a) {
+    auto *x = static_cast<const T *>(a.x), *residual = static_cast<const T *>(a.residual);
+    auto *weight = static_cast<const W *>(a.weight);
+    auto *out = static_cast<T *>(a.out), *stream = static_cast<T *>(a.stream);
+    long num_rows = a.num_rows, size = a.size;
+#pragma omp parallel for num_threads(a.num_threads) if (num_rows * size > WORTH_A_THREAD)
     for (long row = 0; row < num_rows; row++) {
         float *sums = scratch<0>(size);
         for (long i = 0; i < size; i++) {
@@ -208,12 +354,22 @@ void add_rms_norm(const T *x, const T *residual, const W *weight, float eps, T *
             }
             sums[i] = value;
         }
-        rms_norm_row(sums, weight, eps, size, out + row * size);
+        rms_norm_row(sums, weight, a.eps, size, out + row * size);
     }
 }
 
-template <class T> void silu_mul(const T *gate_up, T *out, long num_rows, long size, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_rows * size > WORTH_A_THREAD)
+struct Gate {
+    const void *gate_up;  // [num_rows, 2 * size]
+    void *out;            // [num_rows, size]
+    long num_rows, size;
+    int num_threads;
+};
+
+template <class T> void silu_mul(const Gate &a) {
+    auto *gate_up = static_cast<const T *>(a.gate_up);
+    auto *out = static_cast<T *>(a.out);
+    long num_rows = a.num_rows, size = a.size;
+#pragma omp parallel for num_threads(a.num_threads) if (num_rows * size > WORTH_A_THREAD)
     for (long row = 0; row < num_rows; row++) {
         const T *gate = gate_up + row * 2 * size, *up = gate + size;
         for (long i = 0; i < size; i++) {
@@ -230,6 +386,9 @@ struct RopeWrite {
     long num_tokens, num_heads, num_kv_heads, head_dim;
     long q_stride, k_stride, v_stride;  // from token to token; a token's heads are neighbours
     long block_stride, block_size;      // of the layer's K and V, in elements; in tokens
+    const void *q, *k, *v, *q_norm, *k_norm;
+    void *q_out, *kv_layer;
+    int wide_norm, num_threads;
 };
 
 // One head: normed where there is a weight, turned by its position's angles.
@@ -250,12 +409,13 @@ inline void turn_head(const T *head, const W *norm, float eps, const float *cos_
     }
 }
 
-template <class T, class W>
-void rope_kv_write(const RopeWrite &r, const T *q, const T *k, const T *v, const W *q_norm, const W *k_norm,
-                   T *q_out, T *kv_layer, int num_threads) {
+template <class T, class W> void rope_kv_write(const RopeWrite &r) {
+    auto *q = static_cast<const T *>(r.q), *k = static_cast<const T *>(r.k), *v = static_cast<const T *>(r.v);
+    auto *q_norm = static_cast<const W *>(r.q_norm), *k_norm = static_cast<const W *>(r.k_norm);
+    auto *q_out = static_cast<T *>(r.q_out), *kv_layer = static_cast<T *>(r.kv_layer);
     long row_size = r.block_size * r.head_dim;  // a head's K or V in a block
     bool worth = r.num_tokens * (r.num_heads + 2 * r.num_kv_heads) * r.head_dim > WORTH_A_THREAD;
-#pragma omp parallel for num_threads(num_threads) if (worth)
+#pragma omp parallel for num_threads(r.num_threads) if (worth)
     for (long t = 0; t < r.num_tokens; t++) {
         const float *cos_sin = r.cos_sin + r.positions[t] * r.head_dim;
         for (long h = 0; h < r.num_heads; h++)
@@ -278,62 +438,124 @@ struct Attention {
     const int32_t *tables;    // [num_seqs, table_width]
     float scale;
     long num_seqs, table_width, window, num_kv_heads, group, head_dim, block_size, block_stride;
+    const void *q, *kv_layer;
+    void *out;
+    float *lse;  // may be null
+    int num_threads;
 };
 
 constexpr long PART_KEYS = 512;  // keys that one task attends to: long contexts are shared among threads
-constexpr int MOST_GROUP = 16, MOST_HEAD_DIM = 256, MOST_BLOCK = 256;
+constexpr int MOST_GROUP = 16, MOST_HEAD_DIM = 256;
+constexpr int CHUNK = LANES;   // keys at once: a lane each for their scores
+constexpr int MOST_HEADS = 4;  // query heads at once: what is loaded of K and V serves all of them
 
-template <class T> inline void widen(const T *from, long size, float *to) {
-    for (long i = 0; i < size; i++) to[i] = wide(from[i]);
+// The query heads that share a K/V head, and their softmax in progress: over the keys so far, the values weighted by
+// exp(score - highest), and the sum of the weights. Rows are as `spread` leaves them.
+struct Heads {
+    alignas(64) float query[MOST_GROUP][MOST_HEAD_DIM], weighted[MOST_GROUP][MOST_HEAD_DIM];
+    float highest[MOST_GROUP], total[MOST_GROUP];
+};
+
+// Numbers from i on of a row of `size`, zeros behind its end; WHOLE: the end is not among them.
+template <bool WHOLE, class T> inline void spread_row(const T *row, long i, long size, Floats *to) {
+    if constexpr (WHOLE) return spread(row + i, to);
+    alignas(64) T padded[WIDTH<T>] = {};
+    memcpy(padded, row + i, std::min<long>(WIDTH<T>, size - i) * sizeof(T));
+    spread(padded, to);
 }
 
-// Softmax in progress over keys [first, last) of one sequence and one K/V head, for the query heads that share it.
-// part [group, head_dim + 2]: the values weighted by exp(score - highest), then highest, then the sum of the weights.
+// Keys [0, n) of a block, for HEADS heads from `first` on.
+template <int HEADS, bool WHOLE, class T>
+void attend_chunk(Heads &heads, int first, const T *keys, const T *values, long n, long size) {
+    Floats products[HEADS][CHUNK] = {};
+    for (long j = 0; j < n; j++) {
+        Floats sums[HEADS] = {};
+        for (long i = 0; i < size; i += WIDTH<T>) {
+            Floats key[PARTS<T>];
+            spread_row<WHOLE>(keys + j * size, i, size, key);
+            for (int h = 0; h < HEADS; h++)
+                for (int p = 0; p < PARTS<T>; p++) sums[h] += key[p] * load<Floats>(heads.query[first + h] + i + p * LANES);
+        }
+        for (int h = 0; h < HEADS; h++) products[h][j] = sums[h];
+    }
+    alignas(64) float weights[HEADS][CHUNK];
+    for (int h = 0; h < HEADS; h++) {
+        Floats scores = sums_of(products[h]);
+        memcpy(weights[h], &scores, sizeof scores);
+        std::fill(weights[h] + n, weights[h] + CHUNK, -INFINITY);
+        float &highest = heads.highest[first + h], &total = heads.total[first + h];
+        float best = *std::max_element(weights[h], weights[h] + n);
+        if (!(best <= highest)) {
+            float shrink = exp_of_negative(highest - best);
+            total *= shrink, highest = best;
+            for (float &weighted : heads.weighted[first + h]) weighted *= shrink;
+        }
+        for (int j = 0; j < CHUNK; j++) weights[h][j] = exp_of_negative(weights[h][j] - highest);
+        total += sum(load<Floats>(weights[h]));
+    }
+    for (long i = 0; i < size; i += WIDTH<T>) {
+        Floats weighted[HEADS][PARTS<T>];
+        for (int h = 0; h < HEADS; h++) memcpy(weighted[h], heads.weighted[first + h] + i, sizeof weighted[h]);
+        for (long j = 0; j < n; j++) {
+            Floats value[PARTS<T>];
+            spread_row<WHOLE>(values + j * size, i, size, value);
+            for (int h = 0; h < HEADS; h++)
+                for (int p = 0; p < PARTS<T>; p++) weighted[h][p] += value[p] * broadcast(weights[h][j]);
+        }
+        for (int h = 0; h < HEADS; h++) memcpy(heads.weighted[first + h] + i, weighted[h], sizeof weighted[h]);
+    }
+}
+
+template <bool WHOLE, class T>
+void attend_chunk_of(int num_heads, Heads &heads, int first, const T *keys, const T *values, long n, long size) {
+    switch (num_heads) {
+        case 1: return attend_chunk<1, WHOLE>(heads, first, keys, values, n, size);
+        case 2: return attend_chunk<2, WHOLE>(heads, first, keys, values, n, size);
+        case 3: return attend_chunk<3, WHOLE>(heads, first, keys, values, n, size);
+        default: return attend_chunk<MOST_HEADS, WHOLE>(heads, first, keys, values, n, size);
+    }
+}
+
+// Keys [first, last) of one sequence and one K/V head -> part [group, head_dim + 2]: weighted, highest, total.
 template <class T>
 void attend_part(const Attention &a, const T *q, const T *kv_layer, long seq, long head, long first, long last, float *part) {
-    alignas(64) float query[MOST_GROUP][MOST_HEAD_DIM], weighted[MOST_GROUP][MOST_HEAD_DIM] = {};
-    alignas(64) float row[MOST_HEAD_DIM] = {}, scores[MOST_GROUP][MOST_BLOCK];
-    float highest[MOST_GROUP], total[MOST_GROUP];
-    long padded = (a.head_dim + LANES - 1) / LANES * LANES;  // with zeros, which add nothing
+    Heads heads;
+    long row_size = a.block_size * a.head_dim;  // a head's K or V in a block
     for (long g = 0; g < a.group; g++) {
         const T *from = q + ((a.rows[seq] * a.num_kv_heads + head) * a.group + g) * a.head_dim;
-        memset(query[g], 0, sizeof query[g]);
-        for (long i = 0; i < a.head_dim; i++) query[g][i] = wide(from[i]) * a.scale;
-        highest[g] = -INFINITY, total[g] = 0;
+        for (long i = 0; i < a.head_dim; i += WIDTH<T>) {
+            Floats lanes[PARTS<T>];
+            spread_row<false>(from, i, a.head_dim, lanes);
+            for (int p = 0; p < PARTS<T>; p++) lanes[p] *= broadcast(a.scale);
+            memcpy(heads.query[g] + i, lanes, sizeof lanes);
+        }
+        memset(heads.weighted[g], 0, sizeof heads.weighted[g]);
+        heads.highest[g] = -INFINITY, heads.total[g] = 0;
     }
-    const int32_t *table = a.tables + seq * a.table_width;
-    for (long begin = first; begin < last;) {
-        long block = begin / a.block_size, end = std::min(last, (block + 1) * a.block_size), count = end - begin;
-        const T *keys = kv_layer + table[block] * a.block_stride + (head * a.block_size + begin % a.block_size) * a.head_dim;
-        const T *values = keys + a.num_kv_heads * a.block_size * a.head_dim;
-        for (long j = 0; j < count; j++) {
-            widen(keys + j * a.head_dim, a.head_dim, row);
-            for (long g = 0; g < a.group; g++) {
-                Floats dot = {};
-                for (long i = 0; i < padded; i += LANES) dot += load<Floats>(row + i) * load<Floats>(query[g] + i);
-                scores[g][j] = sum(dot);
+    auto attend = a.head_dim % WIDTH<T> ? attend_chunk_of<false, T> : attend_chunk_of<true, T>;
+    auto keys_at = [&](long key) {
+        long block = a.tables[seq * a.table_width + key / a.block_size];
+        return kv_layer + block * a.block_stride + head * row_size + key % a.block_size * a.head_dim;
+    };
+    for (long begin = first, end; begin < last; begin = end) {
+        end = std::min({last, (begin / a.block_size + 1) * a.block_size, begin + CHUNK});
+        const T *keys = keys_at(begin), *values = keys + a.num_kv_heads * row_size;
+        if (end < last) {
+            auto *next = reinterpret_cast<const char *>(keys_at(end));
+            for (long i = 0; i < CHUNK * a.head_dim * long(sizeof(T)); i += 64) {
+                __builtin_prefetch(next + i);
+                __builtin_prefetch(next + a.num_kv_heads * row_size * sizeof(T) + i);
             }
         }
-        for (long g = 0; g < a.group; g++) {
-            float best = *std::max_element(scores[g], scores[g] + count);
-            if (best > highest[g]) {
-                float shrink = exp_of_negative(highest[g] - best);
-                total[g] *= shrink, highest[g] = best;
-                for (long i = 0; i < padded; i++) weighted[g][i] *= shrink;
-            }
-            for (long j = 0; j < count; j++) scores[g][j] = exp_of_negative(scores[g][j] - highest[g]);
-            for (long j = 0; j < count; j++) total[g] += scores[g][j];
-        }
-        for (long j = 0; j < count; j++) {
-            widen(values + j * a.head_dim, a.head_dim, row);
-            for (long g = 0; g < a.group; g++)
-                for (long i = 0; i < padded; i++) weighted[g][i] += scores[g][j] * row[i];
-        }
-        begin = end;
+        for (int g = 0; g < a.group; g += MOST_HEADS)
+            attend(std::min<int>(MOST_HEADS, a.group - g), heads, g, keys, values, end - begin, a.head_dim);
     }
     for (long g = 0; g < a.group; g++, part += a.head_dim + 2) {
-        memcpy(part, weighted[g], a.head_dim * sizeof(float));
-        part[a.head_dim] = highest[g], part[a.head_dim + 1] = total[g];
+        for (long i = 0; i < a.head_dim; i++) {  // as they were before they were spread
+            long within = i % WIDTH<T>;
+            part[i] = heads.weighted[g][i - within + within % PARTS<T> * LANES + within / PARTS<T>];
+        }
+        part[a.head_dim] = heads.highest[g], part[a.head_dim + 1] = heads.total[g];
     }
 }
 
@@ -353,8 +575,9 @@ void merge_parts(const float *parts, long num_parts, long stride, long head_dim,
     if (lse) *lse = highest + std::log(total);
 }
 
-template <class T>
-void decode_attention(const Attention &a, const T *q, const T *kv_layer, T *out, float *lse, int num_threads) {
+template <class T> void decode_attention(const Attention &a) {
+    auto *q = static_cast<const T *>(a.q), *kv_layer = static_cast<const T *>(a.kv_layer);
+    auto *out = static_cast<T *>(a.out);
     struct Task {
         long seq, head, first, last;
     };
@@ -373,7 +596,8 @@ void decode_attention(const Attention &a, const T *q, const T *kv_layer, T *out,
     firsts.push_back(tasks.size());
     long head_size = a.head_dim + 2, part_size = a.group * head_size;
     float *parts = scratch<1>(tasks.size() * part_size);
-#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_keys * a.num_kv_heads * a.head_dim > WORTH_A_THREAD)
+    bool worth = num_keys * a.num_kv_heads * a.head_dim > WORTH_A_THREAD;
+#pragma omp parallel for schedule(dynamic) num_threads(a.num_threads) if (worth)
     for (size_t i = 0; i < tasks.size(); i++)
         attend_part(a, q, kv_layer, tasks[i].seq, tasks[i].head, tasks[i].first, tasks[i].last, parts + i * part_size);
     for (long pair = 0; pair + 1 < long(firsts.size()); pair++) {
@@ -382,7 +606,7 @@ void decode_attention(const Attention &a, const T *q, const T *kv_layer, T *out,
         for (long g = 0; g < a.group; g++) {
             long place = (a.rows[seq] * a.num_kv_heads + head) * a.group + g;
             merge_parts(parts + firsts[pair] * part_size + g * head_size, firsts[pair + 1] - firsts[pair], part_size,
-                        a.head_dim, out + place * a.head_dim, lse ? lse + place : nullptr);
+                        a.head_dim, out + place * a.head_dim, a.lse ? a.lse + place : nullptr);
         }
     }
 }
@@ -391,70 +615,38 @@ void decode_attention(const Attention &a, const T *q, const T *kv_layer, T *out,
 
 // -- what native.py calls ---------------------------------------------------------------------------------------------
 
+// Each takes one pointer, to a struct of its arguments, so that calls can be written down and done again.
+
 #define EXPORT extern "C" __attribute__((visibility("default"))) void
 
-EXPORT linear_bf16(const bfloat16 *tiles, const bfloat16 *x, const bfloat16 *bias, void *y, int wide_y, long num_rows,
-                   long num_in, long padded_in, long num_out, int num_threads) {
-    float *wide_x = scratch<2>(num_rows * padded_in);
-    for (long row = 0; row < num_rows; row++) {
-        widen(x + row * num_in, num_in, wide_x + row * padded_in);
-        std::fill(wide_x + row * padded_in + num_in, wide_x + (row + 1) * padded_in, 0.0f);
-    }
-    auto call = [&](auto *out) {
-        tiled_product<bfloat16, BF16_TILE>(tiles, wide_x, nullptr, nullptr, bias, out, num_rows, padded_in, num_out, num_threads);
-    };
-    wide_y ? call(static_cast<float *>(y)) : call(static_cast<bfloat16 *>(y));
+EXPORT linear_bf16(const Linear *a) { linear(*a); }
+EXPORT linear_int8(const Linear *a) { quantized_linear(*a); }
+EXPORT embed_bf16(const Embed *a) { embed<bfloat16, BF16_TILE, 2>(*a); }
+EXPORT embed_plain(const Embed *a) { embed<bfloat16, 1, 2>(*a); }  // a tile of one row is a row
+EXPORT embed_int8(const Embed *a) { embed<int8_t, INT8_TILE, 4>(*a); }
+
+EXPORT quantize_rows(const Quantize *a) {
+#pragma omp parallel for num_threads(a->num_threads) if (a->num_rows * a->size > WORTH_A_THREAD)
+    for (long row = 0; row < a->num_rows; row++)
+        a->scale[row] = quantize_row(a->x + row * a->size, a->size, a->out + row * a->size);
 }
 
-EXPORT linear_int8(const int8_t *tiles, const int8_t *x, const float *x_scale, const float *scale, const bfloat16 *bias,
-                   void *y, int wide_y, long num_rows, long num_in, long padded_in, long num_out, int num_threads) {
-    float *wide_x = scratch<2>(num_rows * padded_in);
-    for (long row = 0; row < num_rows; row++) {
-        for (long i = 0; i < num_in; i++) wide_x[row * padded_in + i] = x[row * num_in + i];
-        std::fill(wide_x + row * padded_in + num_in, wide_x + (row + 1) * padded_in, 0.0f);
-    }
-    auto call = [&](auto *out) {
-        tiled_product<int8_t, INT8_TILE>(tiles, wide_x, x_scale, scale, bias, out, num_rows, padded_in, num_out, num_threads);
-    };
-    wide_y ? call(static_cast<float *>(y)) : call(static_cast<bfloat16 *>(y));
-}
-
-// The largest of a row becomes 127.
-EXPORT quantize_rows_bf16(const bfloat16 *x, int8_t *out, float *scale, long num_rows, long size, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_rows * size > WORTH_A_THREAD)
-    for (long row = 0; row < num_rows; row++) {
-        float most = 0;
-        for (long i = 0; i < size; i++) most = std::max(most, std::fabs(wide(x[row * size + i])));
-        scale[row] = most / 127;
-        float inverse = most > 0 ? 127 / most : 0;
-        for (long i = 0; i < size; i++) out[row * size + i] = int8_t(std::nearbyint(wide(x[row * size + i]) * inverse));
-    }
-}
-
-#define EXPORT_FOR(T, NAME)                                                                                                  \
-    EXPORT add_rms_norm_##NAME(const T *x, const T *residual, const void *weight, int wide_weight, float eps, T *out,        \
-                               T *stream, long num_rows, long size, int num_threads) {                                       \
-        if (wide_weight)                                                                                                     \
-            add_rms_norm(x, residual, static_cast<const float *>(weight), eps, out, stream, num_rows, size, num_threads);    \
-        else                                                                                                                 \
-            add_rms_norm(x, residual, static_cast<const T *>(weight), eps, out, stream, num_rows, size, num_threads);        \
-    }                                                                                                                        \
-    EXPORT silu_mul_##NAME(const T *gate_up, T *out, long num_rows, long size, int num_threads) {                            \
-        silu_mul(gate_up, out, num_rows, size, num_threads);                                                                 \
-    }                                                                                                                        \
-    EXPORT rope_kv_write_##NAME(const RopeWrite *shape, const T *q, const T *k, const T *v, const void *q_norm,              \
-                                const void *k_norm, int wide_norm, T *q_out, T *kv_layer, int num_threads) {                 \
-        if (wide_norm)                                                                                                       \
-            rope_kv_write(*shape, q, k, v, static_cast<const float *>(q_norm), static_cast<const float *>(k_norm), q_out,    \
-                          kv_layer, num_threads);                                                                            \
-        else                                                                                                                 \
-            rope_kv_write(*shape, q, k, v, static_cast<const T *>(q_norm), static_cast<const T *>(k_norm), q_out, kv_layer,  \
-                          num_threads);                                                                                      \
-    }                                                                                                                        \
-    EXPORT decode_attention_##NAME(const Attention *shape, const T *q, const T *kv_layer, T *out, float *lse,                \
-                                   int num_threads) {                                                                        \
-        decode_attention(*shape, q, kv_layer, out, lse, num_threads);                                                        \
-    }
+#define EXPORT_FOR(T, NAME)                                                                                              \
+    EXPORT add_rms_norm_##NAME(const Norm *a) { a->wide_weight ? add_rms_norm<T, float>(*a) : add_rms_norm<T, T>(*a); }  \
+    EXPORT silu_mul_##NAME(const Gate *a) { silu_mul<T>(*a); }                                                           \
+    EXPORT rope_kv_write_##NAME(const RopeWrite *a) {                                                                    \
+        a->wide_norm ? rope_kv_write<T, float>(*a) : rope_kv_write<T, T>(*a);                                            \
+    }                                                                                                                    \
+    EXPORT decode_attention_##NAME(const Attention *a) { decode_attention<T>(*a); }
 
 EXPORT_FOR(float, f32)
 EXPORT_FOR(bfloat16, bf16)
+
+struct Call {
+    void (*function)(const void *);
+    const void *arguments;
+};
+
+EXPORT replay(const Call *calls, long num_calls) {
+    for (long i = 0; i < num_calls; i++) calls[i].function(calls[i].arguments);
+}

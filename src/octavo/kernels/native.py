@@ -10,6 +10,7 @@ getting it back may take longer.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -19,6 +20,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -41,135 +44,174 @@ SUFFIXES = MappingProxyType({torch.float32: "f32", torch.bfloat16: "bf16"})
 MOST_GROUP, MOST_HEAD_DIM, MOST_BLOCK = 16, 256, 256  # as in native.cpp
 
 
-class _Rope(ctypes.Structure):
-    _fields_ = (
-        ("positions", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
-        ("cos_sin", ctypes.c_void_p),
-        ("eps", ctypes.c_float),
-        *((name, ctypes.c_long) for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, ctypes.c_long) for name in ("q_stride", "k_stride", "v_stride", "block_stride", "block_size")),
-    )
-
-
-class _Attention(ctypes.Structure):
-    _fields_ = (
-        ("rows", ctypes.c_void_p),
-        ("seq_lens", ctypes.c_void_p),
-        ("tables", ctypes.c_void_p),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_long) for name in ("num_seqs", "table_width", "window", "num_kv_heads", "group")),
-        *((name, ctypes.c_long) for name in ("head_dim", "block_size", "block_stride")),
-    )
+def _struct(name: str, *fields: tuple[Any, str]) -> type[ctypes.Structure]:
+    """A struct of native.cpp, from its fields' types and names."""
+    return type(name, (ctypes.Structure,), {"_fields_": [(n, kind) for kind, names in fields for n in names.split()]})
 
 
 POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
-ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "linear_bf16": (POINTER,) * 4 + (INT,) + (LONG,) * 4 + (INT,),
-    "linear_int8": (POINTER,) * 6 + (INT,) + (LONG,) * 4 + (INT,),
-    "quantize_rows_bf16": (POINTER,) * 3 + (LONG,) * 2 + (INT,),
-    "add_rms_norm": (POINTER,) * 3 + (INT, FLOAT) + (POINTER,) * 2 + (LONG,) * 2 + (INT,),
-    "silu_mul": (POINTER,) * 2 + (LONG,) * 2 + (INT,),
-    "rope_kv_write": (POINTER,) * 6 + (INT,) + (POINTER,) * 2 + (INT,),
-    "decode_attention": (POINTER,) * 5 + (INT,),
-}
+_Linear = _struct(
+    "Linear",
+    (POINTER, "tiles x scale bias y"),
+    (LONG, "num_rows num_in padded_in num_out"),
+    (INT, "wide_y num_threads"),
+)
+_Quantize = _struct("Quantize", (POINTER, "x out scale"), (LONG, "num_rows size"), (INT, "num_threads"))
+_Embed = _struct("Embed", (POINTER, "token_ids tiles scale out"), (LONG, "num_tokens size padded"))
+_Norm = _struct(
+    "Norm",
+    (POINTER, "x residual weight out stream"),
+    (FLOAT, "eps"),
+    (LONG, "num_rows size"),
+    (INT, "wide_weight num_threads"),
+)
+_Gate = _struct("Gate", (POINTER, "gate_up out"), (LONG, "num_rows size"), (INT, "num_threads"))
+_RopeWrite = _struct(
+    "RopeWrite",
+    (POINTER, "positions slots cos_sin"),
+    (FLOAT, "eps"),
+    (LONG, "num_tokens num_heads num_kv_heads head_dim q_stride k_stride v_stride block_stride block_size"),
+    (POINTER, "q k v q_norm k_norm q_out kv_layer"),
+    (INT, "wide_norm num_threads"),
+)
+_Attention = _struct(
+    "Attention",
+    (POINTER, "rows seq_lens tables"),
+    (FLOAT, "scale"),
+    (LONG, "num_seqs table_width window num_kv_heads group head_dim block_size block_stride"),
+    (POINTER, "q kv_layer out lse"),
+    (INT, "num_threads"),
+)
+_Call = _struct("Call", (POINTER, "function arguments"))
+
+
+def _at(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+class Recording:
+    """Calls of native functions in their order, with all that they read and write."""
+
+    def __init__(self, replay: Any) -> None:
+        self._replay = replay
+        self._pairs: list[tuple[int, ctypes.Structure]] = []
+        self._kept: list[Any] = []
+        self._calls: Any = None
+
+    def add(self, address: int, arguments: ctypes.Structure, tensors: tuple[Any, ...]) -> None:
+        self._pairs.append((address, arguments))
+        self._kept.append(tensors)
+
+    def replay(self) -> None:
+        """Do it all again, on whatever the same memory holds by now. Python's lock is free meanwhile."""
+        if self._calls is None:
+            calls = [_Call(address, ctypes.addressof(arguments)) for address, arguments in self._pairs]
+            self._calls = (_Call * len(calls))(*calls)
+        self._replay(self._calls, len(self._calls))
 
 
 class Library:
     """The compiled functions, called with tensors on the CPU. What they take is checked by `kernels.cpu`, not here."""
 
     def __init__(self, path: Path) -> None:
-        lockless, locked = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
-        self._functions: dict[tuple[str, torch.dtype], Any] = {}
-        for name, arguments in ARGUMENTS.items():
+        unlocking, locked = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
+        self._functions: dict[tuple[str, torch.dtype | None], tuple[Any, int]] = {}
+        for name in ("linear_bf16", "linear_int8", "embed_bf16", "embed_plain", "embed_int8", "quantize_rows"):
+            self._functions[name, None] = _function(unlocking if name.startswith("linear") else locked, name)
+        for name in ("add_rms_norm", "silu_mul", "rope_kv_write", "decode_attention"):
             for dtype, suffix in SUFFIXES.items():
-                generic = not name.startswith(("linear", "quantize"))
-                function = getattr(locked if generic else lockless, f"{name}_{suffix}" if generic else name)
-                function.argtypes, function.restype = arguments, None
-                self._functions[name, dtype] = function
+                self._functions[name, dtype] = _function(locked, f"{name}_{suffix}")
+        self._replay = unlocking.replay
+        self._replay.argtypes, self._replay.restype = (POINTER, LONG), None
+        self._local = threading.local()
 
-    def linear(self, tiles: Tensor, x: Tensor, bias: Tensor | None, num_out: int, *, wide: bool) -> Tensor:
-        """x @ w.T + bias; x [num_rows, num_in] bfloat16.
+    @contextlib.contextmanager
+    def record(self) -> Iterator[Recording]:
+        """Write down what this thread calls, while it is called."""
+        recording = self._local.recording = Recording(self._replay)
+        try:
+            yield recording
+        finally:
+            self._local.recording = None
 
-        tiles [num_tiles, padded_in / 2, 32, 2] bfloat16: w in tiles of 32 outputs, zeros where there are fewer
-        -> [num_rows, num_out], bfloat16, or float32 if `wide`
-        """
-        num_rows, num_in = x.shape
-        y = torch.empty(num_rows, num_out, dtype=torch.float32 if wide else x.dtype)
-        self._functions["linear_bf16", x.dtype](
-            tiles.data_ptr(),
-            x.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            y.data_ptr(),
-            wide,
-            num_rows,
-            num_in,
-            tiles.shape[1] * 2,
-            num_out,
-            torch.get_num_threads(),
-        )
-        return y
+    def _call(self, name: str, dtype: torch.dtype | None, arguments: ctypes.Structure, *tensors: Any) -> None:
+        """tensors: what the arguments point to."""
+        function, address = self._functions[name, dtype]
+        function(ctypes.byref(arguments))
+        recording: Recording | None = getattr(self._local, "recording", None)
+        if recording is not None:
+            recording.add(address, arguments, tensors)
 
-    def linear_int8(
-        self, tiles: Tensor, scale: Tensor, x: Tensor, x_scale: Tensor, bias: Tensor | None, *, wide: bool
+    def linear(
+        self, tiles: Tensor, scale: Tensor | None, x: Tensor, bias: Tensor | None, num_out: int, *, wide: bool
     ) -> Tensor:
-        """(x * x_scale) @ (w * scale).T + bias; x [num_rows, num_in] int8, x_scale [num_rows], scale [num_out] float32.
+        """x @ w.T + bias; x [num_rows, num_in] bfloat16 -> [num_rows, num_out], bfloat16, or float32 if `wide`.
 
-        tiles [num_tiles, padded_in / 4, 64, 4] int8: w in tiles of 64 outputs, zeros where there are fewer
+        tiles  w in tiles of outputs, zeros where there are fewer: [num_tiles, padded_in / 2, 32, 2] bfloat16, or
+               [num_tiles, padded_in / 4, 64, 4] int8
+        scale  [num_out] float32, of int8: w is tiles * scale, and each row of x is rounded to int8 first
         """
         num_rows, num_in = x.shape
-        num_out = scale.shape[0]
         y = torch.empty(num_rows, num_out, dtype=torch.float32 if wide else torch.bfloat16)
-        self._functions["linear_int8", torch.bfloat16](
+        arguments = _Linear(
             tiles.data_ptr(),
             x.data_ptr(),
-            x_scale.data_ptr(),
-            scale.data_ptr(),
-            None if bias is None else bias.data_ptr(),
+            _at(scale),
+            _at(bias),
             y.data_ptr(),
-            wide,
             num_rows,
             num_in,
-            tiles.shape[1] * 4,
+            tiles.shape[1] * tiles.shape[3],
             num_out,
+            wide,
             torch.get_num_threads(),
         )
+        name = "linear_bf16" if scale is None else "linear_int8"
+        self._call(name, None, arguments, tiles, scale, x, bias, y)
         return y
 
     def quantize_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [num_rows, size] bfloat16 -> int8 of the same shape, and the scales [num_rows] float32 that undo it."""
         num_rows, size = x.shape
         out, scale = torch.empty(num_rows, size, dtype=torch.int8), torch.empty(num_rows)
-        self._functions["quantize_rows_bf16", x.dtype](
-            x.data_ptr(), out.data_ptr(), scale.data_ptr(), num_rows, size, torch.get_num_threads()
-        )
+        pointers = x.data_ptr(), out.data_ptr(), scale.data_ptr()
+        self._call("quantize_rows", None, _Quantize(*pointers, num_rows, size, torch.get_num_threads()), x, out, scale)
         return out, scale
+
+    def embed(self, table: Tensor, scale: Tensor | None, token_ids: Tensor, size: int) -> Tensor:
+        """Rows [num_tokens, size] bfloat16 of a weight in tiles, see `linear`, or of a plain one [num_rows, size]."""
+        out = torch.empty(len(token_ids), size, dtype=torch.bfloat16)
+        pointers = token_ids.data_ptr(), table.data_ptr(), _at(scale), out.data_ptr()
+        padded = size if table.ndim == 2 else table.shape[1] * table.shape[3]
+        name = "embed_plain" if table.ndim == 2 else "embed_bf16" if scale is None else "embed_int8"
+        self._call(name, None, _Embed(*pointers, len(token_ids), size, padded), token_ids, table, scale, out)
+        return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(normed, stream); without a residual, stream is nothing."""
         size = x.shape[-1]
         out = torch.empty_like(x)
         stream = out if residual is None else torch.empty_like(x)
-        self._functions["add_rms_norm", x.dtype](
+        arguments = _Norm(
             x.data_ptr(),
-            None if residual is None else residual.data_ptr(),
+            _at(residual),
             weight.data_ptr(),
-            weight.dtype != x.dtype,
-            eps,
             out.data_ptr(),
             stream.data_ptr(),
+            eps,
             x.numel() // size,
             size,
+            weight.dtype != x.dtype,
             torch.get_num_threads(),
         )
+        self._call("add_rms_norm", x.dtype, arguments, x, residual, weight, out, stream)
         return out, stream
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         num_tokens, double = gate_up.shape
         out = gate_up.new_empty(num_tokens, double // 2)
-        self._functions["silu_mul", gate_up.dtype](
-            gate_up.data_ptr(), out.data_ptr(), num_tokens, double // 2, torch.get_num_threads()
-        )
+        arguments = _Gate(gate_up.data_ptr(), out.data_ptr(), num_tokens, double // 2, torch.get_num_threads())
+        self._call("silu_mul", gate_up.dtype, arguments, gate_up, out)
         return out
 
     def rope_kv_write(
@@ -187,7 +229,7 @@ class Library:
     ) -> Tensor:
         num_tokens, num_heads, head_dim = q.shape
         out = torch.empty(q.shape, dtype=q.dtype)
-        shape = _Rope(
+        arguments = _RopeWrite(
             positions.data_ptr(),
             slot_mapping.data_ptr(),
             cos_sin.data_ptr(),
@@ -201,75 +243,73 @@ class Library:
             v.stride(0),
             kv_layer.stride(0),
             kv_layer.shape[3],
-        )
-        self._functions["rope_kv_write", q.dtype](
-            ctypes.byref(shape),
             q.data_ptr(),
             k.data_ptr(),
             v.data_ptr(),
-            None if q_norm is None else q_norm.data_ptr(),
-            None if k_norm is None else k_norm.data_ptr(),
-            q_norm is not None and q_norm.dtype != q.dtype,
+            _at(q_norm),
+            _at(k_norm),
             out.data_ptr(),
             kv_layer.data_ptr(),
+            q_norm is not None and q_norm.dtype != q.dtype,
             torch.get_num_threads(),
         )
+        tensors = q, k, v, positions, cos_sin, kv_layer, slot_mapping, q_norm, k_norm, out
+        self._call("rope_kv_write", q.dtype, arguments, *tensors)
         return out
 
     def decode_attention(
         self,
         q: Tensor,
         kv_layer: Tensor,
-        rows: Tensor,
-        seq_lens: Tensor,
-        block_tables: Tensor,
+        singles: Singles,
+        out: Tensor,
+        lse: Tensor | None,
         *,
         scale: float,
         window: int,
-    ) -> DecodeAttention:
-        """What attends to the keys of one query a sequence, at any layer whose q and kv_layer are like these.
-
-        rows          [num_seqs] int64, each sequence's row of q
-        seq_lens      [num_seqs] int32
-        block_tables  [num_seqs, max_blocks] int32
-        """
+    ) -> None:
+        """Into each single query's row of `out` [num_tokens, num_heads, head_dim] and of `lse`."""
         num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
-        shape = _Attention(
-            rows.data_ptr(),
-            seq_lens.data_ptr(),
-            block_tables.data_ptr(),
+        arguments = _Attention(
+            *singles.pointers,
             scale,
-            len(rows),
-            block_tables.shape[1],
+            len(singles.rows),
+            singles.block_tables.shape[1],
             window,
             num_kv_heads,
             q.shape[1] // num_kv_heads,
             head_dim,
             block_size,
             kv_layer.stride(0),
-        )
-        return DecodeAttention(self._functions["decode_attention", q.dtype], shape, (rows, seq_lens, block_tables))
-
-
-class DecodeAttention:
-    """A call of `decode_attention` but for the tensors that differ from layer to layer."""
-
-    def __init__(self, function: Any, shape: _Attention, kept: tuple[Tensor, ...]) -> None:
-        self._function = function
-        self._shape = shape
-        self._reference = ctypes.byref(shape)
-        self._kept = kept  # what `shape` points to
-
-    def __call__(self, q: Tensor, kv_layer: Tensor, out: Tensor, lse: Tensor | None) -> None:
-        """Into each sequence's row of `out` [num_tokens, num_heads, head_dim] and of `lse` [num_tokens, num_heads]."""
-        self._function(
-            self._reference,
             q.data_ptr(),
             kv_layer.data_ptr(),
             out.data_ptr(),
-            None if lse is None else lse.data_ptr(),
+            _at(lse),
             torch.get_num_threads(),
         )
+        self._call("decode_attention", q.dtype, arguments, singles, q, kv_layer, out, lse)
+
+
+class Singles:
+    """The sequences of a batch that have one query each.
+
+    rows          [num_seqs] int64, each sequence's row of q
+    seq_lens      [num_seqs] int32
+    block_tables  [num_seqs, max_blocks] int32
+    """
+
+    def __init__(self, rows: Tensor, seq_lens: Tensor, block_tables: Tensor) -> None:
+        self.rows = rows.contiguous()
+        self.seq_lens = seq_lens.contiguous()
+        self.block_tables = block_tables.contiguous()
+        self.pointers = self.rows.data_ptr(), self.seq_lens.data_ptr(), self.block_tables.data_ptr()
+
+
+def _function(library: ctypes.CDLL, name: str) -> tuple[Any, int]:
+    """A function that takes one pointer, and its address."""
+    function = getattr(library, name)
+    function.argtypes, function.restype = (POINTER,), None
+    return function, ctypes.cast(function, POINTER).value or 0
 
 
 def takes(x: Tensor) -> bool:

@@ -15,6 +15,7 @@ import functools
 from typing import Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels import native
@@ -59,6 +60,13 @@ def _small_on_gpu(weight: Tensor) -> Packed | None:
     return SmallWeight(weight) if len(weight) <= MAX_OUT and weight.dtype.itemsize == 2 else None
 
 
+def embed(table: Tensor, token_ids: Tensor) -> Tensor:
+    """table[token_ids], table [num_rows, size] not packed."""
+    if table.dtype == torch.bfloat16 and table.device.type == "cpu" and (library := native.library()) is not None:
+        return library.embed(table, None, token_ids.contiguous(), table.shape[1])
+    return F.embedding(token_ids, table)
+
+
 def packed_bytes(weight: Tensor, quantization: Quantization | None = None) -> int:
     """What `pack` makes of a weight, in bytes, beside some padding; the weight may be on "meta"."""
     if quantization == "int8" and weight.dtype == torch.bfloat16:
@@ -84,12 +92,14 @@ class PackedBF16:
     def __call__(self, x: Tensor, bias: Tensor | None, *, wide: bool = False) -> Tensor:
         library = native.library()
         if self.tiles is not None and library is not None and len(x) <= FEW_ROWS:
-            return library.linear(self.tiles, x.contiguous(), bias, self.shape[0], wide=wide)
+            return library.linear(self.tiles, None, x.contiguous(), bias, self.shape[0], wide=wide)
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.reordered, bias, "none", [], "")
         return y.float() if wide else y
 
     def rows(self, indices: Tensor) -> Tensor:
         assert self.tiles is not None
+        if (library := native.library()) is not None:
+            return library.embed(self.tiles, None, indices.contiguous(), self.shape[1])
         return _rows_of(self.tiles, indices, self.shape[1])
 
 
@@ -116,12 +126,9 @@ class PackedInt8:
 
     def __call__(self, x: Tensor, bias: Tensor | None, *, wide: bool = False) -> Tensor:
         library = native.library()
-        if library is not None:
-            rounded, x_scale = library.quantize_rows(x.contiguous())
-            if self.tiles is not None and len(x) <= FEW_ROWS:
-                return library.linear_int8(self.tiles, self.scale, rounded, x_scale, bias, wide=wide)
-        else:
-            rounded, x_scale = quantize_rows(x)
+        if self.tiles is not None and library is not None and len(x) <= FEW_ROWS:
+            return library.linear(self.tiles, self.scale, x.contiguous(), bias, self.shape[0], wide=wide)
+        rounded, x_scale = quantize_rows(x) if library is None else library.quantize_rows(x.contiguous())
         y: Tensor = torch.ops.onednn.qlinear_pointwise(
             rounded, 1.0, 0, self.reordered, self.scale, self.zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
@@ -132,6 +139,8 @@ class PackedInt8:
 
     def rows(self, indices: Tensor) -> Tensor:
         assert self.tiles is not None
+        if (library := native.library()) is not None:
+            return library.embed(self.tiles, self.scale, indices.contiguous(), self.shape[1])
         return (_rows_of(self.tiles, indices, self.shape[1]) * self.scale[indices].unsqueeze(1)).bfloat16()
 
 

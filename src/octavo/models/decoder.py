@@ -109,12 +109,13 @@ class Decoder:
             self.local_cos_sin = ops.rope_table(spec.head_dim, max_len, spec.local_rope_theta).to(device)
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor) -> Tensor:
+    def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
         """Compute the batch's tokens, write their K and V, and give the logits that were asked for.
 
         token_ids    [num_tokens] int64
         kv           [num_blocks + 1, num_layers, 2, num_kv_heads, block_size, head_dim], the pool, written to
-        logits_rows  [num_rows] int64, which of the tokens get logits: only the last of a sequence has a use for them
+        logits_rows  [num_rows] int64, which of the tokens get logits: only the last of a sequence has a use for them.
+                     None: all
 
         -> [num_rows, vocab_size] float32, on a GPU in the dtype of the model
         """
@@ -125,7 +126,9 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             cos_sin = self.local_cos_sin if layer.attention.window else self.cos_sin
             x, residual = layer(x, residual, batch, kv[:, index], cos_sin)
-        x, _ = self.ops.add_rms_norm(x[logits_rows], residual[logits_rows], self.norm, self.spec.rms_norm_eps)
+        if logits_rows is not None:
+            x, residual = x[logits_rows], residual[logits_rows]
+        x, _ = self.ops.add_rms_norm(x, residual, self.norm, self.spec.rms_norm_eps)
         return self.vocabulary.logits(x)
 
     def weights(self) -> Iterator[Weight]:

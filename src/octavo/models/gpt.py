@@ -212,7 +212,7 @@ class GPT:
         self.norm = LayerNorm(spec, ops=ops, dtype=dtype, device=device) if spec.final_norm else None
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor) -> Tensor:
+    def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
         """See `decoder.Decoder.forward`."""
         x = self.vocabulary.embed(token_ids)  # [num_tokens, embedding_size]
         if self.project_in is not None:
@@ -220,7 +220,8 @@ class GPT:
         x = x + F.embedding(batch.positions + self.spec.position_offset, self.positions)  # [num_tokens, hidden_size]
         for index, layer in enumerate(self.layers):
             x = layer(x, batch, kv[:, index])
-        x = x[logits_rows]
+        if logits_rows is not None:
+            x = x[logits_rows]
         if self.norm is not None:
             x = self.norm(x)
         if self.project_out is not None:

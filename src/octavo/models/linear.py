@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.errors import ParameterError
-from octavo.kernels.packed import Packed, Quantization, pack, packed_bytes
+from octavo.kernels.packed import Packed, Quantization, embed, pack, packed_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class Vocabulary(Matrix):
         """[num_tokens] int64 -> [num_tokens, width]."""
         if self.tied and self.packed is not None:
             return self.packed.rows(token_ids)
-        return F.embedding(token_ids, self.embedding)
+        return embed(self.embedding, token_ids)
 
     def logits(self, x: Tensor) -> Tensor:
         """[num_rows, width] -> [num_rows, vocab_size] float32; on a GPU in x's dtype, which its sampler widens as it

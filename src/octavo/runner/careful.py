@@ -12,7 +12,8 @@ from torch import Tensor
 from octavo.core.plan import StepPlan, StepResult
 from octavo.kernels.batch import RaggedBatch
 from octavo.kernels.rows import RowState
-from octavo.runner.runner import Model, ModelRunner
+from octavo.runner.replay import Model
+from octavo.runner.runner import ModelRunner
 from octavo.runner.sampler import Sampler
 
 
@@ -23,7 +24,7 @@ class _OnDevice:
         self.model = model
         self.device = device
 
-    def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor) -> Tensor:
+    def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
         there = RaggedBatch(
             batch.positions.to(self.device),
             batch.slot_mapping.to(self.device),
@@ -33,7 +34,8 @@ class _OnDevice:
             batch.max_query_len,
             batch.max_seq_len,
         )
-        logits = self.model.forward(token_ids.to(self.device), there, kv, logits_rows.to(self.device))
+        rows = None if logits_rows is None else logits_rows.to(self.device)
+        logits = self.model.forward(token_ids.to(self.device), there, kv, rows)
         return logits.float()
 
 

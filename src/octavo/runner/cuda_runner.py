@@ -36,7 +36,7 @@ from octavo.runner.chunks import Chunks, ChunkSize, ChunkSizes, ChunkStep, split
 from octavo.runner.graphs import Graphs, decode_sizes
 from octavo.runner.inbox import Inbox
 from octavo.runner.landing import Landing, Ring
-from octavo.runner.runner import Model
+from octavo.runner.replay import Model
 from octavo.runner.swap import Swapper
 
 NO_WORDS = np.empty(0, dtype=np.int64)
@@ -85,7 +85,6 @@ class CudaRunner:
             max_blocks=max_blocks,
             block_size=self.block_size,
         )
-        self._every_row = torch.arange(num_rows, device=self.device)
         self.graphs = Graphs(self.inbox.clock) if graphs else None
         self._decode_sizes = decode_sizes(num_rows)
         self._chunk_sizes = ChunkSizes(num_rows, max_num_tokens, max_model_len)
@@ -115,7 +114,7 @@ class CudaRunner:
             rows, first, ends = rows[again], first[again], ends[again]
         parts = [
             *_setups(plan.row_setups),
-            *_table_writes(plan.table_writes, self.state.block_tables.shape[1]),
+            *table_writes(plan.table_writes, self.state.block_tables.shape[1]),
             *_columns(plan.copies),
         ]
         size = None
@@ -171,7 +170,7 @@ class CudaRunner:
         """Nothing here looks at anything on the device."""
         step = self._step.first(num_slices)
         self.ops.begin_decode(self.state, step, self.block_size)
-        logits = self.model.forward(step.token_ids, step.batch, self.kv, self._every_row[:num_slices])
+        logits = self.model.forward(step.token_ids, step.batch, self.kv, None)
         tokens = self.ops.draw(logits, step.sampling)
         self.ops.settle(self.state, step.live_rows, tokens, self.ring.columns, self.inbox.clock)
 
@@ -224,7 +223,7 @@ def _setups(setups: Seq[RowSetup]) -> tuple[np.ndarray, np.ndarray]:
     return _words(list(last)), lines.reshape(-1)
 
 
-def _table_writes(writes: Seq[TableWrite], max_blocks: int) -> tuple[np.ndarray, np.ndarray]:
+def table_writes(writes: Seq[TableWrite], max_blocks: int) -> tuple[np.ndarray, np.ndarray]:
     """(places in the flat block tables, block ids). Of two writes to one place, the later one alone."""
     if not writes:
         return NO_WORDS, NO_WORDS

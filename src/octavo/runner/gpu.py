@@ -15,7 +15,7 @@ from octavo.kernels.batch import RaggedBatch, SamplingTensors
 from octavo.runner.chunks import ChunkSizes
 from octavo.runner.graphs import decode_sizes
 from octavo.runner.memory import Budget
-from octavo.runner.runner import Model
+from octavo.runner.replay import Model
 
 logger = logging.getLogger("octavo")
 

@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo.core.plan import RowSetup, StepPlan, StepResult
-from octavo.kernels.batch import RaggedBatch
 from octavo.runner.inputs import Rows, make_batch
+from octavo.runner.replay import Model, Replays
 from octavo.runner.sampler import Draw, Sampler
 
 Land = Callable[[StepResult], None]
 """Takes one column of tokens: at most one more for each slice."""
-
-
-class Model(Protocol):
-    def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor) -> Tensor: ...
 
 
 MAX_PROMPT_LOGITS = 128
@@ -47,12 +43,21 @@ class ModelRunner:
 
     kv        [num_blocks + 1, num_layers, 2, num_kv_heads, block_size, head_dim]
     host_kv   the swap space, likewise
+    replay    record small decode steps, where they can be; the model is then called more often than there are steps
     """
 
     def __init__(
-        self, model: Model, kv: Tensor, host_kv: Tensor, *, num_rows: int, max_model_len: int, ops: ModuleType
+        self,
+        model: Model,
+        kv: Tensor,
+        host_kv: Tensor,
+        *,
+        num_rows: int,
+        max_model_len: int,
+        ops: ModuleType,
+        replay: bool = False,
     ) -> None:
-        self.model = model
+        self.model: Model = Replays(model) if replay else model
         self.kv = kv
         self.host_kv = host_kv
         self.block_size = kv.shape[4]

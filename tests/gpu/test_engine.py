@@ -1,0 +1,66 @@
+"""The engine on a GPU: in float32, the tokens of the CPU's engine, whatever way they take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+from octavo import LLM, SamplingParams
+from tests.models.tiny import KINDS, make_tiny_checkpoint
+from tests.runner.test_cuda_runner import mixture, told
+
+OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "max_num_seqs": 8,
+    "num_gpu_blocks_override": 200,
+    "block_size": 8,
+    "swap_space": 0.001,
+    "max_model_len": 64,
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True, "decode_window": 1},
+    "graphs": {"decode_window": 1},
+    "windows": {"decode_window": 4},
+    "chunks": {"max_num_batched_tokens": 12},
+    "recompute": {"num_gpu_blocks_override": 12, "preemption_mode": "recompute"},
+    "swap": {"num_gpu_blocks_override": 12, "preemption_mode": "swap"},
+}
+
+
+def params() -> list[SamplingParams]:
+    names = ("temperature", "seed", "top_k", "top_p", "min_p", "n", "max_tokens", "ignore_eos", "stop_token_ids")
+    return [SamplingParams(**{name: getattr(p, name) for name in names}, detokenize=False) for p in mixture()]
+
+
+def generate(directory: Path, device: str, **options: Any) -> tuple[list[Any], int]:
+    prompts = [[3 + (7 * i + j * j) % 90 for j in range(3 + 5 * i % 23)] for i in range(len(params()))]
+    with LLM(str(directory), device=device, **(OPTIONS | options)) as llm:
+        outputs = llm.generate(prompts, params(), use_tqdm=False)
+        return told(outputs), llm.stats().num_preemptions
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_the_tokens_of_the_cpus_engine(kind: str, tmp_path: Path) -> None:
+    directory = make_tiny_checkpoint(kind, tmp_path / kind)
+    expected, _ = generate(directory, "cpu")
+    for way, options in WAYS.items():
+        tokens, num_preemptions = generate(directory, "cuda", **options)
+        assert tokens == expected, way
+        assert num_preemptions > 0 or way not in ("recompute", "swap")
+
+
+def test_a_closed_engine_leaves_no_memory_behind(tmp_path: Path) -> None:
+    directory = make_tiny_checkpoint("llama", tmp_path / "llama")
+    before = torch.cuda.memory_allocated()
+    for _ in range(2):
+        with LLM(str(directory), device="cuda", **OPTIONS) as llm:
+            llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, detokenize=False), use_tqdm=False)
+        del llm
+    assert torch.cuda.memory_allocated() - before < 64 << 20
