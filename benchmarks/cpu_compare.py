@@ -390,6 +390,7 @@ def memory(report: Report, args: argparse.Namespace) -> None:
         SMOLLM2,
         "--max-tokens",
         "1",
+        "--prompt",
         "Hello",
     ]
     times = []

@@ -60,6 +60,9 @@ from .lab import make
         ("presence_penalty", "0.5", "must be a finite number, not '0.5'"),
         ("frequency_penalty", -2.5, "from -2 to 2"),
         ("frequency_penalty", math.nan, "must be a finite number, not nan"),
+        ("best_of", 0, "best_of is 0, it must be from 1"),
+        ("best_of", 21, "best_of is 21, it must be from 1 to 20"),
+        ("best_of", 2.0, "must be an integer, not 2.0"),
         ("min_tokens", -1, "min_tokens is -1, it must be from 0"),
         ("min_tokens", 17, "min_tokens is 17, it must be at most max_tokens, 16"),
         ("min_tokens", None, "must be an integer, not None"),
@@ -130,6 +133,15 @@ def test_parameters_that_imply_others() -> None:
     assert replace(plain, prompt_logprobs=2).skip_reading_prefix_cache
     assert SamplingParams(echo=True, max_tokens=0).prompt_logprobs is None
     assert SamplingParams(min_tokens=500, max_tokens=None).min_tokens == 500
+
+
+def test_how_many_are_made_and_how_many_are_told() -> None:
+    plain, several, best = SamplingParams(), SamplingParams(n=3), SamplingParams(n=2, best_of=3)
+    assert [params.width for params in (plain, several, best)] == [1, 3, 3]
+    assert [params.ranks for params in (plain, several, best, SamplingParams(n=3, best_of=3))] == [0, 0, 1, 0]
+    with pytest.raises(ParameterError, match="best_of is 2, it must be at least n, 3") as caught:
+        SamplingParams(n=3, best_of=2)
+    assert caught.value.param == "best_of"
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,8 @@ template <class V, class T> inline V load(const T *from) {
     return v;
 }
 
-// The numbers of one register as float32: those of bfloat16, twice as many, as the even ones and then the odd ones. What
-// sums over all, or is put back in order in the end, does not mind.
+// The numbers of one register as float32: those of bfloat16, twice as many, as the even ones and then the odd ones.
+// What sums over all, or is put back in order in the end, does not mind.
 template <class T> constexpr int WIDTH = 4 * LANES / sizeof(T);
 template <class T> constexpr int PARTS = WIDTH<T> / LANES;
 
@@ -119,7 +119,8 @@ inline float sum(Floats v) {
 inline float exp_of_negative(float x) {
     float t = std::max(x, -87.0f) * 1.44269504f;
     float n = std::floor(t + 0.5f), f = (t - n) * 0.693147181f;
-    float series = 1 + f * (1 + f * (0.5f + f * (0.166666667f + f * (0.0416666667f + f * (0.00833333333f + f * 0.00138888889f)))));
+    float series = 0.00138888889f;
+    for (float term : {0.00833333333f, 0.0416666667f, 0.166666667f, 0.5f, 1.0f, 1.0f}) series = series * f + term;
     int32_t bits = (int32_t(n) + 127) << 23;
     float power;
     memcpy(&power, &bits, sizeof power);
@@ -142,7 +143,7 @@ constexpr long WORTH_A_THREAD = 1 << 15;
 // crosses lanes:
 //
 //     bfloat16, 32 outputs a tile     input 0 1 of output 0, 0 1 of output 1, ... of output 31; then inputs 2 3; ...
-//     int8, 64 outputs a tile         input 0 1 2 3 of output 0, ...              of output 63; then inputs 4 5 6 7; ...
+//     int8, 64 outputs a tile         input 0 1 2 3 of output 0, ... of output 63; then inputs 4 5 6 7; ...
 
 constexpr int AHEAD = 4096;  // bytes: what is prefetched now is used about half a microsecond later
 constexpr int BF16_TILE = 32, INT8_TILE = 64;
@@ -166,8 +167,8 @@ template <int ROWS> void tile_product(const bfloat16 *tile, const float *x, long
     memcpy(sums, total, sizeof total);
 }
 
-// In 16 bits, where the processor has twice as many lanes: two products of bytes from -127 to 127 fit together. x holds,
-// for each four inputs, the first and the third as one word, then the second and the fourth.
+// In 16 bits, where the processor has twice as many lanes: two products of bytes from -127 to 127 fit together. x
+// holds, for each four inputs, the first and the third as one word, then the second and the fourth.
 //
 //     16-bit lanes    | 0 1 of output 0 | 2 3 of output 0 | 0 1 of output 1 | ...
 //     32-bit lanes    |       the sum for output 0        |
@@ -202,11 +203,12 @@ void tile_product_of(int rows, const W *tile, const X *x, long size, Floats (*su
 
 // y = x @ w.T * scale * x_scale + bias; a row of x takes x_stride numbers.
 template <class W, int TILE, class X, class Y>
-void tiled_product(const W *tiles, const X *x, long x_stride, const float *x_scale, const float *scale, const bfloat16 *bias, Y *y,
-                   long num_rows, long padded_in, long num_out, int num_threads) {
+void tiled_product(const W *tiles, const X *x, long x_stride, const float *x_scale, const float *scale,
+                   const bfloat16 *bias, Y *y, long num_rows, long padded_in, long num_out, int num_threads) {
     constexpr int SIXTEENS = TILE / LANES;
     long num_tiles = (num_out + TILE - 1) / TILE;
-#pragma omp parallel for num_threads(num_threads)  // in two runs of memory: what is prefetched past a tile's end is used
+    // A run of tiles for each thread: what is prefetched past a tile's end is used.
+#pragma omp parallel for num_threads(num_threads)
     for (long t = 0; t < num_tiles; t++) {
         for (long first = 0; first < num_rows; first += MOST_ROWS) {
             int rows = std::min<long>(MOST_ROWS, num_rows - first);
@@ -273,8 +275,8 @@ void quantized_linear(const Linear &a) {
         x_scale[row] = quantize_row(a.x + row * a.num_in, a.num_in, row_bytes);
         std::fill(row_bytes + a.num_in, row_bytes + a.padded_in, int8_t(0));
         int32_t *out = words + row * a.padded_in / 2;
-        for (long k = 0; k < a.padded_in; k += 2)  // 0 2 | 1 3
-            out[k / 2] = uint16_t(row_bytes[k / 4 * 4 + k % 4 / 2]) | int32_t(row_bytes[k / 4 * 4 + k % 4 / 2 + 2]) << 16;
+        for (long k = 0; k < a.padded_in; k += 4)
+            for (long i = 0; i < 2; i++) *out++ = uint16_t(row_bytes[k + i]) | row_bytes[k + i + 2] * (1 << 16);
     }
     multiply<int8_t, INT8_TILE>(a, words, a.padded_in / 2, x_scale);
 }
@@ -474,7 +476,8 @@ void attend_chunk(Heads &heads, int first, const T *keys, const T *values, long 
             Floats key[PARTS<T>];
             spread_row<WHOLE>(keys + j * size, i, size, key);
             for (int h = 0; h < HEADS; h++)
-                for (int p = 0; p < PARTS<T>; p++) sums[h] += key[p] * load<Floats>(heads.query[first + h] + i + p * LANES);
+                for (int p = 0; p < PARTS<T>; p++)
+                    sums[h] += key[p] * load<Floats>(heads.query[first + h] + i + p * LANES);
         }
         for (int h = 0; h < HEADS; h++) products[h][j] = sums[h];
     }
@@ -518,7 +521,8 @@ void attend_chunk_of(int num_heads, Heads &heads, int first, const T *keys, cons
 
 // Keys [first, last) of one sequence and one K/V head -> part [group, head_dim + 2]: weighted, highest, total.
 template <class T>
-void attend_part(const Attention &a, const T *q, const T *kv_layer, long seq, long head, long first, long last, float *part) {
+void attend_part(const Attention &a, const T *q, const T *kv_layer, long seq, long head, long first, long last,
+                 float *part) {
     Heads heads;
     long row_size = a.block_size * a.head_dim;  // a head's K or V in a block
     for (long g = 0; g < a.group; g++) {
@@ -543,8 +547,8 @@ void attend_part(const Attention &a, const T *q, const T *kv_layer, long seq, lo
         if (end < last) {
             auto *next = reinterpret_cast<const char *>(keys_at(end));
             for (long i = 0; i < CHUNK * a.head_dim * long(sizeof(T)); i += 64) {
-                __builtin_prefetch(next + i);
-                __builtin_prefetch(next + a.num_kv_heads * row_size * sizeof(T) + i);
+                __builtin_prefetch(next + i, 0, 2);
+                __builtin_prefetch(next + a.num_kv_heads * row_size * sizeof(T) + i, 0, 2);
             }
         }
         for (int g = 0; g < a.group; g += MOST_HEADS)
@@ -631,12 +635,14 @@ EXPORT quantize_rows(const Quantize *a) {
         a->scale[row] = quantize_row(a->x + row * a->size, a->size, a->out + row * a->size);
 }
 
-#define EXPORT_FOR(T, NAME)                                                                                              \
-    EXPORT add_rms_norm_##NAME(const Norm *a) { a->wide_weight ? add_rms_norm<T, float>(*a) : add_rms_norm<T, T>(*a); }  \
-    EXPORT silu_mul_##NAME(const Gate *a) { silu_mul<T>(*a); }                                                           \
-    EXPORT rope_kv_write_##NAME(const RopeWrite *a) {                                                                    \
-        a->wide_norm ? rope_kv_write<T, float>(*a) : rope_kv_write<T, T>(*a);                                            \
-    }                                                                                                                    \
+#define EXPORT_FOR(T, NAME)                                                         \
+    EXPORT add_rms_norm_##NAME(const Norm *a) {                                     \
+        a->wide_weight ? add_rms_norm<T, float>(*a) : add_rms_norm<T, T>(*a);       \
+    }                                                                               \
+    EXPORT silu_mul_##NAME(const Gate *a) { silu_mul<T>(*a); }                      \
+    EXPORT rope_kv_write_##NAME(const RopeWrite *a) {                               \
+        a->wide_norm ? rope_kv_write<T, float>(*a) : rope_kv_write<T, T>(*a);       \
+    }                                                                               \
     EXPORT decode_attention_##NAME(const Attention *a) { decode_attention<T>(*a); }
 
 EXPORT_FOR(float, f32)
