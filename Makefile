@@ -44,9 +44,10 @@ prove: $(DEV) ## the long proofs: 10^6 steps under the oracle, small worlds exha
 mutants: $(DEV) ## plant every known bug in the core, one at a time, and see the tests kill it
 	@$(BIN)/python scripts/mutants.py $(ARGS)
 
-bench: $(RUNTIME) ## the core's cost on the host, and the attention ladder
+bench: $(DEV) ## the core's cost, the attention ladder, and this CPU beside Transformers and llama.cpp (half an hour)
 	@$(BIN)/octavo bench core
 	@$(BIN)/octavo bench attention
+	@$(BIN)/python benchmarks/cpu_compare.py $(ARGS)
 
 coverage: $(DEV)
 	@echo '== coverage: every branch of octavo.core'

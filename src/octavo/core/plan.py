@@ -104,6 +104,7 @@ class StepPlan:
     rows, starts, counts   the slice's row, first position and number of positions
     samples                tokens that come back: 0 for a chunk, 1, or a window's length
     draws                  slice -> tokens drawn from its last row of logits, where that is not 1
+    masked                 slices whose tokens are drawn from what a mask allows; it is put while the step runs
     host_tokens            slice -> its first tokens; absent: the row's own last token. They clear the row's done flag
     sequences              the owner at plan time: results go to it, never to the row's present owner. For the
                            scheduler alone; an executor does not look at it
@@ -117,6 +118,7 @@ class StepPlan:
         "counts",
         "draws",
         "host_tokens",
+        "masked",
         "outstanding",
         "row_setups",
         "rows",
@@ -138,6 +140,7 @@ class StepPlan:
         self.counts: list[int] = []
         self.samples: list[int] = []
         self.draws: dict[int, int] = {}
+        self.masked: list[int] = []
         self.host_tokens: dict[int, array[int]] = {}
         self.row_setups: list[RowSetup] = []
         self.table_writes: list[TableWrite] = []

@@ -13,7 +13,7 @@ preemption and recomputation are all that one subtraction:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -99,17 +99,22 @@ Decide = Callable[[list[tuple[Sequence, Any]]], list[tuple[Sequence, int]]]
 class Request:
     """What a caller asked for: one or more sequences, scheduled, preempted and freed together (a sequence group).
 
-    width      rows that it takes from admission to finish: its n, or its beam width
-    decide     chooses among candidates on the host after every token (beam search); then `num_draws` candidates come
-               back from each sequence instead of one token
-    host_wait  the host has a say after every token: nothing is planned while anything of it is pending
-    salt       requests of different salts share no blocks
+    width        rows that it takes from admission to finish: its n, or its beam width
+    decide       chooses among candidates on the host after every token (beam search); then `num_draws` candidates come
+                 back from each sequence instead of one token
+    host_wait    the host has a say after every token: nothing is planned while anything of it is pending
+    constrained  its tokens are drawn from those that a mask allows, which the host works out for each position; implies
+                 host_wait
+    salt         requests of different salts share no blocks
+    resume       outputs that are known already, of each sample that still lives, by its index: another engine had come
+                 that far. It goes on as after a preemption. None of them empty, and not with `decide`
 
     An empty prompt is the caller's error and refused where prompts come in; the core asserts.
     """
 
     __slots__ = (
         "arrival",
+        "constrained",
         "decide",
         "done",
         "error",
@@ -124,6 +129,7 @@ class Request:
         "priority",
         "prompt_token_ids",
         "request_id",
+        "resume",
         "salt",
         "sampling_params",
         "seed",
@@ -150,6 +156,8 @@ class Request:
         num_draws: int | None = None,
         decide: Decide | None = None,
         host_wait: bool = False,
+        constrained: bool = False,
+        resume: Mapping[int, Iterable[int]] | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = array("i", prompt_token_ids)
@@ -163,8 +171,10 @@ class Request:
         self.width = sampling_params.width if width is None else width
         self.decide = decide
         self.num_draws = (self.width if decide is None else 2 * self.width) if num_draws is None else num_draws
-        self.host_wait = host_wait or decide is not None
-        self.forked = self.width == 1 or decide is not None
+        self.constrained = constrained
+        self.host_wait = host_wait or constrained or decide is not None
+        self.resume = resume
+        self.forked = self.width == 1 or decide is not None or bool(resume)
         self.must_wait = self.host_wait or not self.forked
         # Filled in by the scheduler:
         self.arrival = -1
@@ -182,7 +192,8 @@ class Request:
         """The scheduler takes it on: its place in line and its length are known."""
         self.arrival, self.order, self.max_tokens = arrival, order, max_tokens
         prompt = self.prompt_token_ids
-        self.sequences = [Sequence(self, 0, prompt[:], len(prompt) + max_tokens)]
+        limit, known = len(prompt) + max_tokens, self.resume or {0: ()}
+        self.sequences = [Sequence(self, i, prompt + array("i", output), limit) for i, output in known.items()]
         self.solo = self.sequences[0] if self.width == 1 and self.decide is None else None
 
     @property

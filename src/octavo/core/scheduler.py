@@ -274,6 +274,8 @@ class Scheduler:
                 plan.host_tokens[len(plan.rows)] = seq.token_ids[start : start + count]
             if num_sampled and (request.decide or not request.forked):
                 plan.draws[len(plan.rows)] = request.num_draws
+            if num_sampled and request.constrained:
+                plan.masked.append(len(plan.rows))
             plan.rows.append(seq.row)
             plan.starts.append(start)
             plan.counts.append(count)

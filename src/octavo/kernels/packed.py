@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, Protocol
 
 import torch
@@ -22,8 +24,8 @@ from octavo.kernels import native
 
 Quantization = Literal["int8"]
 
-FEW_ROWS = 4
-"""Rows of x up to which a product costs what reading the weight does, without the processor's matrix unit."""
+FEW_ROWS = {torch.bfloat16: 4, torch.int8: 8}
+"""Rows of x up to which a product without the processor's matrix unit costs little more than reading the weight."""
 
 
 class Packed(Protocol):
@@ -91,7 +93,7 @@ class PackedBF16:
 
     def __call__(self, x: Tensor, bias: Tensor | None, *, wide: bool = False) -> Tensor:
         library = native.library()
-        if self.tiles is not None and library is not None and len(x) <= FEW_ROWS:
+        if self.tiles is not None and library is not None and len(x) <= FEW_ROWS[torch.bfloat16]:
             return library.linear(self.tiles, None, x.contiguous(), bias, self.shape[0], wide=wide)
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.reordered, bias, "none", [], "")
         return y.float() if wide else y
@@ -126,7 +128,7 @@ class PackedInt8:
 
     def __call__(self, x: Tensor, bias: Tensor | None, *, wide: bool = False) -> Tensor:
         library = native.library()
-        if self.tiles is not None and library is not None and len(x) <= FEW_ROWS:
+        if self.tiles is not None and library is not None and len(x) <= FEW_ROWS[torch.int8]:
             return library.linear(self.tiles, self.scale, x.contiguous(), bias, self.shape[0], wide=wide)
         rounded, x_scale = quantize_rows(x) if library is None else library.quantize_rows(x.contiguous())
         y: Tensor = torch.ops.onednn.qlinear_pointwise(
@@ -192,25 +194,37 @@ def fast_bfloat16() -> bool:
 @functools.cache
 def has_bfloat16() -> bool:
     """Whether oneDNN reorders bfloat16 weights, and multiplies with them, and gets it right."""
-    weight = torch.eye(32, dtype=torch.bfloat16)
-    try:
-        reordered = torch.ops.mkldnn._reorder_linear_weight(weight, 4)
-        y = torch.ops.mkldnn._linear_pointwise(weight[:4], reordered, None, "none", [], "")
-        return torch.equal(y, weight[:4]) and torch.ops.mkldnn._nbytes(reordered) >= weight.nbytes
-    except (RuntimeError, AttributeError):
-        return False
+    return _tried(_try_bfloat16)
 
 
 @functools.cache
 def has_int8() -> bool:
     """The same of int8, with x that has a sign."""
+    return _tried(_try_int8)
+
+
+def _tried(product: Callable[[], bool]) -> bool:
+    # In a thread that ends, and its OpenMP workers with it: as soon as there are more of them than cores, those that
+    # compute go to sleep between any two operations, and decoding takes twice as long.
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            return thread.submit(product).result()
+        except (RuntimeError, AttributeError):
+            return False
+
+
+def _try_bfloat16() -> bool:
+    weight = torch.eye(32, dtype=torch.bfloat16)
+    reordered = torch.ops.mkldnn._reorder_linear_weight(weight, 4)
+    y = torch.ops.mkldnn._linear_pointwise(weight[:4], reordered, None, "none", [], "")
+    return torch.equal(y, weight[:4]) and torch.ops.mkldnn._nbytes(reordered) >= weight.nbytes
+
+
+def _try_int8() -> bool:
     weight = torch.eye(32, dtype=torch.int8)
     one, zero = torch.ones(32), torch.zeros(32, dtype=torch.int64)
-    try:
-        reordered = torch.ops.onednn.qlinear_prepack(weight, None)
-        y = torch.ops.onednn.qlinear_pointwise(
-            -weight[:4], 1.0, 0, reordered, one, zero, None, 1.0, 0, torch.float32, "none", [], ""
-        )
-        return torch.equal(y, -weight[:4].float()) and torch.ops.mkldnn._nbytes(reordered) >= weight.nbytes
-    except (RuntimeError, AttributeError):
-        return False
+    reordered = torch.ops.onednn.qlinear_prepack(weight, None)
+    y = torch.ops.onednn.qlinear_pointwise(
+        -weight[:4], 1.0, 0, reordered, one, zero, None, 1.0, 0, torch.float32, "none", [], ""
+    )
+    return torch.equal(y, -weight[:4].float()) and torch.ops.mkldnn._nbytes(reordered) >= weight.nbytes

@@ -55,13 +55,13 @@ class Replays:
     def __init__(self, model: Model) -> None:
         self.model = model
         self._recorded: dict[tuple[int, int], Recorded] = {}  # by tokens, and room for blocks
-        self._can_be = True  # until one was not
+        self._most = max(FEW_ROWS.values())  # tokens of a step that may be replayed; fewer when one could not be
 
     def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
         """See `models.decoder.Decoder.forward`; kv is the same at every call."""
         num_tokens = len(token_ids)
-        is_small = batch.max_query_len == 1 and num_tokens == batch.num_seqs <= FEW_ROWS
-        library = native.library() if is_small and self._can_be else None
+        is_small = batch.max_query_len == 1 and num_tokens == batch.num_seqs <= self._most
+        library = native.library() if is_small else None
         if library is None or not (logits_rows is None or logits_rows.tolist() == list(range(num_tokens))):
             return self.model.forward(token_ids, batch, kv, logits_rows)
         room = BLOCKS_AHEAD
@@ -72,7 +72,7 @@ class Replays:
         if recorded is None:
             recorded = self._record(library, token_ids, batch, kv, room)
             if not self._is_faithful(recorded, token_ids, batch, kv):
-                self._can_be = False
+                self._most = num_tokens - 1
                 return self.model.forward(token_ids, batch, kv, logits_rows)
             self._recorded[key] = recorded
         return recorded.replay(token_ids, batch)
