@@ -20,10 +20,10 @@ PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu check prove mutants bench lint types contracts size coverage clean
+.PHONY: help demo test test-gpu clients check prove reliability mutants bench lint types contracts size coverage clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(RUNTIME) ## a real model answers eight prompts together, from paged memory
 	@$(BIN)/octavo demo $(ARGS)
@@ -35,11 +35,17 @@ test: $(DEV) ## every test but the slow ones
 test-gpu: $(DEV) ## on a machine with an NVIDIA GPU: its kernels, and the engine's tokens against the CPU's
 	@$(PYTEST) tests/gpu $(ARGS)
 
+clients: $(DEV) ## other people's clients of the server (openai, LangChain), each in an environment of its own
+	@$(BIN)/python scripts/clients.py $(ARGS)
+
 check: test coverage lint types contracts size ## what a change must pass: tests, coverage, lint, types, imports, sizes
 	@echo '== all checks passed'
 
 prove: $(DEV) ## the long proofs: 10^6 steps under the oracle, small worlds exhaustively, the full matrix
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.prove $(ARGS)
+
+reliability: $(DEV) ## faults by the hundred: nothing lost, hung, wrong or leaked
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.reliability $(ARGS)
 
 mutants: $(DEV) ## plant every known bug in the core, one at a time, and see the tests kill it
 	@$(BIN)/python scripts/mutants.py $(ARGS)

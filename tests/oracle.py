@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,6 +151,9 @@ class _Running:
         column = [t[self._given : self._given + 1] for t in self._whole]
         self._given += 1
         return StepResult(column)
+
+    def put(self, masks: Mapping[int, bytes | bytearray]) -> None:
+        """What it gives comes of the slots alone."""
 
     def result(self) -> StepResult:
         if self._whole is None:

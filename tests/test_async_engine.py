@@ -15,11 +15,10 @@ from typing import Any, TypeVar
 import pytest
 
 from octavo import LLM, AsyncEngine, CompletionOutput, RequestOutput, SamplingParams
-from octavo.async_engine import _failure
 from octavo.build import Built, build
 from octavo.config import EngineArgs
 from octavo.core.sampling_params import RequestOutputKind
-from octavo.engine.outputs import RequestMetrics
+from octavo.engine.outputs import RequestMetrics, failure
 from octavo.engine.thread import Mail, joined
 from octavo.errors import EngineError, ParameterError, PromptError, RequestFailedError, TemplateError, UsageError
 from octavo.text.tokenizer import Tokenizer
@@ -493,6 +492,6 @@ class _Has:
 def test_a_request_that_nothing_is_left_for_says_so() -> None:
     output = RequestOutput("r", None, [1], [], True, RequestMetrics(0.0))
     output.outputs = [CompletionOutput(0, "", [], finish_reason="error", stop_reason="no_allowed_token: none is left")]
-    assert _failure(output).code == "no_allowed_token"
+    assert failure(output).code == "no_allowed_token"
     output.outputs[0].stop_reason = "numbers that are not finite"
-    assert _failure(output).code == "numerical_error"
+    assert failure(output).code == "numerical_error"

@@ -54,7 +54,7 @@ def test_core_is_the_standard_library_alone() -> None:
     assert not strangers
 
 
-@pytest.mark.parametrize("folder", ["core", "engine", "text", "view", "cli"])
+@pytest.mark.parametrize("folder", ["core", "engine", "text", "view", "cli", "simulate"])
 def test_no_torch_where_no_tensors_are(folder: str) -> None:
     loaded = loaded_by("\n".join(f"import {name}" for name in modules_in(folder)))
     assert f"octavo.{folder}" in loaded

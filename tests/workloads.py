@@ -18,7 +18,7 @@ from typing import Any
 from octavo.core import events as ev
 from octavo.core.kv_cache import KVCache
 from octavo.core.plan import StepPlan
-from octavo.core.policy import Policy, PreemptionMode
+from octavo.core.policy import Choice, Costs, Policy, PreemptionMode, VictimChoice
 from octavo.core.request import Request, Status
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.scheduler import Scheduler
@@ -39,8 +39,8 @@ class RandomPolicy(Policy):
         super().__init__(by_priority)
         self.random = rnd
 
-    def preemption_mode(self, victim: Request) -> PreemptionMode:
-        return self.random.choice(list(PreemptionMode))
+    def preemption_mode(self, victim: Request, num_blocks: int, num_positions: int) -> Choice:
+        return Choice(self.random.choice(list(PreemptionMode)), "lot")
 
 
 class World:
@@ -67,6 +67,7 @@ class World:
         if seed % 4 == 0:
             self.cache.pool._shards = [{} for _ in range(4)]  # as in a pool of many thousands of blocks
         self.seen: Counter[str] = Counter()
+        self.told_out = self.was_out = 0  # blocks that go to the host, as preemptions tell them, and as plans have them
         listens, to_blocks = rnd.random() < 0.5, rnd.random() < 0.5
         if listens if listen is None else listen:
             self.cache.events.subscribe(self._listen, blocks=to_blocks)
@@ -75,6 +76,10 @@ class World:
         if self.kind == "swap":
             mode = PreemptionMode.SWAP
         policy = RandomPolicy(rnd, by_priority) if mode == "lot" else Policy(by_priority, mode)
+        also = random.Random(seed + 0.5)
+        policy.ageing = also.choice([0, 1, 4])
+        policy.victims = also.choice(list(VictimChoice))
+        policy.costs = Costs(token_s=also.choice([0, 1, 1]), move_s=also.choice([0.1, size / 2, size]), kept=0.2)
         self.scheduler = Scheduler(
             self.cache,
             max_num_batched_tokens=rnd.choice([self.rows, self.rows + 3, 32, 256]),
@@ -100,11 +105,22 @@ class World:
         name = type(event).__name__
         if isinstance(event, ev.Preempted):
             name += " " + event.how
+            self.told_out += event.num_blocks if event.how == "swap" else 0
         elif isinstance(event, ev.Waiting):
             name += " for " + event.reason
         self.seen[name] += 1
+        if isinstance(event, ev.SwappedIn | ev.Admitted):
+            self._leaves_room(self.scheduler.requests[event.request_id])
         if isinstance(event, ev.Step):
             need(event.used + event.cached + event.free == self.cache.pool.num_blocks, Invariant, "Step event", event)
+
+    def _leaves_room(self, request: Request) -> None:
+        """Who was preempted comes back when all who run, itself included, can grow; the more the more often it was."""
+        scheduler, cache = self.scheduler, self.cache
+        if request.num_preemptions and len(scheduler.running) > 1:
+            left = max(s.limit - len(s.token_ids) for s in request.sequences)
+            growth = cache.blocks_for(min(left, 16 << (request.num_preemptions - 1)))
+            need(cache.pool.num_available >= growth * scheduler.num_rows_taken, Invariant, "no room to grow", request)
 
     def _requests(self) -> list[Request]:
         rnd, todo = self.random, []
@@ -201,6 +217,8 @@ class World:
         need(all(len(r.sequences) > 1 or r.sequences[0] in plan.sequences for r in came), Invariant, "came for nothing")
         need(plan.num_tokens <= scheduler.max_num_batched_tokens, Invariant, "token budget")
         need(all(n <= scheduler.decode_window for n in plan.samples), Invariant, "window")
+        self.was_out += len(plan.swap_outs)
+        need(not self.cache.events.active or self.told_out == self.was_out, Invariant, "told of other blocks")
         self._computed_once(plan, came)
         if plan:
             self.flight.append((plan, self.oracle.submit(plan)))

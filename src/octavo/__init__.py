@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from octavo.async_engine import AsyncEngine
     from octavo.core.sampling_params import RequestOutputKind, SamplingParams
+    from octavo.core.structured_outputs import StructuredOutputsParams
     from octavo.engine.beam_search import BeamSearchParams
     from octavo.engine.outputs import CompletionOutput, RequestOutput
     from octavo.llm import LLM
@@ -24,6 +25,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 
@@ -32,6 +34,7 @@ _HOME = {
     "AsyncEngine": "octavo.async_engine",
     "BeamSearchParams": "octavo.engine.beam_search",
     "SamplingParams": "octavo.core.sampling_params",
+    "StructuredOutputsParams": "octavo.core.structured_outputs",
     "RequestOutput": "octavo.engine.outputs",
     "RequestOutputKind": "octavo.core.sampling_params",
     "CompletionOutput": "octavo.engine.outputs",

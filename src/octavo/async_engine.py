@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 import weakref
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from octavo.core.kv_cache import KVStats
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
+from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.engine import Engine
-from octavo.engine.outputs import RequestOutput
+from octavo.engine.inspect import describe_kv, describe_request
+from octavo.engine.outputs import RequestOutput, failure
+from octavo.engine.stats import BackendStats, Health
 from octavo.engine.thread import EngineThread
-from octavo.errors import RequestFailedError
 from octavo.prompts import Messages, Prompt, Prompts
 from octavo.text.tokenizer import Tokenizer
 
-LONG_TEXT_CHARS = 4096
-"""A text longer than this is tokenised on a worker thread: shorter ones take less time than the way there."""
+T = TypeVar("T")
 
 
 class AsyncEngine:
@@ -35,8 +37,10 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None = None) -> None:
-        self._prompts = Prompts(tokenizer)
+        self._prompts = Prompts(tokenizer, engine.vocab_size)
         self._default_params = engine.default_params
+        self._max_model_len = engine.max_model_len
+        self._begin = time.monotonic()
         self._thread = EngineThread(engine)
         self._names = itertools.count()
         # Whoever forgets to shut it down gets the memory back with the object.
@@ -59,14 +63,16 @@ class AsyncEngine:
     async def generate(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | BeamSearchParams | None = None,
         request_id: str | None = None,
         *,
         priority: int = 0,
+        salt: bytes = b"",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt; yields its output so far whenever it has grown, as `output_kind` says.
 
         `sampling_params` None: `get_default_sampling_params()`. `priority`: lower first, where the engine goes by it.
+        `salt`: requests of different salts share no blocks.
 
         A reader who is slower than the model gets fewer and larger outputs, and the last of a request has `finished`
         set. Closing the iterator, cancelling its task or forgetting it aborts the request before the next step.
@@ -75,9 +81,11 @@ class AsyncEngine:
         `EngineError` if the engine died or was shut down; the errors of one request reach no other.
         """
         params = self._prompts.ready(self._default_params if sampling_params is None else sampling_params)
-        text, token_ids = await self._encoded(prompt)
+        text, token_ids = await self._prompts.encode_aside(prompt)
+        grammar = await self._prompts.grammar_aside(params)
         name = f"octavo-{next(self._names)}" if request_id is None else request_id
-        mail = self._thread.open(name, joins=params.output_kind is RequestOutputKind.DELTA)
+        kind = params.output_kind if isinstance(params, SamplingParams) else RequestOutputKind.FINAL_ONLY
+        mail = self._thread.open(name, joins=kind is RequestOutputKind.DELTA)
         try:
             await asyncio.wrap_future(
                 self._thread.call(
@@ -87,15 +95,17 @@ class AsyncEngine:
                         params,
                         prompt=text,
                         priority=priority,
+                        salt=salt,
+                        grammar=grammar,
                         make_detokenizer=self._prompts.make_detokenizer,
-                        stream=params.output_kind is not RequestOutputKind.FINAL_ONLY,
+                        stream=kind is not RequestOutputKind.FINAL_ONLY,
                     )
                 )
             )
             while True:
                 output = await mail.read()
                 if any(c.finish_reason == "error" for c in output.outputs):
-                    raise _failure(output)
+                    raise failure(output)
                 yield output
                 if output.finished:
                     return
@@ -105,10 +115,11 @@ class AsyncEngine:
     async def chat(
         self,
         messages: Messages,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | BeamSearchParams | None = None,
         request_id: str | None = None,
         *,
         priority: int = 0,
+        salt: bytes = b"",
         **template: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation, as `generate` completes a prompt.
@@ -118,15 +129,10 @@ class AsyncEngine:
         """
         # On a worker thread, since a template may take its time.
         prompt = await asyncio.to_thread(self._prompts.chat, messages, **template)
-        async with contextlib.aclosing(self.generate(prompt, sampling_params, request_id, priority=priority)) as run:
+        run = self.generate(prompt, sampling_params, request_id, priority=priority, salt=salt)
+        async with contextlib.aclosing(run):
             async for output in run:
                 yield output
-
-    async def _encoded(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
-        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if isinstance(text, str) and len(text) > LONG_TEXT_CHARS:
-            return await asyncio.to_thread(self._prompts.encode, prompt)
-        return self._prompts.encode(prompt)
 
     async def abort(self, request_id: str) -> bool:
         """End a request, whatever it is doing; its iterator ends with what there is. Whether it was running."""
@@ -146,13 +152,38 @@ class AsyncEngine:
         """Whether requests are taken: neither shut down nor dead."""
         return self._thread.alive
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output together, at most."""
+        return self._max_model_len
+
+    def health(self) -> Health:
+        """How the engine is; nobody starts one again that has died in this process."""
+        return Health("running" if self.is_running else "failed", time.monotonic() - self._begin)
+
+    async def stats(self) -> BackendStats:
+        """What the engine has done so far, and how full it is."""
+        return await self._ask(BackendStats.of)
+
     async def kv_stats(self) -> KVStats:
         """The KV cache between two steps."""
-        return await asyncio.wrap_future(self._thread.call(lambda engine: engine.scheduler.stats()))
+        return await self._ask(lambda engine: engine.scheduler.stats())
 
     async def reset_prefix_cache(self) -> int:
         """Forget all cached blocks; returns how many there were."""
-        return await asyncio.wrap_future(self._thread.call(lambda engine: engine.scheduler.cache.reset_prefix_cache()))
+        return await self._ask(lambda engine: engine.scheduler.cache.reset_prefix_cache())
+
+    async def debug_request(self, request_id: str) -> dict[str, Any] | None:
+        """What a request does, waits for and holds, and what happened to it so far. None: never heard of."""
+        return await self._ask(lambda engine: describe_request(engine, request_id))
+
+    async def debug_kv(self) -> dict[str, Any]:
+        """The KV cache, and who holds how much of it."""
+        return await self._ask(describe_kv)
+
+    async def _ask(self, question: Callable[[Engine], T]) -> T:
+        """Between two steps."""
+        return await asyncio.wrap_future(self._thread.call(question))
 
     def shutdown(self) -> None:
         """Abort what runs and give the memory back; waits for the step that runs. Iterators get an `EngineError`.
@@ -160,6 +191,7 @@ class AsyncEngine:
         A second call does nothing.
         """
         self._finalizer()
+        self._prompts.close()
 
     async def __aenter__(self) -> AsyncEngine:
         return self
@@ -168,9 +200,3 @@ class AsyncEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await asyncio.to_thread(self.shutdown)
-
-
-def _failure(output: RequestOutput) -> RequestFailedError:
-    reason = next(c.stop_reason for c in output.outputs if c.finish_reason == "error")
-    code = "no_allowed_token" if str(reason).startswith("no_allowed_token") else None
-    return RequestFailedError(f"request {output.request_id} failed: {reason}", code=code)

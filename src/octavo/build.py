@@ -17,10 +17,8 @@ import torch
 from octavo.checkpoint import Checkpoint, open_checkpoint
 from octavo.config import EngineArgs, EngineConfig
 from octavo.core.kv_cache import KVCache
-from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
-from octavo.engine.executor import Executor
 from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.generation_config import SamplingDefaults, sampling_defaults
 from octavo.kernels import cpu as cpu_ops
@@ -102,8 +100,11 @@ def build(args: EngineArgs) -> Built:
     )
     executor = _executor(decoder, config, budget, (kv_shape, dtype), device, ops)
     eos = {*spec.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}
+    scheduler = make_scheduler(config)
+    if config.num_host_blocks:
+        scheduler.policy.costs.move_s = executor.runner.measure_move()
     engine = Engine(
-        make_scheduler(config),
+        scheduler,
         executor,
         vocab_size=spec.vocab_size,
         max_model_len=config.max_model_len,
@@ -133,10 +134,7 @@ def make_scheduler(config: EngineConfig) -> Scheduler:
         max_num_batched_tokens=args.max_num_batched_tokens,
         decode_window=args.decode_window,
         num_watermark_blocks=int(args.watermark * config.num_blocks),
-        policy=Policy(
-            by_priority=args.scheduling_policy == "priority",
-            mode=None if args.preemption_mode == "auto" else PreemptionMode(args.preemption_mode),
-        ),
+        policy=args.policy(),
     )
 
 
@@ -216,7 +214,7 @@ def _executor(
     block: tuple[tuple[int, ...], torch.dtype],
     device: torch.device,
     ops: ModuleType,
-) -> Executor:
+) -> LocalExecutor | CudaExecutor:
     """block is the shape and dtype of one block of K and V."""
     shape, dtype = block
     args = config.args

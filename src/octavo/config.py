@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from octavo.core.checked import Checked
+from octavo.core.policy import Policy, PreemptionMode, VictimChoice
 from octavo.errors import ParameterError
 
 GIB = 1 << 30
@@ -33,6 +34,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 PreemptionChoice = Literal["auto", "recompute", "swap"]
 SchedulingPolicy = Literal["fcfs", "priority"]
+Victims = Literal["latest", "least_lost"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +64,16 @@ class EngineArgs(Checked):
     max_num_batched_tokens    positions a step computes at most; None: 2,048 on a CPU, 8,192 on a GPU
     max_num_seqs              sequences that run at most; None: 128 on a CPU, 256 on a GPU
     enable_prefix_caching     find the beginnings of prompts among the blocks computed before
-    preemption_mode           how a request makes room: recompute, swap, or auto for the choice of the paper
+    preemption_mode           how a request makes room: recompute, swap, or auto for what takes less time to undo, as
+                              this engine measures it
+    preemption_victim         who makes room: latest, the last in line; or least_lost, whose return takes the least time
     swap_space                GiB of host memory for what is swapped out; None: as much as the pool, at most 4
     generation_config         where requests without sampling_params get theirs: auto, the model's file; vllm, none; or
                               the path of one
     max_logprobs              likeliest tokens that a request may ask for at a position; -1: the whole vocabulary
     scheduling_policy         fcfs, or priority (lower first)
+    priority_ageing           by priority: how many later arrivals may overtake a request for each step of priority
+                              between them; 0: any number
     watermark                 share of the blocks that an admission leaves free while anything runs
     decode_window             positions that the device decodes by itself in one step; None: 1 on a CPU, 4 on a GPU
     enforce_eager             launch kernels one by one, without CUDA graphs; on a CPU, replay no decode steps
@@ -94,10 +100,12 @@ class EngineArgs(Checked):
     max_num_seqs: int | None = None
     enable_prefix_caching: bool = True
     preemption_mode: PreemptionChoice = "auto"
+    preemption_victim: Victims = "latest"
     swap_space: float | None = None
     generation_config: str = "auto"
     max_logprobs: int = 20
     scheduling_policy: SchedulingPolicy = "fcfs"
+    priority_ageing: int = 256
     watermark: float = 0.0
     decode_window: int | None = None
     enforce_eager: bool = False
@@ -116,7 +124,9 @@ class EngineArgs(Checked):
             self._choice("quantization", ("int8",))
         self._choice("dtype", ("auto", "float32", "bfloat16", "float16"))
         self._choice("preemption_mode", ("auto", "recompute", "swap"))
+        self._choice("preemption_victim", ("latest", "least_lost"))
         self._choice("scheduling_policy", ("fcfs", "priority"))
+        self._integer("priority_ageing", 0, 1 << 30)
         self._integer("block_size", 1, 256)
         if self.block_size & (self.block_size - 1):
             raise ParameterError(
@@ -146,6 +156,15 @@ class EngineArgs(Checked):
         sizes = STEP_SIZES[device].items()
         unsaid: dict[str, Any] = {name: value for name, value in sizes if getattr(self, name) is None}
         return replace(self, **unsaid) if unsaid else self
+
+    def policy(self) -> Policy:
+        """The core's choices, in its words."""
+        return Policy(
+            by_priority=self.scheduling_policy == "priority",
+            mode=None if self.preemption_mode == "auto" else PreemptionMode(self.preemption_mode),
+            ageing=self.priority_ageing,
+            victims=VictimChoice(self.preemption_victim),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

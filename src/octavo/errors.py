@@ -7,7 +7,8 @@ OctavoError                       anything that Octavo raises on purpose
 │   ├── PromptError               an empty prompt, a token id outside the vocabulary, a prompt of the wrong type
 │   ├── ContextLengthError        prompt, or prompt + max_tokens, longer than the model's context
 │   ├── CapacityError             a request that could never run in the pool, the row budget or the token budget
-│   └── TemplateError             a chat that the model's template refuses, or a model without one
+│   ├── TemplateError             a chat that the model's template refuses, or a model without one
+│   └── TraceError                a trace of requests that cannot be read; names the line and what is expected there
 ├── ModelError                    the model cannot be loaded
 │   ├── ModelNotFoundError        no such directory, file, name in the catalogue, or hub repository
 │   ├── UnsupportedModelError     an architecture, a feature or a file format that Octavo does not have
@@ -74,6 +75,10 @@ class CapacityError(UsageError):
 
 class TemplateError(UsageError):
     code = "no_chat_template"
+
+
+class TraceError(UsageError):
+    code = "bad_trace"
 
 
 class ModelError(OctavoError):

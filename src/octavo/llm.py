@@ -40,7 +40,7 @@ class LLM:
         self.config = built.config
         self.spec = built.spec
         self.sampling_defaults = built.sampling_defaults
-        self._prompts = Prompts(built.tokenizer)
+        self._prompts = Prompts(built.tokenizer, built.engine.vocab_size)
         self._ids = itertools.count()
         self._mail: dict[str, RequestOutput] = {}  # the newest output of requests, for those who run them
         # Whoever forgets to close it gets the memory back with the object, and no thread outlives the interpreter.
@@ -148,6 +148,7 @@ class LLM:
         """Queue requests, all or none; returns their ids."""
         encoded = [self._prompts.encode(p) for p in list_of(prompts)]
         params = self._params_of(sampling_params, len(encoded))
+        grammars = [self._prompts.grammar(p) for p in params]
         if priority is not None and len(priority) != len(encoded):
             raise ParameterError(f"{len(priority)} priorities for {len(encoded)} prompts; give one for each")
         if priority is not None and not all(isinstance(p, int) for p in priority):
@@ -162,6 +163,7 @@ class LLM:
                     p,
                     prompt=text,
                     priority=0 if priority is None else priority[i],
+                    grammar=grammars[i],
                     make_detokenizer=self._prompts.make_detokenizer,
                     stream=stream,
                 )
@@ -250,6 +252,7 @@ class LLM:
     def close(self) -> None:
         """Abort what runs and give the memory back. A second call does nothing."""
         self.engine.close()
+        self._prompts.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 
@@ -15,7 +17,9 @@ from octavo.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from octavo.core.request import Request
     from octavo.core.sampling_params import SamplingParams
+    from octavo.core.structured_outputs import StructuredOutputsParams
     from octavo.engine.outputs import MakeDetokenizer
+    from octavo.text.grammar import Grammar, GrammarCompiler
 
 logger = logging.getLogger("octavo")
 
@@ -25,6 +29,8 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """A conversation: [{"role": "user", "content": "..."}, ...]."""
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "parse_special")
+LONG_TEXT_CHARS = 4096
+"""A text longer than this is tokenised on a worker thread: shorter ones take less time than the way there."""
 TEMPLATE_ARGUMENTS = frozenset(
     {"messages", "tools", "template", "add_generation_prompt", "continue_final_message", "special_tokens"}
 )
@@ -32,11 +38,16 @@ TEMPLATE_ARGUMENTS = frozenset(
 
 
 class Prompts:
-    """What `LLM` and `AsyncEngine` do with text. `tokenizer` is None for an engine that takes and gives ids alone."""
+    """What `LLM` and `AsyncEngine` do with text. `tokenizer` is None for an engine that takes and gives ids alone.
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    vocab_size   tokens that the model has logits for, where that is not the tokenizer's number of ids
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int | None = None) -> None:
         self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._warned = False
+        self._compiler: GrammarCompiler | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -59,6 +70,13 @@ class Prompts:
             if not parse_special and (spelled := self.tokenizer.spelled_special(text)):
                 self._warn_once(spelled)
         return text, token_ids
+
+    async def encode_aside(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        """As `encode`, without holding up the event loop for long."""
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        if isinstance(text, str) and len(text) > LONG_TEXT_CHARS:
+            return await asyncio.to_thread(self.encode, prompt)
+        return self.encode(prompt)
 
     def _warn_once(self, spelled: str) -> None:
         """Someone who has put a chat's markers into a prompt by hand must not wonder why the model talks nonsense."""
@@ -114,10 +132,10 @@ class Prompts:
         tokenizers have different tokens for the two.
         """
         if isinstance(params, BeamSearchParams):
-            if params.stop:
+            if params.stop or params.structured_outputs:
                 _ = self.tokenizer
             return params
-        if params.detokenize and params.stop_strings:
+        if params.structured_outputs or (params.detokenize and params.stop_strings):
             _ = self.tokenizer  # there must be one
         if not params.bad_words:
             return params
@@ -128,6 +146,40 @@ class Prompts:
                 words[tuple(ids)] = None
         words.pop((), None)
         return replace(params, bad_words_token_ids=tuple(words))
+
+    def grammar(self, params: SamplingParams | BeamSearchParams) -> Grammar | None:
+        """What the engine is to be given with parameters that have `structured_outputs`; None with others.
+
+        Raises `ParameterError` with the code invalid_json_schema or invalid_grammar for what cannot be compiled, or
+        not within two seconds.
+        """
+        future = self.compiling(params)
+        return None if future is None else future.result()
+
+    async def grammar_aside(self, params: SamplingParams | BeamSearchParams) -> Grammar | None:
+        """As `grammar`, without holding up the event loop."""
+        future = self.compiling(params)
+        if future is None:
+            return None
+        compiling = asyncio.wrap_future(future)
+        return await asyncio.shield(compiling)  # whoever leaves early leaves it to the others who want it
+
+    def compiling(self, params: SamplingParams | BeamSearchParams) -> Future[Grammar] | None:
+        """As `grammar`, for who looks in again when it is done."""
+        wanted = params.structured_outputs
+        if wanted is None:
+            return None
+        from octavo.text.grammar import GrammarCompiler  # and with it a library that most never need
+
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(self.tokenizer, self._vocab_size or self.tokenizer.num_ids)
+        code = "invalid_json_schema" if wanted.kind in ("json", "json_object") else "invalid_grammar"
+        return self._compiler.submit(_written(wanted), code)
+
+    def close(self) -> None:
+        """End what compiles grammars. A second call does nothing."""
+        if self._compiler is not None:
+            self._compiler.close()
 
     @property
     def make_detokenizer(self) -> MakeDetokenizer | None:
@@ -149,6 +201,23 @@ class Prompts:
             )
 
         return make
+
+
+def _written(wanted: StructuredOutputsParams) -> str:
+    """As a grammar."""
+    from octavo.text.grammar import choice_grammar, json_grammar, regex_grammar
+
+    if wanted.grammar is not None:
+        return wanted.grammar
+    if wanted.regex is not None:
+        return regex_grammar(wanted.regex)
+    if wanted.choice is not None:
+        return choice_grammar(wanted.choice)
+    return json_grammar(
+        wanted.schema,
+        any_whitespace=not wanted.disable_any_whitespace,
+        whitespace_pattern=wanted.whitespace_pattern,
+    )
 
 
 def _parts_of(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, bool]:

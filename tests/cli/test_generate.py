@@ -17,6 +17,7 @@ from octavo.cli.options import ENGINE, SAMPLING, UNSAID, flag, parse_length
 from octavo.cli.vllm_flags import UNSUPPORTED
 from octavo.config import EngineArgs
 from octavo.core.sampling_params import SamplingParams
+from octavo.core.structured_outputs import StructuredOutputsParams
 from octavo.errors import PromptError
 from octavo.generation_config import SamplingDefaults
 from tests.cli.conftest import Call
@@ -143,6 +144,16 @@ def test_every_field_is_an_option_or_left_out_on_purpose(settings: type[Any], sa
     fields = {field.name for field in dataclasses.fields(settings) if field.init}
     assert set(said) | UNSAID[settings] == fields and not set(said) & UNSAID[settings]
     assert not {flag(name)[2:] for name in said} & UNSUPPORTED
+
+
+def test_the_form_of_the_output(call: Call, fake: type[FakeLLM]) -> None:
+    call("generate", "-p", "a", "--structured-outputs", '{"choice": ["yes", "no"]}')
+    _, params = fake.made[0].asked[0]
+    assert params.structured_outputs == StructuredOutputsParams(choice=["yes", "no"])
+    for text, message in (("yes", "is no JSON object such as"), ('{"regex": ""}', "--structured-outputs: ")):
+        done = call("generate", "-p", "a", "--structured-outputs", text)
+        assert done.code == 2 and message in done.err.replace("\n", " ")
+    assert len(fake.made) == 1
 
 
 def test_special_tokens_may_be_meant(call: Call, fake: type[FakeLLM]) -> None:

@@ -360,7 +360,7 @@ def test_a_plan_of_swaps_alone_is_submitted() -> None:
     plan = lab.plan()
     assert not plan.rows and plan.swap_outs and plan
     assert lab.requests["B"].status is Status.SWAPPED
-    assert lab.told(ev.Preempted) == [ev.Preempted("B", "swap", "B", 1, 0, 0)]
+    assert lab.told(ev.Preempted) == [ev.Preempted("B", "swap", "B", 1, 0, 0, "forced", 2, 4)]
     assert lab.scheduler.in_flight[-1] is plan
     lab.run(depth=2)
 
@@ -582,6 +582,7 @@ def test_a_sibling_is_rebuilt_only_where_there_is_room_for_it() -> None:
     own, pool = second.block_ids[2:], lab.pool
     assert len(first.token_ids) == 9 and not set(own) & set(first.block_ids)
     throw_out(lab, group)
+    group.num_preemptions = 0  # it asks for no room to grow
     for block in own:
         pool.unseal(block)
     while pool.num_available > 5:

@@ -247,20 +247,9 @@ def test_a_preemption_is_told_with_its_numbers() -> None:
     lab.add("A", [1, 2, 3, 4], 6)
     lab.add("B", [5, 6, 7, 8], 6)
     lab.run()
-    assert lab.told(ev.Preempted) == [ev.Preempted("B", "recompute", "A", 1, 0, 0)]
+    assert lab.told(ev.Preempted) == [ev.Preempted("B", "recompute", "A", 1, 0, 0, "forced", 3, 6)]
     assert lab.reasons("B")[-1] == "blocks"
     assert lab.scheduler.num_preemptions == 1
-
-
-def test_one_sequence_is_recomputed_and_a_group_is_swapped_unless_told() -> None:
-    single, group = make("s", [1], 2), make("g", [1], 2, width=2)
-    for request in (single, group):
-        request.begin(0, (0, 0), 2)
-    group.sequences.append(single.sequences[0])
-    assert Policy().preemption_mode(single) is PreemptionMode.RECOMPUTE
-    assert Policy().preemption_mode(group) is PreemptionMode.SWAP
-    for mode in PreemptionMode:
-        assert Policy(mode=mode).preemption_mode(group) is Policy(mode=mode).preemption_mode(single) is mode
 
 
 def test_several_give_way_until_there_is_room() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -131,6 +132,28 @@ def test_the_same_tokens_as_the_cpus_runner(model: str, case: str, recorded: boo
     _, expected = generate(model, params, rows=False, **options)
     llm, outputs = generate(model, params, rows=True, recorded=recorded, **options)
     assert told(outputs) == told(expected)
+    if "num_gpu_blocks_override" in options:
+        assert llm.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("case", ["plain", "windows", "chunks", "recompute", "swap", "no overlap"])
+def test_constrained_requests(model: str, case: str) -> None:
+    """Beside the others. Their steps wait on the host for what may come next."""
+
+    def constrained(pattern: str, **words: Any) -> SamplingParams:
+        return SamplingParams(max_tokens=12, structured_outputs={"regex": pattern}, **words)  # type: ignore[arg-type]
+
+    params = [
+        *mixture(),
+        constrained("[a-f]{5,9}", seed=1),
+        constrained("b+", seed=2),
+        constrained("x(yz)*", seed=3, n=3),
+    ]
+    options = CASES[case]
+    _, expected = generate(model, params, rows=False, **options)
+    llm, outputs = generate(model, params, rows=True, **options)
+    assert told(outputs) == told(expected)
+    assert re.fullmatch("[a-f]{5,9}", outputs[-3].outputs[0].text)
     if "num_gpu_blocks_override" in options:
         assert llm.stats().num_preemptions > 0
 

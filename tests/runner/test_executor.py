@@ -21,10 +21,13 @@ class FakeRunner:
         self.ran: list[int] = []
         self.columns: dict[int, list[list[list[int]]]] = {}
         self.raises: dict[int, BaseException] = {}
+        self.masks: list[Any] = []  # what masked plans were put
         self.gate: dict[int, threading.Event] = {}  # waited for before the last column
 
-    def run(self, plan: StepPlan, land: Any) -> None:
+    def run(self, plan: StepPlan, land: Any, wait_for_masks: Any) -> None:
         self.ran.append(plan.step)
+        if plan.masked:
+            self.masks.append(wait_for_masks())
         columns = self.columns.get(plan.step, [[[plan.step]]])
         for i, column in enumerate(columns):
             if i == len(columns) - 1:
@@ -106,7 +109,7 @@ def test_logprobs_are_gathered_with_their_tokens(executor: LocalExecutor, runner
         StepResult([[5], []], logprobs={0: [told(3)]}, prompt_logprobs={1: (6, [told(4)])}),
         StepResult([[6], [9]], logprobs={0: [told(5)], 1: [told(6)]}),
     ]
-    runner.run = lambda plan, land: [land(r) for r in results]  # type: ignore[assignment,method-assign]
+    runner.run = lambda plan, land, _: [land(r) for r in results]  # type: ignore[assignment,method-assign]
     result = executor.submit(plan_of(0)).result()
     assert result.tokens == [[5, 6], [9]]
     assert result.logprobs == {0: [told(3), told(5)], 1: [told(6)]}
@@ -143,6 +146,34 @@ def test_what_is_submitted_before_the_failure_is_seen_fails_too(executor: LocalE
     assert runner.ran == [0]
     runner.raises.clear()
     assert executor.submit(plan_of(2)).result().tokens == [[2]]
+
+
+def test_a_masked_plan_waits_for_its_masks_and_those_behind_it_for_it(
+    executor: LocalExecutor, runner: FakeRunner
+) -> None:
+    masked, behind = plan_of(0), plan_of(1)
+    masked.masked = [0]
+    first = executor.submit(masked)
+    second = executor.submit(behind)
+    assert first.poll(0.1) is None and not first.done and not second.done
+    first.put({0: b"mask"})
+    assert first.result().tokens == [[0]] and second.result().tokens == [[1]]
+    assert runner.masks == [{0: b"mask"}]
+    again = executor.submit(masked)
+    again.put({})  # nothing to say is an answer, too
+    assert again.result().tokens == [[0]]
+
+
+def test_closing_while_a_plan_waits_for_masks(runner: FakeRunner) -> None:
+    """Whoever was to put them has died."""
+    executor = LocalExecutor(runner)  # type: ignore[arg-type]
+    plan = plan_of(0)
+    plan.masked = [0]
+    run = executor.submit(plan)
+    begin = time.monotonic()
+    executor.close()
+    assert not executor._thread.is_alive() and time.monotonic() - begin < 5
+    assert run.done and runner.masks == []
 
 
 def test_closing(runner: FakeRunner) -> None:

@@ -11,7 +11,7 @@ import torch
 from octavo.core.plan import RowSetup
 from octavo.core.sampling_params import SamplingParams
 from octavo.kernels import cpu, reference
-from octavo.runner.sampler import NOT_FINITE, Draw, Sampler
+from octavo.runner.sampler import NO_ALLOWED_TOKEN, NOT_FINITE, Draw, Sampler
 
 KINDS = [
     SamplingParams(temperature=0),
@@ -44,6 +44,51 @@ def test_a_row_that_is_not_finite_spoils_no_other(ops: ModuleType, bad: float, w
         assert fine == [NOT_FINITE if i == victim else "" for i in rows]
         assert [t for i, t in enumerate(tokens) if i != victim] == [t for i, t in enumerate(wanted) if i != victim]
         assert 0 <= tokens[victim] < 50
+
+
+def mask_of(allowed: list[int], vocab_size: int) -> bytes:
+    mask = bytearray(-(-vocab_size // 32) * 4)
+    for token in allowed:
+        mask[token // 8] |= 1 << token % 8
+    return bytes(mask)
+
+
+@pytest.mark.parametrize("ops", [cpu, reference], ids=["cpu", "reference"])
+def test_masks_rule_out_and_change_nothing_else(ops: ModuleType) -> None:
+    """Rows with a mask and rows without one, in one batch; bits past the vocabulary mean nothing."""
+    logits = 3 * torch.randn(10, 50, generator=torch.Generator().manual_seed(0))
+    setups = [RowSetup(i, KINDS[i % len(KINDS)], 100 + i, 0, frozenset()) for i in range(10)]
+    draws = [Draw(10 + i, setup, 0, 7) for i, setup in enumerate(setups)]
+    free = Sampler(10, 8, ops).draw(logits.clone(), draws).tokens
+    allowed = {10 + i: [7, 31, 32, 49] for i in (0, 3, 4, 8)}
+    allowed[15], allowed[12] = [], list(range(50))
+    masks = {i: mask_of([*ids, 50, 60, 63], 50) for i, ids in allowed.items()}
+    drawn = Sampler(10, 8, ops).draw(logits.clone(), draws, masks)
+    for i, (token, error) in enumerate(zip(drawn.tokens, drawn.errors, strict=True)):
+        ids = allowed.get(10 + i)
+        assert error == (NO_ALLOWED_TOKEN if ids == [] else "")
+        if ids is None or len(ids) == 50:
+            assert token == free[i]
+        elif ids:
+            assert token in ids
+    assert sum(a != b for a, b in zip(drawn.tokens, free, strict=True)) >= 3
+    assert drawn.tokens[0] == max([7, 31, 32, 49], key=lambda t: logits[0, t])
+
+
+def test_draws_of_one_slice_share_its_mask_and_candidates_keep_to_it() -> None:
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(2)).expand(6, 40)
+    setup = RowSetup(0, SamplingParams(temperature=1.5, n=5), 3, 0, frozenset())
+    draws = [Draw(4, setup, j, 7, goes_on=False) for j in range(5)]
+    beam = Draw(2, RowSetup(1, SamplingParams(temperature=0), 3, 0, frozenset(), decides=True), 0, 7, False, 8)
+    masks = {4: mask_of([3, 5, 8], 40), 2: mask_of([1, 39, 20], 40)}
+    drawn = Sampler(10, 8, cpu).draw(logits.clone(), [*draws, beam], masks)
+    assert set(drawn.tokens[:5]) <= {3, 5, 8} and len(set(drawn.tokens[:5])) > 1
+    expected = logits[0].log_softmax(0)
+    candidates = drawn.tokens[5]
+    assert isinstance(candidates, list) and [t for _, t in candidates] == sorted(
+        [1, 39, 20], key=lambda t: -expected[t]
+    )
+    assert [p for p, _ in candidates] == pytest.approx([float(expected[t]) for _, t in candidates], abs=1e-6)
 
 
 def test_huge_but_finite_numbers_are_numbers() -> None:

@@ -10,10 +10,15 @@ import typer
 import octavo
 from octavo.cli.bench import bench
 from octavo.cli.blocks import blocks
+from octavo.cli.calibrate import calibrate
 from octavo.cli.chat import chat
 from octavo.cli.demo import demo
 from octavo.cli.generate import generate
 from octavo.cli.models import models
+from octavo.cli.plan import plan
+from octavo.cli.reproduce import reproduce
+from octavo.cli.serve import serve
+from octavo.cli.simulate import simulate
 from octavo.cli.vllm_flags import unsupported
 
 app = typer.Typer(
@@ -31,6 +36,11 @@ app.command()(generate)
 app.command()(chat)
 app.command()(demo)
 app.command()(blocks)
+app.command()(serve)
+app.command()(simulate)
+app.command()(reproduce)
+app.command()(plan)
+app.command()(calibrate)
 app.add_typer(models, name="models")
 app.add_typer(bench, name="bench")
 

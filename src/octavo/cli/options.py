@@ -29,15 +29,19 @@ Model = Annotated[
 DEFAULT_MODEL = "smollm2"
 
 
-def parse_variables(text: str) -> dict[str, Any]:
+def parse_object(text: str, example: str) -> dict[str, Any]:
     """A JSON object."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise typer.BadParameter(f'{text!r} is no JSON object such as {{"enable_thinking": false}}')
+        raise typer.BadParameter(f"{text!r} is no JSON object such as {example}")
     return value
+
+
+def parse_variables(text: str) -> dict[str, Any]:
+    return parse_object(text, '{"enable_thinking": false}')
 
 
 Variables = Annotated[
@@ -65,11 +69,13 @@ ENGINE = {
     "max_num_batched_tokens": "Tokens that a step computes at most.",
     "max_num_seqs": "Sequences that run at most.",
     "enable_prefix_caching": "Find the beginnings of prompts among the blocks computed before.",
-    "preemption_mode": "How a request makes room for others.",
+    "preemption_mode": "How a request makes room for others; auto: by what takes less time to undo.",
+    "preemption_victim": "Who makes room: the last in line, or whose return takes the least time.",
     "swap_space": "GiB of host memory for what is swapped out; else as much as the pool, at most 4.",
     "generation_config": "Where sampling defaults come from: auto (the model), vllm (not from a file), or a path.",
     "max_logprobs": "The most that --logprobs may be; -1: the whole vocabulary.",
     "scheduling_policy": "Who goes first.",
+    "priority_ageing": "Later arrivals that may overtake a request for each step of priority between them; 0: any.",
     "watermark": "Share of the blocks that an admission leaves free.",
     "decode_window": "Positions that the device decodes by itself in one step.",
     "enforce_eager": "Launch kernels one by one, without CUDA graphs.",
@@ -88,6 +94,7 @@ SAMPLING = {
     "logit_bias": "Add to a token's logit, -100 to 100; may be repeated, or a JSON object.",
     "allowed_token_ids": "Sample only this token; may be repeated.",
     "bad_words": "A text that must not come up; may be repeated.",
+    "structured_outputs": "The form of the output: an object with json, json_object, regex, choice or grammar.",
     "seed": "Makes sampling reproducible.",
     "stop": "End before this text; may be repeated.",
     "stop_token_ids": "End with this token; may be repeated.",
@@ -128,6 +135,11 @@ def parse_bias(text: str) -> dict[int, float]:
         raise typer.BadParameter(f"{text!r} is not ID=BIAS, such as 198=-5, nor a JSON object of such pairs") from None
 
 
+def parse_structure(text: str) -> dict[str, Any]:
+    """A JSON object with the fields of `StructuredOutputsParams`."""
+    return parse_object(text, '{"choice": ["yes", "no"]}')
+
+
 def merge(parts: Iterable[Mapping[int, float]]) -> dict[int, float]:
     return {token: bias for part in parts for token, bias in part.items()}
 
@@ -135,9 +147,15 @@ def merge(parts: Iterable[Mapping[int, float]]) -> dict[int, float]:
 SETTINGS: dict[str, dict[str, Any]] = {
     "max_model_len": {"parser": parse_length, "metavar": "TOKENS"},
     "chat_template": {"metavar": "FILE"},
+    "default_chat_template_kwargs": {"parser": parse_variables, "metavar": "JSON"},
+    "served_model_name": {"metavar": "NAME"},
+    "api_key": {"metavar": "KEY"},
+    "allowed_origins": {"metavar": "ORIGIN"},
+    "disable_access_log_for_endpoints": {"metavar": "PATH"},
     "logit_bias": {"parser": parse_bias, "metavar": "ID=BIAS"},
     "allowed_token_ids": {"metavar": "ID"},
     "bad_words": {"metavar": "TEXT"},
+    "structured_outputs": {"parser": parse_structure, "metavar": "JSON"},
     "stop": {"metavar": "TEXT"},
     "stop_token_ids": {"metavar": "ID"},
 }
@@ -145,8 +163,14 @@ TYPES: dict[str, Any] = {
     "logit_bias": list[dict],  # type: ignore[type-arg]  # what parse_bias gives; typer asks for a plain class
     "allowed_token_ids": list[int],
     "bad_words": list[str],
+    "structured_outputs": dict,
     "stop": list[str],
     "stop_token_ids": list[int],
+    "served_model_name": list[str],
+    "api_key": list[str],
+    "allowed_origins": list[str],
+    "disable_access_log_for_endpoints": list[str],
+    "default_chat_template_kwargs": dict,
 }
 GATHER: dict[str, Callable[..., Any]] = {"logit_bias": merge}
 ALIASES = {"swap_space": ["--kv-offloading-size"], "gpu_memory_utilization": ["--device-memory-utilization"]}

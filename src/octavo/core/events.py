@@ -50,7 +50,11 @@ class Waiting(NamedTuple):
 
 
 class Preempted(NamedTuple):
-    """Taken off the device, by `how` ("recompute" or "swap"), because `for_request` needed blocks."""
+    """Taken off the device, by `how` ("recompute" or "swap"), because `for_request` needed blocks.
+
+    why         of `how`: "forced"; "cheaper" than the other; "rule", the paper's; "no host room" to swap
+    num_blocks  go with it: to the host and back, or to be computed again, with `num_positions` in them
+    """
 
     request_id: str
     how: str
@@ -58,6 +62,9 @@ class Preempted(NamedTuple):
     needs: int
     free: int
     evictable: int
+    why: str
+    num_blocks: int
+    num_positions: int
 
 
 class SwappedIn(NamedTuple):

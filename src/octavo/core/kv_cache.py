@@ -345,6 +345,24 @@ class KVCache:
         self.pool.forget_cached()
         return num_cached
 
+    def owned_by(self, request: Request) -> tuple[int, int]:
+        """Blocks of a running request that go with it when it gives way, and the positions in them."""
+        own, _ = self._parted(request)
+        return len(own), sum(own.values())
+
+    def _parted(self, request: Request) -> tuple[dict[BlockId, int], dict[BlockId, SealId]]:
+        """Its distinct blocks: its own, with the positions in each; and sealed ones that others use too, with seals."""
+        pool, size = self.pool, self.block_size
+        refs_within: dict[BlockId, int] = {}
+        filled: dict[BlockId, int] = {}
+        for sequence in request.sequences:
+            for i in range(sequence.num_dropped, len(sequence.block_ids)):
+                block = sequence.block_ids[i]
+                refs_within[block] = refs_within.get(block, 0) + 1
+                filled[block] = min(size, sequence.num_computed - i * size)  # whoever shares it has as much in it
+        shared = {b: pool.seal_id[b] for b, n in refs_within.items() if pool.seal_id[b] and pool.refs[b] > n}
+        return {b: n for b, n in filled.items() if b not in shared}, shared
+
     # -- the swap space ------------------------------------------------------------------------------------------------
 
     def swap_out(self, request: Request, plan: StepPlan) -> bool:
@@ -354,13 +372,9 @@ class KVCache:
         owners outside the request stays on the device: it costs nothing there, is not pinned by us, and is remembered
         with its seal id, so that it is known on return whether it is still the same.
         """
-        pool, host = self.pool, self.swap_space
-        refs_within: dict[BlockId, int] = {}
-        for sequence in request.sequences:
-            for block in sequence.block_ids[sequence.num_dropped :]:
-                refs_within[block] = refs_within.get(block, 0) + 1
-        stays = {b: pool.seal_id[b] for b, n in refs_within.items() if pool.seal_id[b] and pool.refs[b] > n}
-        if len(refs_within) - len(stays) > host.num_free:
+        pool = self.pool
+        own, stays = self._parted(request)
+        if len(own) > self.swap_space.num_free:
             return False
         moved: dict[BlockId, HostBlockId] = {}
         for sequence in request.sequences:

@@ -125,6 +125,7 @@ class Request:
         "must_wait",
         "num_cached_tokens",
         "num_draws",
+        "num_preemptions",
         "order",
         "priority",
         "prompt_token_ids",
@@ -184,6 +185,7 @@ class Request:
         self.done: list[Sequence] = []  # the ended ones, in the order in which they ended
         self.solo: Sequence | None = None  # the only sequence that there will ever be: the hot path
         self.num_cached_tokens = -1  # found in the prefix cache at the first admission
+        self.num_preemptions = 0
         self.waits_for = ""  # the reason said last
         self.error = ""  # what went wrong with it on the device
         self.left_behind: dict[BlockId, SealId] = {}  # while swapped: device blocks left there, and their seals then

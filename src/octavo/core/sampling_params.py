@@ -8,6 +8,7 @@ from enum import Enum
 from typing import ClassVar
 
 from octavo.core.checked import Checked, list_of, token_ids, wrong
+from octavo.core.structured_outputs import StructuredOutputsParams
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy decoding."""
@@ -43,6 +44,8 @@ class SamplingParams(Checked):
     bad_words                   texts that are not to come up, prompt and output read together; their tokens, with and
                                 without a space before them, are looked up by whoever has a tokenizer
     bad_words_token_ids         the same as lists of token ids: the last of a list is out wherever the others precede it
+    structured_outputs          the form that the output must have (`StructuredOutputsParams`, or a dict of its fields): only
+                                tokens that keep to it are sampled, and an end only where it is complete
     min_tokens                  generate that many before a stop token, or stop string, can end the output
     seed                        any int64; the noise is a function of (seed, sample index, position) and nothing else,
                                 so that it does not depend on batch, window or preemption. None: the engine draws one
@@ -78,6 +81,7 @@ class SamplingParams(Checked):
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
     bad_words_token_ids: Sequence[Sequence[int]] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     min_tokens: int = 0
     seed: int | None = None
     max_tokens: int | None = 16
@@ -145,6 +149,7 @@ class SamplingParams(Checked):
         words = list_of("bad_words_token_ids", self.bad_words_token_ids)
         self._set("bad_words_token_ids", tuple(token_ids("bad_words_token_ids", word) for word in words))
         self._set("logit_bias", self._numbers_by_id("logit_bias", -100.0, 100.0))
+        self._set("structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
         self._settle()
         self._check_together()
 

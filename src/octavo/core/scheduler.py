@@ -104,6 +104,8 @@ class Scheduler:
         arrival = self._num_arrivals
         self._num_arrivals += 1
         request.begin(arrival, self.policy.order(request, arrival), wanted)
+        for sequence in request.sequences:
+            cache.free(sequence)  # it holds nothing, in the cache's words: one that resumes is as after a preemption
         self.requests[request.request_id] = request
         insort(self.waiting, request)
         if self.events.active:
@@ -300,10 +302,12 @@ class Scheduler:
         prefix = cache.lookup(seq)
         if draft.writes and cache.next_block_in(draft.writes, seq, prefix):
             return self._wait(request, "prefix in flight", 0)
-        needs = cache.blocks_to_admit(seq, prefix)
+        needs = cache.blocks_to_admit(seq, prefix) + self._headroom(request)
         if needs > pool.num_available - self._watermark():
             return self._wait_for_blocks(request, needs)
         self.waiting.remove(request)
+        if request.num_preemptions:
+            self.policy.costs.saw_return(len(prefix.block_ids) * cache.block_size, len(seq.token_ids))
         if request.num_cached_tokens < 0:
             cache.count_lookup(seq, len(prefix.block_ids))
             request.num_cached_tokens = len(prefix.block_ids) * cache.block_size
@@ -338,6 +342,7 @@ class Scheduler:
         if picks is None:
             return self._wait(request, "budget", len(request.sequences), draft.budget)
         needs = found.num_needed + cache.blocks_needed(((p.sequence, p.num_positions) for p in picks), swapped=True)
+        needs += self._headroom(request)
         if needs > cache.pool.num_available - self._watermark():
             return self._wait_for_blocks(request, needs)
         self.swapped.remove(request)
@@ -357,12 +362,21 @@ class Scheduler:
     def _watermark(self) -> int:
         return self.num_watermark_blocks if self.running else 0  # else a request as large as the pool waits for ever
 
+    def _headroom(self, request: Request) -> int:
+        """Blocks that stay free when a request comes back that was preempted: it returns when all that it needs next
+        fits, beside what the others need next. Alone it needs no leave, or it would wait for ever."""
+        if not request.num_preemptions or not self.running:
+            return 0
+        left = max(s.limit - len(s.token_ids) for s in request.sequences)
+        positions = min(self.policy.headroom(request), left)
+        return self.cache.blocks_for(positions) * (self.num_rows_taken + request.width)
+
     # -- giving way ----------------------------------------------------------------------------------------------------
 
     def _make_room(self, request: Request, needs: int, draft: _Draft) -> bool:
         """Preempt one request. False when it was the asker itself."""
         draft.preempted = True
-        victim = self.policy.victim(self.running)
+        victim = self.policy.victim(self.running, request, self.cache)
         self._preempt(victim, request, needs, draft.plan)
         return victim is not request
 
@@ -374,11 +388,13 @@ class Scheduler:
         self.running.remove(victim)
         self.num_rows_taken -= victim.width
         self.num_preemptions += 1
+        victim.num_preemptions += 1
         for seq in victim.sequences:
             cache.rows.release(seq)
-        mode = self.policy.preemption_mode(victim)
+        num_blocks, num_positions = cache.owned_by(victim)
+        mode, why = self.policy.preemption_mode(victim, num_blocks, num_positions)
         if mode is PreemptionMode.SWAP and not cache.swap_out(victim, plan):
-            mode = PreemptionMode.RECOMPUTE
+            mode, why = PreemptionMode.RECOMPUTE, "no host room"
         if mode is PreemptionMode.SWAP:
             victim.status = Status.SWAPPED
             insort(self.swapped, victim)
@@ -386,7 +402,8 @@ class Scheduler:
             self._to_waiting(victim)
         victim.waits_for = ""
         if self.events.active:
-            self.events.emit(ev.Preempted(victim.request_id, mode.value, asker.request_id, needs, free, evictable))
+            said = mode.value, asker.request_id, needs, free, evictable, why, num_blocks, num_positions
+            self.events.emit(ev.Preempted(victim.request_id, *said))
 
     def _to_waiting(self, request: Request) -> None:
         """Give up its blocks, wherever they are, and stand in line again."""
@@ -638,7 +655,8 @@ class Scheduler:
         if line and not line[0].waits_for:
             request = line[0]
             if draft.preempted:
-                self._wait_for_blocks(request, self.cache.blocks_for(len(request.sequences[0].token_ids)))
+                needs = self.cache.blocks_for(len(request.sequences[0].token_ids))
+                self._wait_for_blocks(request, needs + self._headroom(request))
             else:
                 num_due = len(request.sequences[0].token_ids) - request.sequences[0].num_computed
                 self._wait(request, "budget", num_due, draft.budget)

@@ -18,6 +18,7 @@ from octavo.core.checked import Checked
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import Sequence
 from octavo.core.sampling_params import SamplingParams
+from octavo.core.structured_outputs import StructuredOutputsParams
 from octavo.errors import ParameterError
 
 MOST_BEAMS = 128
@@ -37,6 +38,7 @@ class BeamSearchParams(Checked):
     ignore_eos      the model's own end-of-sequence tokens end nothing
     logprobs        log-probabilities of each token, and of so many of the likeliest in its place
     stop, stop_token_ids  strings and tokens that end a hypothesis
+    structured_outputs    the form that each hypothesis must have, as `SamplingParams` has it
 
     Raises `ParameterError` for a value out of range, `UnknownOptionError` for a name that does not exist.
     """
@@ -53,6 +55,7 @@ class BeamSearchParams(Checked):
     logprobs: int | None = None
     stop: str | Seq[str] | None = None
     stop_token_ids: Seq[int] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._integer("beam_width", 1, MOST_BEAMS)
@@ -62,6 +65,7 @@ class BeamSearchParams(Checked):
         self._number("temperature", 0.0, 2.0)
         self._flag("ignore_eos")
         self._integer("logprobs", 0, 1 << 20, optional=True)
+        self._set("structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
         if self.early_stopping not in (True, False, "never"):
             raise ParameterError(
                 f'early_stopping is {self.early_stopping!r}, it must be True, False or "never"', param="early_stopping"
@@ -80,6 +84,7 @@ class BeamSearchParams(Checked):
             ignore_eos=self.ignore_eos,
             stop=self.stop if self.stop is None or isinstance(self.stop, str) else list(self.stop),
             stop_token_ids=None if self.stop_token_ids is None else list(self.stop_token_ids),
+            structured_outputs=self.structured_outputs,
         )
 
 

@@ -6,7 +6,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from itertools import chain
 
@@ -16,8 +16,10 @@ from octavo.core.request import Request, Sequence
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.engine.beam_search import BeamSearch, BeamSearchParams
+from octavo.engine.constraints import Constraint, Grammar
 from octavo.engine.executor import Executor, Running
 from octavo.engine.garbage import QuietGarbage
+from octavo.engine.inspect import Timelines
 from octavo.engine.outputs import MakeDetokenizer, RequestMetrics, RequestOutput, RequestState
 from octavo.engine.stats import EngineStats
 from octavo.errors import ContextLengthError, EngineError, ParameterError, PromptError, StepError
@@ -61,6 +63,7 @@ class Engine:
         self.max_logprobs = max_logprobs
         self.default_params = default_params or SamplingParams()
         self.stats = EngineStats()
+        self.timelines = Timelines(clock)
         self.garbage = QuietGarbage()
         self._clock = clock
         self._seeds = random.Random(seed)
@@ -68,8 +71,10 @@ class Engine:
         self._flight: deque[tuple[StepPlan, Running]] = deque()
         self._states: dict[str, RequestState] = {}
         self._num_incremental = 0
+        self._device_since = 0.0
         self._closed = False
         scheduler.events.subscribe(self.stats)
+        scheduler.events.subscribe(self.timelines)
         scheduler.events.subscribe(self._listen)
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -83,17 +88,24 @@ class Engine:
         prompt: str | None = None,
         priority: int = 0,
         salt: bytes = b"",
+        seed: int | None = None,
+        resume: Mapping[int, Seq[int]] | None = None,
+        grammar: Grammar | None = None,
         make_detokenizer: MakeDetokenizer | None = None,
         stream: bool = False,
     ) -> None:
         """Queue a request; with `stream`, `step` tells of it whenever it has new tokens, else when it has finished.
+
+        `seed` is that of a request that brings none; None: the engine draws one. `resume`: what another engine had
+        made of it (see `core.request.Request`), under the same seed. It is told again as if it were new. `grammar`:
+        what the parameters' `structured_outputs` compile to.
 
         Raises `PromptError`, `ContextLengthError`, `ParameterError` or `CapacityError`; then nothing was queued.
         """
         self._check_open()
         if request_id in self._states:
             raise ParameterError(f"a request {request_id!r} is running already; ids must differ", param="request_id")
-        self.check_prompt(prompt_token_ids)
+        check_prompt(prompt_token_ids, self.vocab_size)
         beams, params = (params, params.sampling_params) if isinstance(params, BeamSearchParams) else (None, params)
         max_tokens = self._max_tokens(len(prompt_token_ids), params)
         stop_ids = frozenset(() if params.ignore_eos else self.eos_token_ids) | frozenset(params.stop_token_ids or ())
@@ -103,18 +115,23 @@ class Engine:
             raise ParameterError(
                 f"beam_width is {beams.beam_width}, the vocabulary has {self.vocab_size} tokens", param="beam_width"
             )
+        if params.structured_outputs is not None and grammar is None:
+            text = "structured_outputs take a tokenizer, which makes a grammar of tokens of them; the engine has none"
+            raise ParameterError(text, param="structured_outputs")
         request = Request(
             request_id,
             prompt_token_ids,
             params,
             max_tokens=max_tokens,
-            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            seed=self._seed_of(params, seed),
             stop_ids=stop_ids,
             priority=priority,
             salt=salt,
             width=None if beams is None else beams.beam_width,
             num_draws=None if search is None else search.num_draws,
             decide=None if search is None else search.decide,
+            constrained=grammar is not None,
+            resume=resume,
         )
         self.scheduler.add(request)
         if not params.detokenize:
@@ -127,18 +144,13 @@ class Engine:
         )
         if search is not None and params.stop_strings:
             search.ends = state.ends_in_stop_string
+        if grammar is not None:
+            state.constraint = Constraint(grammar, len(prompt_token_ids), stop_ids, self.eos_token_ids)
 
-    def check_prompt(self, prompt_token_ids: Seq[int]) -> None:
-        """Raises `PromptError` for an empty prompt or a token that the model does not have."""
-        if not prompt_token_ids:
-            raise PromptError("the prompt is empty; give it at least one token", param="prompt", code="empty_prompt")
-        for i, token in enumerate(prompt_token_ids):
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
-                raise PromptError(
-                    f"token {i} of the prompt is {token!r}; token ids are integers from 0 to {self.vocab_size - 1}",
-                    param="prompt",
-                    code="invalid_token_id",
-                )
+    def _seed_of(self, params: SamplingParams, drawn: int | None) -> int:
+        if params.seed is not None:
+            return params.seed
+        return draw_seed(self._seeds) if drawn is None else drawn
 
     def _check_params(self, params: SamplingParams, max_tokens: int, stop_ids: frozenset[int]) -> None:
         """What is wrong only with this model, or with a default that has become a number. Raises `ParameterError`."""
@@ -194,8 +206,26 @@ class Engine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request, whatever it is doing; its output so far, None when there is no such request."""
+        state = self.drop(request_id)
+        return None if state is None else _last_output(state)
+
+    def drop(self, request_id: str) -> RequestState | None:
+        """As `abort`, for who makes something else of its state than an output."""
         self.scheduler.abort(request_id)
-        return self._close(request_id) if request_id in self._states else None
+        return self._close(request_id)
+
+    def stop(self, request_id: str, index: int) -> None:
+        """Somebody else has seen the end of a sample, in its text. When no other lives, the request is forgotten."""
+        state = self._states.get(request_id)
+        for sequence in () if state is None else state.request.sequences:
+            if sequence.index == index:
+                if self.scheduler.stop(sequence):
+                    self._close(request_id)
+                return
+
+    def find(self, request_id: str) -> RequestState | None:
+        """One that runs or waits."""
+        return self._states.get(request_id)
 
     @property
     def has_work(self) -> bool:
@@ -205,6 +235,11 @@ class Engine:
     def num_requests(self) -> int:
         return len(self._states)
 
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that the device has not finished."""
+        return len(self._flight)
+
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
@@ -212,12 +247,20 @@ class Engine:
 
         May return nothing while the device works. Waits for the device when there is nothing else to do.
         """
+        return _outputs(self.advance())
+
+    def advance(self) -> list[RequestState]:
+        """As `step`, for who makes something else of the states than outputs. Those that have ended come last."""
         self._check_open()
         plan = None
         if len(self._flight) < self._depth:
             plan = self.scheduler.schedule()
             if plan:
+                if not self._flight:
+                    self._device_since = self._clock()
                 self._flight.append((plan, self.executor.submit(plan)))
+                if plan.masked and (given_up := self._put_masks(*self._flight[-1])):
+                    return given_up
         if not self._flight or (plan and len(self._flight) < self._depth):
             return []
         self.garbage.breathe()
@@ -241,14 +284,42 @@ class Engine:
             try:
                 result = running.result()
             except StepError as error:
-                outputs += self._failed(plan, error)
+                outputs += _outputs(self._failed(plan, error))
             else:
                 self._flight.popleft()
-                outputs += self._take_in(plan, result, last=True)
+                outputs += _outputs(self._take_in(plan, result, last=True))
         return outputs
 
-    def _take_in(self, plan: StepPlan, result: StepResult, *, last: bool) -> list[RequestOutput]:
+    def _put_masks(self, plan: StepPlan, running: Running) -> list[RequestState]:
+        """Work out what may come next in constrained outputs, while the device computes. Returns the requests that are
+        given up, because their grammars cannot be followed any further."""
+        masks: dict[int, bytearray] = {}
+        given_up: dict[str, RequestState] = {}
+        followed: set[str] = set()
+        try:
+            for i in plan.masked:
+                sequence = plan.sequences[i]
+                state = self._states[sequence.request.request_id]
+                assert state.constraint is not None
+                try:
+                    if sequence.request.request_id not in followed:
+                        followed.add(sequence.request.request_id)
+                        state.constraint.follow(sequence.request.sequences)
+                    masks[i] = state.constraint.mask(sequence)
+                except Exception as error:  # this request's alone
+                    state.request.error = f"its structured_outputs cannot be followed: {error}"
+                    given_up[state.request.request_id] = state
+        finally:
+            running.put(masks)  # whatever happens: the device waits for them
+        for request_id in given_up:
+            self.scheduler.abort(request_id, "error")
+            self._close(request_id)
+        return list(given_up.values())
+
+    def _take_in(self, plan: StepPlan, result: StepResult, *, last: bool) -> list[RequestState]:
         now = self._clock()
+        if last:
+            self._learn(plan, now)
         finished = self.scheduler.update(plan, result, last=last)
         for i in plan.host_tokens:  # the slices of prompts, and of what was recomputed
             state = self._state_of(plan.sequences[i])
@@ -267,13 +338,19 @@ class Engine:
                 state.metrics.last_token_time = now
                 if state.stream:
                     told[state.request.request_id] = state
-        outputs = [s.output() for s in told.values() if s.request.sequences]
+        states = [s for s in told.values() if s.request.sequences]
         for request in finished:
-            if (state := self._states.get(request.request_id)) is not None:
+            if (state := self._close(request.request_id, now)) is not None:
                 state.metrics.last_token_time = now
-            if (output := self._close(request.request_id, now)) is not None:
-                outputs.append(output)
-        return outputs
+                states.append(state)
+        return states
+
+    def _learn(self, plan: StepPlan, now: float) -> None:
+        """What a step took, since the device had nothing before it to do: it tells what a preemption costs."""
+        seconds, self._device_since = now - self._device_since, now
+        if plan.rows and not plan.swap_outs and not plan.swap_ins:
+            num_prompt = sum(map(len, plan.host_tokens.values()))
+            self.scheduler.policy.costs.saw_step(num_prompt, seconds / max(1, plan.samples[0]))
 
     def _take_in_logprobs(self, plan: StepPlan, result: StepResult) -> None:
         for i, entries in result.logprobs.items():
@@ -298,18 +375,15 @@ class Engine:
     def _state_of(self, sequence: Sequence) -> RequestState | None:
         return self._states.get(sequence.request.request_id)
 
-    def _close(self, request_id: str, now: float | None = None) -> RequestOutput | None:
-        """The last output of a request; it is forgotten here."""
+    def _close(self, request_id: str, now: float | None = None) -> RequestState | None:
+        """A request that has ended is forgotten here."""
         state = self._states.pop(request_id, None)
-        if state is None:
-            return None
-        self._num_incremental -= state.incremental or state.stream
-        state.metrics.finished_time = self._clock() if now is None else now
-        output = state.output()
-        state.request.done = []  # its sequences point to it: without this, only the collector could free them
-        return output
+        if state is not None:
+            self._num_incremental -= state.incremental or state.stream
+            state.metrics.finished_time = self._clock() if now is None else now
+        return state
 
-    def _failed(self, plan: StepPlan, error: StepError) -> list[RequestOutput]:
+    def _failed(self, plan: StepPlan, error: StepError) -> list[RequestState]:
         """A step failed. Once may be chance: all that was in flight is computed again. A request is given up whose step
         fails a second time before it has got a token further.
 
@@ -329,13 +403,11 @@ class Engine:
             logger.warning("step %d failed and is computed again: %s", plan.step, error)
             return []
         logger.error("step %d failed again; %d requests are given up: %s", plan.step, len(given_up), error)
-        outputs = []
         for state in given_up:
             state.request.error = str(error)
             self.scheduler.abort(state.request.request_id, "error")
-            if (output := self._close(state.request.request_id)) is not None:
-                outputs.append(output)
-        return outputs
+            self._close(state.request.request_id)
+        return given_up
 
     def _listen(self, event: ev.Event) -> None:
         if isinstance(event, ev.Admitted | ev.Preempted):
@@ -359,3 +431,31 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("the engine is closed; make a new one")
+
+
+def _outputs(states: list[RequestState]) -> list[RequestOutput]:
+    return [state.output() if state.request.sequences else _last_output(state) for state in states]
+
+
+def _last_output(state: RequestState) -> RequestOutput:
+    output = state.output()
+    state.request.done = []  # its sequences point to it: without this, only the collector could free them
+    return output
+
+
+def check_prompt(prompt_token_ids: Seq[int], vocab_size: int) -> None:
+    """Raises `PromptError` for an empty prompt or a token that the model does not have."""
+    if not prompt_token_ids:
+        raise PromptError("the prompt is empty; give it at least one token", param="prompt", code="empty_prompt")
+    for i, token in enumerate(prompt_token_ids):
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            raise PromptError(
+                f"token {i} of the prompt is {token!r}; token ids are integers from 0 to {vocab_size - 1}",
+                param="prompt",
+                code="invalid_token_id",
+            )
+
+
+def draw_seed(seeds: random.Random) -> int:
+    """For a request that brings none. One way for all: the same requests get the same ones wherever they run."""
+    return seeds.getrandbits(63)

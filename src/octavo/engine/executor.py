@@ -6,9 +6,14 @@ writes, swaps out, swaps in, copies and slices happen in that order.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Protocol, TypeAlias
 
 from octavo.core.plan import StepPlan, StepResult
+
+Masks: TypeAlias = Mapping[int, bytes | bytearray]
+"""Slice -> the tokens that may come next in it: token i is bit i % 8 of byte i // 8. As many bytes as whole words of 32
+tokens take; bits past the vocabulary mean nothing."""
 
 
 class Running(Protocol):
@@ -21,6 +26,10 @@ class Running(Protocol):
     def poll(self, timeout_s: float = 0.0) -> StepResult | None:
         """The columns of tokens that have landed since the last call, before the last of them; waits at most that long
         for one. None when there is nothing of the kind: then either nothing has landed, or all has."""
+
+    def put(self, masks: Masks) -> None:
+        """What the plan's `masked` slices wait for before they sample; once for each plan that has some. A slice that
+        is left out is sampled from all tokens."""
 
     def result(self) -> StepResult:
         """Wait for the rest: all that `poll` has not given yet.

@@ -15,6 +15,8 @@ from octavo.core.plan import TokenLogprobs
 from octavo.core.request import Request, Sequence
 from octavo.core.sampling_params import RequestOutputKind
 from octavo.engine.beam_search import BeamSearch, Hypothesis
+from octavo.engine.constraints import Constraint
+from octavo.errors import RequestFailedError
 
 
 @dataclass(slots=True)
@@ -146,7 +148,7 @@ class _Text:
 
 
 @dataclass(slots=True)
-class _Told:
+class Told:
     """How much of a sequence the caller has been told."""
 
     num_tokens: int = 0
@@ -165,6 +167,7 @@ class RequestState:
     logprobs           sample -> what the model thought of each of its tokens, and perhaps of some past its end
     prompt_logprobs    of the prompt's tokens from the second on
     search             the beam search that it is, None for any other
+    constraint         what keeps its outputs to a grammar, None for any other
     """
 
     request: Request
@@ -177,8 +180,10 @@ class RequestState:
     texts: dict[int, _Text] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    told: dict[int, _Told] = field(default_factory=dict)
+    told: dict[int, Told] = field(default_factory=dict)
+    num_prompt_logprobs_told: int = 0
     search: BeamSearch | None = None
+    constraint: Constraint | None = None
     _entries: dict[int, list[PositionLogprobs | None]] = field(default_factory=dict)  # index -1: the prompt's
     _prompt_ids: list[int] = field(init=False)  # one list for all its outputs: a stream has many, and prompts are long
     _prompt_alone: bool = False
@@ -391,10 +396,13 @@ class RequestState:
         if completion.logprobs is not None:
             completion.logprobs[:0] = self._prompt_entries()
 
+    def told_of(self, index: int) -> Told:
+        return self.told.setdefault(index, Told())
+
     def _cut_to_what_is_new(self, completion: CompletionOutput) -> bool:
         """False if nothing is."""
-        told = self.told.setdefault(completion.index, _Told())
-        before = _Told(told.num_tokens, told.num_chars, told.finished)
+        told = self.told_of(completion.index)
+        before = Told(told.num_tokens, told.num_chars, told.finished)
         told.num_tokens, told.num_chars = len(completion.token_ids), len(completion.text)
         told.finished = completion.finished()
         completion.token_ids = completion.token_ids[before.num_tokens :]
@@ -409,3 +417,10 @@ def _decoded(text: _Text | None, token: int) -> str | None:
         return None if text is None else text.detokenizer.decode([token], False)
     except Exception:  # the token of a broken vocabulary is still a number with a probability
         return None
+
+
+def failure(output: RequestOutput) -> RequestFailedError:
+    """What a reader gets in the place of an output with an error."""
+    reason = next(c.stop_reason for c in output.outputs if c.finish_reason == "error")
+    code = "no_allowed_token" if str(reason).startswith("no_allowed_token") else None
+    return RequestFailedError(f"request {output.request_id} failed: {reason}", code=code)

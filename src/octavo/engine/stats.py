@@ -1,10 +1,16 @@
-"""Totals of what an engine did, read off its event stream."""
+"""What an engine did and does, in numbers: totals read off its event stream, and how it is."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Literal
 
 from octavo.core import events as ev
+from octavo.core.kv_cache import KVStats
+
+if TYPE_CHECKING:
+    from octavo.engine.engine import Engine
 
 
 @dataclass(slots=True)
@@ -42,3 +48,59 @@ class EngineStats:
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
+
+    def plus(self, later: EngineStats) -> EngineStats:
+        """The totals of two engines, one after the other; of peaks the higher."""
+        both: dict[str, int] = {}
+        for name in (f.name for f in fields(self)):
+            unite: Callable[..., int] = max if name.startswith("peak_") else int.__add__
+            both[name] = unite(getattr(self, name), getattr(later, name))
+        return EngineStats(**both)
+
+
+@dataclass(frozen=True, slots=True)
+class BackendStats:
+    """What an engine did and how full it is, between two steps.
+
+    engine   totals, over all restarts
+    kv       the KV cache; its counters begin again with each restart
+    waits    reason (`core.events.Waiting`) -> how often a request came to wait for it
+    """
+
+    engine: EngineStats
+    kv: KVStats | None
+    num_running: int = 0
+    num_waiting: int = 0
+    num_swapped: int = 0
+    waits: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, engine: Engine) -> BackendStats:
+        scheduler = engine.scheduler
+        return cls(
+            engine.stats,
+            scheduler.stats(),
+            len(scheduler.running),
+            len(scheduler.waiting),
+            len(scheduler.swapped),
+            dict(engine.timelines.waits),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """How an engine is.
+
+    state            starting, until it can take its first request; running; restarting, after it died or hung; failed,
+                     when it is gone for good
+    since_s          how long it has been in that state
+    last_step_age_s  since it last got on with its work; None while there is none
+    num_restarts     so far
+    reason           why it is not running, or was last restarted, in one line
+    """
+
+    state: Literal["starting", "running", "restarting", "failed"]
+    since_s: float
+    last_step_age_s: float | None = None
+    num_restarts: int = 0
+    reason: str = ""

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from octavo.engine.engine import Engine
 from octavo.engine.outputs import CompletionOutput, RequestOutput
-from octavo.errors import EngineError, ParameterError
+from octavo.errors import EngineError, OctavoError, ParameterError
 
 T = TypeVar("T")
 
@@ -70,9 +70,12 @@ class Mail:
         self._there.set()
 
 
-def again(error: EngineError) -> EngineError:
+E = TypeVar("E", bound=OctavoError)
+
+
+def again(error: E) -> E:
     """The same for one more reader: an exception that many raise would gather the tracebacks of all."""
-    copy = EngineError(str(error))
+    copy = type(error)(str(error), param=error.param, code=error.code)
     copy.__cause__ = error.__cause__
     return copy
 

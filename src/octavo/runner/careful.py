@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.plan import StepPlan, StepResult
+from octavo.engine.executor import Masks
 from octavo.kernels.batch import RaggedBatch
 from octavo.kernels.rows import RowState
 from octavo.runner.replay import Model
@@ -63,16 +64,16 @@ class CarefulRunner(ModelRunner):
                 self._asking.add(setup.row)
 
     def wants(self, plan: StepPlan) -> bool:
-        return bool(self._asking) and not self._asking.isdisjoint(plan.rows)
+        return bool(plan.masked) or (bool(self._asking) and not self._asking.isdisjoint(plan.rows))
 
-    def columns(self, plan: StepPlan) -> list[StepResult]:
+    def columns(self, plan: StepPlan, masks: Masks) -> list[StepResult]:
         """Run the plan's slices; what they gave, column by column. The rows are read before and written afterwards."""
         state, rows = self._state, self.rows
         rows.block_tables = state.block_tables[:-1].cpu()
         rows.last_token = state.last_token[:-1].tolist()
         rows.done = state.done[:-1].tolist()
         landed: list[StepResult] = []
-        self._first_pass(plan, landed.append)
+        self._first_pass(plan, landed.append, lambda: masks)
         for column in range(1, max(plan.samples)):
             self._window_pass(plan, column, landed.append)
         state.last_token[:-1] = torch.tensor(rows.last_token, device=state.last_token.device)

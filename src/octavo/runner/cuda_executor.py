@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from octavo.core.plan import StepPlan, StepResult
+from octavo.engine.executor import Masks
 from octavo.errors import StepError
 from octavo.runner.cuda_runner import CudaRunner
 from octavo.runner.landing import Landing
@@ -15,17 +16,31 @@ MAX_MESSAGE = 300
 
 
 class CudaRunning:
-    """A plan on the device, or what kept it from getting there."""
+    """A plan on the device, or what kept it from getting there; one with masked slices waits on the host for its masks.
 
-    def __init__(self, executor: CudaExecutor, landing: Landing | None, error: Exception | None = None) -> None:
+    The next plan is submitted after they were put, so the order stays.
+    """
+
+    def __init__(self, executor: CudaExecutor, plan: StepPlan) -> None:
         self._executor = executor
-        self._landing = landing
-        self._error = error
+        self._plan = plan
+        self._landing: Landing | None = None
+        self._error: Exception | None = None
         self._num_read = 0
+        if not plan.masked:
+            self.put({})
+
+    def put(self, masks: Masks) -> None:
+        try:
+            self._landing = self._executor.launch(self._plan, masks)
+        except Exception as error:
+            self._error = error
 
     @property
     def done(self) -> bool:
-        return self._landing is None or self._landing.num_landed == len(self._landing.events)
+        if self._landing is None:
+            return self._error is not None
+        return self._landing.num_landed == len(self._landing.events)
 
     def poll(self, timeout_s: float = 0.0) -> StepResult | None:
         if self._landing is None:
@@ -65,13 +80,16 @@ class CudaExecutor:
 
     def submit(self, plan: StepPlan) -> CudaRunning:
         assert not self._closed
+        return CudaRunning(self, plan)
+
+    def launch(self, plan: StepPlan, masks: Masks) -> Landing:
         if self._failed:
-            return CudaRunning(self, None, StepError("a step before it failed"))
+            raise StepError("a step before it failed")
         try:
-            return CudaRunning(self, self.runner.launch(plan))
-        except Exception as error:
+            return self.runner.launch(plan, masks)
+        except Exception:
             self._failed = True
-            return CudaRunning(self, None, error)
+            raise
 
     def recover(self) -> None:
         """The caller has seen a failure, and drops what was queued behind it."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.plan import RowSetup, StepPlan, TableWrite
+from octavo.engine.executor import Masks
 from octavo.kernels.rows import (
     FIRST_STOP_ID,
     MAX_STOP_IDS,
@@ -36,6 +37,7 @@ from octavo.runner.chunks import Chunks, ChunkSize, ChunkSizes, ChunkStep, split
 from octavo.runner.graphs import Graphs, decode_sizes
 from octavo.runner.inbox import Inbox
 from octavo.runner.landing import Landing, Ring
+from octavo.runner.memory import time_moves
 from octavo.runner.replay import Model
 from octavo.runner.swap import Swapper
 
@@ -100,7 +102,7 @@ class CudaRunner:
                 self._capture_decode(self.graphs, num_slices)
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Landing:
+    def launch(self, plan: StepPlan, masks: Masks | None = None) -> Landing:
         """Queue all that the plan says, in stream order; what it gives lands later."""
         num_columns = max(plan.samples, default=0)
         assert num_columns <= self.ring.num_columns, (num_columns, self.ring.num_columns)
@@ -124,7 +126,7 @@ class CudaRunner:
         received = self.inbox.send(self.ring.begin(), rows, first, ends, self.state.null_row, parts)
         self._apply(plan, received[:6])
         if self.careful.wants(plan):
-            return Landing.of(len(plan.rows), self.careful.columns(plan))
+            return Landing.of(len(plan.rows), self.careful.columns(plan, masks or {}))
         landing = self.ring.landing(len(plan.rows), num_columns)
         if chunks is not None and size is not None:
             self._run_chunks(size, received[6])
@@ -135,6 +137,16 @@ class CudaRunner:
             self.ring.land(landing, again)
         self.ring.end(landing)
         return landing
+
+    def measure_move(self) -> float:
+        """See `memory.time_moves`; before anything is computed."""
+
+        def move(pairs: list[tuple[int, int]]) -> None:
+            self.swapper.move(pairs, [])
+            if self.kv.is_cuda:
+                torch.cuda.synchronize()
+
+        return time_moves(move, len(self.swapper.host_kv) - 1)
 
     def _apply(self, plan: StepPlan, words: Seq[Tensor]) -> None:
         """What the plan does to rows and blocks."""

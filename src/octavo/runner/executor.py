@@ -7,6 +7,7 @@ import threading
 from collections import deque
 
 from octavo.core.plan import StepPlan, StepResult
+from octavo.engine.executor import Masks
 from octavo.errors import StepError
 from octavo.runner.runner import ModelRunner
 
@@ -28,6 +29,7 @@ class LocalRunning:
         self._columns: deque[StepResult] = deque()
         self._error: BaseException | None = None
         self._done = False
+        self._masks: Masks | None = None
 
     @property
     def done(self) -> bool:
@@ -48,6 +50,20 @@ class LocalRunning:
                 return self._gather() or StepResult([[] for _ in self.plan.rows])
         self._executor.recover()
         raise StepError(f"{type(self._error).__name__}: {self._error}") from self._error
+
+    def put(self, masks: Masks) -> None:
+        with self._landed:
+            self._masks = masks
+            self._landed.notify_all()
+
+    def wait_for_masks(self) -> Masks:
+        """On the executor's thread."""
+        with self._landed:
+            while self._masks is None:
+                if self._executor.closed:
+                    raise StepError("the executor was closed before the step had all it waits for")
+                self._landed.wait(WAIT_S)
+            return self._masks
 
     def _gather(self) -> StepResult | None:
         """All columns that have landed, as one."""
@@ -93,6 +109,10 @@ class LocalExecutor:
         self._thread = threading.Thread(target=self._work, name="octavo-runner", daemon=True)
         self._thread.start()
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def submit(self, plan: StepPlan) -> LocalRunning:
         assert not self._closed
         running = LocalRunning(self, plan)
@@ -121,7 +141,7 @@ class LocalExecutor:
                 running.end(StepError("a step before it failed"))
                 continue
             try:
-                self.runner.run(running.plan, running.land)
+                self.runner.run(running.plan, running.land, running.wait_for_masks)
             except Exception as error:
                 self._failed = True
                 running.end(error)

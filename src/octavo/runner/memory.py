@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,6 +116,20 @@ def plan_memory(
             "kv_cache_memory_bytes or swap_space"
         )
     return budget
+
+
+def time_moves(move: Callable[[list[tuple[int, int]]], None], num_blocks: int) -> float:
+    """Seconds that a block takes from the device to the host, by moving some; what is in them does not matter yet.
+
+    move   copies (device block, host block), and returns when they are there
+    """
+    pairs = [(i, i) for i in range(1, min(num_blocks, 16) + 1)]
+    times = []
+    for _ in range(4):  # the first writes to memory that nobody has written to
+        begin = time.perf_counter()
+        move(pairs)
+        times.append(time.perf_counter() - begin)
+    return min(times) / len(pairs)
 
 
 def free_memory() -> int:

@@ -11,12 +11,16 @@ import torch
 from torch import Tensor
 
 from octavo.core.plan import RowSetup, StepPlan, StepResult
+from octavo.engine.executor import Masks
 from octavo.runner.inputs import Rows, make_batch
+from octavo.runner.memory import time_moves
 from octavo.runner.replay import Model, Replays
 from octavo.runner.sampler import Draw, Sampler
 
 Land = Callable[[StepResult], None]
 """Takes one column of tokens: at most one more for each slice."""
+WaitForMasks = Callable[[], Masks]
+"""Gives what a plan's masked slices wait for; asked only once there are logits to mask."""
 
 
 MAX_PROMPT_LOGITS = 128
@@ -66,15 +70,23 @@ class ModelRunner:
         self.sampler = Sampler(num_rows, max_model_len + 1, ops)  # a last token is sampled and never computed
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, land: Land) -> None:
+    def run(self, plan: StepPlan, land: Land, wait_for_masks: WaitForMasks = dict) -> None:
         """Do what the plan says, in stream order; hand every column of tokens to `land` as soon as it is there."""
         self.rows.apply(plan)
         self.sampler.apply(plan)
         self._move_blocks(plan)
         if plan.rows:
-            self._first_pass(plan, land)
+            self._first_pass(plan, land, wait_for_masks)
             for column in range(1, max(plan.samples)):
                 self._window_pass(plan, column, land)
+
+    def measure_move(self) -> float:
+        """See `memory.time_moves`; before anything is computed."""
+
+        def move(pairs: list[tuple[int, int]]) -> None:
+            self.ops.swap_out(self.kv, self.host_kv, *_ids(pairs))
+
+        return time_moves(move, len(self.host_kv) - 1)
 
     def _move_blocks(self, plan: StepPlan) -> None:
         ops = self.ops
@@ -85,7 +97,7 @@ class ModelRunner:
         if plan.copies:
             ops.block_copy(self.kv, *_ids(plan.copies))
 
-    def _first_pass(self, plan: StepPlan, land: Land) -> None:
+    def _first_pass(self, plan: StepPlan, land: Land, wait_for_masks: WaitForMasks) -> None:
         """All slices, up to the first position that samples. Several passes where many logits of prompts are wanted."""
         parts: list[Part] = []
         for i, row in enumerate(plan.rows):
@@ -99,10 +111,10 @@ class ModelRunner:
             wanted = 0 if known is None else self.sampler.prompt_logits_wanted(row, start, count)
             parts.append(Part(i, row, start, token_ids, wanted))
         now, later = _split(parts)
-        self._pass(plan, now, land)
+        self._pass(plan, now, land, wait_for_masks)
         while later:
             now, later = _split(later)
-            self._pass(plan, now, land)
+            self._pass(plan, now, land, wait_for_masks)
 
     def _window_pass(self, plan: StepPlan, column: int, land: Land) -> None:
         """One more position of the slices whose window goes on, fed with what they have just sampled."""
@@ -130,7 +142,7 @@ class ModelRunner:
         assert setup is not None
         return setup
 
-    def _pass(self, plan: StepPlan, parts: list[Part], land: Land) -> None:
+    def _pass(self, plan: StepPlan, parts: list[Part], land: Land, wait_for_masks: WaitForMasks = dict) -> None:
         """Compute these parts, and sample for the slices that are complete with them."""
         tokens: list[list[Any]] = [[] for _ in plan.rows]
         result = StepResult(tokens)
@@ -157,7 +169,8 @@ class ModelRunner:
                 if len(draws) > len(sampled):
                     place = {i: at for at, i in enumerate(sampled)}
                     logits = logits[[place[d.slice_index] for d in draws]]
-                self._sample(logits, draws, tokens, result)
+                masks = wait_for_masks() if not set(plan.masked).isdisjoint(sampled) else {}
+                self._sample(logits, draws, masks, tokens, result)
         land(result)
 
     def _read_prompts(self, parts: list[Part], logits: Tensor, result: StepResult) -> None:
@@ -168,8 +181,10 @@ class ModelRunner:
                 entries = self.sampler.read_prompt(mine, part.row, part.start)
                 result.prompt_logprobs[part.slice_index] = (part.start + 1, entries)
 
-    def _sample(self, logits: Tensor, draws: list[Draw], tokens: list[list[Any]], result: StepResult) -> None:
-        drawn = self.sampler.draw(logits, draws)
+    def _sample(
+        self, logits: Tensor, draws: list[Draw], masks: Masks, tokens: list[list[Any]], result: StepResult
+    ) -> None:
+        drawn = self.sampler.draw(logits, draws, masks)
         for draw, token, error, logprobs in zip(draws, *drawn, strict=True):
             if isinstance(token, list):
                 tokens[draw.slice_index] = token

@@ -1,7 +1,7 @@
 """From logits to tokens, for the rows of a step that sample: what each request asks of it, in the order agreed on.
 
-    the model's logits -> log-probabilities are taken -> tokens are ruled out: allowed_token_ids, bad_words, min_tokens
-    -> logit_bias -> penalties -> greedy, or temperature, top_k, top_p, min_p and noise
+    the model's logits -> log-probabilities are taken -> tokens are ruled out: by structured_outputs, allowed_token_ids,
+    bad_words, min_tokens -> logit_bias -> penalties -> greedy, or temperature, top_k, top_p, min_p and noise
 
 A request that asks for none of the first three steps pays for none of them.
 """
@@ -20,11 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.core.plan import RowSetup, StepPlan, TokenLogprobs
+from octavo.engine.executor import Masks
 from octavo.kernels.batch import LogitRules, SamplingTensors, TokenHistory
 
 NOT_FINITE = "the model gave numbers that are not finite for this request"
 NO_ALLOWED_TOKEN = (
-    "no_allowed_token: allowed_token_ids, bad_words and min_tokens together leave no token that could come next"
+    "no_allowed_token: structured_outputs, allowed_token_ids, bad_words and min_tokens together leave no token that "
+    "could come next"
 )
 
 
@@ -129,8 +131,9 @@ class Sampler:
 
     # -- drawing -------------------------------------------------------------------------------------------------------
 
-    def draw(self, logits: Tensor, draws: Seq[Draw]) -> Drawn:
-        """One token for each row of logits [num_draws, vocab_size] float32, which are changed on the way."""
+    def draw(self, logits: Tensor, draws: Seq[Draw], masks: Masks | None = None) -> Drawn:
+        """One token for each row of logits [num_draws, vocab_size] float32, which are changed on the way; from the
+        tokens that the mask of its slice allows, where there is one."""
         errors = [""] * len(draws)
         finite = self.ops.finite_rows(logits)
         if not bool(finite.all()):
@@ -143,10 +146,12 @@ class Sampler:
         deciding = [i for i, draw in enumerate(draws) if draw.num_candidates]
         if deciding:  # rules work on log-probabilities here, as in Transformers' beam search
             logits[deciding] = logits[deciding].log_softmax(-1)
+        if masked := _by_draw(masks, draws):
+            logits.masked_fill_(self._forbidden(masked, logits.shape), -torch.inf)
         if ruled:
             self.ops.apply_rules(logits, self._gathered(draws, ruled))
         chosen: Tensor = self.ops.sample(logits, self._tensors(draws))
-        for i in self._without_token(logits, ruled, chosen):
+        for i in self._without_token(logits, [*masked, *(i for i, rules in ruled if rules.rules_out)], chosen):
             errors[i] = errors[i] or NO_ALLOWED_TOKEN
         self._remember(draws, ruled, chosen)
         logprobs: list[TokenLogprobs | None] = [None] * len(draws)
@@ -172,10 +177,17 @@ class Sampler:
             device=self.device,
         )
 
-    def _without_token(self, logits: Tensor, ruled: list[tuple[int, RowRules]], chosen: Tensor) -> list[int]:
-        """Draws whose every token is ruled out: then even the one that was sampled is."""
-        masked = self._ids([i for i, rules in ruled if rules.rules_out])
-        stuck: list[int] = masked[logits[masked, chosen[masked]] == -torch.inf].tolist() if len(masked) else []
+    def _forbidden(self, masked: dict[int, bytes | bytearray], shape: torch.Size) -> Tensor:
+        """[num_draws, vocab_size] bool, from the masks of some of the draws."""
+        forbidden = np.zeros(shape, dtype=np.bool_)
+        words = np.frombuffer(b"".join(masked.values()), dtype=np.uint8).reshape(len(masked), -1)
+        forbidden[list(masked)] = np.unpackbits(words, axis=1, count=shape[1], bitorder="little") == 0
+        return torch.from_numpy(forbidden).to(self.device)
+
+    def _without_token(self, logits: Tensor, limited: list[int], chosen: Tensor) -> list[int]:
+        """Of the draws that tokens are ruled out for, those that all are: then even the one that was sampled is."""
+        rows = self._ids(limited)
+        stuck: list[int] = rows[logits[rows, chosen[rows]] == -torch.inf].tolist() if limited else []
         return stuck
 
     def _remember(self, draws: Seq[Draw], ruled: list[tuple[int, RowRules]], chosen: Tensor) -> None:
@@ -263,6 +275,11 @@ class Sampler:
             for i, *entry in zip(mine, *(x.tolist() for x in found), strict=True):
                 entries[i] = TokenLogprobs(*entry)
         return (entry for entry in entries if entry is not None)
+
+
+def _by_draw(masks: Masks | None, draws: Seq[Draw]) -> dict[int, bytes | bytearray]:
+    """The draws of a slice share its mask."""
+    return {i: masks[draw.slice_index] for i, draw in enumerate(draws) if draw.slice_index in masks} if masks else {}
 
 
 def _candidates(logprobs: Tensor, num: int) -> Candidates:

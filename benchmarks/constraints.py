@@ -1,0 +1,81 @@
+"""Tokens a second with and without a JSON schema, in one engine and by turns; for README's figures and issue 5's bar.
+
+    python benchmarks/constraints.py [MODEL] [--num-requests 32] [--num-tokens 64] [--runs 7]
+
+All requests decode the same number of tokens: the schema's document is longer than that, and nothing ends early. Both
+kinds draw with noise, so that what differs is the constraint alone. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+from octavo import LLM, SamplingParams
+
+ITEM = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 24},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "mail": {"type": "string", "pattern": "^[a-z]{1,12}@[a-z]{1,12}\\.(com|org)$"},
+        "tags": {"type": "array", "items": {"enum": ["new", "old", "blue", "green"]}, "maxItems": 4},
+    },
+    "required": ["name", "age", "mail", "tags"],
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "array", "items": ITEM, "minItems": 100}
+PROMPT = "Write a list of people as JSON, number {}. Each has a name, an age, a mail address and tags."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("model", nargs="?", default="smollm2-135m-instruct")
+    parser.add_argument("--num-requests", type=int, default=32)
+    parser.add_argument("--num-tokens", type=int, default=64)
+    parser.add_argument("--runs", type=int, default=7)
+    args = parser.parse_args()
+    with LLM(args.model, max_num_seqs=args.num_requests, max_model_len=512, enable_prefix_caching=False) as llm:
+        prompts = [PROMPT.format(i) for i in range(args.num_requests)]
+        forms: dict[str, Any] = {"free": None, "json": {"json": SCHEMA}}
+        speeds: dict[str, list[float]] = {name: [] for name in forms}
+        for run in range(-1, args.runs):  # the first warms up
+            for name, form in list(forms.items())[:: -1 if run % 2 else 1]:
+                speed = measure(llm, prompts, args.num_tokens, form)
+                if run >= 0:
+                    speeds[name].append(speed)
+    ratios = [j / f for j, f in zip(speeds["json"], speeds["free"], strict=True)]
+    print(
+        json.dumps(
+            {
+                "model": args.model,
+                "num_requests": args.num_requests,
+                "num_tokens": args.num_tokens,
+                **{f"{name}_tokens_per_s": [round(s, 1) for s in found] for name, found in speeds.items()},
+                "ratios": [round(r, 3) for r in ratios],
+                "median_ratio": round(statistics.median(ratios), 3),
+            }
+        )
+    )
+
+
+def measure(llm: LLM, prompts: list[str], num_tokens: int, form: Any) -> float:
+    """Tokens a second, over prompts and all."""
+    params = [
+        SamplingParams(temperature=0.8, seed=i, max_tokens=num_tokens, ignore_eos=True, structured_outputs=form)
+        for i in range(len(prompts))
+    ]
+    begin = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - begin
+    assert all(len(o.outputs[0].token_ids) == num_tokens for o in outputs)
+    if form is not None:
+        assert all(o.outputs[0].text.lstrip().startswith("[") for o in outputs)
+    return len(prompts) * num_tokens / seconds
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Other people's clients, each in a virtual environment of its own, against a server with a tiny model.
+
+    python scripts/clients.py [NAME ...]      all of them, or those named
+
+The environments are kept in .venv-clients/ and made when they are missing. Fails if one client's tests do.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENTS = ROOT / ".venv-clients"
+PACKAGES = {"openai": ["openai>=2"], "langchain": ["langchain-openai"]}
+"""Client -> what it is installed from. Its tests are tests/clients/test_NAME.py."""
+
+
+def python_of(name: str) -> Path:
+    home = ENVIRONMENTS / name
+    python = home / "bin" / "python"
+    if not python.exists():
+        print(f"== installing {name}", flush=True)
+        venv.create(home, with_pip=True)
+        command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*command, "pytest>=8", *PACKAGES[name]], check=True)
+    return python
+
+
+def main(names: list[str]) -> int:
+    sys.path.insert(0, str(ROOT))
+    from tests.clients.tiny_server import serving
+
+    failed = []
+    with tempfile.TemporaryDirectory() as directory, serving(Path(directory)) as url:
+        for name in names or list(PACKAGES):
+            print(f"== {name}", flush=True)
+            tests = ["-m", "pytest", "-o", "addopts=", "-q", f"tests/clients/test_{name}.py"]
+            environment = {**os.environ, "OCTAVO_TEST_SERVER": url}
+            if subprocess.run([str(python_of(name)), *tests], cwd=ROOT, env=environment).returncode:
+                failed.append(name)
+    print(f"failed: {', '.join(failed)}" if failed else "every client is served")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,84 @@
+"""`octavo serve`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from octavo.cli.options import DEFAULT_MODEL, ENGINE, options_of
+from octavo.config import EngineArgs
+from octavo.serve.settings import ServeArgs
+
+SERVE = {
+    "host": "Where to listen; beyond this machine only with a key.",
+    "port": "0 takes a free one, and prints it.",
+    "uds": "Listen on this Unix socket instead.",
+    "served_model_name": "The model's name in requests; may be repeated, responses have the first.",
+    "api_key": "A key that requests must bring; may be repeated. Also from OCTAVO_API_KEY and VLLM_API_KEY.",
+    "api_key_file": "A file with keys, one a line.",
+    "insecure": "Listen beyond this machine without a key.",
+    "ssl_keyfile": "TLS: the server's private key.",
+    "ssl_certfile": "TLS: its certificate.",
+    "ssl_ca_certs": "TLS: whose clients' certificates are asked for.",
+    "allowed_origins": "A web page that may read responses, or *; may be repeated.",
+    "root_path": "Prefix of the paths, behind a proxy.",
+    "max_num_queued_reqs": "Requests that may wait; more get 429.",
+    "max_num_queued_tokens": "Tokens of their prompts together; else any number.",
+    "queue_timeout": "Seconds that a request may wait, then 503; 0: any time.",
+    "max_body_bytes": "The largest body; else by the context's length, at most 8 MiB.",
+    "unknown_params": "What a parameter that does not exist does to a request.",
+    "strict_openai": "OpenAI's own limits where they are narrower.",
+    "trust_request_chat_template": "Let requests bring chat templates.",
+    "default_chat_template_kwargs": "Variables of the chat template, as JSON.",
+    "tool_call_parser": "How the model writes calls of tools; auto reads its chat template.",
+    "reasoning_parser": "How it sets its reasoning apart; auto likewise.",
+    "shutdown_timeout": "Seconds that requests get to end after Ctrl-C or SIGTERM; a second one stops at once.",
+    "sse_keep_alive_interval": "Seconds of silence before a stream gets a comment; 0: never.",
+    "metrics_public": "/metrics takes no key.",
+    "enable_log_requests": "Log each request's parameters, never its text.",
+    "disable_log_stats": "No line of numbers every ten seconds.",
+    "disable_access_log_for_endpoints": "A path whose requests are not logged; may be repeated.",
+    "uvicorn_log_level": "How much is logged.",
+}
+SEED = {"seed": "Where the seeds of requests that bring none come from."}
+ALWAYS = typer.Option(hidden=True)
+"""Of vLLM's flags: what they switch on is always on here."""
+
+
+@options_of(ServeArgs, SERVE, into="server")
+@options_of(EngineArgs, ENGINE | SEED, into="engine")
+def serve(
+    *,
+    model: Annotated[
+        str, typer.Argument(help="Directory, .gguf file, name in `octavo models`, or hub id.")
+    ] = DEFAULT_MODEL,
+    log_format: Annotated[str, typer.Option(help="text, or json: an object a line.")] = "text",
+    enable_auto_tool_choice: Annotated[bool, ALWAYS] = True,
+    enable_prompt_tokens_details: Annotated[bool, ALWAYS] = True,
+    enable_request_id_headers: Annotated[bool, ALWAYS] = True,
+    engine: dict[str, Any],
+    server: dict[str, Any],
+) -> None:
+    """Serve a model under OpenAI's API.
+
+    The first Ctrl-C lets the requests that run end, the second stops at once.
+    """
+    settings = ServeArgs(**server)
+    args = EngineArgs(model=model, **engine)
+    if log_format not in ("text", "json"):
+        raise typer.BadParameter(f"{log_format!r} is neither text nor json", param_hint="--log-format")
+    from octavo import catalog
+    from octavo.serve import run
+
+    phases = run.Phases()
+    run.set_up_logs(settings.uvicorn_log_level, as_json=log_format == "json")
+    keys = run.keys_of(settings, [key for name in run.KEY_VARIABLES if (key := os.environ.get(name))])
+    settings.check_exposure(keys)
+    if catalog.find(model) is not None and not (Path(model) / "config.json").exists():
+        from octavo.cli.models import fetch_model
+
+        fetch_model(model)
+    run.run(args, settings, keys, phases)

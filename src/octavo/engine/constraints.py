@@ -1,0 +1,108 @@
+"""What keeps a request's outputs to a grammar: where each of its sequences is in it, and which tokens may come next.
+
+The core knows nothing of it but that the request is constrained. A matcher goes along with what the host knows of its
+sequence, and the host never takes a token back: whatever is preempted, swapped or computed again, it stays right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from octavo.core.request import Sequence
+
+
+class Matcher(Protocol):
+    """Where one output is in a grammar; see `octavo.text.grammar`, which has one."""
+
+    def fork(self) -> Matcher: ...
+
+    def advance(self, token_ids: Seq[int]) -> None: ...
+
+    @property
+    def may_end(self) -> bool: ...
+
+    @property
+    def error(self) -> str: ...
+
+    def mask(self) -> bytearray: ...
+
+
+class Grammar(Protocol):
+    """What outputs have to follow."""
+
+    def start(self) -> Matcher: ...
+
+
+class _Place:
+    """Where one sequence is. `num_known` of its tokens, the prompt's included, have been seen."""
+
+    def __init__(self, sequence: Sequence, matcher: Matcher, num_known: int) -> None:
+        self.sequence = sequence
+        self.matcher = matcher
+        self.num_known = num_known
+
+
+class Constraint:
+    """A request's grammar, and its sequences' places in it.
+
+    stop_ids     tokens that end an output: allowed exactly where it is complete
+    ignored_ids  the model's ends where they end nothing (`ignore_eos`): what is complete and cannot go on is filled up
+                 with them
+    """
+
+    def __init__(
+        self, grammar: Grammar, num_prompt: int, stop_ids: Iterable[int], ignored_ids: Iterable[int] = ()
+    ) -> None:
+        self._grammar = grammar
+        self._num_prompt = num_prompt
+        self._stop_ids = frozenset(stop_ids)
+        self._ignored_ids = frozenset(ignored_ids) - self._stop_ids
+        self._places: dict[Sequence, _Place] = {}
+
+    def follow(self, sequences: Seq[Sequence]) -> None:
+        """Go along with all live sequences of the request, before masks of any are asked for."""
+        # All forks are made before anyone moves on: a sequence begins where the one that it was forked from had been.
+        places = {s: self._places.get(s) or self._begin(s) for s in sequences}
+        self._places = places
+        for place in places.values():
+            self._advance(place)
+
+    def mask(self, sequence: Sequence) -> bytearray:
+        """The tokens that may come next: token i is bit i % 8 of byte i // 8.
+
+        Raises `ValueError` when the grammar has become too complex to go on.
+        """
+        place = self._places[sequence]
+        mask, may_end = place.matcher.mask(), place.matcher.may_end
+        if error := place.matcher.error:
+            raise ValueError(error)
+        _put(mask, self._stop_ids, may_end)
+        if self._ignored_ids:
+            _put(mask, self._ignored_ids, False)
+            _put(mask, self._ignored_ids, may_end and not any(mask))
+        return mask
+
+    def _begin(self, sequence: Sequence) -> _Place:
+        """Where the sequence that shares most of this one's tokens is; failing that, at the beginning."""
+        best: _Place | None = None
+        for place in self._places.values():
+            n = place.num_known
+            if (best is None or n > best.num_known) and place.sequence.token_ids[:n] == sequence.token_ids[:n]:
+                best = place
+        if best is None:
+            return _Place(sequence, self._grammar.start(), self._num_prompt)
+        return _Place(sequence, best.matcher.fork(), best.num_known)
+
+    def _advance(self, place: _Place) -> None:
+        new = place.sequence.token_ids[place.num_known :].tolist()
+        place.num_known += len(new)
+        if seen := [token for token in new if token not in self._ignored_ids]:
+            place.matcher.advance(seen)
+
+
+def _put(mask: bytearray, token_ids: Iterable[int], allowed: bool) -> None:
+    for token in token_ids:
+        bit = 1 << token % 8
+        mask[token // 8] = mask[token // 8] | bit if allowed else mask[token // 8] & ~bit

@@ -1,0 +1,182 @@
+"""A request of an engine in another process, kept up here from what that engine tells of it.
+
+The text is made here. And here is all that it takes to begin the request again with another engine, when that one has
+died: the prompt, the tokens told so far, and the seed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+from octavo.core.request import Request, Sequence
+from octavo.core.sampling_params import SamplingParams
+from octavo.engine.beam_search import BeamSearch, BeamSearchParams
+from octavo.engine.ipc import Add, Sample, Update, pack, params_to_wire
+from octavo.engine.outputs import MakeDetokenizer, RequestMetrics, RequestOutput, RequestState
+
+
+class Mirror:
+    """One request.
+
+    seed            for parameters that bring none; it must outlive the engine
+    eos_token_ids   the model's own ends of sequence
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Seq[int],
+        params: SamplingParams | BeamSearchParams,
+        *,
+        seed: int,
+        eos_token_ids: Iterable[int] = (),
+        prompt: str | None = None,
+        priority: int = 0,
+        salt: bytes = b"",
+        make_detokenizer: MakeDetokenizer | None = None,
+    ) -> None:
+        beams, params = (params, params.sampling_params) if isinstance(params, BeamSearchParams) else (None, params)
+        self._asked = beams or params
+        stop_ids = frozenset(() if params.ignore_eos else eos_token_ids) | frozenset(params.stop_token_ids or ())
+        request = Request(
+            request_id,
+            prompt_token_ids,
+            params,
+            seed=seed if params.seed is None else params.seed,
+            stop_ids=stop_ids,
+            priority=priority,
+            salt=salt,
+            width=None if beams is None else beams.beam_width,
+        )
+        self._is_alone = request.width == 1 and beams is None
+        self._begin(request)
+        if not params.detokenize:
+            make_detokenizer = None
+        self.state = RequestState(
+            request,
+            prompt,
+            RequestMetrics(time.monotonic()),
+            make_detokenizer,
+            # Else the text is made when somebody reads it, perhaps of several steps at once.
+            incremental=make_detokenizer is not None and beams is None and bool(params.stop_strings),
+            search=None if beams is None else BeamSearch(beams, len(prompt_token_ids), stop_ids),
+        )
+        self._num_preemptions = 0  # by engines that have died
+
+    def _begin(self, request: Request) -> None:
+        request.sequences = [Sequence(request, 0, request.prompt_token_ids[:], 0)]
+        request.solo = request.sequences[0] if self._is_alone else None
+
+    @property
+    def request_id(self) -> str:
+        return self.state.request.request_id
+
+    @property
+    def finished(self) -> bool:
+        return not self.state.request.sequences
+
+    @property
+    def num_known(self) -> int:
+        """Tokens told so far, over all samples, each with its prompt."""
+        return self.state.num_known
+
+    def output(self) -> RequestOutput:
+        return self.state.output()
+
+    # -- taking in -----------------------------------------------------------------------------------------------------
+
+    def take_in(self, update: Update) -> list[int]:
+        """What an engine tells. Returns the samples that end in a stop string now, which it cannot know."""
+        state, request, now = self.state, self.state.request, time.monotonic()
+        if update.facts is not None:
+            self._take_in_facts(update)
+        if update.prompt_logprobs is not None:
+            state.read_prompt_logprobs(update.prompt_position, update.prompt_logprobs)
+        if state.search is not None:
+            if update.finished:
+                reason = update.samples[0].finish_reason if update.samples else "stop"
+                self.end(reason)
+            return []
+        stopped = []
+        for sample in update.samples:
+            sequence = self._sequence(sample)
+            if sequence is None:
+                continue
+            if sample.token_ids:
+                state.metrics.first_token_time = state.metrics.first_token_time or now
+                state.metrics.last_token_time = now
+                sequence.token_ids.extend(sample.token_ids)
+            if sample.logprobs is not None:
+                state.read_logprobs(sample.index, sample.logprobs)
+            sequence.stop_token = sample.stop_token
+            if state.incremental and state.read(sequence) and not sample.finish_reason:
+                stopped.append(sample.index)
+                sequence.finish_reason = "stop"
+            else:
+                sequence.finish_reason = sample.finish_reason
+        ended = [s for s in request.sequences if s.finish_reason]
+        if ended:
+            request.sequences = [s for s in request.sequences if not s.finish_reason]
+            request.done += ended
+            if self.finished:
+                state.metrics.finished_time = now
+        return stopped
+
+    def _sequence(self, sample: Sample) -> Sequence | None:
+        """A live one, which has begun with this sample if need be; None if it has ended here."""
+        request = self.state.request
+        for sequence in request.sequences:
+            if sequence.index == sample.index:
+                return sequence
+        if any(s.index == sample.index for s in request.done):
+            return None
+        sequence = Sequence(request, sample.index, request.prompt_token_ids[:], 0)
+        request.sequences.append(sequence)
+        return sequence
+
+    def _take_in_facts(self, update: Update) -> None:
+        facts, state, metrics = update.facts, self.state, self.state.metrics
+        assert facts is not None
+        if metrics.first_scheduled_time is None:
+            metrics.first_scheduled_time = facts.scheduled_time
+            state.request.num_cached_tokens = facts.num_cached_tokens
+        metrics.num_preemptions = self._num_preemptions + facts.num_preemptions
+        state.request.error = facts.error
+        if state.search is not None and facts.hypotheses is not None:
+            state.search.hypotheses = facts.hypotheses
+
+    def end(self, reason: str, error: str = "") -> None:
+        """It ends here, with what there is."""
+        request = self.state.request
+        request.error = error or request.error
+        for sequence in request.sequences:
+            sequence.finish_reason = reason
+        if self.state.search is None:
+            request.done += request.sequences
+        request.sequences = []
+        self.state.metrics.finished_time = time.monotonic()
+
+    def forget(self) -> None:
+        """Nobody looks at it any more: its sequences point to it, and only the collector could free them."""
+        request = self.state.request
+        request.sequences, request.done, request.solo = [], [], None
+
+    # -- beginning it, the first time or again -------------------------------------------------------------------------
+
+    def add(self) -> Add:
+        """For an engine that does not know it. A beam search begins at its prompt."""
+        request, start = self.state.request, len(self.state.request.prompt_token_ids)
+        self._num_preemptions = self.state.metrics.num_preemptions
+        begun = {s.index: pack(s.token_ids[start:]) for s in request.sequences if len(s.token_ids) > start}
+        return Add(
+            request.request_id,
+            pack(request.prompt_token_ids),
+            params_to_wire(self._asked),
+            self.state.search is not None,
+            request.seed,
+            request.priority,
+            request.salt,
+            begun or None,
+        )

@@ -1,0 +1,365 @@
+"""From the engine's outputs to what goes over the wire: chunks, and the whole response that chunks add up to.
+
+Both kinds of answer take the same path. A response that is not streamed is the fold of the chunks that would have been:
+
+    RequestOutput (what is new) --take--> choices --chunk--> {"choices": [...]}     streamed
+                                             `------fold---> the response           whole
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from octavo.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from octavo.serve.protocol import Ask
+from octavo.text.tokenizer import Tokenizer
+from octavo.text.tools import AnswerParser
+
+LEAST_LOGPROB = -9999.0
+"""What stands for minus infinity, which JSON has not."""
+Json = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of one request, over all its prompts; a prompt with several samples counts once."""
+
+    prompt: dict[int, int] = field(default_factory=dict)
+    cached: dict[int, int] = field(default_factory=dict)
+    completion: dict[int, int] = field(default_factory=dict)
+    num_reasoning: int = 0
+
+    def take(self, i: int, output: RequestOutput) -> None:
+        self.prompt[i] = len(output.prompt_token_ids)
+        self.cached[i] = output.num_cached_tokens
+        self.completion[i] = output.metrics.num_generation_tokens
+
+    def as_dict(self, *, reasons: bool) -> Json:
+        num_prompt, num_completion = sum(self.prompt.values()), sum(self.completion.values())
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_completion,
+            "total_tokens": num_prompt + num_completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
+            "completion_tokens_details": {"reasoning_tokens": self.num_reasoning} if reasons else None,
+        }
+
+
+class Answer(Protocol):
+    """One response in the making."""
+
+    usage: Usage
+
+    def take(self, i: int, output: RequestOutput) -> list[Json]:
+        """The choices of the next chunks, from what is new of prompt `i`."""
+
+    def chunk(self, choices: list[Json]) -> Json: ...
+
+    def usage_chunk(self) -> Json: ...
+
+    def fold(self, choice: Json) -> None: ...
+
+    def whole(self) -> Json: ...
+
+
+class _Answer:
+    """What completions and chats have in common."""
+
+    object = ""
+    chunk_object = ""
+
+    def __init__(self, ask: Ask, name: str, tokenizer: Tokenizer, fingerprint: str) -> None:
+        self.ask = ask
+        self.usage = Usage()
+        self.tokenizer = tokenizer
+        self._head = {"id": name, "object": "", "created": int(time.time()), "model": ask.model}
+        self._fingerprint = fingerprint
+        self._choices: dict[int, Json] = {}
+        self._prompt_logprobs: dict[int, list[Json | None]] = {}
+
+    reasons = False
+
+    def chunk(self, choices: list[Json]) -> Json:
+        chunk: Json = {**self._head, "object": self.chunk_object, "choices": choices}
+        if any(c["finish_reason"] for c in choices) and not self.ask.include_usage:
+            chunk["system_fingerprint"] = self._fingerprint
+        if self.ask.continuous_usage:
+            chunk["usage"] = self.usage.as_dict(reasons=self.reasons)
+        elif self.ask.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def usage_chunk(self) -> Json:
+        usage = self.usage.as_dict(reasons=self.reasons)
+        return {
+            **self._head,
+            "object": self.chunk_object,
+            "choices": [],
+            "usage": usage,
+            "system_fingerprint": self._fingerprint,
+        }
+
+    def whole(self) -> Json:
+        choices = [self._choices[index] for index in sorted(self._choices)]
+        response = {
+            **self._head,
+            "object": self.object,
+            "choices": choices,
+            "usage": self.usage.as_dict(reasons=self.reasons),
+            "system_fingerprint": self._fingerprint,
+        }
+        return response
+
+    def _note(self, i: int, output: RequestOutput) -> None:
+        self.usage.take(i, output)
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[i] = [
+                None if entries is None else {str(t): _prompt_entry(lp) for t, lp in entries.items()}
+                for entries in output.prompt_logprobs
+            ]
+
+    def _extras(self, choice: Json, i: int, c: CompletionOutput, output: RequestOutput, *, first: bool) -> Json:
+        """vLLM's own fields of a choice."""
+        if self.ask.token_ids:
+            choice["token_ids"] = c.token_ids
+            choice["prompt_token_ids"] = output.prompt_token_ids if first else None
+        return choice
+
+    def _token(self, token: int, entry: Logprob) -> str:
+        return f"token_id:{token}" if self.ask.tokens_as_ids else entry.decoded_token or ""
+
+
+class CompletionAnswer(_Answer):
+    """Of /v1/completions. Sample j of prompt i is choice `i * n + j`."""
+
+    object = chunk_object = "text_completion"
+
+    def __init__(self, ask: Ask, name: str, tokenizer: Tokenizer, fingerprint: str) -> None:
+        super().__init__(ask, name, tokenizer, fingerprint)
+        self._offsets: dict[int, int] = {}
+
+    def take(self, i: int, output: RequestOutput) -> list[Json]:
+        self._note(i, output)
+        return [self._choice(i, c, output) for c in output.outputs]
+
+    def _choice(self, i: int, c: CompletionOutput, output: RequestOutput) -> Json:
+        index = i * self.ask.n + c.index
+        first = index not in self._offsets
+        offset = self._offsets.setdefault(index, 0)
+        logprobs = None if c.logprobs is None else self._logprobs(index, c.token_ids, c.logprobs, offset)
+        choice: Json = {
+            "index": index,
+            "text": c.text,
+            "logprobs": logprobs,
+            "finish_reason": wire_reason(c.finish_reason),
+            "stop_reason": c.stop_reason,
+        }
+        if i in self._prompt_logprobs and not self.ask.stream and not self.ask.echo:
+            choice["prompt_logprobs"] = self._prompt_logprobs.get(i)
+        return self._extras(choice, i, c, output, first=first)
+
+    def _logprobs(
+        self, index: int, token_ids: Sequence[int], entries: Sequence[PositionLogprobs | None], offset: int
+    ) -> Json:
+        tokens: list[str] = []
+        offsets: list[int] = []
+        own: list[float | None] = []
+        top: list[dict[str, float] | None] = []
+        for token, position in zip(token_ids, entries, strict=False):
+            if position is None:  # nothing comes before the first token of a prompt
+                text = f"token_id:{token}" if self.ask.tokens_as_ids else self.tokenizer.decode([token], False)
+                own.append(None)
+                top.append(None)
+            else:
+                text = self._token(token, position[token])
+                own.append(finite(position[token].logprob))
+                top.append({self._token(t, lp): finite(lp.logprob) for t, lp in position.items()})
+            tokens.append(text)
+            offsets.append(offset)
+            offset += len(text)
+        self._offsets[index] = offset
+        return {"text_offset": offsets, "token_logprobs": own, "tokens": tokens, "top_logprobs": top}
+
+    def fold(self, choice: Json) -> None:
+        so_far = self._choices.setdefault(choice["index"], choice)
+        if so_far is choice:
+            return
+        so_far["text"] += choice["text"]
+        _extend(so_far, choice, "token_ids")
+        if choice["logprobs"] is not None:
+            for name, values in choice["logprobs"].items():
+                so_far["logprobs"][name] += values
+        _end(so_far, choice)
+
+
+class ChatAnswer(_Answer):
+    """Of /v1/chat/completions: deltas of reasoning, content and calls of tools."""
+
+    object, chunk_object = "chat.completion", "chat.completion.chunk"
+
+    def __init__(
+        self,
+        ask: Ask,
+        name: str,
+        tokenizer: Tokenizer,
+        fingerprint: str,
+        *,
+        make_parser: Callable[[], AnswerParser],
+        reasons: bool,
+        new_call_id: Callable[[], str],
+    ) -> None:
+        super().__init__(ask, name, tokenizer, fingerprint)
+        self.reasons = reasons
+        self._make_parser = make_parser
+        self._parsers: dict[int, AnswerParser] = {}
+        self._new_call_id = new_call_id
+
+    def take(self, i: int, output: RequestOutput) -> list[Json]:
+        self._note(i, output)
+        choices: list[Json] = []
+        for c in output.outputs:
+            first = c.index not in self._parsers
+            if first:
+                self._parsers[c.index] = self._make_parser()
+                if self.ask.stream:
+                    choices.append(self._choice(c, {"role": "assistant", "content": ""}, None))
+            choices += self._choices_of(c, output, first=first)
+        return choices
+
+    def _choices_of(self, c: CompletionOutput, output: RequestOutput, *, first: bool) -> list[Json]:
+        parser = self._parsers[c.index]
+        was_reasoning = parser.in_reasoning
+        parts = parser.push(c.text)
+        if was_reasoning or parser.in_reasoning:
+            self.usage.num_reasoning += len(c.token_ids)
+        deltas = [self._delta(part) for part in parts + (parser.finish() if c.finished() else [])]
+        deltas = [d for d in _joined(deltas) if d]
+        if not deltas and (c.finished() or c.logprobs):
+            deltas = [{}] if c.finished() else [{"content": ""}]
+        choices = [self._choice(c, delta, None) for delta in deltas]
+        if choices:
+            last = choices[-1]
+            if c.logprobs is not None:
+                last["logprobs"] = {"content": self._logprobs(c.token_ids, c.logprobs)}
+            self._extras(last, 0, c, output, first=first)
+            if c.finished():
+                called = parser.num_calls > 0 and c.finish_reason == "stop"
+                last["finish_reason"] = "tool_calls" if called else wire_reason(c.finish_reason)
+                last["stop_reason"] = c.stop_reason
+        return choices
+
+    def _choice(self, c: CompletionOutput, delta: Json, finish_reason: str | None) -> Json:
+        return {"index": c.index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+
+    def _delta(self, part: Any) -> Json:
+        if part.kind == "reasoning":
+            return {"reasoning": part.text} if self.ask.reasoning else {}
+        if part.kind == "content":
+            return {"content": part.text}
+        if part.index and not self.ask.parallel_tool_calls:
+            return {}
+        if part.name is None:
+            return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
+        call = {"index": part.index, "id": self._new_call_id(), "type": "function"}
+        return {"tool_calls": [{**call, "function": {"name": part.name, "arguments": ""}}]}
+
+    def _logprobs(self, token_ids: Sequence[int], entries: Sequence[PositionLogprobs | None]) -> list[Json]:
+        told = []
+        for token, position in zip(token_ids, entries, strict=False):
+            if position is not None:
+                ranked = list(position.items())
+                # The first is the token that came; it is one of the likeliest only where its rank says so.
+                top = [pair for pair in ranked if pair[1].rank <= (self.ask.top or 0)]
+                top.sort(key=lambda pair: pair[1].rank)
+                entry = self._entry(token, position[token])
+                told.append({**entry, "top_logprobs": [self._entry(t, lp) for t, lp in top[: self.ask.top]]})
+        return told
+
+    def _entry(self, token: int, entry: Logprob) -> Json:
+        text = self._token(token, entry)
+        has_bytes = self.tokenizer.has_token_bytes
+        raw = self.tokenizer.token_bytes(token) if has_bytes else (entry.decoded_token or "").encode()
+        return {"token": text, "logprob": finite(entry.logprob), "bytes": list(raw)}
+
+    def fold(self, choice: Json) -> None:
+        message: Json = {"role": "assistant", "content": None, "refusal": None}
+        so_far = self._choices.setdefault(
+            choice["index"],
+            {
+                "index": choice["index"],
+                "message": message,
+                "logprobs": None,
+                "finish_reason": None,
+                "stop_reason": None,
+            },
+        )
+        message, delta = so_far["message"], choice["delta"]
+        for name in ("content", "reasoning"):
+            if name in delta:
+                message[name] = (message.get(name) or "") + delta[name]
+        for call in delta.get("tool_calls", ()):
+            calls = message.setdefault("tool_calls", [])
+            if "id" in call:
+                calls.append({"id": call["id"], "type": call["type"], "function": dict(call["function"])})
+            else:
+                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+        if choice["logprobs"] is not None:
+            if so_far["logprobs"] is None:
+                so_far["logprobs"] = {"content": []}
+            so_far["logprobs"]["content"] += choice["logprobs"]["content"]
+        _extend(so_far, choice, "token_ids")
+        if choice.get("prompt_token_ids") is not None:
+            so_far["prompt_token_ids"] = choice["prompt_token_ids"]
+        _end(so_far, choice)
+
+    def whole(self) -> Json:
+        response = super().whole()
+        for choice in response["choices"]:
+            message = choice["message"]
+            if message["content"] is None and "tool_calls" not in message:
+                message["content"] = ""
+        if 0 in self._prompt_logprobs:
+            response["prompt_logprobs"] = self._prompt_logprobs[0]
+        return response
+
+
+def _joined(deltas: Iterable[Json]) -> list[Json]:
+    """Neighbours of the same kind as one: a chunk may carry several tokens."""
+    joined: list[Json] = []
+    for delta in deltas:
+        last = joined[-1] if joined else {}
+        same = len(delta) == 1 and delta.keys() == last.keys()
+        for name in ("content", "reasoning"):
+            if same and name in delta:
+                last[name] += delta[name]
+                break
+        else:
+            joined.append(delta)
+    return joined
+
+
+def _extend(so_far: Json, choice: Json, name: str) -> None:
+    if choice.get(name) is not None:
+        so_far[name] = [*so_far.get(name, ()), *choice[name]]
+
+
+def _end(so_far: Json, choice: Json) -> None:
+    if choice["finish_reason"] is not None:
+        so_far["finish_reason"] = choice["finish_reason"]
+        so_far["stop_reason"] = choice.get("stop_reason")
+
+
+def wire_reason(reason: str | None) -> str | None:
+    """The API knows no aborted answer: one that was cut short has ended by its length."""
+    return "length" if reason == "abort" else reason
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
+
+
+def _prompt_entry(entry: Logprob) -> Mapping[str, Any]:
+    return {"logprob": finite(entry.logprob), "rank": entry.rank, "decoded_token": entry.decoded_token}

@@ -1,0 +1,351 @@
+"""The OpenAI-compatible server's routes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+import octavo
+from octavo.errors import UsageError
+from octavo.serve import parameters, protocol
+from octavo.serve.answers import Answer
+from octavo.serve.body_worker import BodyWorker
+from octavo.serve.endpoint import Endpoint, Exchange, Handler, Reply, Running, Stream, as_json
+from octavo.serve.guard import OPEN_PATHS, Guard, Keys
+from octavo.serve.problems import Problem, bad, not_found
+from octavo.serve.problems import of as problem_of
+from octavo.serve.protocol import Ask
+from octavo.serve.responses import FIELDS as RESPONSE_FIELDS
+from octavo.serve.responses import ResponseEvents, renamed, to_chat
+from octavo.serve.service import Encoded, Service
+
+logger = logging.getLogger("octavo.serve")
+
+RESTART_GRACE_S = 60.0
+"""An engine that has been restarting for longer counts as gone."""
+STALL_S = 10.0
+"""Seconds without a step, while there is work, after which a request sent now is not promised any progress."""
+ELSEWHERE = (
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v1/score",
+    "/score",
+    "/rerank",
+    "/pooling",
+    "/classify",
+    "/v1/moderations",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/v1/images/generations",
+)
+"""OpenAI's and vLLM's routes for models that do not generate text."""
+
+
+class App:
+    """The routes over one `Service`. `running` are the exchanges that generate now; a shutdown may have to end them."""
+
+    def __init__(self, service: Service, keys: Keys | None = None) -> None:
+        self.service = service
+        self.running: set[Running] = set()
+        self.bodies = BodyWorker()
+        settings = service.settings
+        app = FastAPI(
+            title="Octavo",
+            version=octavo.__version__,
+            docs_url=None,
+            redoc_url=None,
+            redirect_slashes=False,
+            root_path=settings.root_path,
+        )
+        app.add_exception_handler(HTTPException, _on_http_exception)
+        self._add(app, "POST", "/v1/completions", self.completions)
+        self._add(app, "POST", "/v1/chat/completions", self.chat_completions)
+        self._add(app, "POST", "/v1/responses", self.responses)
+        self._add(app, "GET", "/v1/models", self.models)
+        self._add(app, "GET", "/v1/models/{model:path}", self.model)
+        self._add(app, "POST", "/tokenize", self.tokenize)
+        self._add(app, "POST", "/detokenize", self.detokenize)
+        self._add(app, "GET", "/health", self.health)
+        self._add(app, "GET", "/ping", self.health)
+        self._add(app, "GET", "/ready", self.ready)
+        self._add(app, "GET", "/version", self.version)
+        self._add(app, "GET", "/load", self.load)
+        self._add(app, "GET", "/metrics", self.metrics)
+        self._add(app, "GET", "/debug/requests/{id}", self.debug_request)
+        self._add(app, "GET", "/debug/kv", self.debug_kv)
+        for path in ELSEWHERE:
+            self._add(app, "POST", path, self.elsewhere)
+        app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
+        self.fastapi = app
+        self.asgi = Guard(
+            app,
+            keys=keys or Keys(()),
+            metrics=service.metrics,
+            open_paths=OPEN_PATHS | ({b"/metrics"} if settings.metrics_public else set()),
+            quiet_paths=settings.disable_access_log_for_endpoints,
+            origins=settings.allowed_origins,
+        )
+
+    def _add(self, app: FastAPI, method: str, path: str, handler: Handler) -> None:
+        def body_limit() -> int:
+            return self.service.settings.body_limit(self.service.backend.max_model_len)
+
+        reads = method == "POST" and handler != self.elsewhere
+        endpoint = Endpoint(
+            path, handler, body_limit=body_limit if reads else None, bodies=self.bodies, running=self.running
+        )
+        app.router.add_route(path, endpoint, methods=[method])  # type: ignore[arg-type]  # an ASGI application
+
+    async def close(self) -> None:
+        await self.bodies.close()
+
+    # -- generating ----------------------------------------------------------------------------------------------------
+
+    async def completions(self, exchange: Exchange) -> Reply | Stream:
+        ask = self.service.rules.completion(exchange.body)
+        name = f"cmpl-{exchange.request_id}"
+        prompts = await self.service.encode(ask)
+        return await self._generate(exchange, ask, name, prompts, self.service.completion_answer(ask, name))
+
+    async def chat_completions(self, exchange: Exchange) -> Reply | Stream:
+        ask = self.service.rules.chat(exchange.body)
+        name = f"chatcmpl-{exchange.request_id}"
+        prompt = await self.service.encode_chat(ask.messages, ask.template, ask.truncate)
+        answer = self.service.chat_answer(ask, name, prompt.text)
+        return await self._generate(exchange, ask, name, [prompt], answer)
+
+    async def _generate(
+        self, exchange: Exchange, ask: Ask, name: str, prompts: Sequence[Encoded], answer: Answer
+    ) -> Reply | Stream:
+        service = self.service
+        if service.settings.enable_log_requests:
+            logger.info("request %s: %s", name, ask.params)
+        events = self._chunks(exchange, ask, name, prompts, answer)
+        if ask.stream:
+            return Stream(events, keep_alive_s=service.settings.sse_keep_alive_interval)
+        async with contextlib.aclosing(events):
+            async for chunk in events:
+                for choice in chunk["choices"]:
+                    answer.fold(choice)
+        return as_json(answer.whole())
+
+    async def _chunks(
+        self, exchange: Exchange, ask: Ask, name: str, prompts: Sequence[Encoded], answer: Answer
+    ) -> AsyncGenerator[Any, None]:
+        async with contextlib.aclosing(self.service.run(ask, prompts, name, exchange.salt)) as outputs:
+            async for i, output in outputs:
+                for choice in answer.take(i, output):
+                    yield answer.chunk([choice])
+        if ask.include_usage:
+            yield answer.usage_chunk()
+
+    async def responses(self, exchange: Exchange) -> Reply | Stream:
+        service, name = self.service, f"resp_{exchange.request_id}"
+        try:
+            chat = to_chat(exchange.body, warn=service.rules.warn_of_unknown)
+            ask = service.rules.chat(chat)
+            prompt = await service.encode_chat(ask.messages, ask.template)
+        except (Problem, UsageError) as error:
+            raise renamed(problem_of(error, exchange.request_id)) from None
+        making = ResponseEvents(name, ask.model, chat)
+        events = self._response_events(exchange, ask, prompt, making)
+        if ask.stream:
+            keep_alive_s = service.settings.sse_keep_alive_interval
+            return Stream(events, closing=b"", keep_alive_s=keep_alive_s, last_words=making.last_words)
+        async with contextlib.aclosing(events):
+            async for _ in events:
+                pass
+        return as_json(making.response)
+
+    async def _response_events(
+        self, exchange: Exchange, ask: Ask, prompt: Encoded, making: ResponseEvents
+    ) -> AsyncGenerator[Any, None]:
+        answer, reason, has_begun = self.service.chat_answer(ask, "", prompt.text), None, False
+        try:
+            run = self.service.run(ask, [prompt], making.response["id"], exchange.salt)
+            async with contextlib.aclosing(run) as outputs:
+                async for i, output in outputs:
+                    if not has_begun:
+                        has_begun = True
+                        for event in making.begin():
+                            yield event
+                    for choice in answer.take(i, output):
+                        reason = choice["finish_reason"] or reason
+                        for event in making.take(choice["delta"]):
+                            yield event
+        except UsageError as error:
+            raise renamed(problem_of(error, exchange.request_id)) from None
+        for event in making.finish(reason, answer.usage.as_dict(reasons=answer.reasons)):
+            yield event
+
+    # -- text ----------------------------------------------------------------------------------------------------------
+
+    async def tokenize(self, exchange: Exchange) -> Reply:
+        service = self.service
+        given = parameters.read(exchange.body, parameters.TOKENIZE, warn=service.rules.warn_of_unknown)
+        service.rules.model_of(exchange.body)
+        if "messages" in given:
+            messages = protocol.messages_of(given["messages"])
+            template = service.rules.template_of(given)
+            if given.get("tools"):
+                protocol.check_tools(given["tools"])
+                template["tools"] = given["tools"]
+            token_ids = (await service.encode_chat(messages, template)).token_ids
+        elif "prompt" in given:
+            service.check_length(given["prompt"], "prompt")
+            token_ids = await service.encode_text(given["prompt"], given.get("add_special_tokens", True))
+        else:
+            raise bad("missing_required_parameter", "prompt is missing; or give messages", "prompt")
+        pieces = None
+        if given.get("return_token_strs"):
+            pieces = [service.tokenizer.decode([token], False) for token in token_ids]
+        return as_json(
+            {
+                "count": len(token_ids),
+                "max_model_len": service.backend.max_model_len,
+                "tokens": token_ids,
+                "token_strs": pieces,
+            }
+        )
+
+    async def detokenize(self, exchange: Exchange) -> Reply:
+        service = self.service
+        given = parameters.read(exchange.body, parameters.DETOKENIZE, warn=service.rules.warn_of_unknown)
+        service.rules.model_of(exchange.body)
+        if "tokens" not in given:
+            raise bad("missing_required_parameter", "tokens is missing", "tokens")
+        for i, token in enumerate(given["tokens"]):
+            if type(token) is not int or not 0 <= token < service.tokenizer.num_ids:
+                text = f"tokens[{i}] is {parameters.brief(token)}; ids are 0 to {service.tokenizer.num_ids - 1}"
+                raise bad("invalid_token_id", text, f"tokens[{i}]")
+        return as_json({"prompt": service.tokenizer.decode(given["tokens"], False)})
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+
+    async def models(self, exchange: Exchange) -> Reply:
+        return as_json({"object": "list", "data": [self._card(name) for name in self.service.names]})
+
+    async def model(self, exchange: Exchange) -> Reply:
+        name = exchange.path_params["model"]
+        if name not in self.service.names:
+            raise Problem(404, "model_not_found", f"The model `{name}` does not exist.", "model")
+        return as_json(self._card(name))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.service.started,
+            "owned_by": "octavo",
+            "root": self.service.names[0],
+            "parent": None,
+            "max_model_len": self.service.backend.max_model_len,
+            "permission": [],
+        }
+
+    async def health(self, exchange: Exchange) -> Reply:
+        """200 while the engine runs, or is being restarted and may come back."""
+        health = self.service.backend.health()
+        gone = health.state == "failed" or (health.state == "restarting" and health.since_s > RESTART_GRACE_S)
+        return Reply(b"", 503 if gone else 200, "text/plain; charset=utf-8")
+
+    async def ready(self, exchange: Exchange) -> Reply:
+        """503 whenever a request that is sent now would not get on, with the reason."""
+        reason = self._why_not_ready()
+        if reason is None:
+            return as_json({"status": "ready"})
+        reply = as_json({"status": "not ready", "reason": reason}, 503)
+        reply.headers["retry-after"] = "1"
+        return reply
+
+    def _why_not_ready(self) -> str | None:
+        admission, health = self.service.admission, self.service.backend.health()
+        if admission.draining:
+            return "shutting down"
+        if health.state != "running":
+            return f"the engine is {health.state}" + (f": {health.reason}" if health.reason else "")
+        if health.last_step_age_s is not None and health.last_step_age_s > STALL_S:
+            return f"no step for {health.last_step_age_s:.0f} s"
+        return "the queue is full" if admission.is_full else None
+
+    async def version(self, exchange: Exchange) -> Reply:
+        return as_json({"version": octavo.__version__})
+
+    async def load(self, exchange: Exchange) -> Reply:
+        return as_json({"server_load": self.service.admission.num_requests})
+
+    async def metrics(self, exchange: Exchange) -> Reply:
+        service = self.service
+        up = service.backend.health().state == "running"
+        page = service.metrics.page(await service.backend.stats(), up)
+        return Reply(page, content_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def debug_request(self, exchange: Exchange) -> Reply:
+        name = exchange.path_params["id"]
+        for known in (name, f"chatcmpl-{name}", f"cmpl-{name}", f"resp_{name}"):
+            if (found := await self.service.backend.debug_request(known)) is not None:
+                return as_json(found)
+        raise not_found("request of this id that still runs or ran of late", "id")
+
+    async def debug_kv(self, exchange: Exchange) -> Reply:
+        return as_json(await self.service.backend.debug_kv())
+
+    async def elsewhere(self, exchange: Exchange) -> Reply:
+        raise Problem(404, "unsupported_endpoint", "the model generates text; there is /v1/completions and chat")
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """What the router says: no such path, or not this method."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        allowed = dict(error.headers or {})
+        problem = Problem(405, "method_not_allowed", f"this path does not take {request.method[:16]}", headers=allowed)
+    else:
+        problem = not_found("such path; see /openapi.json")
+    request.scope["state"]["exchange"].status = problem.status
+    return Response(problem.body(), problem.status, problem.headers())
+
+
+def openapi(app: FastAPI) -> dict[str, Any]:
+    """The document at /openapi.json, from the same table that bodies are read by."""
+
+    def route(summary: str, body: str | None = None) -> dict[str, Any]:
+        answers: dict[str, Any] = {"200": {"description": "OK"}}
+        for status in ("400", "401", "404", "413", "415", "429", "503"):
+            schema = {"$ref": "#/components/schemas/Error"}
+            content = {"application/json": {"schema": schema}}
+            answers[status] = {"description": "an error object", "content": content}
+        operation: dict[str, Any] = {"summary": summary, "responses": answers}
+        if body is not None:
+            schema = {"$ref": f"#/components/schemas/{body}"}
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        return operation
+
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": app.title, "version": app.version},
+        "paths": {
+            "/v1/completions": {"post": route("Complete prompts", "CompletionRequest")},
+            "/v1/chat/completions": {"post": route("Answer a conversation", "ChatRequest")},
+            "/v1/responses": {"post": route("Answer a conversation, in newer words", "ResponseRequest")},
+            "/v1/models": {"get": route("The models served")},
+            "/tokenize": {"post": route("Text to token ids", "TokenizeRequest")},
+            "/detokenize": {"post": route("Token ids to text", "DetokenizeRequest")},
+            "/health": {"get": route("Whether the engine lives")},
+            "/ready": {"get": route("Whether a request would get on")},
+            "/version": {"get": route("The server's version")},
+            "/load": {"get": route("Requests in flight")},
+            "/metrics": {"get": route("Numbers for Prometheus")},
+            "/debug/kv": {"get": route("The block pool")},
+        },
+        "components": {
+            "schemas": parameters.schemas() | {"ResponseRequest": parameters.body(RESPONSE_FIELDS, "input")}
+        },
+    }

@@ -1,0 +1,400 @@
+"""`EngineClient`: an engine in a process of its own, for programs on an event loop (a `serve.backend.Backend`).
+
+The text is made in this process, the tokens in the other one. When that one dies or hangs, it is started again and is
+given every request as far as it had come (`engine.mirror`): its readers notice a pause, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import asdict, replace
+from types import TracebackType
+from typing import Any
+
+from octavo.checkpoint import open_checkpoint
+from octavo.config import EngineArgs
+from octavo.core.kv_cache import KVStats
+from octavo.core.sampling_params import RequestOutputKind, SamplingParams
+from octavo.engine.beam_search import BeamSearchParams
+from octavo.engine.engine import check_prompt, draw_seed
+from octavo.engine.ipc import Abort, Answer, Ask, Command, Ready, Step, Stop
+from octavo.engine.mirror import Mirror
+from octavo.engine.outputs import RequestOutput, failure
+from octavo.engine.stats import BackendStats, EngineStats, Health
+from octavo.engine.thread import again
+from octavo.errors import EngineError, OctavoError, ParameterError
+from octavo.generation_config import sampling_defaults
+from octavo.prompts import Messages, Prompt, Prompts
+from octavo.serve.supervisor import ENGINE, Limits, Supervisor, error_of
+from octavo.text import chat_template
+from octavo.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("octavo.client")
+
+DEATHS_TO_TRIAL = 3
+"""Engines that may die with a request before it has got a token further; then the next one is given it alone. If that
+one dies too, it was the request's doing, and the request is given up."""
+
+
+class _Stream:
+    """A request and its reader. What has come is put together when it is read: whoever reads slowly costs no memory.
+
+    num_deaths   of engines that had this request, since it last got on
+    sent         the engine that runs has it
+    ending       it is to be aborted, and only the engine knows with what answers (a beam search)
+    """
+
+    def __init__(self, mirror: Mirror, *, only_final: bool) -> None:
+        self.mirror = mirror
+        self.only_final = only_final
+        self.news = asyncio.Event()
+        self.error: OctavoError | None = None
+        self.num_deaths = 0
+        self.sent = False
+        self.ending = False
+
+    def tell(self) -> None:
+        if self.mirror.finished or not self.only_final:
+            self.news.set()
+
+    def fail(self, error: OctavoError) -> None:
+        self.error = error
+        self.news.set()
+
+    async def read(self) -> RequestOutput:
+        await self.news.wait()
+        self.news.clear()
+        if self.error is not None:
+            raise again(self.error)
+        output = self.mirror.output()
+        if any(c.finish_reason == "error" for c in output.outputs):
+            raise failure(output)
+        return output
+
+
+class EngineClient:
+    """Make it, then `await start()`; everything else on the same event loop. The options are those of `EngineArgs`.
+
+        client = EngineClient("smollm2-135m-instruct")
+        await client.start()
+
+    command   how the engine's process is started; limits: when it counts as hung
+
+    Making one raises what a model or an option without which nothing can start deserves (see `LLM`).
+    """
+
+    def __init__(
+        self, model: str, *, command: Sequence[str] = ENGINE, limits: Limits | None = None, **options: Any
+    ) -> None:
+        args = EngineArgs(model=str(model), **options)
+        checkpoint = open_checkpoint(args.model, revision=args.revision, weights=args.load_format != "dummy")
+        template = None if args.chat_template is None else chat_template.load(args.chat_template)
+        tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_checkpoint(checkpoint, chat_template=template)
+        self._prompts = Prompts(tokenizer)
+        self._default_params = sampling_defaults(args.generation_config, checkpoint).params
+        self._supervisor = Supervisor(
+            asdict(args),
+            on_ready=self._on_ready,
+            on_step=self._on_step,
+            on_down=self._on_down,
+            on_failed=self._on_failed,
+            command=command,
+            limits=limits,
+        )
+        self._seeds = random.Random(args.seed)
+        self._names = itertools.count()
+        self._questions = itertools.count()
+        self._streams: dict[str, _Stream] = {}  # that have not finished, oldest first
+        self._asked: dict[int, asyncio.Future[Answer]] = {}
+        self._outbox: list[Command] = []
+        self._trial: _Stream | None = None  # what the engine is to show what it does with, alone
+        self._up = asyncio.Event()  # an engine runs, or none ever will again
+        self._error: OctavoError | None = None
+        self._info: Ready | None = None
+        self._stats = BackendStats(EngineStats(), None)
+        self._past = EngineStats()  # of engines that have died
+
+    async def start(self) -> None:
+        """Start the engine, and wait until it takes requests. Raises the root cause if it does not come up."""
+        try:
+            await self._supervisor.start()
+        except OctavoError as error:
+            self._on_failed(error)
+            raise
+
+    # -- generating ----------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | BeamSearchParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        salt: bytes = b"",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As `AsyncEngine.generate`. While the engine is being started (again), requests wait."""
+        params = self._prompts.ready(self._default_params if sampling_params is None else sampling_params)
+        text, token_ids = await self._prompts.encode_aside(prompt)
+        info = await self._when_up()
+        check_prompt(token_ids, info.vocab_size)
+        name = f"octavo-{next(self._names)}" if request_id is None else request_id
+        if name in self._streams:
+            raise ParameterError(f"a request {name!r} is running already; ids must differ", param="request_id")
+        mirror = Mirror(
+            name,
+            token_ids,
+            params,
+            seed=draw_seed(self._seeds) if getattr(params, "seed", None) is None else 0,
+            eos_token_ids=info.eos_token_ids,
+            prompt=text,
+            priority=priority,
+            salt=salt,
+            make_detokenizer=self._prompts.make_detokenizer,
+        )
+        kind = params.output_kind if isinstance(params, SamplingParams) else RequestOutputKind.FINAL_ONLY
+        stream = self._streams[name] = _Stream(mirror, only_final=kind is RequestOutputKind.FINAL_ONLY)
+        if self._trial is None:
+            self._give(stream)
+        try:
+            while True:
+                output = await stream.read()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self._leave(stream)
+
+    async def chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | BeamSearchParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        salt: bytes = b"",
+        **template: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As `AsyncEngine.chat`."""
+        prompt = await asyncio.to_thread(self._prompts.chat, messages, **template)
+        run = self.generate(prompt, sampling_params, request_id, priority=priority, salt=salt)
+        async with contextlib.aclosing(run):
+            async for output in run:
+                yield output
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request, whatever it is doing; its iterator ends with what there is. Whether it was running."""
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return False
+        if stream.sent:
+            self._send(Abort(request_id))
+        if stream.sent and stream.mirror.state.search is not None:
+            stream.ending = True
+        else:
+            self._end(stream, "abort")
+        return True
+
+    def _leave(self, stream: _Stream) -> None:
+        """Its reader has gone."""
+        if self._streams.get(stream.mirror.request_id) is stream:
+            del self._streams[stream.mirror.request_id]
+            if stream.sent:
+                self._send(Abort(stream.mirror.request_id))
+            self._try_next(stream)
+        stream.mirror.forget()
+
+    def _end(self, stream: _Stream, reason: str, error: str = "") -> None:
+        """With what there is, and without the engine."""
+        del self._streams[stream.mirror.request_id]
+        stream.mirror.end(reason, error)
+        stream.tell()
+        self._try_next(stream)
+
+    # -- looking, and leaving ------------------------------------------------------------------------------------------
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._prompts.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a request without sampling_params gets: from the model's generation_config.json, as `LLM` has it."""
+        return self._default_params
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are taken: neither shut down nor given up. True while the engine is started again."""
+        return self._error is None
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output together, at most; 0 before the engine is ready for the first time."""
+        return 0 if self._info is None else self._info.max_model_len
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What the engine settled on: device, dtype, num_blocks, kv_bytes, ...; empty before it is ready."""
+        return {} if self._info is None else self._info.summary
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine's process."""
+        return self._supervisor.pid
+
+    def health(self) -> Health:
+        return self._supervisor.health()
+
+    async def stats(self) -> BackendStats:
+        """At most a moment old; at once, also while the engine is busy or away."""
+        num_held = sum(not stream.sent for stream in self._streams.values())
+        engine = self._past.plus(self._stats.engine)
+        return replace(self._stats, engine=engine, num_waiting=self._stats.num_waiting + num_held)
+
+    async def kv_stats(self) -> KVStats:
+        """The KV cache between two steps."""
+        return KVStats(**await self._ask("kv_stats"))
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget all cached blocks; returns how many there were."""
+        return int(await self._ask("reset_prefix_cache"))
+
+    async def debug_request(self, request_id: str) -> dict[str, Any] | None:
+        answer: dict[str, Any] | None = await self._ask("debug_request", request_id)
+        return answer
+
+    async def debug_kv(self) -> dict[str, Any]:
+        answer: dict[str, Any] = await self._ask("debug_kv")
+        return answer
+
+    async def _ask(self, question: str, argument: str = "") -> Any:
+        while True:
+            await self._when_up()
+            number = next(self._questions)
+            future = self._asked[number] = asyncio.get_running_loop().create_future()
+            self._send(Ask(number, question, argument))
+            try:
+                answer = await future
+            except _Gone:
+                continue  # the next engine may know
+            finally:
+                self._asked.pop(number, None)
+            if answer.error:
+                raise EngineError(answer.error)
+            return answer.value
+
+    def shutdown(self) -> None:
+        """End everything; iterators get an `EngineError`. On the event loop; a second call does nothing."""
+        self._on_failed(EngineError("the engine is closed; make a new one"))
+        self._supervisor.close()
+
+    async def __aenter__(self) -> EngineClient:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    # -- what comes from the engine ------------------------------------------------------------------------------------
+
+    async def _when_up(self) -> Ready:
+        await self._up.wait()
+        if self._error is not None:
+            raise again(self._error)
+        assert self._info is not None
+        return self._info
+
+    def _on_ready(self, ready: Ready) -> None:
+        self._info = ready
+        self._up.set()
+        self._feed()
+
+    def _on_step(self, step: Step) -> None:
+        if step.stats is not None:
+            self._stats = step.stats
+        for refusal in step.refusals:
+            if (stream := self._streams.pop(refusal.request_id, None)) is not None:
+                stream.fail(error_of(refusal.error, refusal.message, refusal.param, refusal.code))
+                self._try_next(stream)
+        for update in step.updates:
+            if (stream := self._streams.get(update.request_id)) is None:
+                continue  # its reader has gone
+            for index in stream.mirror.take_in(update):
+                self._send(Stop(update.request_id, index))
+            if stream.mirror.finished:
+                del self._streams[update.request_id]
+            stream.tell()
+            stream.num_deaths = 0
+            self._try_next(stream)
+        for answer in step.answers:
+            future = self._asked.get(answer.number)
+            if future is not None and not future.done():
+                future.set_result(answer)
+
+    def _on_down(self) -> None:
+        self._up.clear()
+        self._outbox.clear()
+        self._past = self._past.plus(self._stats.engine)
+        self._stats = BackendStats(EngineStats(), self._stats.kv, waits=self._stats.waits)
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(_Gone())
+        for stream in list(self._streams.values()):
+            if stream.sent:
+                stream.sent = False
+                stream.num_deaths += 1
+            if stream.ending:
+                self._end(stream, "abort")
+            elif stream.num_deaths > DEATHS_TO_TRIAL:
+                died = f"{stream.num_deaths} engines died over it, the last with no other request"
+                self._end(stream, "error", died)
+
+    def _on_failed(self, error: OctavoError) -> None:
+        if self._error is None:
+            self._error = error
+            self._up.set()
+            for stream in self._streams.values():
+                stream.fail(EngineError(str(error)))
+            self._streams.clear()
+            for future in self._asked.values():
+                if not future.done():
+                    future.set_exception(again(error))
+
+    # -- what goes to the engine ---------------------------------------------------------------------------------------
+
+    def _feed(self) -> None:
+        """Give the engine what it does not have. A request that several died over is tried alone, before the others."""
+        new = [s for s in self._streams.values() if not s.sent]
+        self._trial = next((s for s in new if s.num_deaths >= DEATHS_TO_TRIAL), None)
+        for stream in new if self._trial is None else [self._trial]:
+            self._give(stream)
+
+    def _try_next(self, stream: _Stream) -> None:
+        """If this one was on trial, that is over."""
+        if stream is self._trial:
+            self._feed()
+
+    def _give(self, stream: _Stream) -> None:
+        if self._supervisor.is_up:
+            stream.sent = True
+            self._send(stream.mirror.add())
+
+    def _send(self, command: Command) -> None:
+        """All of one turn of the loop goes in one message."""
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append(command)
+
+    def _flush(self) -> None:
+        if self._outbox and self._supervisor.is_up:
+            self._supervisor.send(self._outbox)
+        self._outbox = []
+
+
+class _Gone(Exception):  # noqa: N818  # never leaves this file
+    """The engine that was asked has died."""

@@ -1,0 +1,173 @@
+"""What stands before every route: keys, ids, and the log. Whatever is not expressly open is closed."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from octavo.serve.endpoint import Exchange, Message, Receive, Scope, Send, new_request_id, send_problem
+from octavo.serve.metrics import Metrics
+from octavo.serve.problems import Problem, internal
+
+access_log = logging.getLogger("octavo.access")
+logger = logging.getLogger("octavo.serve")
+
+OPEN_PATHS = frozenset({b"/health", b"/ready"})
+MAX_ID_CHARS = 128
+
+
+class Keys:
+    """The keys of a server, as digests. Comparing takes the same time whichever matches, and if none does."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def find(self, key: bytes) -> bytes | None:
+        """The digest of a key that is one of ours."""
+        digest, found = _digest(key), None
+        for known in self._digests:
+            if hmac.compare_digest(known, digest):
+                found = known
+        return found
+
+    def salt(self, digest: bytes) -> bytes:
+        """Holders of different keys share no blocks: the time to a first token would tell one what another asks."""
+        return digest[:16] if len(self._digests) > 1 else b""
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class Guard:
+    """An ASGI application around another. `open_paths`: raw paths that take no key."""
+
+    def __init__(
+        self,
+        app: Any,
+        *,
+        keys: Keys,
+        metrics: Metrics,
+        open_paths: Collection[bytes] = OPEN_PATHS,
+        quiet_paths: Collection[str] = (),
+        origins: Sequence[str] = (),
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._metrics = metrics
+        self._open_paths = frozenset(open_paths)
+        self._quiet_paths = frozenset(quiet_paths)
+        self._origins = frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+        exchange = Exchange(scope, new_request_id())
+        scope.setdefault("state", {})["exchange"] = exchange
+        shown_id = _printable(exchange.header(b"x-request-id")) or exchange.request_id
+        extra = [(b"x-request-id", shown_id.encode("ascii")), *self._cors(exchange)]
+        begin = time.monotonic()
+        has_begun = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                exchange.status = exchange.status or message["status"]
+                message["headers"] = [*message.get("headers", ()), *extra]
+            await send(message)
+
+        try:
+            problem = self._refusal(exchange)
+            if problem is not None:
+                await send_problem(exchange, send_with_id, problem)
+            elif _is_preflight(exchange):
+                exchange.status = 200
+                await send_with_id(
+                    {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]}
+                )
+                await send_with_id({"type": "http.response.body", "body": b""})
+            else:
+                await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            logger.error("request %s failed", exchange.request_id, exc_info=error)
+            if has_begun:
+                raise
+            await send_problem(exchange, send_with_id, internal(exchange.request_id))
+        finally:
+            self._note(exchange, time.monotonic() - begin)
+
+    def _refusal(self, exchange: Exchange) -> Problem | None:
+        scope = exchange.scope
+        path = scope.get("raw_path") or scope["path"].encode()
+        path = path.removeprefix(scope.get("root_path", "").encode())
+        if not self._keys or (path in self._open_paths and scope["method"] in ("GET", "HEAD")):
+            return None
+        if _is_preflight(exchange):
+            return None  # a browser sends no key with it; the answer has no data
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(given) == 1:
+            scheme, _, key = given[0].partition(b" ")
+            if scheme.lower() == b"bearer" and (digest := self._keys.find(key.strip())) is not None:
+                exchange.salt = self._keys.salt(digest)
+                return None
+        text = "this server wants an API key: Authorization: Bearer KEY"
+        return Problem(401, "invalid_api_key", text, headers={"www-authenticate": "Bearer"})
+
+    def _cors(self, exchange: Exchange) -> list[tuple[bytes, bytes]]:
+        origin = exchange.header(b"origin") if self._origins else None
+        if origin is None or not ({origin, "*"} & self._origins):
+            return []
+        headers = [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin")]
+        if _is_preflight(exchange):
+            headers += [
+                (b"access-control-allow-methods", b"GET, POST"),
+                (b"access-control-allow-headers", b"authorization, content-type, x-request-id"),
+            ]
+        return headers
+
+    def _note(self, exchange: Exchange, elapsed_s: float) -> None:
+        scope = exchange.scope
+        handler = exchange.route or "none"  # never the path as it came: that would be a label a request
+        method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
+        self._metrics.http_requests.labels(method, str(exchange.status or 499), handler).inc()
+        self._metrics.http_seconds.labels(method, handler).observe(elapsed_s)
+        if scope["path"] in self._quiet_paths or not access_log.isEnabledFor(logging.INFO):
+            return
+        client = scope.get("client") or ("-", 0)
+        access_log.info(
+            "%s",
+            json.dumps(
+                {
+                    "client": f"{client[0]}:{client[1]}",
+                    "method": method,
+                    "path": scope["path"][:256],
+                    "status": exchange.status or 499,
+                    "ms": round(1000 * elapsed_s, 1),
+                    "id": exchange.request_id,
+                }
+            ),
+        )
+
+
+def _is_preflight(exchange: Exchange) -> bool:
+    return (
+        exchange.scope["method"] == "OPTIONS"
+        and exchange.header(b"origin") is not None
+        and exchange.header(b"access-control-request-method") is not None
+    )
+
+
+def _printable(value: str | None) -> str:
+    """A client's id as it may stand in a header and a log."""
+    return "".join(c for c in (value or "") if "!" <= c <= "~")[:MAX_ID_CHARS]

@@ -1,0 +1,266 @@
+"""Listening, and leaving: uvicorn with limits on what comes before a request, and with a drain in the place of its end.
+
+uvicorn's parser takes headers of any size and waits for them for ever. `GuardedProtocol` counts and times them. On the
+first SIGTERM or SIGINT the server goes on listening, so that /health answers and new requests are told 503, until what
+runs has ended or `shutdown_timeout` is over; on the second it stops at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from octavo.errors import OctavoError
+from octavo.serve.app import App
+from octavo.serve.endpoint import ABORT, LINGER_S
+from octavo.serve.metrics import StatsLine
+from octavo.serve.problems import Problem, shutting_down
+
+logger = logging.getLogger("octavo.serve")
+
+HEADER_TIMEOUT_S = 10.0
+MAX_HEADER_BYTES = 64 * 1024
+MAX_HEADERS = 256
+KEEP_ALIVE_S = 5
+BACKLOG = 4096
+STATS_PERIOD_S = 10.0
+LAST_WORDS_S = 1.0
+"""What answers that are cut short get, to say so to their clients."""
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """A connection. Its headers must be complete in `HEADER_TIMEOUT_S`, 408, and within limits, 431."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._num_header_bytes = 0
+        self._in_headers = True
+        self._refused = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        if self._in_headers:
+            self._num_header_bytes += len(data)
+        super().data_received(data)
+        if self._in_headers and self._num_header_bytes > MAX_HEADER_BYTES:
+            self._refuse(_headers_too_large())
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {ABORT: {"call": self.transport.abort}}
+        self._in_headers = True
+        self._num_header_bytes = 0
+        self._start_timer()
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        self._stop_timer()
+        num_bytes = sum(len(name) + len(value) for name, value in self.headers)
+        if len(self.headers) > MAX_HEADERS or num_bytes > MAX_HEADER_BYTES:
+            self._refuse(_headers_too_large())
+            return
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._refused:
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What the parser cannot read; also two lengths that contradict each other."""
+        self._refuse(Problem(400, "invalid_http", "this is no HTTP request", close=True))
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._stop_timer()
+        super().timeout_keep_alive_handler()
+
+    def _start_timer(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(HEADER_TIMEOUT_S, self._too_slow)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_slow(self) -> None:
+        self._timer = None
+        self._refuse(Problem(408, "request_timeout", "the request's headers come too slowly", close=True))
+
+    def _refuse(self, problem: Problem) -> None:
+        """Answer and close; but first throw away for a moment what still comes, or the answer would be lost with it."""
+        if self._refused or self.transport.is_closing():
+            return
+        self._refused = True
+        self._stop_timer()
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if cycle is None or cycle.response_complete or not cycle.response_started:  # never into the middle of another
+            body = problem.body()
+            headers = {**problem.headers(), "content-length": str(len(body))}
+            lines = b"".join(f"{name}: {value}\r\n".encode("latin-1") for name, value in headers.items())
+            self.transport.write(STATUS_LINE[problem.status] + lines + b"\r\n" + body)
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.close)
+
+
+def _headers_too_large() -> Problem:
+    text = f"headers may have {MAX_HEADER_BYTES} bytes and {MAX_HEADERS} lines"
+    return Problem(431, "headers_too_large", text, close=True)
+
+
+class HTTPServer(uvicorn.Server):
+    """Serves an `App` until told to leave, twice if need be.
+
+    on_ready   called with the address once requests are taken
+    """
+
+    def __init__(self, app: App, on_ready: Callable[[str], None] = lambda url: None) -> None:
+        settings = app.service.settings
+        super().__init__(
+            uvicorn.Config(
+                app.asgi,
+                http=GuardedProtocol,
+                ws="none",
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                backlog=BACKLOG,
+                root_path=settings.root_path,
+                ssl_keyfile=settings.ssl_keyfile,
+                ssl_certfile=settings.ssl_certfile,
+                ssl_ca_certs=settings.ssl_ca_certs,
+                ssl_cert_reqs=ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
+            )
+        )
+        self._app = app
+        self._on_ready = on_ready
+        self._num_signals = 0
+        self._draining: asyncio.Task[None] | None = None
+
+    async def run_on(self, sock: socket.socket) -> None:
+        """On a bound socket."""
+        settings = self._app.service.settings
+        log = None if settings.disable_log_stats else asyncio.ensure_future(self._log_stats())
+        ready = asyncio.ensure_future(self._tell_ready(sock))
+        try:
+            await self.serve(sockets=[sock])
+        finally:
+            for task in (log, ready, self._draining):
+                if task is not None:
+                    task.cancel()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        handled = (signal.SIGTERM, signal.SIGINT)
+        for number in handled:
+            loop.add_signal_handler(number, self.stop)
+        try:
+            yield
+        finally:
+            for number in handled:
+                loop.remove_signal_handler(number)
+
+    def stop(self) -> None:
+        """The first time: no new work, and the end when what runs has ended. The second time: now."""
+        self._num_signals += 1
+        if self._num_signals == 1:
+            self._draining = asyncio.ensure_future(self._drain())
+            return
+        for running in list(self._app.running):
+            running.end(shutting_down())
+        self.force_exit = self.should_exit = True
+
+    async def _drain(self) -> None:
+        admission, timeout_s = self._app.service.admission, self._app.service.settings.shutdown_timeout
+        admission.draining = True
+        if admission.num_requests:
+            logger.info("shutting down when %d requests have ended, at most %g s", admission.num_requests, timeout_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await admission.drained()
+        for running in list(self._app.running):
+            running.end(shutting_down())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await admission.drained()
+                await asyncio.sleep(0)
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        self.config.timeout_graceful_shutdown = 1
+        self.should_exit = True
+
+    async def _tell_ready(self, sock: socket.socket) -> None:
+        while not self.started:
+            await asyncio.sleep(0.01)
+        self._on_ready(url_of(sock, tls=self._app.service.settings.ssl_certfile is not None))
+
+    async def _log_stats(self) -> None:
+        service = self._app.service
+        line = StatsLine(service.metrics, service.limits.device)
+        while True:
+            await asyncio.sleep(STATS_PERIOD_S)
+            with contextlib.suppress(OctavoError):
+                text = line.tell(await service.backend.stats())
+                if text is not None:
+                    logger.info("%s", text)
+
+
+def bind(host: str, port: int, uds: str | None = None) -> socket.socket:
+    """A socket to listen on, taken before a model is loaded; until it listens, callers are turned away.
+
+    Raises `OSError`, with the address as its filename.
+    """
+    if uds is not None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with contextlib.suppress(FileNotFoundError):
+            if Path(uds).is_socket():
+                Path(uds).unlink()
+        address: Any = uds
+    else:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
+        sock = socket.socket(family, kind)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise OSError(error.errno, error.strerror, uds or f"{host}:{port}") from None
+    return sock
+
+
+def url_of(sock: socket.socket, *, tls: bool = False) -> str:
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{sock.getsockname()}"
+    host, port = sock.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"http{'s' if tls else ''}://{shown}:{port}"

@@ -1,0 +1,178 @@
+"""A server's life, from the command line to the exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from octavo.config import EngineArgs
+from octavo.core.kv_cache import KVStats
+from octavo.errors import OctavoError, ParameterError
+from octavo.serve.app import App
+from octavo.serve.client import EngineClient
+from octavo.serve.guard import Keys
+from octavo.serve.http_server import HTTPServer, bind
+from octavo.serve.service import Limits, Service
+from octavo.serve.settings import ServeArgs, check_key
+
+logger = logging.getLogger("octavo.serve")
+
+KEY_VARIABLES = ("OCTAVO_API_KEY", "VLLM_API_KEY")
+
+
+class Phases:
+    """How long each part of the start took, for the table that ends it."""
+
+    def __init__(self) -> None:
+        self._begin = self._last = time.monotonic()
+        self._rows: list[tuple[str, float]] = []
+
+    def done(self, name: str) -> None:
+        now = time.monotonic()
+        self._rows.append((name, now - self._last))
+        self._last = now
+
+    def table(self) -> str:
+        rows = [*self._rows, ("all", self._last - self._begin)]
+        return "start-up: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in rows)
+
+
+def keys_of(settings: ServeArgs, environment: Sequence[str] = ()) -> list[str]:
+    """Every key that the options and the environment name. Raises `ParameterError` for one that cannot be one."""
+    keys = [*settings.api_key, *environment]
+    if settings.api_key_file is not None:
+        path = Path(settings.api_key_file)
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+            mode = path.stat().st_mode
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise ParameterError(f"cannot read api_key_file {path}: {reason}", param="api_key_file") from None
+        if mode & 0o077:
+            logger.warning("%s can be read by other users; chmod 600 keeps its keys", path)
+        keys += [line.strip() for line in lines if line.strip()]
+        if not any(line.strip() for line in lines):
+            raise ParameterError(f"{path} has no key in it; write one a line", param="api_key_file")
+    for key in keys:
+        check_key(key)
+    return keys
+
+
+async def serve(
+    args: EngineArgs,
+    settings: ServeArgs,
+    *,
+    keys: Sequence[str] = (),
+    phases: Phases | None = None,
+    on_ready: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serve until told to leave. The address is taken before anything is loaded; nothing is left when this returns."""
+    phases = phases or Phases()
+    settings.check_exposure(keys)
+    sock = _bound(settings)
+    try:
+        backend = EngineClient(**{f.name: getattr(args, f.name) for f in fields(args)})
+        phases.done("tokenizer")
+        try:
+            await backend.start()
+            phases.done("engine")
+            service = Service(backend, settings, args.model, limits_of(args, backend.summary))
+            kv = await backend.kv_stats()
+            _tell_capacity(kv, backend.max_model_len, service.limits.device)
+            service.metrics.config({"block_size": kv.block_size, "num_gpu_blocks": kv.num_blocks})
+            app = App(service, Keys(keys))
+            phases.done("routes")
+            try:
+                await HTTPServer(app, _announcing(phases, on_ready)).run_on(sock)
+            finally:
+                await app.close()
+        finally:
+            backend.shutdown()
+    finally:
+        sock.close()
+        if settings.uds is not None:
+            Path(settings.uds).unlink(missing_ok=True)
+    logger.info("the server has stopped")
+
+
+def limits_of(args: EngineArgs, summary: Mapping[str, Any]) -> Limits:
+    """What the engine's options come to on its device."""
+    device = str(summary.get("device", "cpu"))
+    return Limits(
+        max_num_seqs=args.settled(device).max_num_seqs,
+        max_logprobs=args.max_logprobs,
+        by_priority=args.scheduling_policy == "priority",
+        device="CPU" if device == "cpu" else "GPU",
+    )
+
+
+def run(args: EngineArgs, settings: ServeArgs, keys: Sequence[str] = (), phases: Phases | None = None) -> None:
+    """`serve` on a loop of its own. Raises `OctavoError` for what keeps it from starting."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(args, settings, keys=keys, phases=phases))
+
+
+def _announcing(phases: Phases, on_ready: Callable[[str], None]) -> Callable[[str], None]:
+    def announce(url: str) -> None:
+        phases.done("listening")
+        logger.info("%s", phases.table())
+        logger.info("serving on %s", url)
+        on_ready(url)
+
+    return announce
+
+
+def _bound(settings: ServeArgs) -> socket.socket:
+    try:
+        return bind(settings.host, settings.port, settings.uds)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise OctavoError(f"address in use: {error.filename}; choose another port, 0 takes a free one") from None
+        raise OctavoError(f"cannot listen on {error.filename or settings.host}: {error.strerror}") from None
+
+
+def _tell_capacity(kv: KVStats, max_model_len: int, device: str) -> None:
+    num_tokens = kv.num_blocks * kv.block_size
+    logger.info("%s KV cache size: %s tokens", device, f"{num_tokens:,}")
+    logger.info(
+        "Maximum concurrency for %s tokens per request: %.2fx", f"{max_model_len:,}", num_tokens / max(1, max_model_len)
+    )
+
+
+class JsonFormatter(logging.Formatter):
+    """A log line as an object, for machines."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+def set_up_logs(level: str, *, as_json: bool = False) -> None:
+    """To stderr. A closed or full stderr disturbs nothing."""
+    handler = logging.StreamHandler(sys.stderr)
+    text = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
+    handler.setFormatter(JsonFormatter() if as_json else logging.Formatter(text, "%m-%d %H:%M:%S"))
+    logging.raiseExceptions = False
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    for name in ("asyncio", "uvicorn.error"):  # they say something of every request that is no HTTP
+        logging.getLogger(name).setLevel(logging.ERROR)

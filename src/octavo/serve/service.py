@@ -1,0 +1,280 @@
+"""From an `Ask` to the engine's outputs: encoding, admission, waiting its turn. The one place where requests run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from octavo.core.sampling_params import SamplingParams
+from octavo.engine.outputs import RequestOutput
+from octavo.errors import UsageError
+from octavo.prompts import Prompts
+from octavo.serve.admission import Admission
+from octavo.serve.answers import ChatAnswer, CompletionAnswer
+from octavo.serve.backend import Backend
+from octavo.serve.metrics import Metrics
+from octavo.serve.problems import Problem, bad
+from octavo.serve.protocol import Ask, Rules
+from octavo.serve.settings import ServeArgs
+from octavo.text.tokenizer import Tokenizer
+from octavo.text.tools import THINK, AnswerParser, ToolFormat, thinks, tool_format
+
+logger = logging.getLogger("octavo.serve")
+
+LONG_TEXT_CHARS = 4096
+"""A text longer than this is encoded on a worker thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A prompt as the engine takes it."""
+
+    text: str | None
+    token_ids: list[int]
+
+    def as_prompt(self) -> dict[str, Any]:
+        return {"prompt": self.text, "prompt_token_ids": self.token_ids}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the HTTP side has to know of the engine that runs behind it. None: not known here."""
+
+    max_num_seqs: int | None = None
+    max_logprobs: int = 20
+    by_priority: bool = False
+    device: str = "CPU"
+
+
+class Service:
+    """What all routes share: the engine, the text side, and who is let in."""
+
+    def __init__(self, backend: Backend, settings: ServeArgs, model: str, limits: Limits | None = None) -> None:
+        self.backend = backend
+        self.settings = settings
+        self.limits = limits or Limits()
+        self.names = tuple(settings.served_model_name) or (model,)
+        self.tokenizer: Tokenizer = backend.get_tokenizer()
+        self.prompts = Prompts(self.tokenizer)
+        self.metrics = Metrics(self.names[0], backend.max_model_len)
+        self.admission = Admission(
+            max_num_seqs=self.limits.max_num_seqs,
+            max_num_queued_reqs=settings.max_num_queued_reqs,
+            max_num_queued_tokens=settings.max_num_queued_tokens,
+        )
+        self.started = int(time.time())
+        template = self.tokenizer.chat_templates.get("tool_use") or self.tokenizer.chat_template
+        self.tools: ToolFormat | None = _chosen(settings.tool_call_parser, tool_format(template))
+        self.thinks = _chosen(settings.reasoning_parser, "think" if thinks(template) else None) is not None
+        self.rules = Rules(
+            model_names=self.names,
+            defaults=backend.get_default_sampling_params(),
+            max_logprobs=self.limits.max_logprobs,
+            max_num_seqs=self.limits.max_num_seqs,
+            by_priority=self.limits.by_priority,
+            has_tools=self.tools is not None,
+            strict_openai=settings.strict_openai,
+            warn_of_unknown=settings.unknown_params == "warn",
+            request_templates=settings.trust_request_chat_template,
+            template_kwargs=settings.default_chat_template_kwargs or {},
+        )
+        self.fingerprint = "octavo-" + hashlib.sha256(f"{self.names[0]} {self.started}".encode()).hexdigest()[:8]
+
+    # -- text ----------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _most_chars(self) -> int:
+        """Characters of the longest text that could fit the context."""
+        longest = max(map(len, self.tokenizer.backend.get_vocab()), default=1)
+        return self.backend.max_model_len * max(longest, 4)
+
+    def check_length(self, text: str, param: str) -> None:
+        """Before any work is spent on it. Raises `Problem` 400."""
+        if len(text) > self._most_chars:
+            limit = self.backend.max_model_len
+            raise bad(
+                "context_length_exceeded",
+                f"This model's maximum context length is {limit} tokens. However, your text of {len(text)} characters "
+                f"cannot fit; shorten it",
+                param,
+            )
+
+    async def encode(self, ask: Ask) -> list[Encoded]:
+        """The prompts of a completion. Raises `Problem`, or a `UsageError` whose param is the request's."""
+        encoded = []
+        for i, prompt in enumerate(ask.prompts):
+            where = "prompt" if len(ask.prompts) == 1 else f"prompt[{i}]"
+            if isinstance(prompt, str):
+                self.check_length(prompt, "prompt")
+                token_ids = await self.encode_text(prompt, ask.add_special_tokens)
+                if not token_ids:
+                    text = f"{where} is empty, and the model has no token to begin a text with; write something"
+                    raise bad("empty_prompt", text, "prompt")
+                encoded.append(self._cut(Encoded(prompt, token_ids), ask.truncate))
+            else:
+                for j, token in enumerate(prompt):
+                    if token >= self.tokenizer.num_ids:
+                        text = f"{where}[{j}] is {token}; the model's token ids are 0 to {self.tokenizer.num_ids - 1}"
+                        raise bad("invalid_token_id", text, f"{where}[{j}]")
+                encoded.append(self._cut(Encoded(None, prompt), ask.truncate))
+        return encoded
+
+    async def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Special tokens that are spelled in it are text."""
+        if len(text) > LONG_TEXT_CHARS:
+            return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens, parse_special=False)
+        return self.tokenizer.encode(text, add_special_tokens, parse_special=False)
+
+    async def encode_chat(
+        self, messages: list[dict[str, Any]], template: dict[str, Any], truncate: int | None = None
+    ) -> Encoded:
+        self.check_length("".join(m["content"] for m in messages), "messages")
+        prompt = await asyncio.to_thread(lambda: self.prompts.chat(messages, **template))
+        if not prompt["prompt_token_ids"]:
+            raise bad("empty_prompt", "the chat template makes nothing of these messages", "messages")
+        return self._cut(Encoded(prompt["prompt"], prompt["prompt_token_ids"]), truncate)
+
+    @staticmethod
+    def _cut(prompt: Encoded, truncate: int | None) -> Encoded:
+        """The last tokens of it."""
+        if truncate is None or len(prompt.token_ids) <= truncate:
+            return prompt
+        return Encoded(None, prompt.token_ids[-truncate:])
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    async def run(
+        self, ask: Ask, prompts: Sequence[Encoded], name: str, salt: bytes = b""
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """The outputs of every prompt, as (prompt, output); those that are deltas tell what is new.
+
+        Closing it aborts what runs. Raises `Problem`, or an `OctavoError` whose answer `problems.of` knows.
+        """
+        arrival = time.monotonic()
+        width = ask.params.width if isinstance(ask.params, SamplingParams) else ask.params.beam_width
+        num_tokens = sum(len(p.token_ids) for p in prompts)
+        salt = salt + b"\0" + ask.salt if salt or ask.salt else b""
+        names = [name if len(prompts) == 1 else f"{name}-{i}" for i in range(len(prompts))]
+        watches = [self.metrics.watch(ask.params, len(p.token_ids), arrival) for p in prompts]
+        with self.admission.admit(width * len(prompts), num_tokens) as ticket:
+            runs = [
+                self.backend.generate(p.as_prompt(), ask.params, n, priority=ask.priority, salt=salt)
+                for p, n in zip(prompts, names, strict=True)
+            ]
+            reason = "abort"
+            try:
+                async with contextlib.aclosing(merged(runs)) as outputs:
+                    first = await self._in_turn(outputs, names[0])
+                    self.admission.start(ticket)
+                    if first is not None:
+                        watches[first[0]].take(first[1])
+                        yield first
+                    async for i, output in outputs:
+                        watches[i].take(output)
+                        yield i, output
+                reason = "stop"
+            except UsageError as error:
+                reason = "refused"
+                if ask.messages and error.param == "prompt":
+                    error.param = "messages"
+                raise
+            except Exception:
+                reason = "error"
+                raise
+            finally:
+                for watch in watches:
+                    watch.close(reason)
+
+    async def _in_turn(
+        self, outputs: AsyncGenerator[tuple[int, RequestOutput], None], name: str
+    ) -> tuple[int, RequestOutput] | None:
+        """The first output. A request that has not begun to run in `queue_timeout` seconds is given up: 503."""
+        first = asyncio.ensure_future(anext(outputs, None))
+        try:
+            while not (await asyncio.wait({first}, timeout=self.settings.queue_timeout or None))[0]:
+                state = await self.backend.debug_request(name)
+                if state is not None and state["status"] == "waiting":
+                    text = f"the request has waited {self.settings.queue_timeout:g} s for its turn; try again later"
+                    raise Problem(503, "queue_timeout", text, retry_after_s=self.admission.retry_after_s())
+            return await first
+        finally:
+            if not first.done():
+                first.cancel()
+                with contextlib.suppress(BaseException):
+                    await first
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def completion_answer(self, ask: Ask, name: str) -> CompletionAnswer:
+        return CompletionAnswer(ask, name, self.tokenizer, self.fingerprint)
+
+    def chat_answer(self, ask: Ask, name: str, prompt_text: str | None) -> ChatAnswer:
+        """`prompt_text` is the rendered conversation: it may have opened the model's reasoning."""
+        in_think = (prompt_text or "").rstrip().endswith(THINK)
+        names = [tool["function"]["name"] for tool in ask.tools]
+
+        def make_parser() -> AnswerParser:
+            if ask.forced_tool is not None:  # the answer is the call, whatever the model's own way to write it
+                return AnswerParser(tools="llama3_json", names=names)
+            tools = self.tools if ask.tools else None
+            return AnswerParser(think=self.thinks, in_think=in_think, tools=tools, names=names)
+
+        return ChatAnswer(
+            ask,
+            name,
+            self.tokenizer,
+            self.fingerprint,
+            make_parser=make_parser,
+            reasons=self.thinks,
+            new_call_id=lambda: f"call_{secrets.token_hex(12)}",
+        )
+
+
+async def merged(
+    runs: Sequence[AsyncGenerator[RequestOutput, None]],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """The outputs of several runs as they come, each with the number of its run. What one raises ends them all."""
+    if len(runs) == 1:
+        async with contextlib.aclosing(runs[0]) as run:
+            async for output in run:
+                yield 0, output
+        return
+    arrived: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(maxsize=len(runs))
+
+    async def pump(i: int, run: AsyncGenerator[RequestOutput, None]) -> None:
+        last: Exception | None = None
+        try:
+            async with contextlib.aclosing(run):
+                async for output in run:
+                    await arrived.put((i, output))
+        except Exception as error:
+            last = error
+        await arrived.put((i, last))
+
+    pumps = [asyncio.ensure_future(pump(i, run)) for i, run in enumerate(runs)]
+    num_left = len(pumps)
+    try:
+        while num_left:
+            i, item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_left -= 1
+            else:
+                yield i, item
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+def _chosen(choice: str, found: Any) -> Any:
+    return found if choice == "auto" else None if choice == "none" else choice

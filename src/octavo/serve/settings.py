@@ -1,0 +1,133 @@
+"""What a server can be told, and its defaults: `ServeArgs`. The engine's own options are `octavo.config.EngineArgs`."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from octavo.core.checked import Checked
+from octavo.errors import ParameterError
+
+MIB = 1 << 20
+UnknownParams = Literal["refuse", "warn"]
+LogLevel = Literal["debug", "info", "warning", "error", "critical"]
+ToolFormat = Literal["auto", "hermes", "llama3_json", "none"]
+ReasoningFormat = Literal["auto", "think", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeArgs(Checked):
+    """The server's options; names and meanings are vLLM's where it has the option.
+
+    host, port, uds              where it listens: an address and a port (0: any free one), or a Unix socket's path
+    served_model_name            names that requests may use; responses have the first. Default: the model as given
+    api_key                      keys, one of which every request but /health and /ready must bring
+    api_key_file                 more of them, one a line; a file is not seen in the list of processes
+    insecure                     listen beyond loopback without a key
+    ssl_keyfile, ssl_certfile    TLS: the server's key and certificate
+    ssl_ca_certs                 authorities of which clients must bring a certificate
+    allowed_origins              web pages that may read responses (CORS); none unless told, "*" for all
+    root_path                    prefix of the paths, behind a proxy
+    max_num_queued_reqs          requests beyond those that run; more get 429
+    max_num_queued_tokens        their prompts' tokens in all; None: no limit
+    queue_timeout                seconds that a request may wait before it runs, then 503
+    max_body_bytes               None: 64 KiB and 32 bytes for each token of max_model_len, at most 8 MiB
+    unknown_params               refuse a request with a parameter that does not exist, or warn and go on without it
+    strict_openai                OpenAI's own limits where they are narrower: model required, 4 stops, 5 logprobs
+    trust_request_chat_template  let requests bring chat templates
+    default_chat_template_kwargs variables of the chat template, unless a request sets them
+    tool_call_parser             how the model writes calls of tools; auto: read off its chat template
+    reasoning_parser             how it sets its reasoning apart; auto likewise
+    shutdown_timeout             seconds that running requests get after the first SIGTERM or SIGINT
+    sse_keep_alive_interval      seconds of silence after which a stream gets a comment; 0: never
+    metrics_public               /metrics takes no key
+    enable_log_requests          a line for each request, without its text
+    disable_log_stats            no line of numbers every ten seconds
+    disable_access_log_for_endpoints  paths whose requests are not logged
+    uvicorn_log_level            how much is logged
+    """
+
+    TITLE: ClassVar[str] = "the server"
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None
+    served_model_name: Sequence[str] = ()
+    api_key: Sequence[str] = ()
+    api_key_file: str | None = None
+    insecure: bool = False
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
+    allowed_origins: Sequence[str] = ()
+    root_path: str = ""
+    max_num_queued_reqs: int = 4096
+    max_num_queued_tokens: int | None = None
+    queue_timeout: float = 600.0
+    max_body_bytes: int | None = None
+    unknown_params: UnknownParams = "refuse"
+    strict_openai: bool = False
+    trust_request_chat_template: bool = False
+    default_chat_template_kwargs: Mapping[str, Any] | None = None
+    tool_call_parser: ToolFormat = "auto"
+    reasoning_parser: ReasoningFormat = "auto"
+    shutdown_timeout: float = 30.0
+    sse_keep_alive_interval: float = 0.0
+    metrics_public: bool = False
+    enable_log_requests: bool = False
+    disable_log_stats: bool = False
+    disable_access_log_for_endpoints: Sequence[str] = ()
+    uvicorn_log_level: LogLevel = "info"
+
+    def __post_init__(self) -> None:
+        self._integer("port", 0, 65535)
+        self._integer("max_num_queued_reqs", 0, 1 << 30)
+        self._integer("max_num_queued_tokens", 0, 1 << 50, optional=True)
+        self._integer("max_body_bytes", 1, 1 << 40, optional=True)
+        for name in ("queue_timeout", "shutdown_timeout", "sse_keep_alive_interval"):
+            self._number(name, 0.0, 1e6)
+        self._flag("insecure", "strict_openai", "trust_request_chat_template", "metrics_public")
+        self._flag("enable_log_requests", "disable_log_stats")
+        self._choice("unknown_params", ("refuse", "warn"))
+        self._choice("tool_call_parser", ("auto", "hermes", "llama3_json", "none"))
+        self._choice("reasoning_parser", ("auto", "think", "none"))
+        for name in ("served_model_name", "api_key", "allowed_origins", "disable_access_log_for_endpoints"):
+            self._set(name, self._strings(name, 256))
+        for key in self.api_key:
+            check_key(key)
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ParameterError("ssl_keyfile and ssl_certfile go together; give both or none", param="ssl_certfile")
+
+    def check_exposure(self, keys: Sequence[str]) -> None:
+        """Raises `ParameterError` where anybody on the network could use the server without a key."""
+        if keys or self.insecure or self.uds is not None or is_loopback(self.host):
+            return
+        raise ParameterError(
+            f"host {self.host} can be reached from other machines, and there is no key; set api_key, or say --insecure",
+            param="host",
+        )
+
+    def body_limit(self, max_model_len: int) -> int:
+        """Bytes that a request's body may have."""
+        if self.max_body_bytes is not None:
+            return self.max_body_bytes
+        return min(64 * 1024 + 32 * max_model_len, 8 * MIB)
+
+
+def check_key(key: str) -> None:
+    """Raises `ParameterError` for a key that no header can carry. The key itself is not repeated."""
+    if not key or not all("!" <= c <= "~" for c in key):
+        raise ParameterError(
+            "an api_key must be printable ASCII without spaces, and not empty; write another one", param="api_key"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,268 @@
+"""What a step takes, in seconds: from a device's roofline, or from what was measured on this machine.
+
+Every cost is a function of a `StepPlan` alone. What a plan asks of the device is summed up in `Work` first:
+
+    dense work      tokens that go through the weights: `num_new` in chunks of prompts, `num_decoding` in decode slices,
+                    the latter `num_passes` times in a row where slices are windows
+    attention       `chunk_pairs` (query, key) pairs of chunks, which cost arithmetic; `kv_tokens` whose keys and values
+                    are read for single queries, which costs bandwidth
+    memory          blocks copied on the device, and moved to or from the host
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from operator import mul
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from octavo.core.plan import StepPlan
+from octavo.errors import ParameterError, UsageError
+from octavo.simulate.models import ModelShape
+
+GIB = 1 << 30
+
+
+class Work(NamedTuple):
+    num_slices: int
+    num_new: int
+    num_decoding: int
+    num_passes: int
+    chunk_pairs: int
+    kv_tokens: int
+    num_copied: int
+    num_swapped: int
+
+
+def work_of(plan: StepPlan) -> Work:
+    """All of it by sums that run in C: this is called for every step of a simulation."""
+    starts, counts = plan.starts, plan.counts
+    num_tokens = sum(counts)
+    num_new = chunk_pairs = chunk_reads = 0
+    for i in plan.host_tokens:
+        count = counts[i]
+        if count > 1:
+            num_new += count
+            chunk_pairs += count * starts[i] + count * (count + 1) // 2
+            chunk_reads += starts[i] + count
+    num_passes = max(plan.samples, default=0) or 1
+    if num_passes == 1 and not num_new:
+        kv_tokens = sum(starts) + num_tokens
+    else:
+        pairs = sum(map(mul, starts, counts)) + (sum(map(mul, counts, counts)) + num_tokens) // 2
+        kv_tokens = pairs - chunk_pairs + chunk_reads
+    return Work(
+        len(counts),
+        num_new,
+        num_tokens - num_new,
+        num_passes,
+        chunk_pairs,
+        kv_tokens,
+        len(plan.copies),
+        len(plan.swap_outs) + len(plan.swap_ins),
+    )
+
+
+class CostModel(Protocol):
+    @property
+    def host_s(self) -> float:
+        """What the host needs to plan and submit a step; hidden behind the device where steps overlap."""
+
+    @property
+    def move_s(self) -> float:
+        """A block moved to or from the host."""
+
+    def step_s(self, plan: StepPlan) -> float:
+        """From the start of a plan on the device to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Published peaks, and what share of them is reached.
+
+    memory_bytes                    of one device
+    bandwidth, flops                bytes and 16-bit operations a second, at peak
+    bandwidth_share, flops_share    reached by kernels: of weights and KV, and of matrix products
+    host_link, peer_link            bytes a second to the host (one way, reached), and to the other devices of its host
+    peer_s                          before the first byte of an all-reduce moves
+    launch_s                        of a pass through the model, whatever it computes
+    slice_s                         of each sequence in a pass: sampling, and what the host does with its token
+    host_s                          see `CostModel`
+    move_s                          of each block moved to or from the host, before its first byte moves
+    """
+
+    name: str
+    memory_bytes: float
+    bandwidth: float
+    flops: float
+    host_link: float
+    peer_link: float
+    bandwidth_share: float = 0.8
+    flops_share: float = 0.5
+    peer_s: float = 10e-6
+    launch_s: float = 0.3e-3
+    slice_s: float = 2e-6
+    host_s: float = 0.2e-3
+    move_s: float = 5e-6
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("h200", 141e9, 4.8e12, 989e12, 50e9, 450e9),
+        Device("h100", 80e9, 3.35e12, 989e12, 50e9, 450e9),
+        Device("a100-80", 80e9, 2.039e12, 312e12, 22e9, 300e9),
+        Device("a100-40", 40e9, 1.555e12, 312e12, 22e9, 300e9),
+        Device("l4", 24e9, 0.3e12, 121e12, 22e9, 22e9),
+    )
+}
+"""Peaks from the vendor's data sheets, dense 16-bit; `peer_link` one way. What is reached of them is an assumption that
+`octavo calibrate` replaces by a measurement."""
+
+
+def find_device(name: str) -> Device:
+    """A name of `DEVICES`, or "cpu": the machine that this runs on. Raises `ParameterError`."""
+    if name.lower() == "cpu":
+        return this_cpu()
+    device = DEVICES.get(name.lower())
+    if device is None:
+        near = difflib.get_close_matches(name.lower(), [*DEVICES, "cpu"], n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(DEVICES)}, cpu"
+        raise ParameterError(f"no device {name!r}; {hint}", param="device")
+    return device
+
+
+def this_cpu() -> Device:
+    """This machine, by a copy and a matrix product that take half a second: for want of `octavo calibrate`."""
+    import os
+    import time
+
+    import numpy as np
+
+    source = np.ones(1 << 24, dtype=np.float32)
+    matrix = np.ones((1024, 1024), dtype=np.float32)
+    copy_s, product_s = math.inf, math.inf
+    for _ in range(5):
+        begin = time.perf_counter()
+        source.copy()
+        middle = time.perf_counter()
+        matrix @ matrix
+        copy_s, product_s = min(copy_s, middle - begin), min(product_s, time.perf_counter() - middle)
+    bandwidth, flops = 2 * source.nbytes / copy_s, 2 * 1024**3 / product_s
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Device("cpu", memory, bandwidth, flops, bandwidth / 2, bandwidth / 2, 0.6, 0.6, launch_s=1e-3, slice_s=5e-5)
+
+
+@dataclass(frozen=True, slots=True)
+class RooflineCost:
+    """`num_devices` of a host share the model by tensor parallelism: weights, heads and KV are cut evenly, and each
+    layer ends two parts with an all-reduce of `[num_tokens, hidden_size]`."""
+
+    model: ModelShape
+    device: Device
+    block_size: int
+    num_devices: int = 1
+
+    @property
+    def host_s(self) -> float:
+        return self.device.host_s
+
+    @property
+    def move_s(self) -> float:
+        block_bytes = self.model.kv_bytes_per_token * self.block_size
+        return self.device.move_s + block_bytes / (self.device.host_link * self.num_devices)
+
+    def step_s(self, plan: StepPlan) -> float:
+        work, model, device = work_of(plan), self.model, self.device
+        bandwidth = device.bandwidth * device.bandwidth_share * self.num_devices
+        flops = device.flops * device.flops_share * self.num_devices
+        weights_s = model.weight_bytes / bandwidth
+        token_s = 2 * model.num_params / flops
+        each_pass = work.num_decoding / work.num_passes
+        passes = work.num_passes - 1
+        return (
+            max(weights_s, (work.num_new + each_pass) * token_s)
+            + passes * max(weights_s, each_pass * token_s)
+            + work.chunk_pairs * model.flops_per_pair / flops
+            + work.kv_tokens * model.kv_bytes_per_token / bandwidth
+            + work.num_passes * device.launch_s
+            + (work.num_slices + work.num_decoding - each_pass) * device.slice_s
+            + self._reduce_s(work.num_new + each_pass)
+            + passes * self._reduce_s(each_pass)
+            + self._moves_s(work, bandwidth)
+        )
+
+    def _reduce_s(self, num_tokens: float) -> float:
+        """A ring: each device sends (n - 1) / n of the numbers twice."""
+        n, model, device = self.num_devices, self.model, self.device
+        if n == 1:
+            return 0.0
+        sent = 2 * (n - 1) / n * num_tokens * model.hidden_size * model.dtype_bytes
+        return 2 * model.num_layers * (device.peer_s + sent / device.peer_link)
+
+    def _moves_s(self, work: Work, bandwidth: float) -> float:
+        if not work.num_copied and not work.num_swapped:
+            return 0.0
+        block_bytes = self.model.kv_bytes_per_token * self.block_size
+        return work.num_copied * 2 * block_bytes / bandwidth + work.num_swapped * self.move_s
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCost:
+    """A sum of terms, each a number of things times what one of them takes: what `octavo calibrate` fits.
+
+    pass_s      a pass through the model, decoding or not
+    new_s       a token of a chunk of a prompt
+    decode_s    a token of a decode slice
+    pair_s      a (query, key) pair of a chunk
+    kv_s        a token whose keys and values are read
+    copy_s      a block copied on the device
+    move_s      a block moved to or from the host
+    """
+
+    pass_s: float
+    new_s: float
+    decode_s: float
+    pair_s: float = 0.0
+    kv_s: float = 0.0
+    copy_s: float = 0.0
+    move_s: float = 0.0
+    host_s: float = 0.0
+
+    def step_s(self, plan: StepPlan) -> float:
+        return self.work_s(work_of(plan))
+
+    def work_s(self, work: Work) -> float:
+        return (
+            self.pass_s * work.num_passes
+            + self.new_s * work.num_new
+            + self.decode_s * work.num_decoding
+            + self.pair_s * work.chunk_pairs
+            + self.kv_s * work.kv_tokens
+            + self.copy_s * work.num_copied
+            + self.move_s * work.num_swapped
+        )
+
+    def faster(self, times: float) -> LinearCost:
+        """The same machine so many times as fast."""
+        return replace(self, **{f.name: getattr(self, f.name) / times for f in fields(self)})
+
+    def save(self, path: Path, **about: object) -> None:
+        path.write_text(json.dumps({**about, "cost": asdict(self)}, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> LinearCost:
+        """What `save` wrote. Raises `UsageError` for anything else."""
+        names = {f.name for f in fields(cls)}
+        try:
+            cost = json.loads(path.read_text(encoding="utf-8"))["cost"]
+            good = set(cost) <= names and {"pass_s", "new_s", "decode_s"} <= set(cost)
+            good = good and all(math.isfinite(value) and value >= 0 for value in cost.values())
+        except (ValueError, TypeError, KeyError):
+            good = False
+        if not good:
+            raise UsageError(f"{path} is no calibration; `octavo calibrate --output {path}` writes one", param="cost")
+        return cls(**cost)

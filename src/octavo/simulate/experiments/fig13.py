@@ -1,0 +1,56 @@
+"""Figure 13: how many requests run at a time, at a rate that is too much for most."""
+
+from __future__ import annotations
+
+from octavo.simulate import traces
+from octavo.simulate.experiments.paper import (
+    MAX,
+    OPT_13B,
+    ORACLE,
+    OURS,
+    POW2,
+    Figure,
+    Paper,
+    Row,
+    era_cost,
+    poisson_trace,
+    setup_for,
+    within,
+)
+from octavo.simulate.plot import Bars, Chart
+from octavo.simulate.simulation import simulate
+
+BEGIN_S, END_S = 300.0, 900.0
+PAPER = {  # ShareGPT at 2 requests/s, Alpaca at 30
+    MAX: (7.00, 7.00),
+    POW2: (9.81, 43.24),
+    ORACLE: (13.62, 72.75),
+    OURS: (30.42, 132.44),
+}
+
+
+def run(paper: Paper) -> Figure:
+    cost = era_cost(OPT_13B)
+    begin_s, end_s = BEGIN_S * paper.time, END_S * paper.time
+    figure = Figure(
+        "fig13",
+        "Requests that run at a time",
+        paper.about(OPT_13B, cost, load=f"mean of seconds {begin_s:.0f} to {end_s:.0f}"),
+        notes=["Alpaca's lengths are synthetic: lognormal, with the means that the paper gives"],
+    )
+    workloads = (
+        ("ShareGPT, 2/s", 2.0, paper.sharegpt(int(3 * end_s) + 100)),
+        ("Alpaca-like, 30/s", 30.0, traces.alpaca_like(int(33 * end_s) + 100, paper.seed)),
+    )
+    for column, (name, rate, lengths) in enumerate(workloads):
+        ours = []
+        for system, theirs in PAPER.items():
+            paper.progress(f"{system}, {name}")
+            arrivals = poisson_trace(lengths, rate, end_s, seed=paper.seed)
+            records = simulate(setup_for(system, OPT_13B, cost), arrivals, until_s=end_s)
+            samples = within(records, begin_s, end_s)
+            ours.append(sum(s.num_running for s in samples) / len(samples))
+            figure.rows.append(Row(system, name, theirs[column], ours[-1]))
+        bars = [Bars("paper", [theirs[column] for theirs in PAPER.values()]), Bars("Octavo's simulator", ours)]
+        figure.charts.append(Chart(name, "", "requests", bars=bars, labels=list(PAPER)))
+    return figure

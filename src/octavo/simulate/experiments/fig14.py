@@ -1,0 +1,80 @@
+"""Figure 14: the rate that is sustained when requests have several samples or beams."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from octavo.simulate import traces
+from octavo.simulate.experiments.beams import MadeUpBeams
+from octavo.simulate.experiments.paper import (
+    KNEE_S,
+    OPT_13B,
+    ORACLE,
+    OURS,
+    Figure,
+    Paper,
+    Row,
+    era_cost,
+    knee,
+    poisson_trace,
+    setup_for,
+)
+from octavo.simulate.plot import Bars, Chart
+from octavo.simulate.report import normalized_latency
+from octavo.simulate.simulation import simulate
+from octavo.simulate.traces import Lengths
+
+SECONDS = {False: 240.0, True: 60.0}
+CASES = (  # width, beams, and the rates about which to look: ours, theirs
+    (1, False, 36.0, 20.0),
+    (2, False, 22.0, 13.0),
+    (4, False, 12.0, 7.0),
+    (6, False, 8.0, 4.5),
+    (2, True, 20.0, 10.0),
+    (4, True, 12.0, 5.0),
+    (6, True, 9.0, 3.0),
+)
+PAPER = {(1, False): 1.3, (6, True): 2.3}
+"""Section 6.3: our gain over Orca (Oracle) grows from basic sampling to beams of 6."""
+
+
+def run(paper: Paper) -> Figure:
+    figure = Figure(
+        "fig14",
+        "Rate sustained, ours over Orca (Oracle)'s",
+        paper.about(
+            OPT_13B, era_cost(OPT_13B), knee=f"the rate at {KNEE_S} s a token of a sample", trace="Alpaca-like"
+        ),
+        notes=[
+            "Orca's samples have a piece each, copied for nothing when they part: its copies are not charged",
+            "beams by made-up candidates, as in figure 15",
+            "Alpaca's lengths are synthetic: lognormal, with the means that the paper gives",
+        ],
+    )
+    lengths = traces.alpaca_like(40_000, paper.seed)
+    gains = []
+    for width, beams, ours, theirs in CASES:
+        name = f"{'beam search' if beams else 'parallel sampling'} of {width}"
+        rates = []
+        for system, guess in ((OURS, ours), (ORACLE, theirs)):
+            paper.progress(f"{system}, {name}")
+            ask = partial(_latency, paper, system, lengths, width, beams)
+            rates.append(knee(ask, guess / 1.4, guess * 1.4, steps=3 if beams else 4))
+            figure.rows.append(Row(system, f"{name}: requests/s", None, rates[-1]))
+        gains.append(rates[0] / rates[1])
+        figure.rows.append(Row(OURS, f"{name}: over {ORACLE}", PAPER.get((width, beams)), gains[-1]))
+    labels = [f"{'beam' if beams else 'n'} {width}" for width, beams, _, _ in CASES]
+    bars = [Bars("gain over Oracle", gains)]
+    figure.charts.append(Chart(figure.title, "", "times", bars=bars, labels=labels))
+    return figure
+
+
+def _latency(paper: Paper, system: str, lengths: Lengths, width: int, beams: bool, rate: float) -> float:
+    """Normalised by the length of a sample, of which a request has several at a time."""
+    seconds = SECONDS[beams] * paper.time
+    arrivals = poisson_trace(lengths, rate, seconds, seed=paper.seed, n=width, beams=beams)
+    answers = MadeUpBeams(seed=paper.seed) if beams else None
+    records = simulate(
+        setup_for(system, OPT_13B, era_cost(OPT_13B), swap=width > 1), arrivals, answers=answers, sample_s=1e9
+    )
+    return normalized_latency(records) * width

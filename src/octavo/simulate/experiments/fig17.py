@@ -1,0 +1,78 @@
+"""Figure 17: a chatbot. Every round's prompt is what was said before, up to 1,024 tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from octavo.simulate import traces
+from octavo.simulate.experiments.paper import (
+    KNEE_S,
+    MAX,
+    OPT_13B,
+    ORACLE,
+    OURS,
+    POW2,
+    Figure,
+    Paper,
+    Row,
+    era_cost,
+    knee,
+    latency_at,
+    setup_for,
+)
+from octavo.simulate.plot import Chart, Line
+from octavo.simulate.traces import Lengths
+
+SECONDS = 1800.0
+NEW_CHANCES = (0.1, 0.03)
+"""Of a new conversation, for all systems. With the second nearly all prompts have 1,024 tokens."""
+ARTIFACT_CHANCE = 0.5
+"""The artifact's for vLLM; the Orcas have the first of those above."""
+CACHED = f"{OURS}, prefix caching"
+PAPER_GAIN = 2.0
+SYSTEMS = {OURS: 0.85, CACHED: 0.9, ORACLE: 0.55, POW2: 0.55, MAX: 0.55}
+
+
+def run(paper: Paper) -> Figure:
+    figure = Figure(
+        "fig17",
+        "A chatbot",
+        paper.about(OPT_13B, era_cost(OPT_13B), knee=f"the rate at {KNEE_S} s a token of output"),
+        notes=[
+            "one chance of a new conversation for all systems is the headline. The artifact has 50 % for vLLM and "
+            "10 % for the Orcas: shorter histories for vLLM. The last row does as it did",
+            "the paper keeps nothing between rounds. Prefix caching does, but of a prompt that was cut at its head to "
+            "1,024 tokens nothing is found again: positions have moved",
+        ],
+    )
+    lengths = paper.sharegpt(20_000)
+    for chance in NEW_CHANCES:
+        knees: dict[str, float] = {}
+        lines = []
+        for system, guess in SYSTEMS.items():
+            paper.progress(f"{system}, {chance:.0%} new")
+            ask = partial(_latency, paper, system, lengths, chance)
+            knees[system] = knee(ask, guess / 1.4, guess * 1.2, steps=5)
+            figure.rows.append(Row(system, f"{chance:.0%} new: requests/s", None, knees[system]))
+            xs = [knees[system] * share for share in (0.5, 0.75, 0.9, 1.1)]
+            lines.append(Line(system, xs, [ask(x) for x in xs]))
+        for system in (ORACLE, POW2, MAX):
+            figure.rows.append(Row(OURS, f"{chance:.0%} new: over {system}", PAPER_GAIN, knees[OURS] / knees[system]))
+        figure.rows.append(Row(CACHED, f"{chance:.0%} new: over {ORACLE}", None, knees[CACHED] / knees[ORACLE]))
+        title = f"{chance:.0%} of the requests begin a conversation"
+        figure.charts.append(Chart(title, "requests/s", "s/token", lines=lines, top=1.0))
+        if chance == NEW_CHANCES[0]:
+            oracle_knee = knees[ORACLE]
+    paper.progress("the artifact's way")
+    ours = knee(partial(_latency, paper, OURS, lengths, ARTIFACT_CHANCE), 0.8, 1.3, steps=5)
+    figure.rows.append(Row(OURS, f"{ARTIFACT_CHANCE:.0%} new: requests/s", None, ours))
+    name = f"{ARTIFACT_CHANCE:.0%} new, over {ORACLE} at {NEW_CHANCES[0]:.0%}"
+    figure.rows.append(Row(OURS, name, PAPER_GAIN, ours / oracle_knee))
+    return figure
+
+
+def _latency(paper: Paper, system: str, lengths: Lengths, chance: float, rate: float) -> float:
+    times = traces.poisson(rate, paper.seed)
+    rounds = traces.chat(lengths, times, new_chance=chance, seed=paper.seed)
+    setup = setup_for(OURS if system == CACHED else system, OPT_13B, era_cost(OPT_13B), prefixes=system == CACHED)
+    return latency_at(setup, traces.first_seconds(rounds, SECONDS * paper.time))

@@ -1,0 +1,58 @@
+"""Figure 18b: latency against the size of a block."""
+
+from __future__ import annotations
+
+from octavo.simulate import traces
+from octavo.simulate.experiments.paper import (
+    OPT_13B,
+    OURS,
+    Figure,
+    Paper,
+    Row,
+    era_cost,
+    poisson_trace,
+    setup_for,
+)
+from octavo.simulate.plot import Chart, Line
+from octavo.simulate.report import normalized_latency
+from octavo.simulate.simulation import Records, simulate
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+WORKLOADS = {"ShareGPT": (1.75, 1800.0), "Alpaca-like": (30.1, 600.0)}
+
+
+def run(paper: Paper) -> Figure:
+    figure = Figure(
+        "fig18",
+        "Latency against the size of a block",
+        paper.about(
+            OPT_13B, era_cost(OPT_13B), load=", ".join(f"{name} {rate:g}/s" for name, (rate, _) in WORKLOADS.items())
+        ),
+        notes=[
+            "only the right arm of the curve is simulated, what large blocks waste in their tails: that small ones "
+            "slow a kernel down depends on the kernel, which is not simulated. So the best size here is the smallest",
+            "Alpaca's lengths are synthetic: lognormal, with the means that the paper gives",
+        ],
+    )
+    lines = []
+    for name, (rate, duration_s) in WORKLOADS.items():
+        end_s = duration_s * paper.time
+        num = int(rate * end_s * 1.2) + 100
+        lengths = paper.sharegpt(num) if name == "ShareGPT" else traces.alpaca_like(num, paper.seed)
+        latencies = []
+        for size in SIZES:
+            paper.progress(f"{name}, blocks of {size}")
+            setup = setup_for(OURS, OPT_13B, era_cost(OPT_13B), block_size=size)
+            records = simulate(setup, poisson_trace(lengths, rate, end_s, seed=paper.seed), sample_s=end_s / 500)
+            latencies.append(normalized_latency(records))
+            figure.rows.append(Row(OURS, f"{name}, blocks of {size}: s/token", None, latencies[-1]))
+            figure.rows.append(Row(OURS, f"{name}, blocks of {size}: unfilled %", None, 100 * unfilled(records)))
+        lines.append(Line(name, SIZES, latencies))
+    figure.charts.append(Chart(figure.title, "tokens a block", "s/token", lines=lines, log_x=True, log_y=True))
+    return figure
+
+
+def unfilled(records: Records) -> float:
+    """Slots of used blocks without a token, over all of them, mean over time."""
+    ratios = [s.split.internal / (s.split.tokens + s.split.internal) for s in records.samples if s.num_used]
+    return sum(ratios) / len(ratios)

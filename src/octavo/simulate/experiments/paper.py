@@ -1,0 +1,266 @@
+"""What the paper's experiments have in common (SOSP'23, section 6.1), and what each of them gives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octavo.config import EngineArgs
+from octavo.core.kv_cache import KVCache
+from octavo.core.plan import StepPlan
+from octavo.simulate import traces
+from octavo.simulate.allocators import BatchCache, ContiguousCache, Estimate, maximum, oracle, pow2
+from octavo.simulate.cost import DEVICES, CostModel, Device, LinearCost
+from octavo.simulate.models import MODELS, ModelShape
+from octavo.simulate.plot import Chart, svg
+from octavo.simulate.report import normalized_latency
+from octavo.simulate.simulation import MakeCache, Records, Sample, Setup, paged, simulate
+from octavo.simulate.traces import Arrival, Lengths
+
+OURS, ORACLE, POW2, MAX, FT = "Octavo", "Orca (Oracle)", "Orca (Pow2)", "Orca (Max)", "FasterTransformer"
+ORCAS: dict[str, Estimate] = {ORACLE: oracle, POW2: pow2, MAX: maximum}
+KNEE_S = 0.5
+"""Seconds a token of output at which throughputs are compared: half way up the paper's plots."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One number, theirs and ours. `paper` None: it has none for this."""
+
+    system: str
+    metric: str
+    paper: float | None
+    ours: float
+
+    def difference(self) -> str:
+        """In points where both are percentages, else in per cent of theirs."""
+        if self.paper is None:
+            return ""
+        if self.metric.endswith("%"):
+            return f"{self.ours - self.paper:+.1f}"
+        return f"{self.ours / self.paper - 1:+.0%}" if self.paper else ""
+
+
+@dataclass(slots=True)
+class Figure:
+    """A figure of the paper, done again. `notes` say what is not as it was there."""
+
+    name: str
+    title: str
+    setup: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    charts: list[Chart] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        rows = [{"system": r.system, "metric": r.metric, "paper": r.paper, "ours": round(r.ours, 4)} for r in self.rows]
+        return {"figure": self.name, "setup": self.setup, "rows": rows, "notes": self.notes}
+
+    def write(self, folder: Path) -> None:
+        """NAME.json and NAME.svg."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{self.name}.json").write_text(json.dumps(self.as_dict(), indent=1, ensure_ascii=False) + "\n")
+        if self.charts:
+            (folder / f"{self.name}.svg").write_text(svg(self.charts))
+
+    def lines(self) -> list[str]:
+        """A table for people."""
+        table = [("system", "", "paper", "ours", "")]
+        table += [
+            (r.system, r.metric, "-" if r.paper is None else f"{r.paper:.4g}", f"{r.ours:.4g}", r.difference())
+            for r in self.rows
+        ]
+        widths = [max(len(row[i]) for row in table) for i in range(5)]
+        shown = []
+        for row in table:
+            texts = [cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False)]
+            numbers = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+            shown.append("  ".join(texts + numbers).rstrip())
+        about = [f"{key}: {value}" for key, value in self.setup.items()]
+        return [f"{self.name}  {self.title}", *about, "", *shown, *(f"note: {note}" for note in self.notes)]
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A line of the paper's table 1: a model on its GPUs, and the slots that are left for KV there."""
+
+    model: ModelShape
+    device: Device
+    num_devices: int
+    num_slots: int
+    batch_sizes: tuple[int, int]
+    """FasterTransformer's, for ShareGPT and for Alpaca."""
+
+
+OPT_13B = Server(MODELS["opt-13b"], DEVICES["a100-40"], 1, 15_728, (5, 14))
+OPT_66B = Server(MODELS["opt-66b"], DEVICES["a100-40"], 4, 9_712, (2, 8))
+OPT_175B = Server(MODELS["opt-175b"], DEVICES["a100-80"], 8, 60_096, (24, 80))
+LLAMA_13B = replace(OPT_13B, model=MODELS["llama-13b"])
+
+SEQUENCE_S = 0.1e-3
+"""What each sequence of a step costs on a host of 2023: sampling, and its token's way out."""
+PASS_SHARE, PROMPT_SHARE, KV_SHARE = 0.5, 0.7, 0.88
+"""Parts of a GPU's peak: of the bandwidth by weights, with all that the host does between two steps counted in; of the
+operations by prompts, which are large matrix products; of the bandwidth by keys and values."""
+
+COPY_S = 3.3e-6
+"""Of launching a copy between device and host: then the 40,960 of figure 19 take the 135 ms that it shows."""
+LINK = 25e9
+"""Bytes a second of PCIe 4.0, reached."""
+
+
+def era_cost(server: Server, *, share: float = PASS_SHARE) -> LinearCost:
+    """What a step took in 2023: the peaks of the GPUs, and the three shares above.
+
+    A pass reads the weights and a token of a prompt costs 2 operations a parameter: of OPT-13B 33 ms and 0.12 ms. The
+    first is the assumption on which knees depend most, their ratios less: figure 12 shows it for other shares, too.
+    """
+    bandwidth = server.device.bandwidth * server.num_devices
+    flops = server.device.flops * server.num_devices
+    return LinearCost(
+        pass_s=server.model.weight_bytes / (bandwidth * share),
+        new_s=2 * server.model.num_params / (flops * PROMPT_SHARE),
+        decode_s=SEQUENCE_S,
+        kv_s=server.model.kv_bytes_per_token / (bandwidth * KV_SHARE),
+        copy_s=2 * server.model.kv_bytes_per_token * 16 / (bandwidth * KV_SHARE),
+        move_s=move_s(server, 16, num_copies=2 * server.model.num_layers),
+    )
+
+
+def move_s(server: Server, block_size: int, num_copies: int) -> float:
+    """A block to the host, or back. Where K and V of each layer lie apart, as in the artifact, it takes many copies."""
+    return num_copies * COPY_S + block_size * server.model.kv_bytes_per_token / (LINK * server.num_devices)
+
+
+class PaddedCost:
+    """FasterTransformer's: every prompt of a batch is padded to the longest, and all run until the last is done."""
+
+    host_s = move_s = 0.0
+
+    def __init__(self, cost: LinearCost) -> None:
+        self.cost = cost
+        self._num_rows = 0
+
+    def step_s(self, plan: StepPlan) -> float:
+        cost = self.cost
+        if plan.host_tokens:
+            self._num_rows = len(plan.rows)
+            padded = self._num_rows * max(plan.counts)
+            return cost.pass_s + cost.new_s * padded + cost.kv_s * padded
+        return cost.pass_s + self._num_rows * (cost.decode_s + cost.kv_s * (max(plan.starts) + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """How the experiments are run.
+
+    lengths_file   real lengths of ShareGPT, as an .npz file; None: drawn from the percentiles that are in the code
+    time           multiplies the seconds of each trace: 1 for what stands in the documents, less for a quick look
+    """
+
+    lengths_file: Path | None = None
+    time: float = 1.0
+    seed: int = 0
+    progress: Callable[[str], None] = lambda text: None
+
+    def sharegpt(self, num: int, seed: int | None = None) -> Lengths:
+        seed = self.seed if seed is None else seed
+        if self.lengths_file is None:
+            return traces.sharegpt_like(num, seed)
+        every = Lengths("sharegpt", *traces.load_lengths(self.lengths_file)).below(2048)
+        chosen = np.random.default_rng([seed, 5]).integers(len(every.prompts), size=num)
+        return Lengths("sharegpt", every.prompts[chosen], every.outputs[chosen])
+
+    def about(self, server: Server, cost: LinearCost, **more: Any) -> dict[str, Any]:
+        """What stands above a figure's table: everything that a number depends on."""
+        where = f"{server.num_devices} x {server.device.name}, {server.num_slots:,} slots of KV"
+        step = f"{cost.pass_s * 1e3:.1f} ms + {cost.new_s * 1e3:.3f} ms a prompt token + {cost.decode_s * 1e3:.2f} ms "
+        step += f"a sequence + {cost.kv_s * 1e6:.2f} us a token of context"
+        told: dict[str, Any] = {"server": f"{server.model.name} on {where}", "step": step}
+        told["lengths"] = "18 percentiles of ShareGPT" if self.lengths_file is None else "ShareGPT's"
+        return {**told, "seed": self.seed, **more}
+
+
+def setup_for(
+    system: str,
+    server: Server,
+    cost: CostModel,
+    *,
+    block_size: int = 16,
+    alpaca: bool = False,
+    prefixes: bool = False,
+    swap: bool = False,
+) -> Setup:
+    """One of the five systems on a server, with the options of the paper's artifact: 2,560 tokens and 2,048 sequences a
+    step, steps that do not overlap, and for ours 1 % of the blocks left alone by admissions."""
+    num_blocks = server.num_slots // block_size
+    args = EngineArgs(
+        model=server.model.name,
+        block_size=block_size,
+        num_gpu_blocks_override=num_blocks,
+        max_num_batched_tokens=1 << 20 if system == FT else 2560,
+        max_num_seqs=2048,
+        enable_prefix_caching=prefixes and system == OURS,
+        watermark=0.01 if system == OURS else 0.0,
+        decode_window=1,
+        async_scheduling=False,
+        swap_space=20.0 * server.num_devices,
+        preemption_mode="swap" if swap else "recompute",
+    )
+    make: MakeCache = paged
+    if system in ORCAS:
+        make = partial(_contiguous, estimate=ORCAS[system], max_len=server.model.max_len)
+    elif system == FT:
+        make = partial(_batched, batch_size=server.batch_sizes[alpaca], max_len=server.model.max_len)
+        assert isinstance(cost, LinearCost)
+        cost = PaddedCost(cost)
+    return Setup(server.model, server.device, args, server.num_devices, cost=cost, make_cache=make)
+
+
+def _contiguous(
+    num_blocks: int, block_size: int, num_host_blocks: int, num_rows: int, prefixes: bool, **how: Any
+) -> KVCache:
+    return ContiguousCache(num_blocks, block_size, num_rows=num_rows, **how)
+
+
+def _batched(
+    num_blocks: int, block_size: int, num_host_blocks: int, num_rows: int, prefixes: bool, **how: Any
+) -> KVCache:
+    return BatchCache(num_blocks, block_size, num_rows=num_rows, **how)
+
+
+def poisson_trace(
+    lengths: Lengths, rate: float, duration_s: float, *, seed: int = 0, n: int = 1, beams: bool = False, prefix: int = 0
+) -> Iterator[Arrival]:
+    arrivals = traces.of_lengths(lengths, traces.poisson(rate, seed), n=n, beams=beams, prefix=prefix)
+    return traces.first_seconds(arrivals, duration_s)
+
+
+def latency_at(setup: Setup, arrivals: Iterable[Arrival], *, at_most_s: float = float("inf")) -> float:
+    """Normalised latency over all requests of a trace, those included that are served after its end."""
+    return normalized_latency(simulate(setup, arrivals, until_s=at_most_s, sample_s=1e9))
+
+
+def knee(latency: Callable[[float], float], low: float, high: float, *, steps: int = 6, at: float = KNEE_S) -> float:
+    """The rate at which the latency is `at`, bisected on a logarithmic scale; it must lie between the two."""
+    while latency(high) < at:
+        low, high = high, high * 2
+    while latency(low) > at:
+        low, high = low / 2, low
+    for _ in range(steps):
+        middle = float(np.sqrt(low * high))
+        if latency(middle) < at:
+            low = middle
+        else:
+            high = middle
+    return float(np.sqrt(low * high))
+
+
+def within(records: Records, begin_s: float, end_s: float) -> list[Sample]:
+    return [s for s in records.samples if begin_s <= s.time_s <= end_s]

@@ -1,0 +1,103 @@
+"""What a simulation has to know of a model: its sizes. By name, or from a config.json."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.errors import ModelNotFoundError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """num_heads of Q share num_kv_heads of K and V, all of head_dim; each parameter and each element of K and V takes
+    `dtype_bytes`; sequences have at most `max_len` tokens."""
+
+    name: str
+    num_params: int
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_len: int
+    dtype_bytes: int = 2
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.num_params * self.dtype_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """K and V of one token, over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
+
+    @property
+    def flops_per_pair(self) -> int:
+        """Multiplications and additions of one query with one key and its value, over all layers and heads."""
+        return 4 * self.num_layers * self.num_heads * self.head_dim
+
+
+def _shape(
+    name: str, billions: float, layers: int, hidden: int, heads: tuple[int, int], head_dim: int, max_len: int
+) -> ModelShape:
+    return ModelShape(name, round(billions * 1e9), layers, hidden, heads[0], heads[1], head_dim, max_len)
+
+
+MODELS = {
+    shape.name: shape
+    for shape in (
+        _shape("opt-13b", 13.0, 40, 5120, (40, 40), 128, 2048),
+        _shape("opt-66b", 66.0, 64, 9216, (72, 72), 128, 2048),
+        _shape("opt-175b", 173.0, 96, 12288, (96, 96), 128, 2048),
+        _shape("llama-13b", 13.0, 40, 5120, (40, 40), 128, 2048),
+        _shape("llama-3.1-8b", 8.03, 32, 4096, (32, 8), 128, 131072),
+        _shape("llama-3.1-70b", 70.6, 80, 8192, (64, 8), 128, 131072),
+        _shape("qwen2.5-0.5b", 0.494, 24, 896, (14, 2), 64, 32768),
+        _shape("qwen2.5-7b", 7.62, 28, 3584, (28, 4), 128, 32768),
+        _shape("qwen3-0.6b", 0.596, 28, 1024, (16, 8), 128, 40960),
+        _shape("qwen3-8b", 8.19, 36, 4096, (32, 8), 128, 40960),
+        _shape("smollm2-135m", 0.1345, 30, 576, (9, 3), 64, 8192),
+    )
+}
+"""Sizes as published; the paper's three OPT models take the 26, 132 and 346 GB of its table 1."""
+
+
+def find_model(name: str) -> ModelShape:
+    """A name of `MODELS`, or what `octavo generate --model` takes: then its config.json tells, and no weight is read.
+
+    Raises `ModelNotFoundError`, or whatever is wrong with that model.
+    """
+    shape = MODELS.get(name.lower())
+    if shape is not None:
+        return shape
+    path = Path(name).expanduser()
+    if "/" in name or path.exists():
+        return _from_config(path.parent if path.name == "config.json" else path)
+    near = difflib.get_close_matches(name.lower(), MODELS, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(MODELS)}"
+    raise ModelNotFoundError(f"no model {name!r} to simulate: give a directory with a config.json, or a name; {hint}")
+
+
+def _from_config(path: Path) -> ModelShape:
+    from octavo.checkpoint import open_checkpoint
+    from octavo.models.spec import DecoderSpec, spec_from_config
+
+    checkpoint = open_checkpoint(path, download=False, weights=False)
+    spec = spec_from_config(checkpoint.config, checkpoint.generation_config)
+    hidden, head_dim = spec.hidden_size, spec.head_dim
+    attention = 2 * hidden * head_dim * (spec.num_heads + spec.num_kv_heads)
+    mlp = (3 if isinstance(spec, DecoderSpec) else 2) * hidden * spec.intermediate_size
+    embeddings = spec.vocab_size * hidden * (1 if spec.tie_word_embeddings else 2)
+    return ModelShape(
+        path.name or str(path),
+        spec.num_layers * (attention + mlp) + embeddings,
+        spec.num_layers,
+        hidden,
+        spec.num_heads,
+        spec.num_kv_heads,
+        head_dim,
+        spec.max_position_embeddings,
+        4 if spec.dtype == "float32" else 2,
+    )

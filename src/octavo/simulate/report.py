@@ -1,0 +1,176 @@
+"""What a simulation tells: a table for people, a dict for programs, and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from octavo.errors import ParameterError
+from octavo.simulate.plot import Area, Chart, Line
+from octavo.simulate.simulation import Records, Sample
+
+PERCENTILES = (50, 90, 95, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class SLO:
+    """What a request must keep to be good: seconds to the first token, and a token after it. None: anything."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> SLO:
+        """`ttft=500ms,tpot=50ms`; either may be left out. Raises `ParameterError`."""
+        times: dict[str, float] = {}
+        for part in text.split(","):
+            name, _, value = part.strip().partition("=")
+            scale = 1e-3 if value.endswith("ms") else 1.0
+            try:
+                times[name] = float(value.removesuffix("ms").removesuffix("s")) * scale
+            except ValueError:
+                times[name] = -1.0
+            if name not in ("ttft", "tpot") or not 0 < times[name] < float("inf"):
+                raise ParameterError(f"slo is {text!r}; give times such as ttft=500ms,tpot=50ms", param="slo")
+        return cls(times.get("ttft"), times.get("tpot"))
+
+    def kept(self, records: Records) -> np.ndarray:
+        """Which requests keep it: bool [num_requests]."""
+        good = np.ones(len(records), dtype=bool)
+        if self.ttft_s is not None:
+            good &= ttft(records) <= self.ttft_s
+        if self.tpot_s is not None:
+            good &= tpot(records) <= self.tpot_s
+        return good
+
+
+def ttft(records: Records) -> np.ndarray:
+    """Seconds from arrival to the first token, `[num_requests]`, as the two below."""
+    waited: np.ndarray = records.column("first_s") - records.column("arrived_s")
+    return waited
+
+
+def tpot(records: Records) -> np.ndarray:
+    """Seconds a token after the first; 0 for an output of one."""
+    tokens = np.maximum(1, records.column("num_output") - 1)
+    each: np.ndarray = (records.column("finished_s") - records.column("first_s")) / tokens
+    return each
+
+
+def latency(records: Records) -> np.ndarray:
+    whole: np.ndarray = records.column("finished_s") - records.column("arrived_s")
+    return whole
+
+
+def normalized_latency(records: Records) -> float:
+    """Mean over requests of latency / output length, in seconds a token: the paper's metric (section 6.1)."""
+    return float(np.mean(latency(records) / records.column("num_output"))) if len(records) else float("nan")
+
+
+def summary(records: Records, slo: SLO | None = None) -> dict[str, Any]:
+    """Times in seconds, memory as mean shares of the pool's slots over the time in which something ran."""
+    refused = {kind: {"count": count, "first": message} for kind, (count, message) in records.refused.items()}
+    if not len(records):
+        return {"num_requests": 0, "num_unfinished": records.num_unfinished, "refused": refused}
+    span = max(records.end_s - float(records.column("arrived_s").min()), 1e-9)
+    hit, asked = int(records.column("num_cached").sum()), int(records.column("num_prompt").sum())
+    told: dict[str, Any] = {
+        "num_requests": len(records),
+        "num_unfinished": records.num_unfinished,
+        "num_steps": records.num_steps,
+        "duration_s": span,
+        "device_busy": records.busy_s / span,
+        "requests_per_s": len(records) / span,
+        "prompt_tokens_per_s": asked / span,
+        "output_tokens_per_s": int(records.column("num_output").sum()) / span,
+        "ttft_s": spread(ttft(records)),
+        "tpot_s": spread(tpot(records)[records.column("num_output") > 1]),
+        "latency_s": spread(latency(records)),
+        "normalized_latency_s": normalized_latency(records),
+        "hit_rate": hit / asked,
+        "num_preempted": dict(records.num_preempted),
+        "num_waits": dict(records.num_waits),
+        "refused": refused,
+        "memory": shares([s for s in records.samples if s.num_running]),
+    }
+    if slo is not None:
+        good = slo.kept(records)
+        told["goodput_requests_per_s"] = float(good.sum()) / span
+        told["slo_kept"] = float(good.mean())
+    return told
+
+
+def spread(values: np.ndarray) -> dict[str, float]:
+    if not len(values):
+        return {}
+    return {"mean": float(values.mean())} | {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
+
+
+def shares(samples: Seq[Sample]) -> dict[str, float]:
+    """Mean share of the slots in each state."""
+    if not samples:
+        return {}
+    splits = np.array([s.split for s in samples], dtype=float)
+    return dict(zip(samples[0].split._fields, (splits / splits.sum(axis=1, keepdims=True)).mean(axis=0), strict=True))
+
+
+def lines(told: dict[str, Any]) -> list[str]:
+    """A summary for people."""
+    if not told["num_requests"]:
+        return ["no request finished", *_refusals(told["refused"])]
+    text = [
+        f"{told['num_requests']:,} requests in {told['duration_s']:,.1f} s, {told['num_steps']:,} steps, device busy "
+        f"{told['device_busy']:.0%}" + (f"; {told['num_unfinished']:,} unfinished" if told["num_unfinished"] else ""),
+        f"throughput     {told['requests_per_s']:.2f} requests/s, {told['output_tokens_per_s']:,.0f} output tokens/s",
+        f"{'':15}" + "".join(f"{name:>10}" for name in ("mean", *(f"p{p}" for p in PERCENTILES))),
+    ]
+    for name, label in (("ttft_s", "first token"), ("tpot_s", "each token"), ("latency_s", "whole request")):
+        text.append(f"{label:15}" + "".join(f"{_seconds(value):>10}" for value in told[name].values()))
+    text.append(f"normalised     {_seconds(told['normalized_latency_s'])} a token of output, queue and prompt included")
+    if "slo_kept" in told:
+        kept, goodput = told["slo_kept"], told["goodput_requests_per_s"]
+        text.append(f"good           {kept:.1%}, {goodput:.2f} requests/s keep the SLO")
+    text.append(f"prefix hits    {told['hit_rate']:.1%} of the prompts' tokens")
+    preempted = ", ".join(f"{count:,} by {how}" for how, count in sorted(told["num_preempted"].items()))
+    waits = ", ".join(f"{reason} {count:,}" for reason, count in sorted(told["num_waits"].items()))
+    text += [f"preempted      {preempted or 'nobody'}", f"waited for     {waits or 'nothing'}"]
+    if told["memory"]:
+        memory = ", ".join(f"{name} {share:.1%}" for name, share in told["memory"].items() if share >= 0.0005)
+        text.append(f"memory         {memory}")
+    return text + _refusals(told["refused"])
+
+
+def _refusals(refused: dict[str, Any]) -> list[str]:
+    return [f"refused {r['count']:,}: {r['first']}" for r in refused.values()]
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def pictures(records: Records) -> list[Chart]:
+    """Memory and queues over time, and how long requests took."""
+    charts: list[Chart] = []
+    if records.samples:
+        times = [s.time_s for s in records.samples]
+        total = sum(records.samples[0].split)
+        parts = [
+            Area(name, [s.split[i] / total * 100 for s in records.samples])
+            for i, name in enumerate(records.samples[0].split._fields)
+            if any(s.split[i] for s in records.samples)
+        ]
+        charts.append(Chart("Memory", "seconds", "% of the pool's slots", xs=times, areas=parts))
+        queues = [
+            Line(name, times, [getattr(s, f"num_{name}") for s in records.samples])
+            for name in ("running", "waiting", "swapped")
+        ]
+        charts.append(Chart("Requests", "seconds", "requests", lines=queues))
+    if len(records):
+        ranks = list(range(0, 101))
+        timings = [Line("first token", np.percentile(ttft(records), ranks).tolist(), ranks),
+                   Line("whole request", np.percentile(latency(records), ranks).tolist(), ranks)]  # fmt: skip
+        charts.append(Chart("How long requests took", "seconds", "% of requests", lines=timings, log_x=True))
+    return charts

@@ -1,0 +1,422 @@
+"""What arrives, and when: read from a file a line at a time, or drawn.
+
+A trace is an iterator of `Arrival`s in order of time, so that one of 10 GB takes no memory. A prompt's tokens are told
+as runs, (token, how many of it): what counts for memory is which prompts begin alike, not what they say.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import math
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+from octavo.errors import ParameterError, TraceError
+from octavo.simulate.executor import ANSWER
+
+Run = tuple[int, int]
+Draw = Callable[[np.random.Generator], int]
+
+FIRST_TOKEN = ANSWER + 1
+"""Prompts are made of tokens from here on."""
+MOST_TOKENS = 1 << 30
+"""The largest token, and the largest length: beyond it is damage."""
+TICK_S = 3.0
+"""Mooncake's timestamps are cut to multiples of this."""
+HASHED_TOKENS = 512
+"""Prompt tokens that one of Mooncake's hash ids stands for."""
+MOST_LINE_BYTES = 1 << 24
+
+
+class Arrival(NamedTuple):
+    """A request: when it comes, its prompt, and how many tokens it generates.
+
+    runs        (token, how many of it), one after another
+    n           samples; with `beams` set, the width of a beam search
+    """
+
+    time_s: float
+    runs: tuple[Run, ...]
+    num_output: int
+    n: int = 1
+    beams: bool = False
+
+    @property
+    def num_prompt(self) -> int:
+        return sum([count for _, count in self.runs])
+
+    def prompt(self) -> array[int]:
+        tokens: array[int] = array("i")
+        for token, count in self.runs:
+            tokens += array("i", (token,)) * count
+        return tokens
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def read_trace(path: Path, *, scale: float = 1.0, rate: float | None = None, seed: int = 0) -> Iterator[Arrival]:
+    """The arrivals of a file, told apart by its name and its first line.
+
+        *.jsonl(.gz)  Mooncake: timestamp (ms), input_length, output_length, hash_ids (one for 512 tokens)
+        *.csv(.gz)    Azure: TIMESTAMP, ContextTokens, GeneratedTokens;
+                      Vidur: arrived_at (s), num_prefill_tokens, num_decode_tokens
+        *.npz         lengths alone: input_len, output_len; `rate` arrivals a second are drawn for them
+
+    Lengths are multiplied by `scale`, sharing with them: a Mooncake trace at 1/16 fits models of 8k context. With
+    `rate`, times are multiplied so that the first thousand requests arrive at that rate.
+
+    Raises `TraceError`, which names the line, what is wrong there and what is expected.
+    """
+    if not 0 < scale <= 1:
+        raise ParameterError(f"scale is {scale}, it must be above 0 and at most 1", param="scale")
+    name = path.name.removesuffix(".gz")
+    if name.endswith(".npz"):
+        return _lengths(path, scale, rate, seed)
+    if name.endswith(".jsonl"):
+        arrivals = _spread(_mooncake(path, scale))
+    elif name.endswith(".csv"):
+        arrivals = _rising(_csv(path, scale), path)
+    else:
+        raise TraceError(f"{path} is no trace: give a .jsonl, .csv or .npz file, the first two perhaps with .gz behind")
+    return _first_checked(arrivals if rate is None else _at_rate(arrivals, rate), path)
+
+
+def _open(path: Path) -> IO[str]:
+    if path.name.endswith(".gz"):
+        return io.TextIOWrapper(gzip.open(path), encoding="utf-8", newline="")
+    return path.open(encoding="utf-8", newline="")
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines that are not empty, with their numbers."""
+    try:
+        with _open(path) as file:
+            number = 0
+            while line := file.readline(MOST_LINE_BYTES):
+                number += 1
+                if len(line) == MOST_LINE_BYTES:
+                    raise TraceError(f"{path}:{number}: a line of over {MOST_LINE_BYTES >> 20} MiB; this is no trace")
+                if line.strip():
+                    yield number, line
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+        raise TraceError(f"{path}: {error}; expected a text file, whole") from error
+
+
+def _first_checked(arrivals: Iterator[Arrival], path: Path) -> Iterator[Arrival]:
+    first = next(arrivals, None)
+    if first is None:
+        raise TraceError(f"{path} has no requests; expected one a line")
+    yield first
+    yield from arrivals
+
+
+def _mooncake(path: Path, scale: float) -> Iterator[tuple[int, Arrival]]:
+    expected = "expected {timestamp (ms), input_length, output_length, hash_ids}"
+    for line, text in _lines(path):
+        where = f"{path}:{line}"
+        try:
+            row = json.loads(text)
+            time_ms, num_prompt, num_output = row["timestamp"], row["input_length"], row["output_length"]
+            ids = row.get("hash_ids") or []
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            missing = f"no {error}" if isinstance(error, KeyError) else "no JSON object"
+            raise TraceError(f"{where}: {missing}; {expected}") from None
+        time_s = _number(time_ms, where, "timestamp") / 1000
+        tokens = _length(num_prompt, where, "input_length")
+        if not isinstance(ids, list) or (ids and len(ids) != -(-tokens // HASHED_TOKENS)):
+            found = len(ids) if isinstance(ids, list) else "no list of"
+            one_each = f"one for {HASHED_TOKENS} tokens, {-(-tokens // HASHED_TOKENS)}"
+            raise TraceError(f"{where}: {found} hash_ids for {tokens} tokens; expected {one_each}")
+        each = max(1, round(HASHED_TOKENS * scale))
+        left = max(1, round(tokens * scale))
+        runs: list[Run] = []
+        for h in ids:
+            count = min(each, left)
+            if count:
+                runs.append((_hash_id(h, where), count))
+                left -= count
+        if not ids:
+            runs.append((MOST_TOKENS + line, left))
+        yield line, Arrival(time_s, tuple(runs), _scaled(num_output, scale, where, "output_length"))
+
+
+def _hash_id(value: Any, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < MOST_TOKENS - FIRST_TOKEN:
+        raise TraceError(f"{where}: hash id {value!r}; expected an integer from 0")
+    return FIRST_TOKEN + value
+
+
+def _spread(rows: Iterator[tuple[int, Arrival]]) -> Iterator[Arrival]:
+    """Times that were cut to a tick are spread over it again: all of them at once would be a burst that never was."""
+    tick: list[Arrival] = []
+    for line, arrival in rows:
+        if tick and arrival.time_s != tick[0].time_s:
+            if arrival.time_s < tick[0].time_s:
+                raise TraceError(
+                    f"line {line}: time {arrival.time_s:g} s after {tick[0].time_s:g} s; expected rising times: sort "
+                    "the file"
+                )
+            yield from _spread_tick(tick, min(TICK_S, arrival.time_s - tick[0].time_s))
+            tick = []
+        tick.append(arrival)
+    yield from _spread_tick(tick, TICK_S)
+
+
+def _spread_tick(tick: list[Arrival], tick_s: float) -> Iterator[Arrival]:
+    for i, arrival in enumerate(tick):
+        yield arrival._replace(time_s=arrival.time_s + tick_s * i / len(tick))
+
+
+AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+VIDUR = ("arrived_at", "num_prefill_tokens", "num_decode_tokens")
+
+
+def _csv(path: Path, scale: float) -> Iterator[tuple[int, Arrival]]:
+    rows = _lines(path)
+    first = next(rows, None)
+    if first is None:
+        return
+    header = next(csv.reader([first[1]]))
+    names = next((n for n in (AZURE, VIDUR) if set(n) <= set(header)), None)
+    if names is None:
+        expected = f"{', '.join(AZURE)} or {', '.join(VIDUR)}"
+        raise TraceError(f"{path}:{first[0]}: columns {', '.join(header)[:80]}; expected {expected}")
+    columns = [header.index(name) for name in names]
+    for line, text in rows:
+        where, row = f"{path}:{line}", next(csv.reader([text]))
+        if len(row) != len(header):
+            raise TraceError(f"{where}: {len(row)} columns; expected {len(header)}, as in the first line")
+        time, prompt, output = (row[c] for c in columns)
+        time_s = _timestamp(time, where) if names is AZURE else _number(time, where, names[0])
+        num_prompt = _scaled(_integer(prompt, where, names[1]), scale, where, names[1])
+        num_output = _scaled(_integer(output, where, names[2]), scale, where, names[2])
+        yield line, Arrival(time_s, ((FIRST_TOKEN + line, num_prompt),), num_output)
+
+
+def _timestamp(text: str, where: str) -> float:
+    """Azure's have seven digits behind the second, of which Python takes six."""
+    try:
+        return datetime.fromisoformat(text[:26]).timestamp()
+    except ValueError:
+        raise TraceError(
+            f"{where}: TIMESTAMP {text[:40]!r}; expected one such as 2023-11-16 18:15:46.6805900"
+        ) from None
+
+
+def _rising(rows: Iterator[tuple[int, Arrival]], path: Path) -> Iterator[Arrival]:
+    """From 0 on. A file that is not in order may be the wrong column, or two files in one."""
+    first = last = 0.0
+    for i, (line, arrival) in enumerate(rows):
+        if not i:
+            first = arrival.time_s
+        elif arrival.time_s <= last:
+            what = "the same time as the line before" if arrival.time_s == last else "a time before the line before"
+            raise TraceError(f"{path}:{line}: {what}; expected rising times: sort the file, and move ties apart")
+        last = arrival.time_s
+        yield arrival._replace(time_s=arrival.time_s - first)
+
+
+def _number(value: Any, where: str, name: str) -> float:
+    try:
+        number = float(value) if not isinstance(value, bool) else math.nan
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number) or number < 0:
+        raise TraceError(f"{where}: {name} is {str(value)[:40]!r}; expected a finite number from 0")
+    return number
+
+
+def _integer(text: str, where: str, name: str) -> Any:
+    number = _number(text, where, name)
+    return int(number) if number.is_integer() else text
+
+
+def _length(value: Any, where: str, name: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_TOKENS:
+        raise TraceError(f"{where}: {name} is {str(value)[:40]!r}; expected a number of tokens from 1")
+    return value
+
+
+def _scaled(value: Any, scale: float, where: str, name: str) -> int:
+    return max(1, round(_length(value, where, name) * scale))
+
+
+def _at_rate(arrivals: Iterator[Arrival], rate: float) -> Iterator[Arrival]:
+    head = list(islice(arrivals, 1000))
+    span = head[-1].time_s - head[0].time_s if head else 0.0
+    factor = (len(head) - 1) / span / _positive("rate", rate) if span else 1.0
+    for arrival in (a for part in (head, arrivals) for a in part):
+        yield arrival._replace(time_s=arrival.time_s * factor)
+
+
+def _lengths(path: Path, scale: float, rate: float | None, seed: int) -> Iterator[Arrival]:
+    if rate is None:
+        raise ParameterError(f"{path} has lengths and no times; say how many arrive a second", param="rate")
+    prompts, outputs = load_lengths(path)
+    times = poisson(rate, seed)
+    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        runs = ((FIRST_TOKEN + i, max(1, round(int(prompt) * scale))),)
+        yield Arrival(next(times), runs, max(1, round(int(output) * scale)))
+
+
+def load_lengths(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """input_len and output_len of an .npz file, both [num_requests]. Raises `TraceError`."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            prompts, outputs = file["input_len"], file["output_len"]
+    except (ValueError, KeyError, OSError, EOFError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise TraceError(f"{path}: {error}; expected an .npz file of input_len and output_len, integers") from None
+    for name, lengths in (("input_len", prompts), ("output_len", outputs)):
+        if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or len(lengths) != len(prompts) or not len(lengths):
+            raise TraceError(f"{path}: {name} is {lengths.dtype} {lengths.shape}; expected integers, as many in each")
+        if lengths.min() < 1 or lengths.max() > MOST_TOKENS:
+            row = int(np.argmax((lengths < 1) | (lengths > MOST_TOKENS)))
+            raise TraceError(f"{path}: {name}[{row}] is {lengths[row]}; expected a number of tokens from 1")
+    return prompts, outputs
+
+
+# -- times -------------------------------------------------------------------------------------------------------------
+
+
+def poisson(rate: float, seed: int = 0) -> Iterator[float]:
+    """Times, in seconds, of `rate` arrivals a second that know nothing of each other."""
+    return bursty(rate, 1.0, seed)
+
+
+def bursty(rate: float, cv: float, seed: int = 0) -> Iterator[float]:
+    """Gaps from a gamma distribution whose deviation is `cv` times its mean: 1 is a Poisson process."""
+    rng = np.random.default_rng([seed, 1])
+    mean, shape = 1 / _positive("rate", rate), 1 / _positive("burstiness", cv) ** 2
+    now = 0.0
+    while True:  # as many at a time as cost nothing
+        times = now + np.cumsum(rng.gamma(shape, mean / shape, size=4096))
+        yield from times.tolist()
+        now = float(times[-1])
+
+
+def _positive(name: str, value: float) -> float:
+    if not math.isfinite(value) or value <= 0:
+        raise ParameterError(f"{name} is {value}, it must be above 0", param=name)
+    return value
+
+
+# -- lengths -----------------------------------------------------------------------------------------------------------
+
+
+SHARES = (0, 1, 5, 10, 20, 30, 40, 50, 60, 70, 80, 85, 90, 95, 97.5, 99, 99.5, 100)
+SHAREGPT_INPUT = (1, 2, 7, 9, 13, 18, 24, 35, 55, 94, 203, 324, 506, 863, 1146, 1460, 1636, 2028)
+SHAREGPT_OUTPUT = (1, 4, 22, 45, 101, 157, 216, 271, 330, 405, 525, 619, 754, 899, 1092, 1280, 1443, 2009)
+"""Percentiles of the lengths of the first rounds of ShareGPT's conversations, by OPT's tokenizer, those kept whose
+prompt and output together are below 2,048 tokens: the trace of the paper's evaluation (figure 11)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Pairs (prompt, output) to be drawn, `[num_pairs]` each, in a fixed order."""
+
+    name: str
+    prompts: np.ndarray
+    outputs: np.ndarray
+
+    def below(self, total: int) -> Lengths:
+        keep = self.prompts + self.outputs < total
+        return Lengths(self.name, self.prompts[keep], self.outputs[keep])
+
+
+def sharegpt_like(num: int, seed: int = 0) -> Lengths:
+    """Independent draws from the percentiles above, joined by straight lines; none of 2,048 tokens or more."""
+    rng = np.random.default_rng([seed, 2])
+    shares = rng.uniform(0, 100, size=(2, num + num // 8 + 64))
+    prompts = np.interp(shares[0], SHARES, SHAREGPT_INPUT).round().astype(int)
+    outputs = np.interp(shares[1], SHARES, SHAREGPT_OUTPUT).round().astype(int)
+    kept = Lengths("sharegpt-like", prompts, outputs).below(2048)
+    return Lengths(kept.name, kept.prompts[:num], kept.outputs[:num])
+
+
+def alpaca_like(num: int, seed: int = 0) -> Lengths:
+    """Lognormal lengths with the means of Alpaca's that the paper gives, 19.31 and 58.45. Synthetic: no file."""
+    return lognormal("alpaca-like", num, (2.84, 0.5), (3.58, 1.0), seed)
+
+
+def lognormal(
+    name: str, num: int, prompt: tuple[float, float], output: tuple[float, float], seed: int = 0, total: int = 2048
+) -> Lengths:
+    """Independent lognormal lengths, (mean, deviation) of their logarithms, from 1 on."""
+    rng = np.random.default_rng([seed, 3])
+    prompts = np.maximum(1, rng.lognormal(*prompt, size=num + 64).round()).astype(int)
+    outputs = np.maximum(1, rng.lognormal(*output, size=num + 64).round()).astype(int)
+    kept = Lengths(name, prompts, outputs).below(total)
+    return Lengths(name, kept.prompts[:num], kept.outputs[:num])
+
+
+# -- made-up traces ----------------------------------------------------------------------------------------------------
+
+
+def of_lengths(
+    lengths: Lengths, times: Iterable[float], *, prefix: int = 0, n: int = 1, beams: bool = False
+) -> Iterator[Arrival]:
+    """Each pair of lengths once, with `prefix` tokens before each prompt that are the same for all."""
+    shared = ((FIRST_TOKEN, prefix),) if prefix else ()
+    for i, (time_s, prompt, output) in enumerate(
+        zip(times, lengths.prompts.tolist(), lengths.outputs.tolist(), strict=False)
+    ):
+        yield Arrival(time_s, (*shared, (FIRST_TOKEN + 1 + i, prompt)), output, n, beams)
+
+
+def chat(
+    lengths: Lengths,
+    times: Iterable[float],
+    *,
+    new_chance: float = 0.5,
+    max_prompt: int = 1024,
+    max_output: int = 1016,
+    seed: int = 0,
+) -> Iterator[Arrival]:
+    """Rounds of conversations: each arrival begins one with `new_chance`, or goes on with any that is open.
+
+    The prompt is the last `max_prompt` tokens of all that was said and the new query; so the paper's chatbot (section
+    6.4). A round's answer counts as said when it is sent, which is a little early.
+    """
+    rng = np.random.default_rng([seed, 4])
+    conversations: list[list[Run]] = []
+    pairs = zip(times, lengths.prompts.tolist(), lengths.outputs.tolist(), strict=False)
+    for i, (time_s, query, answer) in enumerate(pairs):
+        if not conversations or rng.random() < new_chance:
+            conversations.append([])
+        said = conversations[-1] if not conversations[-1] else conversations[int(rng.integers(len(conversations)))]
+        said.append((FIRST_TOKEN + i, query))
+        output = min(answer, max_output)
+        yield Arrival(time_s, _last(said, max_prompt), output)
+        said.append((ANSWER, output))
+
+
+def _last(runs: list[Run], num_tokens: int) -> tuple[Run, ...]:
+    """The last `num_tokens` of a run of runs."""
+    ends = list(accumulate(count for _, count in runs))
+    cut = ends[-1] - num_tokens
+    if cut <= 0:
+        return tuple(runs)
+    first = bisect_right(ends, cut)
+    token, _ = runs[first]
+    return ((token, ends[first] - cut), *runs[first + 1 :])
+
+
+def first_seconds(arrivals: Iterable[Arrival], duration_s: float) -> Iterator[Arrival]:
+    for arrival in arrivals:
+        if arrival.time_s >= duration_s:
+            return
+        yield arrival

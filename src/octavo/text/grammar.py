@@ -1,0 +1,256 @@
+"""Grammars that an output must follow: compiled once, and followed token by token by a `Matcher` each.
+
+A grammar is text in llguidance's dialect of Lark; schemas, patterns and lists of choices are written in it, too. What a
+stranger sends is compiled in a process of its own first (see `grammar_trial`), under limits of time and memory, and in
+this one, on a thread of the compiler's, only when that went well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from llguidance import LLMatcher, LLTokenizer, regex_to_lark
+
+from octavo.errors import EngineError, ParameterError
+from octavo.text import grammar_trial
+from octavo.text.grammar_trial import Vocabulary, compiled
+from octavo.text.tokenizer import Tokenizer
+
+COMPILE_S = 2.0
+"""How long a grammar may take to compile."""
+START_S = 60.0
+"""How long the process for trials may take to start, on a machine that does much else."""
+NUM_TRIALS = 4
+"""Grammars that are compiled at the same time."""
+NUM_CACHED = 256
+MAX_MESSAGE = 300
+SOURCE_LINES = re.compile(r"\n *\d+ \| ")
+NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+"""The mask allows every token whose bytes may come next. By default, where only one text can come next, it allows one
+way alone to cut that text into tokens, which tokenizing it anew each time finds out."""
+
+
+def json_grammar(schema: str, *, any_whitespace: bool = True, whitespace_pattern: str | None = None) -> str:
+    """JSON that a schema, given as JSON, describes. The schema's own "x-guidance" is heeded where we say nothing."""
+    value = json.loads(schema)
+    options = {} if any_whitespace else {"whitespace_flexible": False}
+    if whitespace_pattern is not None:
+        options["whitespace_pattern"] = whitespace_pattern  # type: ignore[assignment]
+    if options:
+        given = value.get("x-guidance")
+        value["x-guidance"] = {**(given if isinstance(given, dict) else {}), **options}
+    return f"start: %json {json.dumps(value)}"
+
+
+def regex_grammar(pattern: str) -> str:
+    """Text that a pattern matches as a whole. The syntax is that of Rust's regex crate, except that a digit is one of 0
+    to 9: tables of all the world's digits differ from one library to the next."""
+    return f"start: /{regex_to_lark(pattern, 'd')}/"
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices))
+
+
+class Matcher:
+    """Where one sequence is in its grammar."""
+
+    def __init__(self, inner: LLMatcher, num_bytes: int) -> None:
+        self._inner = inner
+        self._num_bytes = num_bytes
+
+    def fork(self) -> Matcher:
+        return Matcher(self._inner.deep_copy(), self._num_bytes)
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        self._inner.consume_tokens(list(token_ids))
+
+    @property
+    def may_end(self) -> bool:
+        """Whether what has come so far is an output, whole."""
+        return bool(self._inner.is_accepting())
+
+    @property
+    def error(self) -> str:
+        """Why there is no going on: a token came that the grammar does not allow, or it has become too complex. ""."""
+        error = self._inner.get_error()
+        return "" if error.startswith("NoExtension") else _one_line(error)
+
+    def mask(self) -> bytearray:
+        """The tokens that may come next: token i is bit i % 8 of byte i // 8. No end token is ever among them.
+
+        All zero where nothing can come, which is no `error`: the output may end there, or cannot go on.
+        """
+        bits = bytearray(self._inner.compute_bitmask()[: self._num_bytes])
+        # Where it has come to an end, by an error too, llguidance allows its end token, and nothing else.
+        return bytearray(self._num_bytes) if self._inner.is_stopped() else bits
+
+
+class Grammar:
+    """A compiled grammar, for any number of sequences. Safe to use from several threads."""
+
+    def __init__(self, beginning: LLMatcher, num_bytes: int) -> None:
+        self._beginning = beginning
+        self._num_bytes = num_bytes
+        self._lock = threading.Lock()
+
+    def start(self) -> Matcher:
+        with self._lock:
+            return Matcher(self._beginning.deep_copy(), self._num_bytes)
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model's tokens, and keeps those of late. Safe to use from several threads.
+
+    vocab_size   tokens that the model has logits for; a mask has a bit for each, in whole words of 32
+
+    Raises `ParameterError` for a tokenizer whose tokens have no bytes of their own.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        if not tokenizer.has_token_bytes:
+            raise ParameterError(
+                "structured_outputs take a tokenizer whose tokens each have bytes of their own; this model's has none",
+                param="structured_outputs",
+            )
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._num_bytes = -(-vocab_size // 32) * 4
+        self._lock = threading.Lock()
+        self._futures: OrderedDict[str, Future[Grammar]] = OrderedDict()  # of late last
+        self._threads = ThreadPoolExecutor(NUM_TRIALS, thread_name_prefix="octavo-grammar")
+        self._vocabulary: Vocabulary | None = None
+        self._inner: LLTokenizer | None = None
+        self._making = threading.Lock()
+        self._closed = False
+        self._trials = _Trials()
+        self._finalizer = weakref.finalize(self, self._trials.close)
+
+    def submit(self, grammar: str, code: str = "invalid_grammar") -> Future[Grammar]:
+        """Begin to compile; the result may be there already. It raises `ParameterError` with that code."""
+        with self._lock:
+            if self._closed:
+                raise EngineError("the engine is closed; make a new one")
+            future = self._futures.get(grammar)
+            if future is None or (future.done() and future.exception() is not None):
+                future = self._futures[grammar] = self._threads.submit(self._compile, grammar, code)
+            self._futures.move_to_end(grammar)
+            while len(self._futures) > NUM_CACHED:
+                self._futures.popitem(last=False)
+        return future
+
+    def compile(self, grammar: str, code: str = "invalid_grammar") -> Grammar:
+        """As `submit`, and wait."""
+        return self.submit(grammar, code).result()
+
+    def close(self) -> None:
+        """End the processes. Whoever forgets it loses nothing: they end with this object."""
+        with self._lock:
+            self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._finalizer()
+
+    def _compile(self, grammar: str, code: str) -> Grammar:
+        text = grammar + NO_FORCING
+        tokenizer, vocabulary = self._prepared()
+        error = self._trials.run(vocabulary, text)
+        if not error:
+            beginning = compiled(tokenizer, text)
+            error = beginning.get_error()
+        if error:
+            if error.startswith("NoExtension"):
+                error = "no output of this model's tokens follows it"
+            raise ParameterError(f"structured_outputs: {_one_line(error)}", param="structured_outputs", code=code)
+        return Grammar(beginning, self._num_bytes)
+
+    def _prepared(self) -> tuple[LLTokenizer, Vocabulary]:
+        """Made when the first grammar comes: a tenth of a second for fifty thousand tokens."""
+        with self._making:
+            if self._inner is None or self._vocabulary is None:
+                known = min(self._vocab_size, self._tokenizer.vocab_size)
+                tokens = [self._tokenizer.token_bytes(i) for i in range(known)]
+                tokens += [b""] * (self._vocab_size - known)
+                special = [i for i in sorted(self._tokenizer.special_ids) if i < known]
+                self._vocabulary = Vocabulary(tokens, special)
+                self._inner = self._vocabulary.compiler_tokenizer()
+            return self._inner, self._vocabulary
+
+
+class _Trials:
+    """The processes in which grammars are tried: as many as there are trials at a time, and they wait for the next."""
+
+    def __init__(self) -> None:
+        self._idle: list[subprocess.Popen[bytes]] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def run(self, vocabulary: Vocabulary, grammar: str) -> str:
+        """What is wrong with a grammar; "" for nothing."""
+        with self._lock:
+            process = self._idle.pop() if self._idle else None
+        if process is None:
+            process = self._start(vocabulary)
+        error = self._ask(process, grammar, COMPILE_S)
+        if error is None:
+            _end(process)
+            return f"it takes more than {COMPILE_S:g} s to compile, or more memory than it may have; simplify it"
+        with self._lock:
+            if not self._closed:
+                self._idle.append(process)
+                return error
+        _end(process)
+        return error
+
+    def _start(self, vocabulary: Vocabulary) -> subprocess.Popen[bytes]:
+        # -P: its own folder, which has a `tokenizer.py`, is no place to import from.
+        command = [sys.executable, "-P", str(Path(grammar_trial.__file__))]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        tokens = [token.hex() for token in vocabulary.tokens[: vocabulary.eos_token_id]]
+        told = {"tokens": tokens, "special_token_ids": vocabulary.special_token_ids[:-1]}
+        if self._ask(process, told, START_S) is None:
+            _end(process)
+            raise RuntimeError("the process that compiles grammars does not start; is there memory for it?")
+        return process
+
+    @staticmethod
+    def _ask(process: subprocess.Popen[bytes], question: object, timeout_s: float) -> str | None:
+        """None where no answer comes."""
+        assert process.stdin is not None and process.stdout is not None
+        with contextlib.suppress(OSError, ValueError):
+            process.stdin.write(json.dumps(question).encode() + b"\n")
+            process.stdin.flush()
+            if wait([process.stdout.fileno()], timeout_s) and (line := process.stdout.readline()):
+                return str(json.loads(line))
+        return None
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for process in idle:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):  # what was still to be written
+            if pipe is not None:
+                pipe.close()
+    process.wait()
+
+
+def _one_line(error: str) -> str:
+    """Without the lines of source that a message ends with."""
+    return " ".join(SOURCE_LINES.split(error)[0].split())[:MAX_MESSAGE]

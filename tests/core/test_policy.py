@@ -1,0 +1,279 @@
+"""Who gives way, how, and when it comes back: the choices of `octavo.core.policy`, alone and in the scheduler."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.core import events as ev
+from octavo.core.plan import StepPlan
+from octavo.core.policy import FIRST_HEADROOM, Costs, Policy, PreemptionMode, VictimChoice
+from octavo.core.request import Request
+from tests.core.lab import Lab, make
+
+RECOMPUTE, SWAP = PreemptionMode.RECOMPUTE, PreemptionMode.SWAP
+
+
+def _of_several() -> Request:
+    request, other = make("g", [1], 2, width=2), make("s", [1], 2)
+    for r in (request, other):
+        r.begin(0, (0, 0), 2)
+    request.sequences.append(other.sequences[0])
+    return request
+
+
+# -- how ---------------------------------------------------------------------------------------------------------------
+
+
+def test_while_costs_are_not_known_one_sequence_is_recomputed_and_a_group_is_swapped() -> None:
+    single, group = make("s", [1], 2), _of_several()
+    single.begin(0, (0, 0), 2)
+    for costs in (Costs(), Costs(token_s=1.0), Costs(move_s=1.0)):
+        assert Policy(costs=costs).preemption_mode(single, 1, 1) == (RECOMPUTE, "rule")
+        assert Policy(costs=costs).preemption_mode(group, 1, 1) == (SWAP, "rule")
+
+
+@pytest.mark.parametrize("mode", PreemptionMode)
+def test_what_was_forced_is_done_whatever_it_costs(mode: PreemptionMode) -> None:
+    for costs in (Costs(), Costs(token_s=1.0, move_s=1e9), Costs(token_s=1.0, move_s=1e-9)):
+        policy = Policy(mode=mode, costs=costs)
+        assert policy.preemption_mode(_of_several(), 3, 40) == (mode, "forced")
+
+
+def test_a_victim_gives_way_as_takes_less_time_to_undo() -> None:
+    """3 blocks there and back are 6 moves; 40 positions of which a quarter is still cached are 30 to compute."""
+    costs = Costs(token_s=1.0, move_s=4.9, kept=0.25)
+    assert costs.swap_s(3) == pytest.approx(29.4) and costs.recompute_s(40) == 30
+    policy = Policy(costs=costs)
+    for victim in (_of_several(), make("s", [1], 2)):
+        costs.move_s = 4.9
+        assert policy.preemption_mode(victim, 3, 40) == (SWAP, "cheaper")
+        costs.move_s = 5.1
+        assert policy.preemption_mode(victim, 3, 40) == (RECOMPUTE, "cheaper")
+
+
+def test_costs_are_learnt_from_steps() -> None:
+    costs = Costs(move_s=1.0)
+    costs.saw_step(0, 0.010)
+    assert costs.step_s == 0.010 and not costs.known
+    costs.saw_step(63, 9.0)  # too few positions to tell them from the rest of the step
+    assert not costs.known
+    costs.saw_step(100, 0.030)
+    assert costs.token_s == pytest.approx(0.0002) and costs.known
+    costs.saw_step(100, 0.130)  # the newest counts a fifth
+    assert costs.token_s == pytest.approx(0.0002 + 0.2 * 0.001)
+    costs.saw_step(0, 0.020)
+    assert costs.step_s == pytest.approx(0.012)
+    costs.saw_step(100, 0.011)  # faster than a step without: tells nothing
+    assert costs.token_s == pytest.approx(0.0004)
+    costs.saw_return(50, 100)
+    costs.saw_return(50, 100)
+    assert costs.kept == pytest.approx(0.1 + 0.2 * 0.4)
+
+
+def test_what_a_return_found_in_the_cache_is_learnt() -> None:
+    lab = Lab(6, policy=Policy(mode=RECOMPUTE))
+    lab.add("A", [1, 2, 3, 4], 6)
+    lab.add("B", [5, 6, 7, 8], 6)
+    lab.run()
+    back = [e for e in lab.told(ev.Admitted) if e.request_id == "B"][1]
+    assert back.num_cached_tokens > 0
+    assert lab.scheduler.policy.costs.kept == pytest.approx(0.2 * back.num_cached_tokens / back.num_tokens)
+
+
+def test_without_room_on_the_host_it_is_recomputed_and_told() -> None:
+    lab = Lab(6, host=1, policy=Policy(costs=Costs(token_s=1.0, move_s=0.1)))
+    lab.add("A", [1, 2, 3, 4], 6)
+    lab.add("B", [5, 6, 7, 8], 6)
+    lab.run()
+    assert [(e.how, e.why) for e in lab.told(ev.Preempted)] == [("recompute", "no host room")]
+
+
+def test_what_goes_with_a_victim_is_what_nobody_else_holds_sealed() -> None:
+    """Blocks of 2. Both begin with 1 2 3 4; B has 9 beyond them, and soon more."""
+    lab = Lab(20)
+    lab.add("A", [1, 2, 3, 4, 5], 4)
+    lab.step()
+    b = lab.add("B", [1, 2, 3, 4, 9], 4)
+    lab.step()
+    assert lab.cache.owned_by(b) == (1, 1)
+    lab.abort("A")
+    assert lab.cache.owned_by(b) == (3, 5)
+    lab.run()
+
+
+def test_a_block_that_samples_share_goes_once() -> None:
+    """Blocks of 2, a prompt of 3: both samples hold the first block, and one of them the copy of the tail."""
+    lab = Lab(20)
+    group = lab.add("G", [1, 2, 3], 4, width=2)
+    lab.step()
+    assert lab.cache.owned_by(group) == (2, 3)
+    lab.step()
+    assert lab.cache.owned_by(group) == (3, 6)
+    lab.run()
+
+
+# -- who ---------------------------------------------------------------------------------------------------------------
+
+
+def _crowd(victims: VictimChoice, costs: Costs | None = None) -> Lab:
+    """A grows; B holds little, C more."""
+    lab = Lab(8, policy=Policy(mode=RECOMPUTE, victims=victims, costs=costs or Costs()))
+    lab.add("A", [1, 2, 3, 4], 9)
+    lab.add("B", [5], 5)
+    lab.add("C", [6, 7, 8, 9], 5)
+    lab.run()
+    return lab
+
+
+def test_the_latest_gives_way() -> None:
+    assert _crowd(VictimChoice.LATEST).told(ev.Preempted)[0].request_id == "C"
+
+
+@pytest.mark.parametrize("costs", [Costs(), Costs(token_s=1.0, move_s=1.0)])
+def test_or_whose_return_takes_the_least(costs: Costs) -> None:
+    assert _crowd(VictimChoice.LEAST_LOST, costs).told(ev.Preempted)[0].request_id == "B"
+
+
+def test_of_equals_the_latest_gives_way() -> None:
+    lab = Lab(6, policy=Policy(mode=RECOMPUTE, victims=VictimChoice.LEAST_LOST))
+    for name in "ABC":
+        lab.add(name, [ord(name)], 8)
+    lab.run()
+    assert lab.told(ev.Preempted)[0].request_id == "C"
+
+
+@pytest.mark.parametrize("victims", VictimChoice)
+def test_the_first_in_line_never_gives_way_to_another(victims: VictimChoice) -> None:
+    lab = Lab(8, policy=Policy(mode=RECOMPUTE, victims=victims))
+    for i, (prompt, num) in enumerate([([1], 12), ([2, 3, 4, 5], 9), ([6, 7], 9), ([8], 9)]):
+        lab.add(f"r{i}", prompt, num)
+    lab.run()
+    told = lab.told(ev.Preempted)
+    assert told and "r0" not in [e.request_id for e in told]
+    assert lab.finished[0] == "r0"
+
+
+@pytest.mark.parametrize(("mode", "least"), [(RECOMPUTE, "few positions"), (SWAP, "few blocks"), (None, "few blocks")])
+def test_the_least_is_by_how_the_victims_would_go(mode: PreemptionMode | None, least: str) -> None:
+    """Swapping is cheap here, if one may."""
+    costs = Costs(token_s=1.0, move_s=0.1)
+    policy = Policy(mode=mode, victims=VictimChoice.LEAST_LOST, costs=costs)
+    owned = {"few blocks": (2, 4), "few positions": (3, 3), "asker": (1, 1)}
+    running = [make(name, [1], 2) for name in ("asker", "few blocks", "few positions")]
+
+    class Cache:
+        def owned_by(self, request: Request) -> tuple[int, int]:
+            return owned[request.request_id]
+
+    assert policy.victim(running, running[0], Cache()).request_id == least  # type: ignore[arg-type]
+    assert policy.victim(running[:1], running[0], Cache()) is running[0]  # type: ignore[arg-type]
+
+
+# -- in which order ----------------------------------------------------------------------------------------------------
+
+
+def test_by_priority_nobody_is_overtaken_for_ever() -> None:
+    """With an ageing of 3, two steps of priority are worth six arrivals, not seven."""
+    policy = Policy(by_priority=True, ageing=3)
+    late = make("late", [1], 1, priority=2)
+    places = [(policy.order(make(f"r{i}", [1], 1), i), i) for i in range(1, 12)]
+    overtaken_by = [i for place, i in places if place < policy.order(late, 0)]
+    assert overtaken_by == [1, 2, 3, 4, 5]
+    equal = [place for place, i in places if i == 6]
+    assert policy.order(late, 0) < equal[0]  # the earlier of two with one age
+    strict = Policy(by_priority=True)
+    assert strict.order(late, 0) > strict.order(make("r", [1], 1), 10**9)
+    assert Policy(ageing=3).order(late, 0) == (0, 0)
+
+
+def test_an_unimportant_request_is_served_in_the_end() -> None:
+    lab = Lab(40, rows=1, policy=Policy(by_priority=True, ageing=2))
+    lab.add("busy", [1, 2], 1)
+    lab.add("unimportant", [1, 2], 1, priority=1)
+    for i in range(6):
+        lab.add(f"r{i}", [1, 2], 1)
+        lab.step()
+    lab.run()
+    assert lab.finished.index("unimportant") == 2
+
+
+# -- coming back -------------------------------------------------------------------------------------------------------
+
+
+def test_headroom_doubles_with_each_preemption() -> None:
+    request = make("r", [1], 1)
+    rooms = []
+    for request.num_preemptions in (0, 1, 2, 5, 90):
+        rooms.append(Policy().headroom(request))
+    assert rooms == [0, FIRST_HEADROOM, 2 * FIRST_HEADROOM, 16 * FIRST_HEADROOM, FIRST_HEADROOM << 20]
+
+
+@pytest.mark.parametrize("mode", PreemptionMode)
+def test_a_victim_returns_when_all_can_grow(mode: PreemptionMode) -> None:
+    """B would fit again the moment A gave back one block, to be thrown out by A's next."""
+    lab = Lab(12, 1, host=12, policy=Policy(mode=mode))
+    lab.add("A", [1, 2, 3], 7)
+    b = lab.add("B", [5, 6, 7], 9)
+    while not lab.told(ev.Preempted):
+        lab.step()
+    lab.run()
+    assert b.num_preemptions == 1
+    waits = [e for e in lab.told(ev.Waiting) if e.request_id == "B" and e.reason == "blocks"]
+    left = [e.num_tokens for e in lab.told(ev.Finished) if e.request_id == "B"]
+    assert left == [9] and waits[0].needs == 7 + 2 * 5, waits
+    entered = [e for e in lab.told(ev.Admitted, ev.SwappedIn, ev.Finished) if e.request_id in "AB"]
+    assert [(type(e).__name__, e.request_id) for e in entered][2:] == [
+        ("Finished", "A"),
+        ("Admitted" if mode is RECOMPUTE else "SwappedIn", "B"),
+        ("Finished", "B"),
+    ]
+
+
+def test_its_headroom_is_no_more_than_it_has_left() -> None:
+    """B has two tokens to go: then A has two blocks to grow into, and B one, not sixteen each."""
+    lab = Lab(60, 1, policy=Policy(mode=RECOMPUTE))
+    lab.add("A", [1] * 8, 12)
+    b = lab.add("B", [5] * 8, 12)
+    while len(b.sequences[0].token_ids) < 18:
+        lab.step()
+    asker = lab.requests["A"]
+    lab.scheduler._preempt(b, asker, 1, StepPlan())
+    assert lab.scheduler._headroom(b) == 2 * 2
+    lab.step()
+    lab.run()
+
+
+def test_alone_it_needs_no_leave() -> None:
+    """If it did, a request as large as the pool would wait for ever."""
+    lab = Lab(6, 1, policy=Policy(mode=RECOMPUTE))
+    request = lab.add("A", [1, 2, 3], 4)
+    lab.step()
+    request.num_preemptions = 9
+    assert lab.scheduler._headroom(request) == 3 * 2
+    lab.scheduler.running.clear()
+    assert lab.scheduler._headroom(request) == 0
+    lab.scheduler.running.append(request)
+    lab.run()
+
+
+# -- constraints -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_constrained_request_has_a_mask_for_every_token_and_waits_for_it(width: int) -> None:
+    """A prompt of 5 in chunks of 2: only the last draws. Nothing of it is planned before its token has come."""
+    lab = Lab(40, budget=8, rows=8, window=4)
+    lab.add("free", [9] * 6, 3)
+    request = lab.add("bound", [1, 2, 3, 4, 5], 3, width=width, constrained=True)
+    masks = 0
+    while lab.scheduler.has_work:
+        plan = lab.plan()
+        drawn = [i for i, s in enumerate(plan.sequences) if s.request is request and plan.samples[i]]
+        assert plan.masked == drawn and all(plan.samples[i] == 1 for i in drawn)
+        if drawn:
+            masks += len(drawn)
+            assert all(s.request is not request for s in lab.plan().sequences)
+        while lab.flight:
+            lab.land()
+    assert masks == 1 + 2 * width
+    lab.at_rest()

@@ -1,0 +1,57 @@
+"""A request goes on where another engine had come: as after a preemption, with the same tokens to come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+
+from octavo.core.request import Request
+from tests import oracle as o
+
+from .lab import RECOMPUTE, SWAP, Lab, make
+
+PROMPT = [1, 2, 3, 0, 4]
+
+
+def cut_at(known: int, width: int, max_tokens: int) -> Iterator[tuple[dict[int, list[int]], int]]:
+    """What lives of each sample after so many tokens, and the end that all of them have."""
+    whole = o.reference(make("", PROMPT, max_tokens, width=width))
+    yield {i: tokens[len(PROMPT) :][:known] for i, tokens in whole}, max_tokens
+
+
+@pytest.mark.parametrize(("width", "window"), [(1, 1), (1, 4), (3, 1), (3, 4)])
+def test_from_every_token_on(width: int, window: int) -> None:
+    """Two at once, in a pool too small for both: what resumes is preempted like any other."""
+    max_tokens = 9
+    for known, policy in product(range(1, max_tokens), (RECOMPUTE, SWAP)):
+        for resume, _ in cut_at(known, width, max_tokens):
+            lab = Lab(6 + 5 * width, host=6, rows=8, window=window, policy=policy)
+            for name in ("A", "B"):
+                request = lab.add(name, PROMPT, max_tokens, width=width, resume=resume)
+                assert request.forked and len(request.sequences) == width
+            lab.run(depth=2)
+            assert lab.finished and set(lab.finished) == {"A", "B"}
+
+
+def test_with_samples_that_have_ended_elsewhere() -> None:
+    """Those that live keep their numbers, and so the noise of their own."""
+    lab = Lab(40)
+    whole = dict(o.reference(make("", PROMPT, 8, width=4)))
+    resume = {i: whole[i][len(PROMPT) :][:3] for i in (1, 3)}
+    request = make("A", PROMPT, 8, width=4, resume=resume)
+    lab.scheduler.add(request)
+    assert lab.scheduler.num_rows_taken == 0
+    while lab.scheduler.has_work:
+        lab.step()
+    assert o.outputs(request) == [(i, whole[i]) for i in (1, 3)]
+
+
+@pytest.mark.parametrize("resume", [None, {}])
+def test_nothing_known_is_a_new_request(resume: Any) -> None:
+    request = Request("A", PROMPT, make("", PROMPT, 3).sampling_params, max_tokens=3, resume=resume)
+    request.begin(0, (0, 0), 3)
+    assert request.solo is request.sequences[0] and request.solo.token_ids.tolist() == PROMPT
+    assert not make("A", PROMPT, 3, width=2, resume=resume).forked

@@ -1,0 +1,101 @@
+"""A server in this process, over a tiny model that speaks, and what talks to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx
+
+from octavo.async_engine import AsyncEngine
+from octavo.build import build
+from octavo.config import EngineArgs
+from octavo.serve.app import App
+from octavo.serve.guard import Keys
+from octavo.serve.service import Limits, Service
+from octavo.serve.settings import ServeArgs
+
+T = TypeVar("T")
+NAME = "tiny"
+OPTIONS: dict[str, Any] = {"block_size": 4, "num_gpu_blocks_override": 300, "max_num_seqs": 16}
+TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+LONGEST = 128
+"""The tiny model's context."""
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    async def in_time() -> T:
+        return await asyncio.wait_for(main, 60)
+
+    return asyncio.run(in_time())
+
+
+@dataclass
+class Server:
+    app: App
+    engine: AsyncEngine
+    client: httpx.AsyncClient
+
+    async def post(self, path: str, /, **body: Any) -> httpx.Response:
+        return await self.client.post(path, json=body)
+
+    async def complete(self, prompt: Any = "Hello", /, **body: Any) -> dict[str, Any]:
+        """A completion that must succeed: greedy, of eight tokens, unless told."""
+        asked = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **body}
+        return good(await self.post("/v1/completions", **asked))
+
+    async def chat(self, content: str = "Hello", /, **body: Any) -> dict[str, Any]:
+        messages = [{"role": "user", "content": content}]
+        asked = {"messages": messages, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **body}
+        return good(await self.post("/v1/chat/completions", **asked))
+
+    async def events(self, path: str, /, **body: Any) -> list[Any]:
+        """The events of a stream, `[DONE]` left off after it was seen."""
+        async with self.client.stream("POST", path, json={**body, "stream": True}) as response:
+            text = (await response.aread()).decode()
+            assert response.status_code == 200, text
+            assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        return events_of(text)
+
+    async def at_rest(self) -> None:
+        """Nothing is left of any request."""
+        for _ in range(100):
+            if (await self.engine.kv_stats()).num_used == 0 and not self.app.service.admission.num_requests:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"blocks are still held: {await self.engine.debug_kv()}")
+
+
+def good(response: httpx.Response) -> dict[str, Any]:
+    assert response.status_code == 200, response.text
+    body: dict[str, Any] = response.json()
+    return body
+
+
+def events_of(text: str) -> list[Any]:
+    frames = text.split("\n\n")
+    assert frames.pop() == "" and frames.pop() == "data: [DONE]"
+    assert all(frame.startswith("data: ") for frame in frames)
+    return [json.loads(frame.removeprefix("data: ")) for frame in frames]
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    model: str, *, keys: tuple[str, ...] = (), engine_options: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[Server]:
+    options = OPTIONS | (engine_options or {})
+    args = EngineArgs(model=model, **({"chat_template": TEMPLATE} | options))
+    built = build(args)
+    async with AsyncEngine(built.engine, built.tokenizer) as engine:
+        limits = Limits(args.max_num_seqs, args.max_logprobs, args.scheduling_policy == "priority")
+        service = Service(engine, ServeArgs(**({"served_model_name": [NAME]} | settings)), model, limits)
+        app = App(service, Keys(keys))
+        transport = httpx.ASGITransport(app.asgi, raise_app_exceptions=True)
+        headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
+        async with httpx.AsyncClient(transport=transport, base_url="http://tiny", headers=headers) as client:
+            yield Server(app, engine, client)
+        await app.close()

@@ -1,0 +1,110 @@
+"""What /metrics and the log say, after work whose numbers are known."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+from octavo.core.kv_cache import KVCache
+from octavo.engine.stats import BackendStats, EngineStats
+from octavo.serve.metrics import BETWEEN_TOKENS_S, FIRST_TOKEN_S, LATENCY_S, Metrics, StatsLine, token_buckets
+
+from .http_lab import run, serving
+
+
+def values_of(page: str) -> dict[str, float]:
+    """Every series, by its name and its labels but those that all have."""
+    found = {}
+    for line in page.splitlines():
+        if not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            name = re.sub(r'(engine|model_name)="[^"]*",?', "", name).replace(",}", "}").replace("{}", "")
+            found[name] = float(value)
+    return found
+
+
+def test_the_numbers_after_known_work(model: str) -> None:
+    async def main() -> None:
+        async with serving(model) as server:
+            for _ in range(2):
+                await server.complete("Hello,world", n=2)
+            await server.post("/v1/completions", prompt="")
+            await server.post("/v1/completions", prompt="Hi", temperature=9)
+            response = await server.client.get("/metrics")
+            assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+            got = values_of(response.text)
+            expected = {
+                "vllm:prompt_tokens_total": 22,
+                "vllm:prompt_tokens_cached_total": 8,
+                "vllm:generation_tokens_total": 32,
+                'vllm:request_success_total{finished_reason="length"}': 2,
+                "vllm:num_requests_running": 0,
+                "vllm:num_requests_waiting": 0,
+                "vllm:kv_cache_usage_perc": 0,
+                "vllm:prefix_cache_queries_total": 22,
+                "vllm:prefix_cache_hits_total": 8,
+                "vllm:num_preemptions_total": 0,
+                "vllm:time_to_first_token_seconds_count": 2,
+                "vllm:e2e_request_latency_seconds_count": 2,
+                "vllm:inter_token_latency_seconds_count": 28,
+                "vllm:request_queue_time_seconds_count": 2,
+                "vllm:request_prompt_tokens_sum": 22,
+                "vllm:request_generation_tokens_sum": 32,
+                "vllm:request_params_n_sum": 4,
+                "vllm:request_params_max_tokens_sum": 16,
+                "vllm:request_prefill_kv_computed_tokens_sum": 14,
+                'http_requests_total{handler="/v1/completions",method="POST",status="200"}': 2,
+                'http_requests_total{handler="/v1/completions",method="POST",status="400"}': 2,
+                'octavo:blocks{state="used"}': 0,
+                "octavo:up": 1,
+            }
+            assert {name: got.get(name) for name in expected} == expected
+            assert sum(got[f'octavo:blocks{{state="{s}"}}'] for s in ("used", "cached", "free")) == 300
+            assert got["vllm:time_to_first_token_seconds_sum"] <= got["vllm:e2e_request_latency_seconds_sum"]
+            assert not any("_created" in name for name in got)
+
+    run(main())
+
+
+def test_running_and_waiting_are_seen_while_they_are(model: str) -> None:
+    async def main() -> None:
+        async with serving(model, engine_options={"max_num_seqs": 2}) as server:
+            tasks = [asyncio.ensure_future(server.complete(max_tokens=100)) for _ in range(5)]
+            most: dict[str, float] = {}
+            while not all(task.done() for task in tasks):
+                for name, value in values_of((await server.client.get("/metrics")).text).items():
+                    most[name] = max(most.get(name, 0), value)
+            assert (most["vllm:num_requests_running"], most["vllm:num_requests_waiting"]) == (2, 3)
+            assert most["vllm:kv_cache_usage_perc"] > 0 and most['octavo:waits_total{reason="rows"}'] >= 1
+
+    run(main())
+
+
+def test_buckets_are_vllms() -> None:
+    assert (len(LATENCY_S), LATENCY_S[0], LATENCY_S[-1]) == (21, 0.3, 7680)
+    assert (len(FIRST_TOKEN_S), FIRST_TOKEN_S[0], FIRST_TOKEN_S[-1]) == (22, 0.001, 2560)
+    assert (len(BETWEEN_TOKENS_S), BETWEEN_TOKENS_S[0], BETWEEN_TOKENS_S[-1]) == (19, 0.01, 80)
+    for buckets in (LATENCY_S, FIRST_TOKEN_S, BETWEEN_TOKENS_S):
+        assert list(buckets) == sorted(set(buckets))
+    assert token_buckets(128) == [1, 2, 5, 10, 20, 50, 100] and token_buckets(1) == [1]
+
+
+def test_the_line_of_numbers_reads_as_vllms() -> None:
+    metrics = Metrics("m", 128)
+    line = StatsLine(metrics, "CPU")
+    kv = KVCache(100, 4).stats()
+    engine: dict[str, Any] = {"num_preemptions": 3}
+    assert line.tell(BackendStats(EngineStats(), kv)) is None
+    metrics.note_prompt(100, 60)
+    metrics.note_tokens(10)
+    text = line.tell(BackendStats(EngineStats(**engine), kv, num_running=8, num_waiting=1, num_swapped=1))
+    assert text is not None
+    pattern = (
+        r"Engine 000: Avg prompt throughput: [\d.]+ tokens/s, Avg generation throughput: [\d.]+ tokens/s, "
+        r"Running: 8 reqs, Waiting: 2 reqs, Preemptions: 3, CPU KV cache usage: 0.0%, Prefix cache hit rate: 60.0%"
+    )
+    assert re.fullmatch(pattern, text)
+    last = line.tell(BackendStats(EngineStats(**engine), kv))
+    assert last is not None and "Preemptions" not in last and "throughput: 0.0 tokens/s" in last
+    assert line.tell(BackendStats(EngineStats(**engine), kv)) is None  # nothing happens: nothing is said

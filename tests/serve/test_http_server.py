@@ -1,0 +1,299 @@
+"""Over sockets: what comes before a request, drains, and a server as its users start it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.serve import endpoint, http_server
+from octavo.serve.http_server import HTTPServer, bind
+
+from .http_lab import Server, events_of, run, serving
+
+C = "/v1/completions"
+LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+
+
+@contextlib.asynccontextmanager
+async def listening(model: str, **settings: Any) -> AsyncIterator[tuple[Server, HTTPServer, int]]:
+    async with serving(model, **({"disable_log_stats": True} | settings)) as server:
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        http = HTTPServer(server.app, ready.set_result)
+        sock = bind("127.0.0.1", 0)
+        task = asyncio.ensure_future(http.run_on(sock))
+        await ready
+        try:
+            yield server, http, sock.getsockname()[1]
+        finally:
+            http.stop()
+            http.stop()
+            await asyncio.wait_for(task, 5)
+            sock.close()
+
+
+def request(body: dict[str, Any], path: str = C) -> bytes:
+    content = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
+    return head.encode() + content
+
+
+async def say(port: int, *parts: bytes, pause_s: float = 0.0) -> bytes:
+    """Send parts; everything that comes back until the server closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        for part in parts:
+            writer.write(part)
+            with contextlib.suppress(ConnectionError):
+                await writer.drain()
+            await asyncio.sleep(pause_s)
+        return await asyncio.wait_for(reader.read(), 10)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+def status_of(answer: bytes) -> tuple[int, str | None]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    code = re.search(rb'"code":"(\w+)"', body)
+    return int(head.split()[1]), None if code is None else code[1].decode()
+
+
+def test_headers_have_a_time_and_a_size(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", 0.3)
+
+    async def main() -> None:
+        async with listening(model) as (server, _, port):
+            slow = [asyncio.ensure_future(say(port, b"GET /health HTTP/1.1\r\n")) for _ in range(20)]
+            nothing = asyncio.ensure_future(say(port))
+            begin = time.monotonic()
+            assert b"200 OK" in await say(port, b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            for answer in await asyncio.gather(*slow):
+                assert status_of(answer) == (408, "request_timeout") and b"connection: close" in answer
+            assert status_of(await nothing)[0] == 408
+            assert 0.25 < time.monotonic() - begin < 5
+            trickle = [b"GET /health HTTP/1.1\r\n", *[b"a: b\r\n"] * 50]
+            assert status_of(await say(port, *trickle, pause_s=0.02))[0] == 408
+            large = b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 200_000 + b"\r\n\r\n"
+            assert status_of(await say(port, large))[0] == 431
+            many = b"GET /health HTTP/1.1\r\n" + b"".join(b"h%d: x\r\n" % i for i in range(2000)) + b"\r\n"
+            assert status_of(await say(port, many))[0] == 431
+            await server.complete()
+
+    run(main())
+
+
+def test_what_is_no_http(model: str) -> None:
+    async def main() -> None:
+        async with listening(model) as (server, _, port):
+            both = (
+                b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+            )
+            chunked = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            chunked += b"Transfer-Encoding: chunked\r\n\r\n"
+            for raw in (b"hello\r\n\r\n", b"\x16\x03\x01\x02\x00", both + b"0\r\n\r\n", chunked + b"zz\r\nab\r\n"):
+                assert status_of(await say(port, raw))[0] == 400, raw
+            short = request({"prompt": "a"})[:-3]
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(short)
+            writer.write_eof()
+            assert await asyncio.wait_for(reader.read(), 5) == b""  # it has gone; nobody is there to be told
+            writer.close()
+            await server.at_rest()
+
+    run(main())
+
+
+def test_a_large_body_is_answered_before_it_has_come(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "LINGER_S", 0.2)
+
+    async def main() -> None:
+        async with listening(model, max_body_bytes=10_000) as (_, _, port):
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            declared = head + b"Content-Length: 100000000\r\n\r\n"
+            assert status_of(await say(port, declared, b" " * 1_000_000)) == (413, "body_too_large")
+            chunk = b"4000\r\n" + b" " * 0x4000 + b"\r\n"
+            answer = await say(port, head + b"Transfer-Encoding: chunked\r\n\r\n", *[chunk] * 20)
+            assert status_of(answer) == (413, "body_too_large")
+
+    run(main())
+
+
+def test_connections_that_break_in_every_state(model: str) -> None:
+    async def main() -> None:
+        async with listening(model) as (server, _, port):
+            want = (await server.complete("Hello"))["choices"][0]["text"]
+            for i in range(60):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(request(LONG | {"stream": i % 2 == 0, "n": 1 + i % 3}))
+                await writer.drain()
+                if i % 4:
+                    await asyncio.sleep(0.0007 * (i % 7))
+                if i % 3 == 0:
+                    writer.transport.abort()  # RST
+                elif i % 3 == 1:
+                    writer.close()
+                else:
+                    with contextlib.suppress(OSError):
+                        writer.write_eof()  # half closed
+                    await asyncio.wait_for(reader.read(), 5)
+                    writer.close()
+            await server.at_rest()
+            assert (await server.complete("Hello"))["choices"][0]["text"] == want
+
+    run(main())
+
+
+@pytest.mark.parametrize(("timeout", "finishes"), [(30.0, True), (0.0, False)])
+def test_a_drain(model: str, timeout: float, finishes: bool) -> None:
+    async def main() -> None:
+        async with listening(model, shutdown_timeout=timeout) as (server, http, port):
+            streams = [asyncio.ensure_future(say(port, request(LONG | {"stream": True}))) for _ in range(8)]
+            while server.app.service.admission.num_requests < 8:
+                await asyncio.sleep(0.002)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.005)
+            if finishes:
+                assert status_of(await say(port, request(LONG))) == (503, "shutting_down")
+            for answer in await asyncio.gather(*streams):
+                text = answer.partition(b"\r\n\r\n")[2].decode()
+                frames = "".join(re.findall(r"^(?:data: .*)$", text, re.MULTILINE)).replace("data: ", "\n\ndata: ")
+                events = events_of(frames.strip() + "\n\n") if frames else []
+                if finishes:
+                    assert events[-1]["choices"][0]["finish_reason"] == "length"
+                else:
+                    assert '"shutting_down"' in text
+            for _ in range(300):
+                if http.should_exit:
+                    break
+                await asyncio.sleep(0.01)
+            assert http.should_exit
+            await server.at_rest()
+
+    run(main())
+
+
+# -- as its users start it ---------------------------------------------------------------------------------------------
+
+
+class Process:
+    def __init__(self, model: str, *args: str, **environment: str) -> None:
+        command = [sys.executable, "-m", "octavo.cli.main", "serve", model, "--port", "0", *args]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", **environment}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=env)
+        self.log = ""
+
+    def wait_ready(self) -> str:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log += line
+            if (found := re.search(r"serving on (http\S+)", line)) is not None:
+                return found[1]
+        raise AssertionError(f"it ended: {self.log}")
+
+    def wait(self) -> int:
+        assert self.process.stderr is not None
+        with self.process.stderr as stream:
+            self.log += "" if stream.closed else stream.read()
+        return self.process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def process(model: str) -> Iterator[tuple[Process, str]]:
+    process = Process(model, "--api-key", "one", "--served-model-name", "tiny", OCTAVO_API_KEY="two")
+    try:
+        yield process, process.wait_ready()
+    finally:
+        process.process.kill()
+        if process.process.stderr is not None:
+            process.process.stderr.close()
+        process.process.wait()
+
+
+def call(url: str, body: dict[str, Any] | None = None, key: str | None = "two") -> tuple[int, bytes]:
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=20) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_server_from_the_command_line(process: tuple[Process, str]) -> None:
+    server, url = process
+    assert "KV cache size: " in server.log and "Maximum concurrency for 128 tokens per request" in server.log
+    assert re.search(r"start-up: tokenizer [\d.]+ s, engine [\d.]+ s", server.log)
+    assert call(f"{url}/v1/models", key=None)[0] == 401
+    status, body = call(f"{url}/v1/completions", {"model": "tiny", "prompt": "Hello", "max_tokens": 4})
+    assert status == 200 and json.loads(body)["usage"]["completion_tokens"] == 4
+    assert b"vllm:prompt_tokens_total" in call(f"{url}/metrics", key="one")[1]
+    (engine,) = children_of(server.process.pid)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+    assert "Traceback" not in server.log
+    assert not Path(f"/proc/{engine}").exists()
+    with pytest.raises(urllib.error.URLError):
+        call(f"{url}/health")
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "text"),
+    [
+        (["--port", "70000"], 2, "port is 70000"),
+        (["--host", "0.0.0.0"], 2, "insecure"),
+        (["--api-key", ""], 2, "api_key"),
+        (["--max-model-len", "0"], 2, "max_model_len"),
+        (["--tool-call-parser", "x"], 2, "tool-call-parser"),
+        (["--lora-modules", "x"], 2, "vLLM flag --lora-modules is not supported here"),
+    ],
+)
+def test_mistakes_on_the_command_line(
+    model: str, capsys: pytest.CaptureFixture[str], args: list[str], code: int, text: str
+) -> None:
+    from octavo.cli.main import run as command
+
+    assert command(["serve", model, *args]) == code
+    error = capsys.readouterr().err.strip().splitlines()
+    assert error[-1].startswith("error: ") and text in error[-1]
+
+
+def test_an_address_in_use_is_found_before_a_model_is_loaded(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from octavo.cli.main import run as command
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert command(["serve", model, "--port", str(port)]) == 1
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error == f"error: address in use: 127.0.0.1:{port}; choose another port, 0 takes a free one"
+    assert command(["serve", "/nonexistent/model", "--port", "0"]) == 1
+
+
+def test_help_loads_no_server() -> None:
+    code = "import sys; sys.argv = ['octavo', 'serve', '--help']\nfrom octavo.cli.main import run\nrun(sys.argv[1:])\n"
+    code += "print([m for m in ('torch', 'fastapi', 'uvicorn', 'tokenizers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "--served-model-name" in done.stdout and done.stdout.strip().endswith("[]")

@@ -1,0 +1,141 @@
+"""Calls of tools and reasoning, over answers that are given: a random model calls nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from octavo.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+
+from .http_lab import Server, good, run, serving
+
+H = "/v1/chat/completions"
+HERMES = (
+    "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}</think>"
+)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "d",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+
+
+def answers(server: Server, text: str, piece: int = 3) -> None:
+    """From now on every request is answered with `text`, in pieces."""
+
+    async def generate(prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+        pieces = [text[i : i + piece] for i in range(0, len(text), piece)]
+        for i, part in enumerate(pieces):
+            done = i == len(pieces) - 1
+            completion = CompletionOutput(0, part, [5], finish_reason="stop" if done else None)
+            metrics = RequestMetrics(0.0, num_generation_tokens=i + 1)
+            yield RequestOutput("x", None, prompt["prompt_token_ids"], [completion], done, metrics, is_delta=True)
+
+    server.engine.generate = generate  # type: ignore[assignment,method-assign]
+
+
+async def both_ways(server: Server, **body: Any) -> dict[str, Any]:
+    """The choice of a whole answer, after the streamed one was seen to add up to it."""
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL], **body}
+    whole = good(await server.client.post(H, json=asked))["choices"][0]
+    message: dict[str, Any] = {"content": "", "reasoning": "", "tool_calls": []}
+    reason = None
+    for chunk in await server.events(H, **asked):
+        for choice in chunk["choices"]:
+            delta, reason = choice["delta"], choice["finish_reason"] or reason
+            message["content"] += delta.get("content", "")
+            message["reasoning"] += delta.get("reasoning", "")
+            for call in delta.get("tool_calls", ()):
+                if call["index"] == len(message["tool_calls"]):
+                    assert call["id"].startswith("call_") and call["type"] == "function" and call["function"]["name"]
+                    message["tool_calls"].append(call)
+                else:
+                    assert set(call) == {"index", "function"}  # name and id in the first alone
+                    message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    assert message["content"] == (whole["message"]["content"] or "")
+    assert message["reasoning"] == whole["message"].get("reasoning", "")
+    streamed = [call["function"] for call in message["tool_calls"]]
+    assert streamed == [call["function"] for call in whole["message"].get("tool_calls", ())]
+    assert reason == whole["finish_reason"]
+    return dict(whole)
+
+
+def test_calls_and_reasoning(model: str) -> None:
+    async def main() -> None:
+        async with serving(model, engine_options={"chat_template": HERMES, "max_model_len": None}) as server:
+            answers(server, f"<think>hm</think>Let me see. {CALL}{CALL}")
+            choice = await both_ways(server)
+            assert choice["finish_reason"] == "tool_calls"
+            message = choice["message"]
+            assert (message["reasoning"], message["content"]) == ("hm", "Let me see. ")
+            assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [
+                {"city": "Oslo"}
+            ] * 2
+            assert len({call["id"] for call in message["tool_calls"]}) == 2
+            alone = await both_ways(server, parallel_tool_calls=False)
+            assert len(alone["message"]["tool_calls"]) == 1
+            quiet = await both_ways(server, include_reasoning=False)
+            assert "reasoning" not in quiet["message"]
+            answers(server, CALL)
+            assert (await both_ways(server))["message"]["content"] is None
+            told = await both_ways(server, tool_choice="none")
+            assert told["message"]["content"] == CALL and told["finish_reason"] == "stop"
+            answers(server, "<think>hm")
+            body = good(await server.post(H, messages=[{"role": "user", "content": "Hi"}]))
+            assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
+
+    run(main())
+
+
+def test_a_tool_that_must_be_called(model: str) -> None:
+    async def main() -> None:
+        template = "{% if tools %}<tool_call>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+        async with serving(model, engine_options={"chat_template": template}) as server:
+            other = {"type": "function", "function": {"name": "f"}}
+            named = {"type": "function", "function": {"name": "weather"}}
+            asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 90, "temperature": 0}
+            for tools, choice in (([TOOL, other], named), ([TOOL], "required")):
+                answer = good(await server.post(H, **asked, tools=tools, tool_choice=choice))["choices"][0]
+                assert answer["finish_reason"] == "tool_calls", answer
+                (call,) = answer["message"]["tool_calls"]
+                assert call["function"]["name"] == "weather"
+                assert json.loads(call["function"]["arguments"])["city"] in ("Oslo", "Rome")
+            form = {"type": "json_object"}
+            response = await server.post(H, **asked, tools=[TOOL], tool_choice=named, response_format=form)
+            assert response.status_code == 400 and response.json()["error"]["param"] == "tool_choice"
+            response = await server.post(H, **asked, tools=[other], tool_choice=named)
+            assert response.status_code == 400 and response.json()["error"]["param"] == "tool_choice"
+
+    run(main())
+
+
+def test_a_conversation_with_calls_in_it(model: str) -> None:
+    template = (
+        "{% if tools %}<tool_call>{% endif %}"
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}[{{ c.function.name }}({{ c.function.arguments.city }})]{% endfor %}"
+        "{% endfor %}"
+    )
+
+    async def main() -> None:
+        async with serving(model, engine_options={"chat_template": template}) as server:
+            call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Oslo"}'}}
+            messages = [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": []},
+                {"role": "tool", "tool_call_id": "1", "content": "b"},
+            ]
+            body = good(await server.post("/tokenize", messages=messages, return_token_strs=True))
+            assert "".join(body["token_strs"]) == "user:aassistant:[weather(Oslo)]tool:b"
+
+    run(main())

@@ -1,0 +1,96 @@
+"""Traps of a drop-in server that need a model of their own: characters over several tokens, and what a model's files
+say of sampling and of ends. The others stand beside the answers that they are about.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from tests.models.tiny import make_tiny_checkpoint
+
+from .http_lab import run, serving
+
+C, H = "/v1/completions", "/v1/chat/completions"
+TEXT = "日本語 😀é!"
+
+
+@pytest.fixture(scope="module")
+def byte_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Every token is a byte."""
+    directory = make_tiny_checkpoint("llama", tmp_path_factory.mktemp("bytes"), vocab_size=259)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {piece: i for i, piece in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<pad>", "<s>", "</s>"])
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    return str(directory)
+
+
+def test_characters_over_several_tokens_come_whole(byte_model: str) -> None:
+    async def main() -> None:
+        async with serving(byte_model) as server:
+            asked: dict[str, Any] = {"max_tokens": 60, "structured_outputs": {"choice": [TEXT]}}
+            chunks = await server.events(C, prompt="Hi", return_token_ids=True, **asked)
+            shown = [chunk["choices"][0]["text"] for chunk in chunks]
+            assert "".join(shown) == TEXT and "\ufffd" not in "".join(shown)
+            num_tokens = sum(len(chunk["choices"][0]["token_ids"]) for chunk in chunks)
+            assert num_tokens == len(TEXT.encode()) + 1  # and the end
+            whole = await server.complete("Hi", ignore_eos=False, **asked)
+            assert whole["choices"][0]["text"] == TEXT
+            chat = await server.events(H, messages=[{"role": "user", "content": "Hi"}], logprobs=True, **asked)
+            assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chat) == TEXT
+            raw = [e["bytes"] for c in chat for e in ((c["choices"][0]["logprobs"] or {}).get("content") or ())]
+            assert bytes(b for part in raw for b in part).startswith(TEXT.encode())
+            cut = await server.complete("Hi", **(asked | {"max_tokens": 2}))
+            assert cut["choices"][0]["text"] == "\ufffd"  # a character that will never be whole, once it is certain
+
+    run(main())
+
+
+def test_what_the_models_files_say_is_done(model: str, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(model, directory)
+    ids = list(range(5, 97))  # every second one ends a text
+    words = {"temperature": 0.0, "eos_token_id": [2, *ids[::2]]}
+    (directory / "generation_config.json").write_text(json.dumps(words))
+
+    async def main() -> None:
+        async with serving(str(directory)) as server:
+            texts = set()
+            for _ in range(4):
+                response = await server.post(C, prompt="Hello", max_tokens=60)
+                texts.add(response.json()["choices"][0]["text"])
+            assert len(texts) == 1  # greedy, as the file has it
+            reason = response.json()["choices"][0]["finish_reason"]
+            assert reason == "stop" and response.json()["usage"]["completion_tokens"] < 60
+            await server.complete("Hello", max_tokens=60)  # ignore_eos is for all of the ends
+        async with serving(str(directory), engine_options={"generation_config": "vllm"}) as server:
+            drawn = set()
+            for seed in range(4):
+                body = await server.complete("Hello", temperature=None, seed=seed, max_tokens=20)
+                drawn.add(body["choices"][0]["text"])
+            assert len(drawn) == 4
+
+    run(main())
+
+
+def test_the_sentence_that_frameworks_look_for(model: str) -> None:
+    async def main() -> None:
+        async with serving(model) as server:
+            response = await server.post(C, prompt="Hello", max_tokens=200)
+            message = response.json()["error"]["message"]
+            assert message.startswith("This model's maximum context length is 128 tokens. However, you requested ")
+            response = await server.post(C, prompt="a" * 50_000)
+            assert response.json()["error"]["message"].startswith("This model's maximum context length is 128 tokens. ")
+
+    run(main())

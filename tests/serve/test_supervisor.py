@@ -1,0 +1,405 @@
+"""An engine in a process of its own: what it survives, what it says, and that nothing of it is left.
+
+The engine is the oracle's: it starts in no time, and checks with every step that what a request resumes on is right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import SamplingParams
+from octavo.core.sampling_params import RequestOutputKind
+from octavo.errors import (
+    CapacityError,
+    EngineError,
+    MemoryBudgetError,
+    ParameterError,
+    PromptError,
+    RequestFailedError,
+    UsageError,
+)
+from octavo.serve.client import EngineClient
+from tests.engine.models import make_talking_checkpoint
+
+from .engines import (
+    answers,
+    children_of,
+    is_alive,
+    last_of,
+    nothing_left,
+    oracle_client,
+    own_directory,  # noqa: F401
+    residue,
+    run,
+    serving,
+    tokens_of,
+    until,
+)
+
+PARAMS = SamplingParams(max_tokens=40, seed=1)
+
+
+def prompt(number: int, length: int = 11) -> list[int]:
+    return random.Random(number).choices(range(5), k=length)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_talking_checkpoint(tmp_path_factory.mktemp("talking")))
+
+
+async def many(client: EngineClient, num: int = 8, params: SamplingParams = PARAMS) -> list[list[list[int]]]:
+    outputs = await asyncio.gather(*[last_of(client, prompt(i), params) for i in range(num)])
+    return [tokens_of(output) for output in outputs]
+
+
+def expected(num: int = 8, params: SamplingParams = PARAMS) -> list[list[list[int]]]:
+    return [answers(prompt(i), params) for i in range(num)]
+
+
+# -- dying and hanging -------------------------------------------------------------------------------------------------
+
+
+def test_streams_go_on_when_the_engine_is_killed(model: str) -> None:
+    """Again and again, also while it comes up: no token is lost, doubled or wrong, and death is noticed at once."""
+
+    async def main() -> None:
+        chance = random.Random(0)
+        async with serving(oracle_client(model, step_s=0.004)) as client:
+            streams = asyncio.ensure_future(many(client, 12))
+            for killed in range(1, 5):
+                await asyncio.sleep(chance.uniform(0.01, 0.06))
+                assert client.pid is not None
+                os.kill(client.pid, signal.SIGKILL)
+                assert await until(lambda: client.health().state == "restarting") < 1
+                assert await until(lambda: client.health().state == "running") < 10
+                assert client.health().num_restarts == killed
+                assert "SIGKILL" in client.health().reason
+            assert await streams == expected(12)
+
+    run(main())
+
+
+def test_samples_resume_each_where_it_was(model: str) -> None:
+    """Also when some have ended; and a delta tells nothing twice."""
+    params = SamplingParams(n=4, max_tokens=40, seed=3, stop_token_ids=[4], output_kind=RequestOutputKind.DELTA)
+    wanted = answers(prompt(1), params)
+    assert sorted(map(len, wanted)) == [9, 11, 13, 19]
+
+    async def main() -> None:
+        async with serving(oracle_client(model, step_s=0.004)) as client:
+            told: list[list[int]] = [[], [], [], []]
+            killed = False
+            async for output in client.generate(prompt(1), params):
+                for completion in output.outputs:
+                    told[completion.index] += completion.token_ids
+                if not killed and max(map(len, told)) == 10:
+                    killed = True
+                    os.kill(client.pid or 0, signal.SIGKILL)
+            assert killed and client.health().num_restarts == 1
+            assert told == wanted
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("fault", "where", "says"),
+    [
+        ("stop_at", 9, "no sign of life"),
+        ("die_at", 9, "SIGKILL"),
+        ("raise_in", ["scheduler.update", 9], "RuntimeError: a bug in scheduler.update"),
+        ("raise_in", ["host._report", 9], "RuntimeError: a bug in host._report"),
+    ],
+)
+def test_a_step_that_never_ends_well(model: str, tmp_path: Path, fault: str, where: Any, says: str) -> None:
+    """One that hangs is noticed by its silence."""
+
+    async def main() -> None:
+        once = tmp_path / "once"
+        once.touch()
+        async with serving(oracle_client(model, once=str(once), step_s=0.002, **{fault: where})) as client:
+            assert await many(client) == expected()
+            assert client.health().num_restarts == 1
+            assert says in client.health().reason
+
+    run(main())
+
+
+def test_an_idle_engine_that_hangs_is_noticed(model: str) -> None:
+    async def main() -> None:
+        async with serving(oracle_client(model)) as client:
+            assert client.health().last_step_age_s is None
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGSTOP)
+            assert await until(lambda: client.health().state == "restarting") < 2
+            await until(lambda: client.health().state == "running")
+            assert await many(client, 2) == expected(2)
+
+    run(main())
+
+
+def test_a_slow_step_is_left_alone(model: str) -> None:
+    """Its process gives signs of life. (The first steps are not judged by their time, and this is one of them.)"""
+
+    async def main() -> None:
+        async with serving(oracle_client(model, slow_at=[2, 1.3])) as client:
+            streams = asyncio.ensure_future(many(client, 2))
+            await until(lambda: (client.health().last_step_age_s or 0) > 1)
+            assert client.health().state == "running"
+            assert await streams == expected(2)
+            assert client.health().num_restarts == 0
+
+    run(main())
+
+
+def test_a_step_beyond_all_expectation_is_cut_off(model: str, tmp_path: Path) -> None:
+    """Steps before it took milliseconds; its process gives signs of life all the time."""
+
+    async def main() -> None:
+        once = tmp_path / "once"
+        once.touch()
+        async with serving(oracle_client(model, once=str(once), slow_at=[20, 60])) as client:
+            assert await many(client, 2) == expected(2)
+            assert client.health().num_restarts == 1
+            assert "a step took" in client.health().reason
+
+    run(main())
+
+
+def test_a_request_that_kills_engines_is_found_and_given_up(model: str) -> None:
+    """Its neighbours are not."""
+
+    async def main() -> None:
+        async with serving(oracle_client(model, poison=50, step_s=0.001)) as client:
+            bad = asyncio.ensure_future(last_of(client, [1, 2, 50, 3], PARAMS))
+            good = asyncio.ensure_future(many(client))
+            with pytest.raises(RequestFailedError, match="engines died over it"):
+                await bad
+            assert await good == expected()
+            assert await many(client, 2) == expected(2)
+
+    run(main())
+
+
+# -- starting ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["loading the model", "warming up"])
+def test_a_start_that_fails_says_why_and_leaves_nothing(model: str, phase: str) -> None:
+    async def main() -> None:
+        client = oracle_client(model, fail_in=phase)
+        with pytest.raises(MemoryBudgetError, match="the weights do not fit; use a smaller model"):
+            await client.start()
+        assert client.health().state == "failed" and not client.is_running
+        client = oracle_client(model, die_in=phase)
+        with pytest.raises(EngineError, match=f"ended while {phase}: it was killed by SIGKILL"):
+            await client.start()
+        with pytest.raises(EngineError, match=phase):
+            await many(client, 1)
+        client.shutdown()
+
+    with nothing_left():
+        run(main())
+
+
+def test_an_engine_that_cannot_even_be_started(model: str) -> None:
+    async def main() -> None:
+        client = EngineClient(model, command=(sys.executable, "-c", "raise SystemExit(7)"))
+        with pytest.raises(EngineError, match="ended while starting: it left with exit code 7"):
+            await client.start()
+
+    with nothing_left():
+        run(main())
+
+
+def test_three_restarts_that_come_to_nothing_are_the_end(model: str, tmp_path: Path) -> None:
+    """Whoever waits hears of it."""
+    script = tmp_path / "engine.py"
+    oracle = Path(__file__).parent / "oracle_engine.py"
+    script.write_text(
+        f"import sys, runpy; sys.path.insert(0, {str(oracle.parents[2])!r})\n"
+        f"import pathlib; mark = pathlib.Path({str(tmp_path / 'mark')!r})\n"
+        "n = len(mark.read_text()) if mark.exists() else 0\n"
+        "mark.write_text('x' * (n + 1))\n"
+        "if n: raise SystemExit(9)\n"
+        f"runpy.run_path({str(oracle)!r}, run_name='__main__')\n"
+    )
+
+    async def main() -> None:
+        client = EngineClient(
+            model,
+            command=(sys.executable, str(script), '{"step_s": 0.01}'),
+            block_size=4,
+            num_gpu_blocks_override=200,
+            max_num_seqs=16,
+        )
+        await client.start()
+        stream = asyncio.ensure_future(last_of(client, prompt(0), PARAMS))
+        await asyncio.sleep(0.05)
+        os.kill(client.pid or 0, signal.SIGKILL)
+        with pytest.raises(EngineError, match="exit code 9"):
+            await stream
+        assert client.health().state == "failed" and not client.is_running
+        assert len((tmp_path / "mark").read_text()) == 4
+        client.shutdown()
+
+    with nothing_left():
+        run(main())
+
+
+def test_no_engine_outlives_its_parent(model: str) -> None:
+    """Though the parent has no chance to say anything, and the engine is in the middle of a step."""
+    program = f"""
+import asyncio, sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from tests.serve.engines import last_of, oracle_client
+from octavo import SamplingParams
+
+async def main():
+    client = oracle_client({model!r}, slow_at=[3, 60])
+    await client.start()
+    print(client.pid, flush=True)
+    await last_of(client, [1, 2, 3], SamplingParams(max_tokens=100))
+
+asyncio.run(main())
+"""
+    before = residue()
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout:
+        child = int(parent.stdout.readline())
+    assert child in children_of(parent.pid)
+    time.sleep(0.2)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 2
+    while is_alive(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert residue() <= before
+
+
+# -- the rest of the interface -----------------------------------------------------------------------------------------
+
+
+def test_refusals_come_back_as_they_were_raised(model: str) -> None:
+    async def main() -> None:
+        async with serving(oracle_client(model)) as client:
+            for bad, params, kind in [
+                ([1] * 300, PARAMS, UsageError),
+                ([1, 97], PARAMS, PromptError),
+                ([], PARAMS, PromptError),
+                ([1], SamplingParams(n=17), CapacityError),
+                ([1], SamplingParams(stop_token_ids=[97]), ParameterError),
+            ]:
+                with pytest.raises(kind) as caught:
+                    await last_of(client, bad, params)
+                assert type(caught.value) is kind or kind is UsageError
+            assert caught.value.param == "stop_token_ids"
+            assert await many(client, 1) == expected(1)
+
+    run(main())
+
+
+def test_ends_from_outside(model: str) -> None:
+    """An abort ends an iterator with what there is; leaving one frees all it held; a name is taken while it runs."""
+
+    async def main() -> None:
+        async with serving(oracle_client(model, step_s=0.002)) as client:
+            seen = 0
+            async for output in client.generate(prompt(0), PARAMS, "mine"):
+                seen = len(output.outputs[0].token_ids)
+                if seen >= 3 and not output.finished:
+                    with pytest.raises(ParameterError, match="running already"):
+                        await last_of(client, prompt(0), PARAMS, request_id="mine")
+                    assert await client.abort("mine")
+            assert output.outputs[0].finish_reason == "abort"
+            assert 3 <= seen < 40 and output.outputs[0].token_ids == answers(prompt(0), PARAMS)[0][:seen]
+            assert not await client.abort("mine")
+            run_ = client.generate(prompt(1), PARAMS)
+            await anext(run_)
+            await run_.aclose()
+            task = asyncio.ensure_future(last_of(client, prompt(2), PARAMS))
+            await asyncio.sleep(0.02)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    run(main())
+
+
+def test_salts_keep_requests_apart_also_when_they_resume(model: str) -> None:
+    async def main() -> None:
+        async with serving(oracle_client(model, step_s=0.002)) as client:
+            cached = []
+            for salt, kill in (
+                (b"a", False),
+                (b"bb", False),
+                (b"a", False),
+                (b"a", True),
+                (b"a", False),
+                (b"bb", False),
+            ):
+                stream = client.generate(prompt(0), PARAMS, salt=salt)
+                await anext(stream)
+                if kill:
+                    os.kill(client.pid or 0, signal.SIGKILL)
+                async for output in stream:
+                    last = output
+                cached.append(last.num_cached_tokens)
+            assert cached == [0, 0, 8, 8, 8, 0]
+
+    run(main())
+
+
+def test_questions(model: str) -> None:
+    async def main() -> None:
+        async with serving(oracle_client(model, step_s=0.002)) as client:
+            stream = asyncio.ensure_future(last_of(client, prompt(0), PARAMS, request_id="a"))
+            await asyncio.sleep(0.03)
+            what: dict[str, Any] | None = await client.debug_request("a")
+            assert what is not None and what["status"] == "running"
+            assert [entry["event"] for entry in what["timeline"]] == ["arrived", "admitted"]
+            assert what["sequences"][0]["block_ids"]
+            assert (await client.debug_kv())["requests"]["a"]["num_blocks"] >= 3
+            assert (await client.kv_stats()).num_used >= 3
+            await stream
+            what = await client.debug_request("a")
+            assert what is not None and what["status"] == "finished"
+            assert await client.debug_request("b") is None
+            assert await client.reset_prefix_cache() > 0
+            stats = await client.stats()
+            assert stats.engine.num_finished == 1 and stats.num_running == 0
+            os.kill(client.pid or 0, signal.SIGKILL)
+            assert (await client.kv_stats()).num_used == 0  # the next engine is asked
+            assert await many(client, 1) == expected(1)
+            await until(lambda: client._stats.engine.num_finished)
+            assert (await client.stats()).engine.num_finished == 2
+
+    run(main())
+
+
+def test_shutdown_tells_whoever_reads(model: str) -> None:
+    async def main() -> None:
+        client = oracle_client(model, step_s=0.01)
+        with nothing_left():
+            await client.start()
+            stream = asyncio.ensure_future(last_of(client, prompt(0), PARAMS))
+            await asyncio.sleep(0.05)
+            client.shutdown()
+            client.shutdown()
+            with pytest.raises(EngineError, match="closed"):
+                await stream
+            with pytest.raises(EngineError, match="closed"):
+                await client.kv_stats()
+
+    run(main())

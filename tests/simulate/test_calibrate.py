@@ -1,0 +1,85 @@
+"""Calibration: the terms of a cost are found again from steps that took what it says."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from octavo.config import EngineArgs
+from octavo.core.plan import StepPlan
+from octavo.simulate.calibrate import Measured, TimedExecutor, error, fit, measure, nonnegative
+from octavo.simulate.clock import VirtualClock
+from octavo.simulate.cost import DEVICES, LinearCost, Work
+from octavo.simulate.executor import SimulatedExecutor
+from octavo.simulate.models import MODELS
+from octavo.simulate.simulation import Records, Replica, Setup
+
+TRUE = LinearCost(2e-3, 3e-5, 5e-5, pair_s=2e-8, kv_s=4e-7, host_s=1e-4)
+
+
+def steps(noise: float = 0.0, seed: int = 0) -> list[Measured]:
+    rnd, found = random.Random(seed), []
+    for i in range(300):
+        n, context = rnd.choice([1, 4, 16, 64]), rnd.randint(10, 500)
+        new = rnd.choice([8, 64, 512]) if i % 10 == 0 else 0
+        pairs = new * (new + 1) // 2
+        work = Work(n + (new > 0), new, n, 1, pairs, n * context + new, 0, 0)
+        step_s = TRUE.work_s(work) * (1 + rnd.uniform(-noise, noise))
+        found.append(Measured(work, step_s, 1e-4 * (1 + noise * rnd.random())))
+    return found
+
+
+def test_the_terms_are_found_again() -> None:
+    found = fit(steps())
+    for name in ("pass_s", "new_s", "decode_s", "pair_s", "kv_s", "host_s"):
+        assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=1e-6), name
+    assert error(found, steps()) < 1e-9
+
+
+def test_noise_is_evened_out() -> None:
+    found = fit(steps(noise=0.2), move_s=7e-4)
+    assert found.pass_s == pytest.approx(TRUE.pass_s, rel=0.1) and found.move_s == 7e-4
+    assert error(found, steps()) < 0.05 < error(LinearCost(4e-3, 0, 0), steps())
+
+
+def test_no_term_is_below_0() -> None:
+    """The plain fit of these would be 3 and -1."""
+    rows = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
+    found = nonnegative(rows, np.array([2.0, 1.0, 0.0]))
+    assert (found >= 0).all() and found[1] == 0 and found[0] == pytest.approx(1.0)
+    assert nonnegative(rows, np.array([2.0, 3.0, 4.0])) == pytest.approx([1.0, 1.0])
+    assert (nonnegative(rows, np.array([-1.0, -1.0, -1.0])) == 0).all()
+
+
+def test_an_engine_is_measured_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulated engine stands for a real one: what it is measured to take is what its cost model says."""
+    args = EngineArgs(model="x", num_gpu_blocks_override=400, async_scheduling=False, decode_window=1,
+                      enable_prefix_caching=False)  # fmt: skip
+    setup = Setup(MODELS["opt-13b"], DEVICES["h100"], args, cost=TRUE)
+    replica = Replica(setup, Records(), sample_s=1e9)
+    replica.engine.vocab_size = 1000
+    executor, clock = replica.engine.executor, replica.clock
+    monkeypatch.setattr("octavo.simulate.calibrate.time.perf_counter", clock)
+    monkeypatch.setattr(TimedExecutor.__init__, "__defaults__", (clock,))
+    said: list[str] = []
+    found = measure(replica.engine, repeats=1, progress=said.append)
+    assert replica.engine.executor is executor and not replica.engine.has_work
+    assert len(said) == 16 and len(found) > 100
+    cost = fit([Measured(s.work, s.step_s - TRUE.host_s, s.host_s) for s in found])  # submitting takes its time here
+    assert error(cost, [Measured(s.work, s.step_s - TRUE.host_s, 0) for s in found]) < 0.01
+    assert cost.new_s == pytest.approx(TRUE.new_s, rel=0.02) and cost.kv_s == pytest.approx(TRUE.kv_s, rel=0.02)
+
+
+def test_time_before_a_round_is_nobodys() -> None:
+    clock = VirtualClock()
+    timed = TimedExecutor(SimulatedExecutor(LinearCost(1.0, 0, 0), clock), clock)
+    timed.submit(StepPlan()).result()
+    clock.advance_to(5.0)
+    timed.submit(StepPlan(1)).result()
+    timed.rest()
+    clock.advance_to(50.0)
+    timed.submit(StepPlan(2)).result()
+    assert [s.host_s for s in timed.steps] == [0.0, 4.0, 0.0]
+    assert [s.step_s for s in timed.steps] == [1.0, 1.0, 1.0]

@@ -1,0 +1,94 @@
+"""`octavo simulate`, `reproduce` and `plan` on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from octavo.cli.main import run
+
+Output = pytest.CaptureFixture[str]
+
+
+def test_a_workload(capsys: Output, tmp_path: Path) -> None:
+    report, plot = tmp_path / "r.json", tmp_path / "p.svg"
+    line = ["simulate", "--requests", "50", "--rate", "5", "--slo", "ttft=1s", "--output", str(report)]
+    assert run([*line, "--plot", str(plot)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("50 requests in ") and "first token" in text and "memory" in text
+    told = json.loads(report.read_text())
+    assert told["num_requests"] == 50 and told["model"] == "llama-3.1-8b" and 0 < told["slo_kept"] <= 1
+    ElementTree.parse(plot)
+
+
+@pytest.mark.parametrize("workload", ["sharegpt", "alpaca", "prefix", "chat"])
+def test_each_workload_has_json(capsys: Output, workload: str) -> None:
+    assert run(["simulate", workload, "--requests", "40", "--rate", "20", "--gpu", "a100-80", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["num_requests"] == 40
+    assert (told["hit_rate"] > 0.2) == (workload in ("prefix", "chat"))
+
+
+def test_a_file_and_the_engines_options(capsys: Output, tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text(
+        "arrived_at,num_prefill_tokens,num_decode_tokens\n" + "".join(f"{i / 100},100,50\n" for i in range(1, 60))
+    )
+    line = ["simulate", str(trace), "--num-gpu-blocks-override", "40", "--preemption-mode", "swap", "--json"]
+    assert run(line) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["num_blocks"] == 40 and told["num_requests"] == 59 and told["num_preempted"].get("swap", 0) > 0
+    assert run([*line, "--replicas", "8", "--n", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_requests"] == 59
+
+
+MISTAKES = {
+    "trace": (["simulate", "nowhere"], "no file 'nowhere', and no workload; known: sharegpt"),
+    "gpu": (["simulate", "--gpu", "h20"], "did you mean h200"),
+    "slo": (["simulate", "--slo", "fast"], "give times such as ttft=500ms"),
+    "rate": (["simulate", "--rate", "0"], "rate is 0.0, it must be above 0"),
+    "requests": (["simulate", "--requests", "0"], "requests are 0"),
+    "replicas": (["simulate", "--replicas", "0"], "replicas are 0"),
+    "heads": (["simulate", "--tensor-parallel-size", "3"], "has 32 heads, which it must divide"),
+    "block size": (["simulate", "--block-size", "3"], "power of two"),
+    "figure": (["reproduce", "fig1"], "no experiment 'fig1'; known: fig2"),
+    "time": (["reproduce", "fig2", "--time", "0"], "time is 0.0"),
+    "lengths": (["reproduce", "fig2", "--lengths", "nowhere.npz"], "no file 'nowhere.npz'"),
+    "share": (["plan", "--trace", "chat", "--slo", "ttft=1s", "--share", "2"], "share is 2.0"),
+    "prices": (["plan", "--trace", "chat", "--slo", "ttft=1s", "--prices", "nowhere"], "nowhere has no prices"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_one_line(capsys: Output, case: str) -> None:
+    line, message = MISTAKES[case]
+    assert run(line) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("error: ") and message in said.err and said.err.count("\n") == 1
+
+
+def test_no_room_is_a_failure(capsys: Output) -> None:
+    assert run(["simulate", "--model", "opt-175b", "--gpu", "l4"]) == 1
+    assert "no room for KV blocks" in capsys.readouterr().err
+
+
+def test_reproduce(capsys: Output, tmp_path: Path) -> None:
+    assert run(["reproduce", "fig2", "--time", "0.05", "--output", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["figure"] == "fig2" and len(told["rows"]) == 14
+    assert json.loads((tmp_path / "fig2.json").read_text()) == told
+
+
+def test_plan(capsys: Output, tmp_path: Path) -> None:
+    prices = tmp_path / "prices.json"
+    prices.write_text('{"h100": 2.5, "A100-80": 1.5}')
+    line = ["plan", "--trace", "sharegpt", "--rate", "4", "--requests", "60", "--slo", "ttft=2s,tpot=100ms"]
+    assert run([*line, "--prices", str(prices)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("1 x a100-80: 1 replicas of llama-3.1-8b") and "times this load" in text
+    assert run([*line, "--gpu", "h100", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["best"]["gpu"] == "h100" and told["margin"] >= 1 and told["tried"][0]["slo_kept"] >= 0.95

@@ -1,0 +1,158 @@
+"""The paper's figures, on short traces: what must hold of them at any length. `octavo reproduce` does them in full."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from octavo.simulate.experiments import ALL, beams, experiment, fig15, fig17
+from octavo.simulate.experiments.paper import (
+    FT,
+    MAX,
+    OPT_13B,
+    ORACLE,
+    OURS,
+    POW2,
+    Figure,
+    PaddedCost,
+    Paper,
+    Row,
+    era_cost,
+    knee,
+    latency_at,
+    poisson_trace,
+    setup_for,
+)
+from octavo.simulate.simulation import simulate
+from octavo.simulate.traces import sharegpt_like
+
+
+def ours_of(figure: Figure, system: str, metric: str) -> float:
+    return next(row.ours for row in figure.rows if (row.system, row.metric) == (system, metric))
+
+
+@pytest.fixture(scope="module")
+def waste() -> Figure:
+    return experiment("fig2")(Paper(time=0.5))
+
+
+def test_waste_is_the_papers(waste: Figure) -> None:
+    """Figure 2 within 6 points, from 18 percentiles of the lengths and half of the time."""
+    for row in waste.rows:
+        assert row.paper is not None and abs(row.ours - row.paper) < 6, row
+    for system in (OURS, ORACLE, POW2, MAX):
+        shares = [row.ours for row in waste.rows if row.system == system]
+        assert sum(shares) == pytest.approx(100) and min(shares) >= 0
+
+
+def test_a_figure_is_written_and_printed(waste: Figure, tmp_path: Path) -> None:
+    waste.write(tmp_path / "deep")
+    told = json.loads((tmp_path / "deep" / "fig2.json").read_text())
+    assert told["figure"] == "fig2" and told["setup"]["seed"] == 0
+    assert set(told["rows"][0]) == {"system", "metric", "paper", "ours"}
+    ElementTree.parse(tmp_path / "deep" / "fig2.svg")
+    text = "\n".join(waste.lines())
+    assert "Orca (Max)" in text and "tokens %" in text and "33.4 ms" in text
+
+
+def test_differences_are_points_or_per_cent() -> None:
+    assert Row("a", "b %", 40.0, 38.5).difference() == "-1.5"
+    assert Row("a", "b", 40.0, 50.0).difference() == "+25%"
+    assert Row("a", "b", None, 50.0).difference() == ""
+
+
+def test_batches_are_in_the_papers_order() -> None:
+    """Figure 13: Max runs 7, ours far more than Oracle."""
+    figure = experiment("fig13")(Paper(time=0.12))
+    for workload in ("ShareGPT, 2/s", "Alpaca-like, 30/s"):
+        running = [ours_of(figure, system, workload) for system in (MAX, POW2, ORACLE, OURS)]
+        assert running == sorted(running) and 6.5 <= running[0] <= 7
+    assert ours_of(figure, OURS, "ShareGPT, 2/s") > 1.5 * ours_of(figure, ORACLE, "ShareGPT, 2/s")
+
+
+def test_at_a_rate_that_ours_bears_the_others_do_not() -> None:
+    """Figure 12 at 1.5 requests/s: ours answers at its ease, and the rest in the paper's order."""
+    latencies = []
+    for system in (OURS, ORACLE, POW2, MAX, FT):
+        setup = setup_for(system, OPT_13B, era_cost(OPT_13B))
+        latencies.append(latency_at(setup, poisson_trace(sharegpt_like(1000), 1.5, 200.0)))
+    assert latencies == sorted(latencies)
+    assert latencies[0] < 0.12 and latencies[1] > 3 * latencies[0]
+
+
+def test_sharing_saves_what_the_paper_says() -> None:
+    """Figure 15: parallel sampling within 5 points, beams of 2 within 6."""
+    paper = Paper(time=0.25)
+    assert 100 * fig15.saving(paper, "Alpaca-like", 2, False) == pytest.approx(6.09, abs=5)
+    assert 100 * fig15.saving(paper, "ShareGPT", 2, False) == pytest.approx(16.2, abs=5)
+    assert 100 * fig15.saving(paper, "Alpaca-like", 2, True) == pytest.approx(37.56, abs=6)
+
+
+def test_more_open_places_make_beams_share_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    savings = []
+    for share in (0.02, 0.5):
+        monkeypatch.setattr(beams, "OPEN", share)
+        savings.append(fig15.saving(Paper(time=0.1), "Alpaca-like", 2, True))
+    assert 0.1 < savings[0] < savings[1] - 0.05 < 0.5, "two beams share half of all at most"
+
+
+def test_recomputing_does_not_depend_on_the_block_and_swapping_apart_does() -> None:
+    figure = experiment("fig19")(Paper(time=0.02))
+    metric = "256 tokens, blocks of {}: ms"
+    apart, whole = ("swap, K and V of each layer apart", "swap, a block in one piece")
+    assert ours_of(figure, "recompute", metric.format(1)) == ours_of(figure, "recompute", metric.format(256))
+    assert ours_of(figure, apart, metric.format(1)) == pytest.approx(135, rel=0.15)  # the paper's, read off
+    assert ours_of(figure, apart, metric.format(256)) < 20
+    assert ours_of(figure, whole, metric.format(1)) < 20
+
+
+def test_a_prompt_of_1024_rounds_up_to_the_same_for_all_orcas() -> None:
+    """Figure 17: prompt and any output are above 1,024, so that Oracle's piece is Max's."""
+    paper = Paper(time=0.1)
+    lengths = paper.sharegpt(2000)
+    oracle, most = (fig17._latency(paper, system, lengths, 0.03, 0.5) for system in (ORACLE, MAX))
+    ours = fig17._latency(paper, OURS, lengths, 0.03, 0.5)
+    assert ours < oracle <= most * 1.02
+
+
+def test_padding_is_paid_for() -> None:
+    """A batch of 3 and 1,000 tokens costs two prompts of 1,000, and its last token a row for each of the two."""
+    from array import array
+
+    from octavo.core.plan import StepPlan
+
+    cost, plan = era_cost(OPT_13B), StepPlan()
+    plan.rows, plan.starts, plan.counts, plan.samples = [0, 1], [0, 0], [3, 1000], [1, 1]
+    plan.host_tokens = {0: array("i", [1] * 3), 1: array("i", [1] * 1000)}
+    padded = PaddedCost(cost)
+    assert padded.step_s(plan) == pytest.approx(cost.pass_s + 2000 * (cost.new_s + cost.kv_s))
+    late = StepPlan()
+    late.rows, late.starts, late.counts, late.samples = [1], [1200], [1], [1]
+    assert padded.step_s(late) == pytest.approx(cost.pass_s + 2 * (cost.decode_s + 1201 * cost.kv_s))
+
+
+def test_request_level_batches_wait_for_each_other() -> None:
+    setup = setup_for(FT, OPT_13B, era_cost(OPT_13B))
+    records = simulate(setup, poisson_trace(sharegpt_like(100), 0.5, 100.0), sample_s=0.5)
+    assert max(s.num_running for s in records.samples) == OPT_13B.batch_sizes[0]
+    assert any(1 <= s.num_running < 5 and s.num_waiting for s in records.samples), "rows stand empty while others wait"
+
+
+def test_a_knee_is_bisected() -> None:
+    asked = []
+
+    def latency(rate: float) -> float:
+        asked.append(rate)
+        return rate**2 / 8
+
+    for low, high in ((1.0, 4.0), (0.1, 0.5), (7.0, 9.0)):
+        assert knee(latency, low, high, steps=8) == pytest.approx(2.0, rel=0.02)
+    assert len(asked) < 40
+
+
+def test_all_are_there() -> None:
+    for name in ALL:
+        assert callable(experiment(name))

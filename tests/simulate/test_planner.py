@@ -1,0 +1,72 @@
+"""The planner: the cheapest that keeps the SLO, found by simulation."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.simulate.cost import DEVICES
+from octavo.simulate.models import MODELS
+from octavo.simulate.planner import Planner
+from octavo.simulate.report import SLO
+from octavo.simulate.traces import Arrival, of_lengths, poisson, sharegpt_like
+
+MODEL = MODELS["qwen2.5-7b"]
+
+
+def load(rate: float, num: int = 120) -> list[Arrival]:
+    return list(of_lengths(sharegpt_like(num), poisson(rate)))
+
+
+def planner(rate: float, slo: SLO, **options: object) -> Planner:
+    return Planner(MODEL, load(rate), slo, **options)  # type: ignore[arg-type]
+
+
+def test_the_fewest_gpus_and_then_the_least_memory() -> None:
+    answer = planner(5.0, SLO(1.0, 0.05), devices=[DEVICES["h200"], DEVICES["a100-40"]]).search()
+    assert answer.best is not None
+    assert (answer.best.num_gpus, answer.best.device.name) == (1, "a100-40")
+    assert answer.best.kept >= 0.95 and answer.margin >= 1
+    assert answer.tried[0] is answer.best
+
+
+def test_prices_decide_where_there_are_some() -> None:
+    devices = [DEVICES["h200"], DEVICES["a100-40"]]
+    answer = planner(5.0, SLO(1.0, 0.05), devices=devices, prices={"h200": 1.0, "a100-40": 5.0}).search()
+    assert answer.best is not None and answer.best.device.name == "h200" and answer.best.price == 1.0
+    only = planner(5.0, SLO(1.0, 0.05), devices=devices, prices={"h200": 1.0}).search()
+    assert {c.device.name for c in only.tried} == {"h200"}
+
+
+def test_one_replica_fewer_does_not_keep_it() -> None:
+    """What is told as the fewest was tried with fewer, too, with every setting there is."""
+    answer = planner(400.0, SLO(1.0, 0.05), devices=[DEVICES["a100-80"]]).search()
+    best = answer.best
+    assert best is not None and best.num_gpus > 1
+    fewer = [c for c in answer.tried if c.num_devices == best.num_devices and c.num_replicas < best.num_replicas]
+    assert fewer and all(c.kept < 0.95 for c in fewer)
+    assert len({str(c.settings) for c in fewer}) > 3
+
+
+def test_what_cannot_be_had_is_said() -> None:
+    answer = planner(5.0, SLO(None, 0.0005), devices=[DEVICES["l4"]], most_gpus=4).search()
+    assert answer.best is None and answer.margin == 0 and answer.tried
+    assert all(c.num_gpus <= 4 for c in answer.tried)
+    kept = [c.kept for c in answer.tried]
+    assert kept == sorted(kept, reverse=True)
+
+
+def test_a_model_that_does_not_fit_is_no_candidate() -> None:
+    answer = Planner(MODELS["llama-3.1-70b"], load(0.2, 10), SLO(5.0), devices=[DEVICES["h100"]], most_gpus=4).search()
+    assert answer.best is not None and answer.best.num_devices >= 2
+    assert all(c.num_devices >= 2 for c in answer.tried)
+
+
+@pytest.mark.parametrize("load_factor", [1.0, 1.5])
+def test_the_margin_is_borne(load_factor: float) -> None:
+    slo, devices = SLO(0.5, 0.03), [DEVICES["h100"]]
+    search = planner(30.0 * load_factor, slo, devices=devices, most_gpus=1)
+    answer = search.search()
+    if answer.best is None:
+        return
+    again = planner(30.0 * load_factor * answer.margin, slo, devices=devices, most_gpus=1).search()
+    assert again.best is not None

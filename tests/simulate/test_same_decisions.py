@@ -1,0 +1,147 @@
+"""A simulation decides what the engine decides: given the times of a real run, the same events in order.
+
+The run is a real one: a tiny model on the CPU, on the real clock, with a pool so small that requests are preempted,
+with shared prefixes, samples that fork, stop tokens and aborts.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from octavo.build import build
+from octavo.config import EngineArgs
+from octavo.core import events as ev
+from octavo.core.sampling_params import SamplingParams
+from octavo.engine.outputs import RequestOutput
+from octavo.simulate.cost import DEVICES, LinearCost
+from octavo.simulate.live import Call, RecordedClock, Script, Stopwatch, run_calls
+from octavo.simulate.models import ModelShape
+from octavo.simulate.simulation import Records, Replica, Setup
+from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint
+
+OPTIONS: dict[str, Any] = {
+    "block_size": 4,
+    "num_gpu_blocks_override": 96,
+    "max_model_len": 96,
+    "max_num_seqs": 24,
+    "max_num_batched_tokens": 64,
+    "swap_space": 1.0,
+    "watermark": 0.02,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint("llama", tmp_path_factory.mktemp("tiny"), num_hidden_layers=1)
+
+
+class Live(NamedTuple):
+    """A run: outputs, events, and what the engine saw of time. `move_s` is what it measured of swapping a block."""
+
+    outputs: dict[str, RequestOutput]
+    events: list[ev.Event]
+    looks_s: array[float] = array("d")
+    move_s: float = 0.0
+
+
+def calls_of(num_requests: int, rate: float, seed: int) -> list[Call]:
+    rnd = random.Random(seed)
+    prefixes = [[rnd.randrange(3, VOCAB_SIZE) for _ in range(rnd.randint(4, 20))] for _ in range(4)]
+    calls, now = [], 0.0
+    for i in range(num_requests):
+        now += rnd.expovariate(rate)
+        prompt = rnd.choice(prefixes) if rnd.random() < 0.5 else []
+        prompt = prompt + [rnd.randrange(3, VOCAB_SIZE) for _ in range(rnd.randint(1, 24))]
+        params = SamplingParams(
+            n=rnd.choice([1, 1, 1, 2, 4]),
+            max_tokens=rnd.randint(1, 30),
+            ignore_eos=True,
+            seed=i,
+            detokenize=False,
+            stop_token_ids=[rnd.randrange(VOCAB_SIZE)],
+        )
+        calls.append(Call(now, str(i), prompt, params))
+        if rnd.random() < 0.1:
+            calls.append(Call(now + rnd.expovariate(20), str(i)))
+    return sorted(calls, key=lambda call: call.time_s)
+
+
+def live(directory: Path, calls: list[Call], **options: Any) -> Live:
+    built = build(EngineArgs(model=str(directory), device="cpu", skip_tokenizer_init=True, **OPTIONS, **options))
+    engine, events, watch = built.engine, list[ev.Event](), Stopwatch()
+    engine._clock = watch
+    try:
+        engine.scheduler.events.subscribe(events.append, blocks=True)
+        with engine.garbage:
+            outputs = run_calls(engine, calls, watch)
+    finally:
+        engine.close()
+    return Live(outputs, events, watch.looks_s, engine.scheduler.policy.costs.move_s)
+
+
+def followed(calls: list[Call], run: Live, **options: Any) -> Live:
+    """The same calls through the simulator: the run's clock for a clock, its outputs for a model."""
+    shape = ModelShape("tiny", 10_000, 1, 64, 4, 2, 16, 96, 4)
+    args = EngineArgs(model="tiny", **OPTIONS, **options)
+    setup = Setup(shape, DEVICES["h100"], args.settled("cpu"), cost=LinearCost(1e-3, 0, 0, move_s=run.move_s))
+    script = Script({int(name): [c.token_ids for c in output.outputs] for name, output in run.outputs.items()})
+    replica = Replica(setup, Records(), answers=script, sample_s=1e9)
+    clock, events = RecordedClock(run.looks_s), list[ev.Event]()
+    replica.engine._clock = clock
+    replica.scheduler.events.subscribe(events.append, blocks=True)
+    try:
+        return Live(run_calls(replica.engine, calls, clock), events)
+    except StopIteration:  # it looked more often
+        return Live({}, events)
+
+
+def compare(directory: Path, num_requests: int, rate: float, seed: int, **options: Any) -> Counter[str]:
+    calls = calls_of(num_requests, rate, seed)
+    run = live(directory, calls, **options)
+    again = followed(calls, run, **options)
+    decided, simulated = run.events, again.events
+    for i, (a, b) in enumerate(zip(decided, simulated, strict=False)):
+        assert a == b, (i, decided[i - 3 : i + 1], simulated[i - 3 : i + 1])
+    assert len(decided) == len(simulated)
+    for name, output in run.outputs.items():
+        want = [(c.token_ids, c.finish_reason) for c in output.outputs]
+        assert [(c.token_ids, c.finish_reason) for c in again.outputs[name].outputs] == want
+    seen = Counter(type(event).__name__ for event in decided)
+    seen.update(f"preempted by {e.how}" for e in decided if isinstance(e, ev.Preempted))
+    seen.update(f"ended by {e.reason}" for e in decided if isinstance(e, ev.Finished))
+    seen["cached"] = sum(e.num_cached_tokens for e in decided if isinstance(e, ev.Admitted))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("window", "overlap", "mode"),
+    [(1, True, "auto"), (4, True, "recompute"), (1, False, "swap"), (4, False, "auto")],
+)
+def test_a_simulation_decides_as_the_engine_did(tiny: Path, window: int, overlap: bool, mode: str) -> None:
+    """With `auto`, how somebody gives way depends on what the engine has measured: by the same clock, the same."""
+    seen = compare(tiny, 250, 400, window, decode_window=window, async_scheduling=overlap, preemption_mode=mode)
+    for what in ("Preempted", "ended by abort", "ended by stop", "Copied", "cached"):
+        assert seen[what] > 0, (what, seen)
+    if mode != "auto":
+        assert seen[f"preempted by {mode}"] == seen["Preempted"]
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests(tiny: Path) -> None:
+    seen = compare(tiny, 10_000, 1_000, 0)
+    assert seen["Preempted"] > 100, seen
+
+
+def test_following_needs_the_times(tiny: Path) -> None:
+    """Another clock sees other arrivals at a turn, and what is decided differs: the comparison above is not idle."""
+    calls = calls_of(120, 400, 7)
+    run = live(tiny, calls)
+    late = run._replace(looks_s=array("d", [look * 1.5 for look in run.looks_s]))
+    assert followed(calls, run).events == run.events
+    assert followed(calls, late).events != run.events

@@ -1,0 +1,231 @@
+"""The loop: a trace through real engines on virtual clocks, and what is told of it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from octavo.config import EngineArgs
+from octavo.errors import MemoryBudgetError, ParameterError
+from octavo.simulate import report, traces
+from octavo.simulate.cost import DEVICES, LinearCost
+from octavo.simulate.executor import SimulatedExecutor
+from octavo.simulate.models import MODELS
+from octavo.simulate.plot import Area, Bars, Chart, Line, svg
+from octavo.simulate.report import SLO
+from octavo.simulate.simulation import MOST_SAMPLES, Records, Setup, simulate
+from octavo.simulate.traces import FIRST_TOKEN, Arrival
+
+STEP_S = 0.5
+
+
+def setup(**options: Any) -> Setup:
+    """A machine that takes half a second for every step, whatever is in it."""
+    cost = options.pop("cost", LinearCost(STEP_S, 0.0, 0.0))
+    replicas = options.pop("replicas", 1)
+    defaults = {"block_size": 4, "num_gpu_blocks_override": 64, "decode_window": 1, "async_scheduling": False}
+    args = EngineArgs(model="tiny", **(defaults | options))
+    return Setup(MODELS["opt-13b"], DEVICES["a100-40"], args, num_replicas=replicas, cost=cost)
+
+
+def arrivals(*requests: tuple[float, int, int]) -> Iterator[Arrival]:
+    for i, (time_s, num_prompt, num_output) in enumerate(requests):
+        yield Arrival(time_s, ((FIRST_TOKEN + i, num_prompt),), num_output)
+
+
+def test_times_are_those_of_the_steps() -> None:
+    """One prompt, three tokens: steps end at 10.5, 11 and 11.5. A second request comes while a step runs."""
+    records = simulate(setup(), arrivals((10.0, 5, 3), (10.7, 5, 1)))
+    by_index = np.argsort(records.column("index"))
+    assert records.column("arrived_s")[by_index].tolist() == [10.0, 10.7]
+    assert records.column("first_s")[by_index].tolist() == [10.5, 11.5]
+    assert records.column("finished_s")[by_index].tolist() == [11.5, 11.5]
+    assert records.num_steps == 3 and records.busy_s == 1.5 and records.end_s == 11.5
+    assert report.ttft(records)[by_index].tolist() == pytest.approx([0.5, 0.8])
+    assert report.tpot(records)[by_index].tolist() == pytest.approx([0.5, 0.0])
+    assert report.normalized_latency(records) == pytest.approx((1.5 / 3 + 0.8) / 2)
+
+
+def test_overlap_hides_the_host_and_its_absence_does_not() -> None:
+    cost = LinearCost(STEP_S, 0.0, 0.0, host_s=0.1)
+    ends = [
+        simulate(setup(cost=cost, async_scheduling=overlap), arrivals((0.0, 5, 20))).end_s for overlap in (True, False)
+    ]
+    assert ends[0] == pytest.approx(20 * STEP_S + 0.1)
+    assert ends[1] == pytest.approx(20 * (STEP_S + 0.1))
+
+
+def test_windows_take_fewer_steps_and_as_much_device_time() -> None:
+    single, window = (simulate(setup(decode_window=n), arrivals((0.0, 5, 33))) for n in (1, 8))
+    assert (single.num_steps, window.num_steps) == (33, 5)
+    assert single.busy_s == window.busy_s == 33 * STEP_S
+
+
+def test_a_shared_prefix_is_found() -> None:
+    requests = [Arrival(float(i), ((FIRST_TOKEN, 40), (FIRST_TOKEN + 1 + i, 3)), 2) for i in range(3)]
+    records = simulate(setup(), requests)
+    assert records.column("num_cached").tolist() == [0, 40, 40]
+    assert report.summary(records)["hit_rate"] == pytest.approx(80 / 129)
+    off = simulate(setup(enable_prefix_caching=False), requests)
+    assert off.column("num_cached").tolist() == [0, 0, 0]
+
+
+def test_the_next_round_of_a_chat_finds_the_answer() -> None:
+    chat = traces.chat(traces.Lengths("c", np.full(4, 6), np.full(4, 6)), [0.0, 50.0, 100.0, 150.0], new_chance=0.0)
+    records = simulate(setup(), chat)
+    assert records.column("num_prompt").tolist() == [6, 18, 30, 42]
+    assert records.column("num_cached").tolist() == [
+        0,
+        8,
+        20,
+        32,
+    ]  # full blocks of 4
+
+
+def test_a_small_pool_preempts_and_says_why() -> None:
+    records = simulate(setup(num_gpu_blocks_override=10, preemption_mode="recompute"), arrivals(*[(0.0, 8, 20)] * 3))
+    told = report.summary(records)
+    assert told["num_preempted"]["recompute"] > 0 and told["num_waits"]["blocks"] > 0
+    assert told["num_requests"] == 3 and told["num_unfinished"] == 0
+    assert any("preempted" in line and "recompute" in line for line in report.lines(told))
+
+
+def test_what_could_never_run_is_refused_and_counted() -> None:
+    records = simulate(setup(), arrivals((0.0, 5, 3), (1.0, 3000, 3), (2.0, 5, 1000)))
+    assert len(records) == 1
+    told = report.summary(records)
+    assert {kind: r["count"] for kind, r in told["refused"].items()} == {"ContextLengthError": 1, "CapacityError": 1}
+    assert "refused 1: " in "\n".join(report.lines(told))
+
+
+def test_it_ends_when_it_is_told_to() -> None:
+    records = simulate(setup(), arrivals(*[(float(i), 5, 8) for i in range(20)]), until_s=10.0)
+    assert 10.0 <= records.end_s <= 10.0 + STEP_S and 0 < len(records) < 20 and records.num_unfinished > 0
+
+
+def test_the_router_takes_the_replica_with_the_fewest() -> None:
+    """Four requests at once: one replica serves them four times as slowly as a machine of one row a step allows."""
+    one, four = (simulate(setup(max_num_seqs=1, replicas=n), arrivals(*[(1.0, 5, 4)] * 4)) for n in (1, 4))
+    assert four.column("finished_s").tolist() == [3.0] * 4
+    assert one.column("finished_s").tolist() == [3.0, 5.0, 7.0, 9.0]
+
+
+def test_looks_at_memory_thin_out() -> None:
+    records = simulate(setup(), arrivals(*[(0.0, 4, 120)] * 40), sample_s=0.001)
+    assert 100 < len(records.samples) <= MOST_SAMPLES
+    long = simulate(
+        setup(cost=LinearCost(1.0, 0, 0)), arrivals(*[(i * 100.0, 4, 100) for i in range(30)]), sample_s=0.001
+    )
+    assert MOST_SAMPLES / 3 < len(long.samples) <= MOST_SAMPLES
+    for sample in long.samples:
+        assert sum(sample.split) == 64 * 4
+
+
+def test_the_budget_of_blocks() -> None:
+    model, device = MODELS["llama-3.1-8b"], DEVICES["h200"]
+    setup = Setup(model, device, EngineArgs(model="x", gpu_memory_utilization=0.5))
+    assert setup.num_blocks() == int((141e9 * 0.5 - 16.06e9) // (131_072 * 16))
+    assert setup.num_host_blocks() == (4 << 30) // (131_072 * 16)
+    with pytest.raises(MemoryBudgetError, match=r"llama-3\.1-70b takes 141\.2 GB and 1 x h200 has 141 GB"):
+        Setup(MODELS["llama-3.1-70b"], device, EngineArgs(model="x")).num_blocks()
+    assert Setup(MODELS["llama-3.1-70b"], device, EngineArgs(model="x"), num_devices=2).num_blocks() > 10_000
+
+
+def test_a_simulation_is_the_same_twice() -> None:
+    def run() -> Records:
+        lengths = traces.sharegpt_like(60)
+        return simulate(setup(num_gpu_blocks_override=600), traces.of_lengths(lengths, traces.poisson(0.4)))
+
+    one, two = run(), run()
+    assert one.finished_s == two.finished_s and one.num_steps == two.num_steps and len(one) == 60
+
+
+def test_samples_fork() -> None:
+    records = simulate(setup(), [Arrival(0.0, ((FIRST_TOKEN, 10),), 5, n=3)], sample_s=0.1)
+    assert records.column("num_output").tolist() == [15]
+    # Two siblings do without the prompt's two full blocks each; without its tail until they write there.
+    assert [saved for saved, _ in itertools.groupby(s.num_saved for s in records.samples)] == [6, 4, 0]
+
+
+def test_a_step_begins_when_the_one_before_has_ended() -> None:
+    from octavo.core.plan import StepPlan
+    from octavo.simulate.clock import VirtualClock
+
+    clock = VirtualClock()
+    executor = SimulatedExecutor(LinearCost(1.0, 0, 0), clock)
+    a, b = executor.submit(StepPlan()), executor.submit(StepPlan(1))
+    assert (a.done_s, b.done_s, clock()) == (1.0, 2.0, 0.0) and not a.done
+    assert a.poll(0.25) is None and clock() == 0.25
+    b.result()
+    assert clock() == 2.0 and a.done and b.done
+    clock.advance_to(1.0)
+    assert clock() == 2.0
+
+
+# -- telling -----------------------------------------------------------------------------------------------------------
+
+
+def test_goodput_counts_who_keeps_the_slo() -> None:
+    records = simulate(setup(), arrivals((10.0, 5, 3), (10.7, 5, 1)))
+    assert SLO(0.6, 0.6).kept(records).sum() == 1 and SLO(None, 0.6).kept(records).all()
+    assert not SLO(0.4).kept(records).any()
+    told = report.summary(records, SLO(0.6))
+    assert told["slo_kept"] == 0.5 and told["goodput_requests_per_s"] == pytest.approx(1 / 1.5)
+    assert any(line.startswith("good ") and "50.0%" in line for line in report.lines(told))
+    json.dumps(told)
+
+
+@pytest.mark.parametrize(
+    ("text", "slo"),
+    [("ttft=500ms,tpot=50ms", SLO(0.5, 0.05)), ("ttft=2s", SLO(2.0)), (" tpot=0.1 ", SLO(None, 0.1))],
+)
+def test_an_slo_is_read(text: str, slo: SLO) -> None:
+    assert SLO.parse(text) == slo
+
+
+@pytest.mark.parametrize("text", ["", "ttft", "ttft=x", "ttft=-1s", "latency=1s", "ttft=0", "ttft=inf", "ttft=nan"])
+def test_an_slo_that_says_nothing_is_refused(text: str) -> None:
+    with pytest.raises(ParameterError, match="give times such as ttft=500ms"):
+        SLO.parse(text)
+
+
+def test_nothing_finished_is_told_too() -> None:
+    told = report.summary(simulate(setup(), arrivals((0.0, 3000, 3))))
+    assert told["num_requests"] == 0 and report.lines(told)[0] == "no request finished"
+
+
+def test_pictures_are_svg() -> None:
+    records = simulate(setup(), arrivals(*[(float(i), 5, 8) for i in range(20)]), sample_s=1.0)
+    charts = report.pictures(records)
+    root = ElementTree.fromstring(svg(charts))
+    texts = [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"Memory", "Requests", "running", "tokens", "first token"} <= set(texts)
+    polygons = list(root.iter("{http://www.w3.org/2000/svg}polygon"))
+    assert len(polygons) >= 2
+
+
+def test_marks_stand_where_values_are() -> None:
+    """The axis ends at `top`; twice the value is twice as high, and what runs away is cut at the edge."""
+    chart = Chart("a < b", "x", "y", lines=[Line("one", [0, 5, 10], [0.0, 0.5, 9.0])], top=1.0)
+    root = ElementTree.fromstring(svg([chart]))
+    circles = [(float(c.get("cx", 0)), float(c.get("cy", 0))) for c in root.iter("{http://www.w3.org/2000/svg}circle")]
+    (x0, y0), (x1, y1), (x2, y2) = circles
+    assert x1 - x0 == pytest.approx(x2 - x1, abs=0.11) and y0 - y1 == pytest.approx(y1 - y2, abs=0.11)
+    bars = Chart("b", "", "%", bars=[Bars("p", [30.0]), Bars("q", [60.0])], labels=["only"], stacked=True, top=100)
+    rects = [
+        (float(r.get("y", 0)), float(r.get("height", 0)))
+        for r in ElementTree.fromstring(svg([bars])).iter("{http://www.w3.org/2000/svg}rect")
+        if r.get("height") != "10"
+    ]
+    assert rects[1][1] == pytest.approx(2 * rects[0][1], abs=0.2)
+    assert rects[1][0] + rects[1][1] == pytest.approx(rects[0][0], abs=0.2)  # one upon the other
+    areas = Chart("c", "x", "y", xs=[1, 10, 100], areas=[Area("z", [1, 2, 3])], log_x=True)
+    (polygon,) = ElementTree.fromstring(svg([areas])).iter("{http://www.w3.org/2000/svg}polygon")
+    xs = [float(p.split(",")[0]) for p in polygon.get("points", "").split()[:3]]
+    assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.11)

@@ -1,0 +1,236 @@
+"""Traces: what files say, what is drawn, and what is said of a file that is wrong."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from octavo.errors import ParameterError, TraceError
+from octavo.simulate import traces
+from octavo.simulate.executor import ANSWER
+from octavo.simulate.traces import FIRST_TOKEN, Arrival, read_trace
+
+SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "traces"
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+VIDUR = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
+
+
+def mooncake(time_ms: float, num_prompt: int, num_output: int, ids: list[int]) -> str:
+    row = {"timestamp": time_ms, "input_length": num_prompt, "output_length": num_output, "hash_ids": ids}
+    return json.dumps(row) + "\n"
+
+
+def write(path: Path, text: str) -> Path:
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_mooncake(tmp_path: Path, suffix: str) -> None:
+    text = mooncake(0, 1000, 20, [7, 8]) + "\n" + mooncake(0, 600, 5, [7, 9]) + mooncake(3000, 3, 1, [10])
+    first, second, third = read_trace(write(tmp_path / f"t.jsonl{suffix}", text))
+    assert first.runs == ((FIRST_TOKEN + 7, 512), (FIRST_TOKEN + 8, 488)) and first.num_prompt == 1000
+    assert second.runs == ((FIRST_TOKEN + 7, 512), (FIRST_TOKEN + 9, 88)) and second.num_output == 5
+    assert [a.time_s for a in (first, second, third)] == [0.0, 1.5, 3.0]  # a tick is spread
+    prompt = first.prompt()
+    assert len(prompt) == 1000 and prompt[511] == FIRST_TOKEN + 7 and prompt[512] == FIRST_TOKEN + 8
+
+
+def test_a_scaled_trace_shares_as_before(tmp_path: Path) -> None:
+    text = mooncake(0, 1600, 160, [1, 2, 3, 4]) + mooncake(10, 1600, 160, [1, 2, 3, 5])
+    a, b = read_trace(write(tmp_path / "t.jsonl", text), scale=1 / 16)
+    assert (a.num_prompt, a.num_output) == (100, 10)
+    assert a.runs[:3] == b.runs[:3] == tuple((FIRST_TOKEN + h, 32) for h in (1, 2, 3)) and a.runs[3] != b.runs[3]
+
+
+def test_azure_and_vidur(tmp_path: Path) -> None:
+    azure = AZURE + "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
+    a, b = read_trace(write(tmp_path / "a.csv", azure))
+    assert (a.time_s, a.num_prompt, a.num_output) == (0.0, 374, 44)
+    assert b.time_s == pytest.approx(4.314579, abs=1e-5) and b.runs[0][0] != a.runs[0][0]
+    vidur = write(tmp_path / "v.csv.gz", VIDUR + "0.5,10,3\n2.5,20,1\n")
+    assert [(v.time_s, v.num_prompt, v.num_output) for v in read_trace(vidur)] == [(0.0, 10, 3), (2.0, 20, 1)]
+
+
+def test_a_trace_can_be_played_at_another_rate(tmp_path: Path) -> None:
+    path = write(tmp_path / "v.csv", VIDUR + "".join(f"{i / 2},10,3\n" for i in range(11)))
+    arrivals = list(read_trace(path, rate=8.0))
+    assert arrivals[10].time_s == pytest.approx(10 / 8)
+
+
+def test_lengths_alone(tmp_path: Path) -> None:
+    np.savez(tmp_path / "l.npz", input_len=np.array([3, 4]), output_len=np.array([5, 6]))
+    a, b = read_trace(tmp_path / "l.npz", rate=2.0)
+    assert (a.num_prompt, a.num_output, b.num_prompt, b.num_output) == (3, 5, 4, 6) and 0 < a.time_s < b.time_s
+    with pytest.raises(ParameterError, match="no times"):
+        next(read_trace(tmp_path / "l.npz"))
+
+
+BAD = {
+    "negative length": ("v.csv", VIDUR + "0,10,3\n1,-4,3\n", ":3: num_prefill_tokens is '-4'"),
+    "no output": ("v.csv", VIDUR + "0,10,0\n", ":2: num_decode_tokens is '0'"),
+    "half a token": ("v.csv", VIDUR + "0,10,1.5\n", ":2: num_decode_tokens is '1.5'"),
+    "NaN": ("v.csv", VIDUR + "nan,10,3\n", ":2: arrived_at is 'nan'; expected a finite number"),
+    "no number": ("v.csv", VIDUR + "0,ten,3\n", ":2: num_prefill_tokens is 'ten'"),
+    "unsorted": ("v.csv", VIDUR + "5,10,3\n4,10,3\n", ":3: a time before the line before; expected rising times"),
+    "same time": ("v.csv", VIDUR + "5,10,3\n5,10,3\n", ":3: the same time as the line before; expected rising"),
+    "columns": ("v.csv", "a,b,c\n1,2,3\n", ":1: columns a, b, c.*expected TIMESTAMP, ContextTokens"),
+    "a column missing": ("v.csv", VIDUR + "0,10\n", ":2: 2 columns; expected 3"),
+    "timestamp": ("v.csv", AZURE + "yesterday,10,3\n", ":2: TIMESTAMP 'yesterday'; expected one such as"),
+    "empty": ("v.csv", "", "has no requests"),
+    "only a head": ("v.csv", VIDUR, "has no requests"),
+    "no JSON": ("m.jsonl", "{", ":1: no JSON object; expected {timestamp"),
+    "a list": ("m.jsonl", "[1]\n", ":1: no JSON object"),
+    "a key missing": ("m.jsonl", '{"timestamp": 0, "input_length": 3}\n', ":1: no 'output_length'"),
+    "hash ids": ("m.jsonl", mooncake(0, 1025, 3, [1, 2]), ":1: 2 hash_ids for 1025 tokens; expected one for 512.*3"),
+    "a hash id": ("m.jsonl", mooncake(0, 5, 3, [-1]), ":1: hash id -1; expected an integer"),
+    "time in ticks": ("m.jsonl", mooncake(3000, 5, 3, [1]) + mooncake(0, 5, 3, [1]), "2: .*expected rising times"),
+    "true": ("m.jsonl", '{"timestamp": 0, "input_length": true, "output_length": 3}', "input_length is 'True'"),
+    "binary": ("v.csv.gz", "no gzip", "expected a text file"),
+    "what": ("v.txt", "x", "is no trace: give a .jsonl, .csv or .npz"),
+    "lengths": ("l.npz", "PK no", "expected an .npz file"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_wrong_with_a_trace_is_said_with_its_line(tmp_path: Path, case: str) -> None:
+    name, text, message = BAD[case]
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(TraceError, match=message) as raised:
+        list(read_trace(path, rate=1.0 if name.endswith("npz") else None))
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
+
+
+def test_bad_lengths_name_the_row(tmp_path: Path) -> None:
+    np.savez(tmp_path / "l.npz", input_len=np.array([3, 0]), output_len=np.array([5, 6]))
+    with pytest.raises(TraceError, match=r"input_len\[1\] is 0"):
+        next(read_trace(tmp_path / "l.npz", rate=1.0))
+
+
+def test_a_long_trace_is_read_as_it_is_used(tmp_path: Path) -> None:
+    """What is wrong a million lines on does not matter to who takes ten; nothing is read ahead but a thousand lines."""
+    path = write(tmp_path / "v.csv", VIDUR + "".join(f"{i},10,3\n" for i in range(3000)) + "rubbish\n")
+    assert len(list(itertools.islice(read_trace(path, rate=5.0), 10))) == 10
+    with pytest.raises(TraceError, match=":3002:"):
+        list(read_trace(path))
+
+
+def test_a_line_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "MOST_LINE_BYTES", 64)
+    with pytest.raises(TraceError, match=":1: a line of over"):
+        list(read_trace(write(tmp_path / "m.jsonl", "x" * 65)))
+
+
+# -- what is drawn -----------------------------------------------------------------------------------------------------
+
+
+def test_arrivals_are_poisson_or_come_in_bursts() -> None:
+    def gaps(cv: float) -> np.ndarray:
+        return np.diff(list(itertools.islice(traces.bursty(4.0, cv, seed=3), 20_000)))
+
+    for cv in (1.0, 3.0):
+        found = gaps(cv)
+        assert found.min() >= 0
+        assert found.mean() == pytest.approx(0.25, rel=0.06)
+        assert found.std() / found.mean() == pytest.approx(cv, rel=0.06)
+    again = list(itertools.islice(traces.poisson(4.0, 3), 10))
+    assert (
+        again
+        == list(itertools.islice(traces.bursty(4.0, 1.0, 3), 10))
+        != list(itertools.islice(traces.poisson(4.0), 10))
+    )
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_rate_is_above_0(rate: float) -> None:
+    with pytest.raises(ParameterError, match="rate is"):
+        next(traces.poisson(rate))
+
+
+def test_lengths_are_those_of_the_paper() -> None:
+    """Figure 11: ShareGPT 161 and 338 tokens, Alpaca 19.31 and 58.45; all below 2,048 together."""
+    sharegpt, alpaca = traces.sharegpt_like(60_000), traces.alpaca_like(60_000)
+    assert len(sharegpt.prompts) == len(sharegpt.outputs) == 60_000
+    assert sharegpt.prompts.mean() == pytest.approx(161, rel=0.06)
+    assert sharegpt.outputs.mean() == pytest.approx(338, rel=0.02)
+    assert np.percentile(sharegpt.outputs, 50) == pytest.approx(271, rel=0.03)
+    assert alpaca.prompts.mean() == pytest.approx(19.31, rel=0.02)
+    assert alpaca.outputs.mean() == pytest.approx(58.45, rel=0.03)
+    for lengths in (sharegpt, alpaca):
+        assert (lengths.prompts + lengths.outputs).max() < 2048 and min(
+            lengths.prompts.min(), lengths.outputs.min()
+        ) >= 1
+    assert (traces.sharegpt_like(50, 1).prompts != sharegpt.prompts[:50]).any()
+
+
+def test_a_prefix_is_shared_and_the_rest_is_not() -> None:
+    a, b = traces.of_lengths(traces.sharegpt_like(2), iter([0.0, 1.0]), prefix=80)
+    assert a.runs[0] == b.runs[0] == (FIRST_TOKEN, 80)
+    assert a.runs[1][0] != b.runs[1][0] and not {a.runs[1][0], b.runs[1][0]} & {FIRST_TOKEN, ANSWER}
+
+
+def rounds(new_chance: float, num: int = 400) -> Iterator[Arrival]:
+    lengths = traces.sharegpt_like(num)
+    return traces.chat(lengths, traces.poisson(1.0), new_chance=new_chance)
+
+
+def test_a_chat_goes_on_where_it_stopped() -> None:
+    """With no cut, a later round begins with all that an earlier one said, its answer included."""
+    lengths = traces.Lengths("short", np.full(50, 7), np.full(50, 5))
+    known: set[tuple[tuple[int, int], ...]] = {()}
+    for arrival in traces.chat(lengths, traces.poisson(1.0), new_chance=0.3, max_prompt=1 << 20):
+        *before, query = arrival.runs
+        assert tuple(before) in known and query[1] == 7
+        known.add((*arrival.runs, (ANSWER, 5)))
+    assert max(map(len, known)) > 6
+
+
+def test_a_chat_keeps_the_end_of_what_was_said() -> None:
+    arrivals = list(rounds(0.05))
+    assert max(a.num_prompt for a in arrivals) == 1024
+    assert max(a.num_output for a in arrivals) <= 1016
+    assert sum(a.num_prompt == 1024 for a in arrivals) > 200
+    assert sum(len(a.runs) == 1 for a in rounds(1.0)) == 400
+
+
+# -- the real ones -----------------------------------------------------------------------------------------------------
+
+shared = pytest.mark.skipif(not SHARED.exists(), reason=f"no {SHARED}")
+
+
+@pytest.mark.shared
+@shared
+@pytest.mark.parametrize(
+    ("name", "num", "mean_prompt", "mean_output"),
+    [
+        ("mooncake_conversation.jsonl.gz", 12_031, 12_035.1, 342.6),
+        ("azure_llm_2023_conv.csv.gz", 19_366, 1_154.7, 211.1),
+    ],
+)
+def test_real_traces(name: str, num: int, mean_prompt: float, mean_output: float) -> None:
+    arrivals = list(read_trace(SHARED / name))
+    assert len(arrivals) == num
+    assert np.mean([a.num_prompt for a in arrivals]) == pytest.approx(mean_prompt, rel=0.01)
+    assert np.mean([a.num_output for a in arrivals]) == pytest.approx(mean_output, rel=0.01)
+    assert all(a.time_s <= b.time_s for a, b in itertools.pairwise(arrivals))
+
+
+@pytest.mark.shared
+@shared
+def test_real_lengths() -> None:
+    """The paper's filter leaves 79,725 pairs with means of 161.18 and 338.00."""
+    lengths = traces.Lengths("real", *traces.load_lengths(SHARED / "sharegpt_opt_lengths.npz")).below(2048)
+    assert len(lengths.prompts) == 79_725
+    assert (round(lengths.prompts.mean(), 2), round(lengths.outputs.mean(), 2)) == (161.18, 338.00)
+    assert re.match("real", lengths.name)

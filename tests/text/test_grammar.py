@@ -1,0 +1,338 @@
+"""Grammars: masks that are exact, errors that are said, and compilations that cannot harm anybody."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from conftest import make_sentencepiece, train_byte_level
+from tokenizers import decoders, models
+
+from octavo.errors import EngineError, ParameterError
+from octavo.text import grammar, grammar_trial
+from octavo.text.grammar import (
+    Grammar,
+    GrammarCompiler,
+    Matcher,
+    choice_grammar,
+    json_grammar,
+    regex_grammar,
+)
+from octavo.text.tokenizer import Tokenizer
+
+PADDING = 40
+"""Tokens that the model has logits for, and the tokenizer no text."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(train_byte_level())
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(tokenizer, tokenizer.vocab_size + PADDING)
+    yield made
+    made.close()
+
+
+def allowed(matcher: Matcher) -> set[int]:
+    mask = matcher.mask()
+    return {i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1}
+
+
+def check_masks(tokenizer: Tokenizer, matcher: Matcher, texts: list[bytes], prefix: bytes = b"") -> int:
+    """Every token at every reachable place, against the texts themselves -> the number of places."""
+    going_on = [t for t in texts if t.startswith(prefix)]
+    expected = {
+        i
+        for i in range(tokenizer.vocab_size)
+        if i not in tokenizer.special_ids
+        and (piece := tokenizer.token_bytes(i))
+        and any(t.startswith(prefix + piece) for t in going_on)
+    }
+    assert allowed(matcher) == expected, prefix
+    assert matcher.may_end == (prefix in texts) and not matcher.error
+    places = 1
+    for token in sorted(expected):
+        fork = matcher.fork()
+        fork.advance([token])
+        places += check_masks(tokenizer, fork, texts, prefix + tokenizer.token_bytes(token))
+    assert allowed(matcher) == expected, "its forks went on without it"
+    return places
+
+
+def test_a_mask_has_exactly_the_tokens_that_may_come_next(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    texts = ["the dog", "the dogs", "then", 'a"b\\c\n/', "漢é", "漢", "<|im_end|>x"]
+    made = compiler.compile(choice_grammar(texts))
+    assert len(made.start().mask()) == 4 * -(-(tokenizer.vocab_size + PADDING) // 32)
+    assert check_masks(tokenizer, made.start(), [t.encode() for t in texts]) > 70
+
+
+def test_of_sentencepieces(compiler: GrammarCompiler) -> None:
+    tokenizer = Tokenizer(make_sentencepiece())
+    made = GrammarCompiler(tokenizer, tokenizer.vocab_size)
+    texts = [" the", "and a", "é</s>"]
+    assert check_masks(tokenizer, made.compile(choice_grammar(texts)).start(), [t.encode() for t in texts]) > 30
+    made.close()
+
+
+def test_special_tokens_are_never_text(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    matcher = compiler.compile(regex_grammar(r"(.|\n)*")).start()
+    unseen = tokenizer.special_ids | set(range(tokenizer.vocab_size, tokenizer.vocab_size + PADDING + 32))
+    assert allowed(matcher) == set(range(tokenizer.vocab_size)) - unseen - {
+        i for i in range(tokenizer.vocab_size) if not is_start_of_utf8(tokenizer.token_bytes(i))
+    }
+    named = compiler.compile('start: "a" <|im_start|> "b"').start()
+    named.advance(tokenizer.encode("a"))
+    assert allowed(named) == {tokenizer.backend.token_to_id("<|im_start|>")}
+
+
+def is_start_of_utf8(piece: bytes) -> bool:
+    """Whether some text begins with it."""
+    for tail in (b"", b"\x80", b"\x80\x80", b"\x80\x80\x80", b"\xa0\x80", b"\x90\x80\x80"):
+        try:
+            (piece + tail).decode()
+        except UnicodeDecodeError:
+            continue
+        return True
+    return False
+
+
+REGEXES = [
+    r"[a-f]{3,9}", r"(the|dog)( (fox|naïve)){0,3}\.", r"\d{1,3}(\.\d{2})?", r"[^a-y]{4}", r"(?i)quick|lazy", r"^a+b?$",
+    r"a/b\\c\"d", r"(🙂|漢){2}x?", r"[\s\S]{5}", r"x{3}|y{2,}z", r"-?[1-9][0-9]{0,4}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", REGEXES)
+def test_what_follows_a_regex_matches_it(pattern: str, tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    made = compiler.compile(regex_grammar(pattern))
+    texts = {walk(tokenizer, made, random.Random(seed)) for seed in range(25)}
+    for text in texts:
+        assert re.fullmatch(pattern, text), text
+    assert len(texts) > 1 or pattern.startswith(("^", "a/"))
+
+
+def walk(tokenizer: Tokenizer, made: Grammar, rng: random.Random) -> str:
+    matcher, ids = made.start(), list[int]()
+    while True:
+        choices = sorted(allowed(matcher))
+        if not choices or (matcher.may_end and rng.random() < 0.3):
+            assert matcher.may_end
+            return b"".join(map(tokenizer.token_bytes, ids)).decode()
+        ids.append(rng.choice(choices))
+        matcher.advance(ids[-1:])
+
+
+def test_white_space_in_json(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    schema = json.dumps({"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]})
+
+    def takes(text: str, **options: Any) -> bool:
+        matcher = compiler.compile(json_grammar(schema, **options)).start()
+        matcher.advance(tokenizer.encode(text))
+        return matcher.may_end and not matcher.error
+
+    assert takes('{"a":1}') and takes('{ "a":\n1}')
+    assert takes('{"a":1}', any_whitespace=False) and not takes('{"a": 1}', any_whitespace=False)
+    assert takes('{"a":  1}', whitespace_pattern=" {2}") and not takes('{"a": 1}', whitespace_pattern=" {2}")
+
+
+def test_a_token_that_is_not_allowed_is_an_error_from_then_on(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    matcher = compiler.compile(regex_grammar("abc")).start()
+    matcher.advance(tokenizer.encode("x"))
+    assert matcher.error and not any(matcher.mask()) and not matcher.may_end
+
+
+# -- what cannot be compiled -------------------------------------------------------------------------------------------
+
+
+def chain(length: int) -> str:
+    """A schema in which each definition refers to the next."""
+    defs: dict[str, Any] = {f"d{i}": {"properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(length)}
+    return json_grammar(json.dumps({"$defs": defs | {f"d{length}": {"type": "null"}}, "$ref": "#/$defs/d0"}))
+
+
+def nested(depth: int) -> str:
+    return json_grammar('{"items":' * depth + "{}" + "}" * depth)
+
+
+REFUSED = {
+    "no group end": (regex_grammar("(a"), "unclosed group"),
+    "look-ahead": (regex_grammar("(?=a)b"), "look-around"),
+    "back reference": (regex_grammar(r"(a)\1"), "backreferences"),
+    "deep regex": (regex_grammar("(" * 20_000 + "a" + ")" * 20_000), "invalid regex"),
+    "no start": ("begin: 'a'", ""),
+    "no rule": ("", "no start rule"),
+    "a rule of nothing but itself": ("start: start", "no output"),
+    "a rule that never ends": ('start: a\na: a "x" a', "no output"),
+    "deep grammar": ("start: " + "(" * 10_000 + '"a"' + ")" * 10_000, "deeply nested"),
+    "a file": ("%import .secret.KEY\nstart: KEY", "Unknown common regex"),
+    "remote": (json_grammar('{"$ref": "http://localhost/x.json"}'), "not present in a registry"),
+    "a file of the machine": (json_grammar('{"$ref": "file:///etc/passwd"}'), "not present in a registry"),
+    "reference to nothing": (json_grammar('{"$ref": "#/$defs/a"}'), "does not exist"),
+    "reference to itself": (json_grammar('{"$ref": "#"}'), "no output"),
+    "unknown keyword": (json_grammar('{"if": {}, "then": {}}'), "Unimplemented keys"),
+    "unknown type": (json_grammar('{"type": "strong"}'), "Invalid type"),
+    "deep schema": (nested(200), "recursion limit"),
+    "thirty repetitions of one another": (regex_grammar("(" * 30 + "a" + "{1,9})" * 30), "too many expressions"),
+    "a chain of references": (chain(10_000), "to compile"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "COMPILE_S", 30.0)  # none needs the clock to be stopped, on however busy a machine
+    source, text = REFUSED[name]
+    with pytest.raises(ParameterError) as caught:
+        compiler.compile(source, "invalid_it_is")
+    message = str(caught.value)
+    assert text in message and message.startswith("structured_outputs: ") and "\n" not in message
+    assert len(message) < grammar.MAX_MESSAGE + 40
+    assert (caught.value.code, caught.value.param) == ("invalid_it_is", "structured_outputs")
+
+
+FINE = {
+    "left recursion": 'start: start "a" | "a"',
+    "ambiguous": 'start: e\ne: e e | "a" | "b" | e "+" e',
+    "a thousand thousand": regex_grammar("(a{1000}){1000}"),
+    "far choices": regex_grammar("(a|b)*a(a|b){200}"),
+    "a tree": json_grammar('{"properties": {"c": {"items": {"$ref": "#"}}}, "type": "object"}'),
+    "a long array": json_grammar('{"items": {"type": "string"}, "minItems": 1000000, "type": "array"}'),
+    "doubled rules": "start: a0\n" + "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(30)) + '\na30: "x"',
+}
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_what_is_large_but_no_harm(name: str, tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    matcher = compiler.compile(FINE[name]).start()
+    rng = random.Random(name)
+    begin = time.perf_counter()
+    for _ in range(40):
+        if not (choices := sorted(allowed(matcher))):
+            break
+        matcher.advance([rng.choice(choices)])
+    assert not matcher.error and time.perf_counter() - begin < 2
+
+
+def test_an_explosion_delays_nobody(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This one holds the compiler up for minutes."""
+    monkeypatch.setattr(grammar, "COMPILE_S", 1.5)
+    for warm in [compiler.submit(regex_grammar(f"warm{i}")) for i in range(4)]:
+        warm.result()  # as many processes
+    explosion = compiler.submit(json_grammar('{"type": "integer", "multipleOf": 99999989}'))
+    begin = last = time.perf_counter()
+    longest = 0.0
+    others = [compiler.submit(regex_grammar(f"other{i}")) for i in range(4)]
+    while not explosion.done():
+        time.sleep(0.001)
+        longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
+    assert all(o.done() and not o.exception() for o in others)
+    assert 1.4 < last - begin < 6 and longest < 0.8
+    with pytest.raises(ParameterError, match=r"takes more than 1\.5 s to compile"):
+        explosion.result()
+    compiler.compile(regex_grammar("afterwards"))
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+def test_grammars_are_kept_for_a_while(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar, "NUM_CACHED", 3)
+    first = compiler.compile(regex_grammar("one"))
+    assert compiler.compile(regex_grammar("one")) is first
+    compiler.compile(regex_grammar("two"))
+    compiler.compile(regex_grammar("three"))
+    assert compiler.compile(regex_grammar("one")) is first  # used of late
+    compiler.compile(regex_grammar("four"))  # in the place of "two"
+    assert compiler.compile(regex_grammar("one")) is first
+    compiler.compile(regex_grammar("five"))
+    compiler.compile(regex_grammar("six"))
+    compiler.compile(regex_grammar("seven"))
+    assert compiler.compile(regex_grammar("one")) is not first
+
+
+def test_a_failure_is_not_kept(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine may have been busy."""
+    source = regex_grammar("a grammar without luck")
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar._Trials, "run", lambda *args: "no time")
+        with pytest.raises(ParameterError, match="no time"):
+            compiler.compile(source)
+    assert compiler.compile(source).start().mask()
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_its_processes_end_with_it(tokenizer: Tokenizer, forgotten: bool) -> None:
+    made = GrammarCompiler(tokenizer, tokenizer.vocab_size)
+    made.compile(regex_grammar("a"))
+    (process,) = made._trials._idle
+    assert process.poll() is None
+    if forgotten:
+        del made
+        gc.collect()
+    else:
+        made.close()
+        made.close()
+        with pytest.raises(EngineError, match="closed"):
+            made.submit(regex_grammar("b"))
+    assert process.poll() is not None and process.stdin is not None and process.stdin.closed
+
+
+def test_limits_of_its_processes(compiler: GrammarCompiler) -> None:
+    """The last of them ends a process that nobody is left to end."""
+    compiler.compile(regex_grammar("limited"))
+    limits = Path(f"/proc/{compiler._trials._idle[-1].pid}/limits")
+    if not limits.exists():
+        pytest.skip("only Linux tells the limits of another process")
+    soft = {line[:25].strip(): line.split()[-3] for line in limits.read_text().splitlines()[1:] if "  " in line}
+    assert soft["Max address space"] == str(grammar_trial.MEMORY_BYTES) and soft["Max core file size"] == "0"
+    assert grammar_trial.LEFT_ALONE_S <= int(soft["Max cpu time"]) < grammar_trial.LEFT_ALONE_S + 60
+
+
+def test_a_process_that_died_is_replaced(compiler: GrammarCompiler) -> None:
+    compiler.compile(regex_grammar("a"))
+    for process in compiler._trials._idle:
+        process.kill()
+        process.wait()
+    failures = 0
+    for i in range(6):
+        try:
+            compiler.compile(regex_grammar(f"b{i}"))
+        except ParameterError:
+            failures += 1
+    assert failures <= 5 and compiler.compile(regex_grammar("c"))
+
+
+def test_many_at_once(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """Threads that ask for the same and for different ones, and start sequences meanwhile."""
+    texts: list[str] = []
+
+    def work(seed: int) -> None:
+        made = compiler.compile(regex_grammar(f"[a-c]{{{1 + seed % 3}}}"))
+        texts.extend(walk(tokenizer, made, random.Random(n)) for n in range(20))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(texts) == 160 and all(re.fullmatch("[a-c]{1,3}", text) for text in texts)
+
+
+def test_a_tokenizer_without_bytes() -> None:
+    backend = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    with pytest.raises(ParameterError, match="bytes of their own"):
+        GrammarCompiler(Tokenizer(backend), 2)
