@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / ".venv-clients"
-PACKAGES = {"openai": ["openai>=2"], "langchain": ["langchain-openai"]}
+PACKAGES = {"openai": ["openai>=2"], "langchain": ["langchain-openai"], "schemathesis": ["schemathesis>=4"]}
 """Client -> what it is installed from. Its tests are tests/clients/test_NAME.py."""
 
 

@@ -368,6 +368,13 @@ def check(scheduler: Scheduler) -> None:
                 need(all(-b in request.left_behind for b in seq.block_ids if b < 0), Invariant, "left behind")
             elif request.status is Status.WAITING:
                 need(not seq.block_ids and not seq.num_computed, Invariant, "waiting with blocks", seq)
+    for name, seq in cache.pins.items():
+        need(name == seq.request.request_id and seq.request.status is Status.FINISHED, Invariant, "a pin", name)
+        need(len(seq.block_ids) == cache.blocks_for(seq.num_computed), Invariant, "a pin's blocks", seq)
+        owners.update(seq.block_ids)
+    coming = [len(r.prompt_token_ids) for r in scheduler.requests.values() if r.pin]
+    pinned = [len(s.block_ids) for s in cache.pins.values()] + [cache.blocks_for(n) for n in coming]
+    need(cache.num_pinned == sum(pinned) <= pool.num_blocks // 2, Invariant, "pinned", cache.num_pinned, pinned)
     _check_pool(pool, owners)
     for b in range(1, host.num_blocks + 1):
         need(host.refs[b] == host_owners[b], Invariant, "host references", b, host.refs[b], host_owners[b])
@@ -388,7 +395,7 @@ def check(scheduler: Scheduler) -> None:
         need(all(r.status.value == status for r in line), Invariant, "in the wrong line")
         need([r.order for r in line] == sorted(r.order for r in line), Invariant, "out of order", status)
     stats = cache.stats()
-    device = [s for r in scheduler.running for s in r.sequences if s.block_ids]
+    device = [s for r in scheduler.running for s in r.sequences if s.block_ids] + list(cache.pins.values())
     need(stats.num_unfilled_slots <= len(device) * (size - 1), Invariant, "more waste than a block a sequence")
     need(stats.num_saved_by_sharing == sum(max(0, n - 1) for n in owners.values()), Invariant, "saved by sharing")
 

@@ -47,6 +47,7 @@ class World:
     """One scheduler, one oracle, and the requests that are to come."""
 
     def __init__(self, seed: int, totals: Counter[str], *, kind: str | None = None, listen: bool | None = None) -> None:
+        self.seed = seed
         self.random = rnd = random.Random(seed)
         self.totals = totals
         drawn = rnd.choice(["", *KINDS])
@@ -156,7 +157,20 @@ class World:
                 host_wait=rnd.random() < 0.1,
             )
             todo.append(request)
+        self._add_pins(todo, prefixes)
         return todo
+
+    def _add_pins(self, todo: list[Request], prefixes: list[list[int]]) -> None:
+        """In some worlds prompts are pinned, before or among those that begin with them."""
+        rnd = random.Random(self.seed + 0.25)
+        if rnd.random() < 0.7:
+            return
+        for i in range(rnd.randint(1, 3)):
+            prompt = rnd.choice([*prefixes, list(rnd.choice(todo).prompt_token_ids)])
+            salt = rnd.choice([b"", b"", b"tenant"]) if self.kind == "" else b""
+            params = SamplingParams(max_tokens=None)
+            pin = Request(f"pin{i}", prompt, params, max_tokens=1, salt=salt, pin=True)
+            todo.insert(rnd.randrange(len(todo) + 1), pin)
 
     # -- driving -------------------------------------------------------------------------------------------------------
 
@@ -200,6 +214,10 @@ class World:
             else:
                 self.aborted.add(name)
                 scheduler.abort(name)
+        if scheduler.cache.pins and rnd.random() < 0.3:
+            self.totals["unpinned while others run"] += bool(scheduler.running)
+            scheduler.unpin(rnd.choice(list(scheduler.cache.pins)))
+        need(scheduler.unpin("nobody") is None, Invariant, "unpinned nothing")
         scheduler.abort("nobody")
         if rnd.random() < 0.1:
             self.cache.reset_prefix_cache()
@@ -271,6 +289,9 @@ class World:
 
     def _at_rest(self, want: dict[str, Any]) -> None:
         pool = self.cache.pool
+        for name in list(self.cache.pins):
+            self.scheduler.unpin(name)
+            o.check(self.scheduler)
         need(not any(pool.refs) and pool.num_cached + pool.num_free == pool.num_blocks, Invariant, "blocks leaked")
         need(self.cache.swap_space.num_used == 0, Invariant, "host blocks leaked")
         need(self.cache.rows.num_free == self.rows and not self.scheduler.num_rows_taken, Invariant, "rows leaked")
@@ -334,6 +355,14 @@ def covering(totals: Counter[str]) -> Iterator[None]:
         totals["preempt itself"] += victim is asker
 
     wrap(Scheduler, "_preempt", preempt)
+    wrap(KVCache, "park", lambda *_: totals.update(["pin"]))
+
+    def attach(cache: KVCache, seq: Any, prefix: Any) -> None:
+        tails = {s.block_ids[-1] for s in cache.pins.values() if s.num_computed % cache.block_size}
+        totals["share a pin's tail"] += bool(prefix.block_ids) and prefix.block_ids[-1] in tails
+        totals["share a pin"] += any(b in s.block_ids for s in cache.pins.values() for b in prefix.block_ids[:1])
+
+    wrap(KVCache, "attach", attach)
     wrap(KVCache, "sibling_prefix", lambda *_: totals.update(["rebuild a sibling"]))
     wrap(KVCache, "fork", lambda c, p, *_: totals.update(["fork " + p.request.status.value]))
     try:

@@ -18,7 +18,7 @@ from octavo.engine.interrupts import BetweenSteps
 from octavo.engine.outputs import RequestOutput
 from octavo.engine.stats import EngineStats
 from octavo.engine.thread import joined
-from octavo.errors import ParameterError
+from octavo.errors import ParameterError, RequestFailedError
 from octavo.prompts import Messages, Prompt, Prompts, list_of
 from octavo.text.tokenizer import Tokenizer
 
@@ -234,6 +234,30 @@ class LLM:
         To change one, and keep the others: `dataclasses.replace(llm.get_default_sampling_params(), max_tokens=100)`.
         """
         return self.engine.default_params
+
+    # -- prompts that stay ---------------------------------------------------------------------------------------------
+
+    def pin_prefix(self, prefix: Prompt | Messages, name: str | None = None) -> str:
+        """Compute the beginning of prompts to come, and keep it until `unpin_prefix`, whatever else needs memory.
+
+        prefix   text, token ids, or messages: what the chat template makes of them, with no turn opened
+        name     what to call it; None: made up
+        Returns the name. A prompt that begins with the same tokens begins with its blocks: also without the prefix
+        cache, and also with the partly filled last one, of which it gets a copy. Raises `CapacityError` where pins
+        would take more than half of the pool, or what a waiting request may come to need.
+        """
+        if isinstance(prefix, Sequence) and prefix and isinstance(prefix[0], Mapping):
+            prefix = self._prompts.chat(cast("Messages", prefix), add_generation_prompt=False)
+        _, token_ids = self._prompts.encode(cast("Prompt", prefix))
+        name = str(next(self._ids)) if name is None else name
+        (output,) = self._run([self.engine.pin(name, token_ids)])
+        if output.outputs[0].finish_reason == "error":
+            raise RequestFailedError(f"the prefix could not be computed: {output.outputs[0].stop_reason}")
+        return name
+
+    def unpin_prefix(self, name: str) -> int:
+        """Give back what was pinned under that name; how many blocks that are. Who runs with them goes on."""
+        return self.engine.unpin(name)
 
     # -- looking, and leaving ------------------------------------------------------------------------------------------
 

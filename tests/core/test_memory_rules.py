@@ -151,7 +151,7 @@ def test_the_older_of_equal_blocks_stays_canonical() -> None:
     pool = cache.pool
     older = settle(cache, [1, 2, 9])
     twin = sequence([1, 2, 3, 4, 9])
-    cache.attach(twin, Prefix([], []))
+    cache.attach(twin, Prefix([], [], 0))
     cache.grow(twin, 4, StepPlan())
     twin.num_computed = 4
     cache.seal(twin)
@@ -196,7 +196,7 @@ def test_without_prefix_caching_nothing_is_sealed_or_found() -> None:
     cache = KVCache(8, 2, enable_prefix_caching=False)
     seq = settle(cache, [1, 2, 3, 4, 5])
     assert seq.seal_ids == [] and cache.pool.num_sealed == 0 and seq.seal_at > 1 << 60
-    assert cache.lookup(sequence([1, 2, 3, 4, 5])) == ([], [])
+    assert cache.lookup(sequence([1, 2, 3, 4, 5])) == ([], [], 0)
     cache.free(seq)
     assert cache.pool.num_cached == 0 and cache.reset_prefix_cache() == 0
 
@@ -334,7 +334,7 @@ def test_admission_counts_the_hits_that_are_in_no_use() -> None:
     assert cache.blocks_to_admit(late, cache.lookup(late)) == 1  # shared with one who lives
     cache.free(seq)
     assert cache.blocks_to_admit(late, cache.lookup(late)) == 3  # two come back from the cache
-    assert cache.blocks_to_admit(late, Prefix([], [])) == 3
+    assert cache.blocks_to_admit(late, Prefix([], [], 0)) == 3
 
 
 def test_questions_change_nothing() -> None:
@@ -396,7 +396,7 @@ def test_what_was_looked_up_is_counted_once() -> None:
 def test_a_sequence_holds_just_what_it_computed(size: int) -> None:
     cache = KVCache(40, size)
     seq = sequence(list(range(100)))
-    cache.attach(seq, Prefix([], []))
+    cache.attach(seq, Prefix([], [], 0))
     for count in (1, 1, 2, 5, 1, 7):
         needed = cache.blocks_needed([(seq, count)])
         held = len(seq.block_ids)
@@ -410,7 +410,7 @@ def test_a_sequence_holds_just_what_it_computed(size: int) -> None:
 def test_growing_tells_the_row_what_changed() -> None:
     cache = KVCache(9, 2, num_rows=1)
     seq = sequence([1, 2, 3])
-    cache.attach(seq, Prefix([], []))
+    cache.attach(seq, Prefix([], [], 0))
     plan = StepPlan()
     cache.grow(seq, 3, plan)
     assert plan.table_writes == []  # no row yet

@@ -219,7 +219,7 @@ def test_a_session_by_hand_allocate_generate_fork_free() -> None:
 
     def allocate(tokens: list[int]) -> Sequence:
         seq = sequence(tokens)
-        cache.count_lookup(seq, len(cache.lookup(seq).block_ids))
+        cache.count_lookup(seq, cache.lookup(seq))
         compute(cache, seq, len(tokens))
         return seq
 

@@ -64,6 +64,7 @@ class Memory(RuleBasedStateMachine):
         self.requests: list[Request] = []
         self.line: list[int] = []  # cached blocks, the oldest first
         self.marks = [0]
+        self.num_pins = 0
         o.watch_eviction(self.cache)
 
     # -- what a device would do ----------------------------------------------------------------------------------------
@@ -156,21 +157,70 @@ class Memory(RuleBasedStateMachine):
     def is_right(self, seq: Sequence, prefix: Any) -> None:
         """Each hit holds just this content; where the run ends, no block that hangs from it holds the next."""
         size, tokens = self.size, seq.token_ids
-        assert len(prefix.block_ids) * size < len(tokens)
+        assert prefix.num_positions < len(tokens)
+        assert len(prefix.block_ids) == self.cache.blocks_for(prefix.num_positions)
+        assert prefix.num_positions >= self.best_pin(seq)
+        if prefix.num_positions % size or not self.cache.enable_prefix_caching:  # nobody but a pin has that
+            assert prefix.num_positions == self.best_pin(seq)
+            for p in range(prefix.num_positions):
+                assert self.kv[prefix.block_ids[p // size], p % size] == (seq.request.salt, tuple(tokens[: p + 1]))
+            tail = prefix.block_ids[-1] if prefix.block_ids else 0
+            assert not prefix.num_positions % size or not self.pool.seal_id[tail], "a full block to be copied"
+            return
+        if prefix.num_positions == self.best_pin(seq) > len(prefix.seal_ids) * size:
+            return  # a pin's, of blocks that others sealed before it
         for i, block in enumerate(prefix.block_ids):
             want = seq.request.salt, tuple(tokens[: (i + 1) * size])
             assert self.sealed[block] == (prefix.seal_ids[i], want)
             for offset in range(size):
                 assert self.kv[block, offset] == (want[0], want[1][: i * size + offset + 1])
-        if not self.cache.enable_prefix_caching:
-            assert not prefix.block_ids
-        elif (len(prefix.block_ids) + 1) * size < len(tokens):
+        if (len(prefix.block_ids) + 1) * size < len(tokens):
             want = seq.request.salt, tuple(tokens[: (len(prefix.block_ids) + 1) * size])
             parent = prefix.seal_ids[-1] if prefix.seal_ids else seq.request.salt
             missed = [b for b, (_, held) in self.sealed.items() if held == want]
             assert all(self.pool.key_of(b)[0] != parent for b in missed), "missed"  # type: ignore[index]
             if not prefix.seal_ids:
                 assert not missed, "a first block is found as long as it is there"
+
+    def best_pin(self, seq: Sequence) -> int:
+        """How much a pin has of a sequence, less what is to be computed again."""
+        best = 0
+        for pin in self.cache.pins.values():
+            tokens, own = list(pin.request.prompt_token_ids), list(seq.token_ids)
+            same = max(n for n in range(len(own)) if own[:n] == tokens[:n])
+            in_tail = same >= len(tokens) - len(tokens) % self.size
+            if pin.request.salt == seq.request.salt:
+                best = max(best, same if in_tail else same - same % self.size)
+        return best
+
+    @rule(tokens=TOKENS, salt=st.sampled_from([b"", b"", b"x"]))
+    def pin(self, tokens: list[int], salt: bytes) -> None:
+        if len(self.cache.pins) >= 2:
+            return
+        self.num_pins += 1
+        request = make(f"pin{self.num_pins}", tokens, 1, salt=salt, pin=True)
+        request.begin(0, (0, 0), 1)
+        (seq,) = request.sequences
+        prefix = self.cache.lookup(seq)
+        self.is_right(seq, prefix)
+        if self.cache.blocks_to_admit(seq, prefix) > self.pool.num_available:
+            return
+        self.cache.attach(seq, prefix)
+        request.status = Status.RUNNING
+        self.compute(seq, len(tokens) - seq.num_computed, StepPlan())
+        self.cache.seal(seq)
+        self.note_seals()
+        self.marks = [self.pool.last_seal_id]  # who is parked is not taken back: all that it waited for has landed
+        request.status = Status.FINISHED
+        self.cache.num_pinned += len(seq.block_ids)
+        self.cache.park(seq)
+
+    @rule(which=WHICH)
+    def unpin(self, which: int) -> None:
+        if self.cache.pins:
+            name = list(self.cache.pins)[which % len(self.cache.pins)]
+            num_blocks = len(self.cache.pins[name].block_ids)
+            assert self.cache.unpin(name) == num_blocks and name not in self.cache.pins
 
     @rule(which=WHICH, count=st.integers(1, 4), token=st.integers(0, 1), know=st.booleans())
     def go_on(self, which: int, count: int, token: int, know: bool) -> None:
@@ -273,7 +323,8 @@ class Memory(RuleBasedStateMachine):
     def discard(self, which: int) -> None:
         if (seq := self.one(which, Status.RUNNING)) is None:
             return
-        others = {b for s in self.live(Status.RUNNING) if s is not seq for b in s.block_ids}
+        holders = [*self.live(Status.RUNNING), *self.cache.pins.values()]
+        others = {b for s in holders if s is not seq for b in s.block_ids}
         kept = {b for b in seq.block_ids if b in others and self.pool.seal_id[b]}
         self.cache.discard(seq)
         assert {b for b in seq.block_ids if self.pool.seal_id[b]} == kept
@@ -341,6 +392,9 @@ class Memory(RuleBasedStateMachine):
         assert all(seal <= mark for seal in self.pool.seal_id)
         assert all(i <= mark for s in self.live(Status.RUNNING) for i in s.seal_ids)
         self.note_seals()
+        for s in young:
+            if s.num_dropped:  # what it gave up is not sealed again: it is computed anew, which here is to go
+                self.free(self.live(Status.RUNNING, Status.SWAPPED).index(s))
 
     # -- what holds after every rule -----------------------------------------------------------------------------------
 
@@ -348,15 +402,17 @@ class Memory(RuleBasedStateMachine):
     def counts_hold(self) -> None:
         if not hasattr(self, "cache"):
             return
-        owners = Counter(b for s in self.live(Status.RUNNING) for b in s.block_ids if b)
+        holders = [*self.live(Status.RUNNING), *self.cache.pins.values()]
+        owners = Counter(b for s in holders for b in s.block_ids if b)
         o._check_pool(self.pool, owners)
+        assert self.cache.num_pinned == sum(len(s.block_ids) for s in self.cache.pins.values())
         host = Counter(b for s in self.live(Status.SWAPPED) for b in s.block_ids if b > 0)
         assert list(self.host.refs[1:]) == [host[b] for b in range(1, self.host.num_blocks + 1)]
         assert self.host.num_used == len(host)
         stats = self.cache.stats()
         assert stats.num_used + stats.num_cached + stats.num_free == stats.num_blocks
         assert stats.num_saved_by_sharing == owners.total() - len(owners)
-        assert stats.num_unfilled_slots <= len(self.live(Status.RUNNING)) * (self.size - 1)
+        assert stats.num_unfilled_slots <= len(holders) * (self.size - 1)
         rows = [s.row for s in self.live(Status.RUNNING) if s.row >= 0]
         assert len(set(rows)) == len(rows) == 4 - self.cache.rows.num_free
 
@@ -371,6 +427,10 @@ class Memory(RuleBasedStateMachine):
             assert table[: len(seq.block_ids)] == seq.block_ids
             for p in range(seq.num_dropped * self.size, seq.num_computed):
                 assert self.kv[table[p // self.size], p % self.size] == self.content(seq, p)
+        for seq in self.cache.pins.values():
+            assert seq.num_computed == len(seq.request.prompt_token_ids)
+            for p in range(seq.num_computed):
+                assert self.kv[seq.block_ids[p // self.size], p % self.size] == self.content(seq, p)
         for seq in self.live(Status.SWAPPED):
             for p in range(seq.num_computed):
                 block = seq.block_ids[p // self.size]
@@ -394,6 +454,8 @@ class Memory(RuleBasedStateMachine):
             for seq in self.live(Status.RUNNING, Status.SWAPPED):
                 self.cache.rows.release(seq)
                 self.cache.free(seq)
+            for name in list(self.cache.pins):
+                self.cache.unpin(name)
             assert self.pool.num_used == 0 == self.host.num_used and not self.cache._holders
 
 

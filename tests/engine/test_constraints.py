@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from octavo import LLM, AsyncEngine, BeamSearchParams, RequestOutput, SamplingParams
+from octavo.core.request import Request
 from octavo.engine.constraints import Constraint
 from octavo.engine.engine import Engine
 from octavo.errors import ParameterError, RequestFailedError
@@ -211,6 +212,56 @@ def test_other_parameters_choose_among_what_is_left(llm: LLM) -> None:
     assert (len(short.text), short.finish_reason) == (4, "length")
 
 
+class Word:
+    """A grammar of one word, and its matcher: tokens are numbers."""
+
+    def __init__(self, word: list[int], at: int = 0) -> None:
+        self.word, self.at = word, at
+        self.error = ""
+
+    def start(self) -> Word:
+        return Word(self.word)
+
+    def fork(self) -> Word:
+        return Word(self.word, self.at)
+
+    def advance(self, token_ids: Any) -> None:
+        for token in token_ids:
+            assert token == self.word[self.at]
+            self.at += 1
+
+    @property
+    def may_end(self) -> bool:
+        return self.at == len(self.word)
+
+    def mask(self) -> bytearray:
+        mask = bytearray(4)
+        if not self.may_end:
+            mask[self.word[self.at] // 8] |= 1 << self.word[self.at] % 8
+        return mask
+
+
+def test_ends_in_masks() -> None:
+    """Ends that the model has no logit for are none, and an end in the middle of the word is no letter."""
+
+    def tokens(mask: bytearray) -> set[int]:
+        return {i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1}
+
+    request = Request("x", [1, 1, 1], SamplingParams())
+    request.begin(0, (0, 0), 9)
+    (sequence,) = request.sequences
+    stopped = Constraint(Word([5, 30, 2, 6]), 3, {2, 31, 1000})
+    ignored = Constraint(Word([5, 30, 6]), 3, {31}, {2, 31})
+    filled = Constraint(Word([5, 30, 6]), 3, (), {2, 8})
+    expected = [({5}, {5}, {5}), ({30}, {30}, {30}), (set(), {6}, {6}), (None, {31}, {2, 8}), (None, None, {2, 8})]
+    for known, wanted in zip(([], [5], [30], [6], [2]), expected, strict=True):
+        sequence.token_ids.extend(known)
+        for constraint, allowed in zip((stopped, ignored, filled), wanted, strict=True):
+            if allowed is not None:
+                constraint.follow([sequence])
+                assert tokens(constraint.mask(sequence)) == allowed
+
+
 def test_an_end_is_allowed_exactly_where_the_output_is_complete(llm: LLM) -> None:
     tokens = llm.get_tokenizer()
     (y,) = tokens.encode("y")
@@ -311,9 +362,10 @@ def test_no_token_left_is_that_requests_end(llm: LLM) -> None:
         params({"regex": "a{3}"}, temperature=0.0),
         BeamSearchParams(beam_width=2, max_tokens=9, structured_outputs={"regex": "aaaa"}),  # type: ignore[arg-type]
         params({"regex": "b+"}, allowed_token_ids=[a], n=3, best_of=4),
+        params({"regex": "a漢"}),  # which no token of this model spells
     ]
-    outputs = llm.generate(["x"] * 4, asked[:3] + asked[4:], use_tqdm=False)  # type: ignore[arg-type]
-    for failed in (outputs[0], outputs[1], outputs[3]):
+    outputs = llm.generate(["x"] * 5, asked[:3] + asked[4:], use_tqdm=False)  # type: ignore[arg-type]
+    for failed in (outputs[0], outputs[1], outputs[3], outputs[4]):
         for c in failed.outputs:
             assert c.finish_reason == "error" and str(c.stop_reason).startswith("no_allowed_token: ")
     assert outputs[2].outputs[0].text == "aaa"

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import httpx
 
 from octavo.async_engine import AsyncEngine
-from octavo.build import build
+from octavo.build import Built, build
 from octavo.config import EngineArgs
 from octavo.serve.app import App
 from octavo.serve.guard import Keys
@@ -39,6 +39,7 @@ class Server:
     app: App
     engine: AsyncEngine
     client: httpx.AsyncClient
+    built: Built
 
     async def post(self, path: str, /, **body: Any) -> httpx.Response:
         return await self.client.post(path, json=body)
@@ -97,5 +98,5 @@ async def serving(
         transport = httpx.ASGITransport(app.asgi, raise_app_exceptions=True)
         headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
         async with httpx.AsyncClient(transport=transport, base_url="http://tiny", headers=headers) as client:
-            yield Server(app, engine, client)
+            yield Server(app, engine, client, built)
         await app.close()

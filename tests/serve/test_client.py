@@ -116,9 +116,6 @@ def test_answers_are_those_of_an_llm(model: str, wanted: dict[str, RequestOutput
                 outputs = [output async for output in client.generate("greedy?", params)]
                 assert "".join(o.outputs[0].text for o in outputs) == wanted["greedy"].outputs[0].text
                 assert (len(outputs) == 1) == (kind is RequestOutputKind.FINAL_ONLY)
-            params = SamplingParams(temperature=0, stop=wanted["greedy"].outputs[0].text[5], max_tokens=100)
-            async for output in client.generate("greedy?", params):
-                assert (await client.kv_stats()).num_used == 0 or not output.finished  # the engine was told
             with pytest.raises(ParameterError) as caught:
                 async for _ in client.generate("x", SamplingParams(structured_outputs={"regex": "("})):  # type: ignore[arg-type]
                     pass
@@ -134,22 +131,20 @@ def test_answers_are_those_of_an_llm(model: str, wanted: dict[str, RequestOutput
 
 
 def test_answers_are_the_same_though_the_engine_is_killed(model: str, wanted: dict[str, RequestOutput]) -> None:
-    """Twice, in the midst of all of them."""
+    """In the midst of all of them."""
 
     async def main() -> None:
         async with serving(real_client(model)) as client:
 
             async def kill() -> None:
-                for num_steps in (6, 12):
-                    await until(lambda: max(map(num_told, client._streams.values()), default=0) >= num_steps)  # noqa: B023
-                    os.kill(client.pid or 0, signal.SIGKILL)
-                    await until(lambda: client.health().state == "restarting")
+                await until(lambda: max(map(num_told, client._streams.values()), default=0) >= 8)
+                os.kill(client.pid or 0, signal.SIGKILL)
 
             killing = asyncio.ensure_future(kill())
             async for name, output in all_of(client):
                 check(output, wanted[name])
             await killing
-            assert client.health().num_restarts == 2
+            assert client.health().num_restarts == 1
 
     run(main())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from octavo.serve.guard import Keys
 from octavo.serve.problems import Problem, shutting_down
 from octavo.serve.run import keys_of
 from octavo.serve.settings import ServeArgs, is_loopback
+from tests.engine.models import WrappedModel
 
 from .http_lab import Server, events_of, good, run, serving
 
@@ -319,6 +321,28 @@ def test_a_body_that_trickles_is_refused(model: str, monkeypatch: pytest.MonkeyP
             call._content = b""
             await asyncio.wait_for(call.run(), 5)
             assert call.sent[0]["status"] == 408 and "request_timeout" in call.text
+
+    run(main())
+
+
+def test_numbers_that_are_not_finite_end_one_request_alone(model: str) -> None:
+    async def main() -> None:
+        async with serving(model, engine_options={"enforce_eager": True}) as server:
+            poison = server.engine.get_tokenizer().encode("~")[0]
+            want = (await server.complete("Hello", max_tokens=20))["choices"][0]["text"]
+
+            def spoil(number: int, tokens: list[int], logits: Any) -> None:
+                if poison in tokens and len(tokens) > 1:
+                    logits[-1] = float("nan")
+
+            WrappedModel(SimpleNamespace(engine=server.built.engine), after=spoil)  # type: ignore[arg-type]
+            good_ones = [server.complete("Hello", max_tokens=20) for _ in range(3)]
+            *answers, bad = await asyncio.gather(*good_ones, server.post(C, prompt="abc~", max_tokens=20))
+            assert [a["choices"][0]["text"] for a in answers] == [want] * 3
+            error = bad.json()["error"]
+            assert (bad.status_code, error["code"], error["type"]) == (500, "numerical_error", "server_error")
+            assert bad.headers["x-should-retry"] == "false"
+            await server.at_rest()
 
     run(main())
 

@@ -93,6 +93,7 @@ def test_headers_have_a_time_and_a_size(model: str, monkeypatch: pytest.MonkeyPa
             assert status_of(await say(port, *trickle, pause_s=0.02))[0] == 408
             large = b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 200_000 + b"\r\n\r\n"
             assert status_of(await say(port, large))[0] == 431
+            assert status_of(await say(port, large[:-4]))[0] == 431  # it does not wait for their end
             many = b"GET /health HTTP/1.1\r\n" + b"".join(b"h%d: x\r\n" % i for i in range(2000)) + b"\r\n"
             assert status_of(await say(port, many))[0] == 431
             await server.complete()
@@ -168,7 +169,7 @@ def test_a_drain(model: str, timeout: float, finishes: bool) -> None:
             streams = [asyncio.ensure_future(say(port, request(LONG | {"stream": True}))) for _ in range(8)]
             while server.app.service.admission.num_requests < 8:
                 await asyncio.sleep(0.002)
-            os.kill(os.getpid(), signal.SIGTERM)
+            http.stop()  # what a signal calls
             await asyncio.sleep(0.005)
             if finishes:
                 assert status_of(await say(port, request(LONG))) == (503, "shutting_down")
@@ -258,6 +259,27 @@ def test_a_server_from_the_command_line(process: tuple[Process, str]) -> None:
     assert not Path(f"/proc/{engine}").exists()
     with pytest.raises(urllib.error.URLError):
         call(f"{url}/health")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_is_stopped_while_it_starts(model: str, number: signal.Signals) -> None:
+    server = Process(model)
+    try:
+        while not (children := children_of(server.process.pid)):
+            assert server.process.poll() is None
+            time.sleep(0.02)
+        begin = time.monotonic()
+        server.process.send_signal(number)
+        code = server.wait()
+        assert time.monotonic() - begin < 5
+        assert code == (1 if number is signal.SIGTERM else 130)
+        assert "Traceback" not in server.log
+        while Path(f"/proc/{children[0]}").exists():
+            assert time.monotonic() - begin < 5
+            time.sleep(0.02)
+    finally:
+        server.process.kill()
 
 
 @pytest.mark.parametrize(

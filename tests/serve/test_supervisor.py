@@ -9,6 +9,7 @@ import asyncio
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -29,9 +30,11 @@ from octavo.errors import (
     UsageError,
 )
 from octavo.serve.client import EngineClient
+from octavo.serve.supervisor import Limits
 from tests.engine.models import make_talking_checkpoint
 
 from .engines import (
+    IMPATIENT,
     answers,
     children_of,
     is_alive,
@@ -46,6 +49,7 @@ from .engines import (
     until,
 )
 
+SLOW = Limits(step_s=0.8)
 PARAMS = SamplingParams(max_tokens=40, seed=1)
 
 
@@ -97,17 +101,34 @@ def test_samples_resume_each_where_it_was(model: str) -> None:
     assert sorted(map(len, wanted)) == [9, 11, 13, 19]
 
     async def main() -> None:
-        async with serving(oracle_client(model, step_s=0.004)) as client:
+        async with serving(oracle_client(model, step_s=0.01)) as client:
             told: list[list[int]] = [[], [], [], []]
             killed = False
             async for output in client.generate(prompt(1), params):
                 for completion in output.outputs:
                     told[completion.index] += completion.token_ids
-                if not killed and max(map(len, told)) == 10:
+                if not killed and max(map(len, told)) >= 10:
                     killed = True
                     os.kill(client.pid or 0, signal.SIGKILL)
             assert killed and client.health().num_restarts == 1
             assert told == wanted
+
+    run(main())
+
+
+def test_what_was_told_is_not_made_again(model: str) -> None:
+    """The next engine takes it in with the prompt, in one step."""
+
+    async def main() -> None:
+        async with serving(oracle_client(model, step_s=0.01)) as client:
+            killed = False
+            async for output in client.generate(prompt(0), PARAMS):
+                if not killed and len(output.outputs[0].token_ids) >= 25:
+                    killed = True
+                    os.kill(client.pid or 0, signal.SIGKILL)
+            assert tokens_of(output) == answers(prompt(0), PARAMS)
+            await until(lambda: client._stats.engine.num_finished)
+            assert client._stats.engine.num_steps <= 40 - 25 + 1
 
     run(main())
 
@@ -127,7 +148,9 @@ def test_a_step_that_never_ends_well(model: str, tmp_path: Path, fault: str, whe
     async def main() -> None:
         once = tmp_path / "once"
         once.touch()
-        async with serving(oracle_client(model, once=str(once), step_s=0.002, **{fault: where})) as client:
+        faults = {"once": str(once), "step_s": 0.002, fault: where}
+        limits = IMPATIENT if fault == "stop_at" else None
+        async with serving(oracle_client(model, limits=limits, **faults)) as client:
             assert await many(client) == expected()
             assert client.health().num_restarts == 1
             assert says in client.health().reason
@@ -137,11 +160,11 @@ def test_a_step_that_never_ends_well(model: str, tmp_path: Path, fault: str, whe
 
 def test_an_idle_engine_that_hangs_is_noticed(model: str) -> None:
     async def main() -> None:
-        async with serving(oracle_client(model)) as client:
+        async with serving(oracle_client(model, limits=IMPATIENT)) as client:
             assert client.health().last_step_age_s is None
             assert client.pid is not None
             os.kill(client.pid, signal.SIGSTOP)
-            assert await until(lambda: client.health().state == "restarting") < 2
+            assert await until(lambda: client.health().state == "restarting") < 5
             await until(lambda: client.health().state == "running")
             assert await many(client, 2) == expected(2)
 
@@ -152,7 +175,7 @@ def test_a_slow_step_is_left_alone(model: str) -> None:
     """Its process gives signs of life. (The first steps are not judged by their time, and this is one of them.)"""
 
     async def main() -> None:
-        async with serving(oracle_client(model, slow_at=[2, 1.3])) as client:
+        async with serving(oracle_client(model, limits=SLOW, slow_at=[2, 1.3])) as client:
             streams = asyncio.ensure_future(many(client, 2))
             await until(lambda: (client.health().last_step_age_s or 0) > 1)
             assert client.health().state == "running"
@@ -168,7 +191,7 @@ def test_a_step_beyond_all_expectation_is_cut_off(model: str, tmp_path: Path) ->
     async def main() -> None:
         once = tmp_path / "once"
         once.touch()
-        async with serving(oracle_client(model, once=str(once), slow_at=[20, 60])) as client:
+        async with serving(oracle_client(model, limits=SLOW, once=str(once), slow_at=[20, 60])) as client:
             assert await many(client, 2) == expected(2)
             assert client.health().num_restarts == 1
             assert "a step took" in client.health().reason
@@ -242,6 +265,7 @@ def test_three_restarts_that_come_to_nothing_are_the_end(model: str, tmp_path: P
             block_size=4,
             num_gpu_blocks_override=200,
             max_num_seqs=16,
+            limits=IMPATIENT,
         )
         await client.start()
         stream = asyncio.ensure_future(last_of(client, prompt(0), PARAMS))
@@ -287,6 +311,26 @@ asyncio.run(main())
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert residue() <= before
+
+
+def test_an_engine_ends_with_its_lifeline(model: str) -> None:
+    """Also where no signal tells it of its parent's death, and in the middle of a step."""
+
+    async def main() -> None:
+        client = oracle_client(model, slow_at=[1, 60])
+        await client.start()
+        stream = asyncio.ensure_future(last_of(client, prompt(0), PARAMS))
+        await until(lambda: client.health().last_step_age_s is not None)
+        process, pid = client._supervisor._process, client.pid or 0
+        assert process is not None and is_alive(pid)
+        asyncio.get_running_loop().remove_reader(process._lifeline.fileno())
+        process._lifeline._socket.shutdown(socket.SHUT_RDWR)
+        assert await until(lambda: not is_alive(pid)) < 2
+        client.shutdown()
+        await asyncio.gather(stream, return_exceptions=True)
+
+    with nothing_left():
+        run(main())
 
 
 # -- the rest of the interface -----------------------------------------------------------------------------------------
@@ -357,6 +401,24 @@ def test_salts_keep_requests_apart_also_when_they_resume(model: str) -> None:
                     last = output
                 cached.append(last.num_cached_tokens)
             assert cached == [0, 0, 8, 8, 8, 0]
+
+    run(main())
+
+
+def test_the_engine_hears_of_stop_strings(model: str) -> None:
+    """Of a stopped sample it computes no more; of its siblings it does."""
+
+    async def main() -> None:
+        async with serving(oracle_client(model, step_s=0.005)) as client:
+            params = SamplingParams(n=3, stop=["!"], max_tokens=200, seed=2)
+            async for output in client.generate(prompt(3), params, "mine"):
+                ended = [c for c in output.outputs if c.finished()]
+                if ended and not output.finished:
+                    what = await client.debug_request("mine")
+                    assert what is not None and len(what["sequences"]) <= 3 - len(ended)
+            assert [c.stop_reason for c in output.outputs] == ["!"] * 3
+            assert [len(c.token_ids) for c in output.outputs] == [29, 15, 8]
+            assert (await client.kv_stats()).num_used == 0
 
     run(main())
 

@@ -124,6 +124,20 @@ def test_each_sample_has_a_piece_of_its_own() -> None:
     assert cache.pool.num_free == 16 and not cache._spare
 
 
+def test_pieces_that_are_too_small_do_not_add_up() -> None:
+    """8 blocks are free, and two pieces of 4 are wanted: there is one, and two of 2 that lie apart."""
+    cache = ContiguousCache(16, 4, num_rows=8, estimate=oracle, max_len=64)
+    pieces = [cache.buddies.take_piece(2) for _ in range(8)]
+    for i in (0, 1, 2, 4):
+        cache.buddies.release_piece(pieces[i])
+    scheduler = Scheduler(cache)
+    scheduler.add(request("a", 5, 7, n=2))
+    assert cache.pool.num_available == 8
+    assert not scheduler.schedule() and scheduler.waiting[0].waits_for == "blocks"
+    cache.buddies.release_piece(pieces[3])
+    assert scheduler.schedule()
+
+
 def test_a_request_that_ends_before_its_samples_part_gives_all_back() -> None:
     cache = ContiguousCache(16, 4, num_rows=8, estimate=oracle, max_len=64)
     scheduler = Scheduler(cache)
@@ -161,5 +175,19 @@ def test_a_batch_is_closed_until_its_last_request_is_done() -> None:
         step(scheduler)
         running.append([r.request_id for r in scheduler.running])
     assert cache.batches == [["0", "1", "2"], ["3", "4"]]
+    assert running[0] == running[1] == ["0", "1", "2"]
     assert (running[1] == ["0", "1", "2"] and running[3] == ["1", "2"]) or ["2"] in running
     assert not any("2" in now and "3" in now for now in running)
+
+
+def test_a_batch_that_has_begun_takes_nobody_in() -> None:
+    """Not even where it has rows left."""
+    cache = BatchCache(983, 16, num_rows=64, max_len=2048, batch_size=3)
+    scheduler = Scheduler(cache, max_num_batched_tokens=1 << 20)
+    for name in ("a", "b"):
+        scheduler.add(request(name, 10, 4))
+    step(scheduler)
+    scheduler.add(request("c", 10, 4))
+    while scheduler.requests:
+        step(scheduler)
+    assert cache.batches == [["a", "b"], ["c"]]

@@ -108,6 +108,14 @@ def test_two_devices_halve_the_work_and_pay_for_talking() -> None:
     ).step_s(plan), "a small model is not worth two"
 
 
+def test_an_all_reduce_sends_most_of_the_numbers_twice() -> None:
+    """A ring of n: 2 (n - 1) / n of [num_tokens, hidden_size], two times a layer."""
+    model, device = MODELS["llama-3.1-8b"], DEVICES["h200"]
+    for n in (2, 4):
+        each = 2 * (n - 1) / n * 1000 * 4096 * 2 / device.peer_link + device.peer_s
+        assert RooflineCost(model, device, 16, n)._reduce_s(1000) == pytest.approx(2 * 32 * each)
+
+
 def test_swapping_goes_over_the_link() -> None:
     model, device = MODELS["opt-13b"], DEVICES["a100-40"]
     cost = RooflineCost(model, device, 16)

@@ -123,6 +123,9 @@ def test_looks_at_memory_thin_out() -> None:
         setup(cost=LinearCost(1.0, 0, 0)), arrivals(*[(i * 100.0, 4, 100) for i in range(30)]), sample_s=0.001
     )
     assert MOST_SAMPLES / 3 < len(long.samples) <= MOST_SAMPLES
+    gaps = np.diff([s.time_s for s in long.samples])
+    halves = [float(np.median(half)) for half in np.array_split(gaps, 2)]
+    assert 0.4 <= halves[0] / halves[1] <= 2.5, "old times are looked at about as closely"
     for sample in long.samples:
         assert sum(sample.split) == 64 * 4
 
@@ -174,6 +177,7 @@ def test_a_step_begins_when_the_one_before_has_ended() -> None:
 def test_goodput_counts_who_keeps_the_slo() -> None:
     records = simulate(setup(), arrivals((10.0, 5, 3), (10.7, 5, 1)))
     assert SLO(0.6, 0.6).kept(records).sum() == 1 and SLO(None, 0.6).kept(records).all()
+    assert SLO(None, 0.4).kept(records).sum() == 1  # the one that has one token alone
     assert not SLO(0.4).kept(records).any()
     told = report.summary(records, SLO(0.6))
     assert told["slo_kept"] == 0.5 and told["goodput_requests_per_s"] == pytest.approx(1 / 1.5)

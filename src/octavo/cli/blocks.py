@@ -81,7 +81,7 @@ class Session:
         needs = self.kv.blocks_to_admit(sequence, prefix)
         if needs > self.kv.pool.num_available:
             return [self._no_room(needs)]
-        self.kv.count_lookup(sequence, len(prefix.block_ids))
+        self.kv.count_lookup(sequence, prefix)
         self.kv.attach(sequence, prefix)
         self._compute(sequence, len(tokens) - sequence.num_computed)
         self.sequences[name] = sequence

@@ -52,7 +52,8 @@ class Waiting(NamedTuple):
 class Preempted(NamedTuple):
     """Taken off the device, by `how` ("recompute" or "swap"), because `for_request` needed blocks.
 
-    why         of `how`: "forced"; "cheaper" than the other; "rule", the paper's; "no host room" to swap
+    why         of `how`: "forced"; "cheaper" than the other; "rule", the paper's; "no host room" to swap; a "pin",
+                which is not swapped
     num_blocks  go with it: to the host and back, or to be computed again, with `num_positions` in them
     """
 
@@ -77,6 +78,19 @@ class SwapLost(NamedTuple):
     """A block that a swapped request had left behind was evicted meanwhile: it gives up its copy and is recomputed."""
 
     request_id: str
+
+
+class Pinned(NamedTuple):
+    """A prompt is computed, and its blocks are kept for those that begin with it."""
+
+    request_id: str
+    num_tokens: int
+    num_blocks: int
+
+
+class Unpinned(NamedTuple):
+    request_id: str
+    num_blocks: int
 
 
 class Recomputed(NamedTuple):
@@ -165,7 +179,9 @@ class TableChanged(NamedTuple):
     block_ids: tuple[BlockId, ...]
 
 
-RequestEvent: TypeAlias = Arrived | Admitted | Waiting | Preempted | SwappedIn | SwapLost | Recomputed | Finished
+RequestEvent: TypeAlias = (
+    Arrived | Admitted | Waiting | Preempted | SwappedIn | SwapLost | Pinned | Unpinned | Recomputed | Finished
+)
 BlockEvent: TypeAlias = Allocated | Shared | Released | Copied | Sealed | Evicted | TableChanged
 Event: TypeAlias = RequestEvent | Step | BlockEvent
 Listener: TypeAlias = Callable[[Event], None]

@@ -6,6 +6,7 @@ question changes nothing, and an action that was asked about cannot fail: all or
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Container, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -23,10 +24,12 @@ NEVER = 1 << 62
 
 
 class Prefix(NamedTuple):
-    """Blocks that hold the beginning of a sequence, and the seal ids of those that are sealed."""
+    """Blocks that hold the beginning of a sequence, the seal ids of those that are sealed, and how long it is: the last
+    block is full, but for that of a pin."""
 
     block_ids: list[BlockId]
     seal_ids: list[SealId]
+    num_positions: int
 
 
 class Swapped(NamedTuple):
@@ -46,6 +49,7 @@ class KVStats:
     num_saved_by_sharing   table entries beyond the first of each used block: what a copy for everybody would take more
     num_unfilled_slots     slots of used blocks that hold no token (yet); fewer than block_size a sequence
     num_dropped            given up by sequences that run on, behind the attention window
+    num_pinned             kept by pins, or for those that are being computed
     """
 
     num_blocks: int
@@ -68,9 +72,18 @@ class KVStats:
     num_swapped_in: int
     num_host_blocks: int
     num_host_used: int
+    num_pinned: int
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def common(a: array[int], b: array[int]) -> int:
+    """How many tokens they have in common at the beginning."""
+    num = min(len(a), len(b))
+    if a[:num] == b[:num]:
+        return num
+    return next(i for i in range(num) if a[i] != b[i])
 
 
 class KVCache:
@@ -103,6 +116,8 @@ class KVCache:
         self.num_hits = self.num_misses = 0
         self.num_hit_tokens = self.num_queried_tokens = 0
         self.num_copied = self.num_dropped = self.num_swapped_out = self.num_swapped_in = 0
+        self.pins: dict[str, Sequence] = {}  # parked: their prompts are computed, and their blocks stay
+        self.num_pinned = 0  # blocks of pins, and of those to come
         self._holders: dict[Sequence, None] = {}  # sequences with blocks on the device
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
@@ -116,18 +131,27 @@ class KVCache:
         shared = num_prompt // self.block_size
         return shared + width * (self.blocks_for(num_prompt + max_tokens - 1) - shared)
 
+    @property
+    def num_usable(self) -> int:
+        """Blocks that a request may have when it is alone."""
+        return self.pool.num_blocks - self.num_pinned
+
     def longest_output(self, num_prompt: int, width: int = 1) -> int:
         """The largest `max_tokens` that fits: the inverse of `blocks_at_longest`. Below 1 when nothing does."""
         shared = num_prompt // self.block_size
-        return (shared + (self.pool.num_blocks - shared) // width) * self.block_size - num_prompt + 1
+        return (shared + (self.num_usable - shared) // width) * self.block_size - num_prompt + 1
 
     # -- prefixes ------------------------------------------------------------------------------------------------------
 
     def lookup(self, sequence: Sequence) -> Prefix:
-        """The longest run of sealed blocks from the start; it leaves at least one token to compute, for its logits."""
-        prefix = Prefix([], [])
+        """The longest run of sealed blocks from the start, or what a pin has of it if that is longer.
+
+        It leaves at least one token to compute, for its logits.
+        """
         if not self._reads(sequence):
-            return prefix
+            return self._pinned_prefix(sequence, Prefix([], [], 0))
+        block_ids: list[BlockId] = []
+        seal_ids: list[SealId] = []
         find, seal_id = self.pool.find, self.pool.seal_id
         parent: SealId | bytes = sequence.request.salt
         for i in range((len(sequence.token_ids) - 1) // self.block_size):
@@ -135,9 +159,27 @@ class KVCache:
             if not block:
                 break
             parent = seal_id[block]
-            prefix.block_ids.append(block)
-            prefix.seal_ids.append(seal_id[block])
-        return prefix
+            block_ids.append(block)
+            seal_ids.append(seal_id[block])
+        return self._pinned_prefix(sequence, Prefix(block_ids, seal_ids, len(block_ids) * self.block_size))
+
+    def _pinned_prefix(self, sequence: Sequence, found: Prefix) -> Prefix:
+        """What a pin has of it, the partial tail included, or what was found if that is no less.
+
+        pin       | full | full | tail . . |      Where they part within the tail, the sequence gets a copy of it, to
+        sequence  | same | same | same x y | ...  write on from there; of a full block never: that is computed anew.
+        """
+        size, request, best = self.block_size, sequence.request, found
+        if request.sampling_params.skip_reading_prefix_cache:
+            return found
+        for pin in self.pins.values():
+            if pin.request.salt == request.salt:
+                num = min(common(pin.request.prompt_token_ids, sequence.token_ids), len(sequence.token_ids) - 1)
+                if num < pin.num_computed // size * size:
+                    num = num // size * size
+                if num > best.num_positions:
+                    best = Prefix(pin.block_ids[: self.blocks_for(num)], pin.seal_ids[: num // size], num)
+        return best
 
     def _reads(self, sequence: Sequence) -> bool:
         """Whether it may begin with blocks found in the index."""
@@ -150,7 +192,7 @@ class KVCache:
 
     def next_block_in(self, keys: Container[Key], sequence: Sequence, prefix: Prefix) -> bool:
         """Whether the block that a lookup missed first is among these."""
-        found = len(prefix.block_ids)
+        found = len(prefix.seal_ids)
         return (
             self._reads(sequence)
             and found < (len(sequence.token_ids) - 1) // self.block_size
@@ -164,7 +206,7 @@ class KVCache:
         it would find nothing with the prefix cache off, or where an equal block elsewhere is the canonical one.
         """
         size, tokens = self.block_size, sequence.token_ids
-        best = Prefix([], [])
+        best = Prefix([], [], 0)
         for sibling in sequence.request.sequences:
             if sibling is sequence:
                 break
@@ -173,13 +215,15 @@ class KVCache:
             while n < most and sibling.token_ids[n * size : (n + 1) * size] == tokens[n * size : (n + 1) * size]:
                 n += 1
             if n > len(best.block_ids):
-                best = Prefix(sibling.block_ids[:n], sibling.seal_ids[:n])
+                best = Prefix(sibling.block_ids[:n], sibling.seal_ids[:n], n * size)
         return best
 
     def blocks_to_admit(self, sequence: Sequence, prefix: Prefix) -> int:
-        """Blocks for all its known tokens, less the hits, plus those hits that are in no use now."""
+        """Blocks for all its known tokens, less the hits, plus those hits that are in no use now, and the copy of a
+        tail that it shares."""
         revived = sum(not self.pool.refs[b] for b in prefix.block_ids)
-        return self.blocks_for(len(sequence.token_ids)) - len(prefix.block_ids) + revived
+        copied = prefix.num_positions < len(prefix.block_ids) * self.block_size
+        return self.blocks_for(len(sequence.token_ids)) - len(prefix.block_ids) + revived + copied
 
     def attach(self, sequence: Sequence, prefix: Prefix) -> None:
         """Begin a table with blocks that others computed."""
@@ -187,14 +231,15 @@ class KVCache:
         for block in prefix.block_ids:
             self.pool.share(block)
         sequence.block_ids = list(prefix.block_ids)
-        sequence.room = sequence.num_computed = len(prefix.block_ids) * self.block_size
+        sequence.room = len(prefix.block_ids) * self.block_size
+        sequence.num_computed = prefix.num_positions
         self._holders[sequence] = None
         self._sealed_as(sequence, list(prefix.seal_ids))
 
-    def count_lookup(self, sequence: Sequence, num_found: int) -> None:
-        self.num_hits += num_found
-        self.num_misses += self.blocks_for(len(sequence.token_ids)) - num_found
-        self.num_hit_tokens += num_found * self.block_size
+    def count_lookup(self, sequence: Sequence, prefix: Prefix) -> None:
+        self.num_hits += len(prefix.block_ids)
+        self.num_misses += self.blocks_for(len(sequence.token_ids)) - len(prefix.block_ids)
+        self.num_hit_tokens += prefix.num_positions
         self.num_queried_tokens += len(sequence.token_ids)
 
     # -- growing and sealing -------------------------------------------------------------------------------------------
@@ -254,6 +299,8 @@ class KVCache:
         What an earlier plan in flight still reads there is safe: whoever takes the block writes it in a later plan.
         A block that is yet to be sealed stays until it is.
         """
+        if sequence.request.pin:
+            return
         first, size = sequence.num_dropped, self.block_size
         unseen = (sequence.num_computed - self.attention_window + 1) // size
         if self.enable_prefix_caching:
@@ -327,6 +374,19 @@ class KVCache:
         sequence.block_ids, sequence.room, sequence.num_computed, sequence.num_dropped = [], 0, 0, 0
         self._holders.pop(sequence, None)
         self._sealed_as(sequence, [])
+
+    def park(self, sequence: Sequence) -> None:
+        """Keep the blocks of a prompt that is computed, for others to begin with, until `unpin`."""
+        assert sequence.num_computed == len(sequence.request.prompt_token_ids), sequence
+        self.pins[sequence.request.request_id] = sequence
+
+    def unpin(self, name: str) -> int:
+        """Give a pin up; how many blocks it kept. Who began with it keeps them."""
+        sequence = self.pins.pop(name)
+        num_blocks = len(sequence.block_ids)
+        self.num_pinned -= num_blocks
+        self.free(sequence)
+        return num_blocks
 
     def discard(self, sequence: Sequence) -> None:
         """Its numbers are not to be trusted: take back the seals of what only this sequence uses, or, where it has
@@ -483,4 +543,5 @@ class KVCache:
             num_swapped_in=self.num_swapped_in,
             num_host_blocks=self.swap_space.num_blocks,
             num_host_used=self.swap_space.num_used,
+            num_pinned=self.num_pinned,
         )

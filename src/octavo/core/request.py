@@ -106,6 +106,8 @@ class Request:
     constrained  its tokens are drawn from those that a mask allows, which the host works out for each position; implies
                  host_wait
     salt         requests of different salts share no blocks
+    pin          its prompt is computed to stay: when it ends, after its one token, its blocks are kept for others that
+                 begin with it, under its name
     resume       outputs that are known already, of each sample that still lives, by its index: another engine had come
                  that far. It goes on as after a preemption. None of them empty, and not with `decide`
 
@@ -127,6 +129,7 @@ class Request:
         "num_draws",
         "num_preemptions",
         "order",
+        "pin",
         "priority",
         "prompt_token_ids",
         "request_id",
@@ -158,6 +161,7 @@ class Request:
         decide: Decide | None = None,
         host_wait: bool = False,
         constrained: bool = False,
+        pin: bool = False,
         resume: Mapping[int, Iterable[int]] | None = None,
     ) -> None:
         self.request_id = request_id
@@ -173,6 +177,7 @@ class Request:
         self.decide = decide
         self.num_draws = (self.width if decide is None else 2 * self.width) if num_draws is None else num_draws
         self.constrained = constrained
+        self.pin = pin
         self.host_wait = host_wait or constrained or decide is not None
         self.resume = resume
         self.forked = self.width == 1 or decide is not None or bool(resume)

@@ -44,8 +44,8 @@ class SamplingParams(Checked):
     bad_words                   texts that are not to come up, prompt and output read together; their tokens, with and
                                 without a space before them, are looked up by whoever has a tokenizer
     bad_words_token_ids         the same as lists of token ids: the last of a list is out wherever the others precede it
-    structured_outputs          the form that the output must have (`StructuredOutputsParams`, or a dict of its fields): only
-                                tokens that keep to it are sampled, and an end only where it is complete
+    structured_outputs          the form that the output must have (`StructuredOutputsParams`, or a dict of its fields):
+                                only tokens that keep to it are sampled, and an end only where it is complete
     min_tokens                  generate that many before a stop token, or stop string, can end the output
     seed                        any int64; the noise is a function of (seed, sample index, position) and nothing else,
                                 so that it does not depend on batch, window or preemption. None: the engine draws one

@@ -85,14 +85,14 @@ class Scheduler:
         A `max_tokens` of None is a default: as many as fit. A number is taken at its word.
         """
         prompt, width, cache = len(request.prompt_token_ids), request.width, self.cache
-        assert request.request_id not in self.requests, request.request_id
+        assert request.request_id not in self.requests and request.request_id not in cache.pins, request.request_id
         most = cache.longest_output(prompt, width)
         wanted = most if request.max_tokens is None else request.max_tokens
         if wanted > most or most < 1:
             needs = cache.blocks_at_longest(prompt, max(wanted, 1), width)
             raise CapacityError(
                 f"the request needs {needs} blocks of {cache.block_size} tokens at its longest ({prompt} prompt "
-                f"tokens, max_tokens {request.max_tokens}, width {width}) and the pool has {cache.pool.num_blocks}; "
+                f"tokens, max_tokens {request.max_tokens}, width {width}) and the pool has {self._capacity()}; "
                 + (f"max_tokens of at most {most} fits" if most >= 1 else self._remedy(width))
             )
         most_rows = min(self.max_num_seqs, self.max_num_batched_tokens)
@@ -101,6 +101,8 @@ class Scheduler:
                 f"the request decodes {width} sequences together and at most {most_rows} run in a step; "
                 "lower n or raise max_num_seqs and max_num_batched_tokens"
             )
+        if request.pin:
+            self._reserve(request)
         arrival = self._num_arrivals
         self._num_arrivals += 1
         request.begin(arrival, self.policy.order(request, arrival), wanted)
@@ -111,9 +113,44 @@ class Scheduler:
         if self.events.active:
             self.events.emit(ev.Arrived(request.request_id, prompt, wanted, width, request.priority))
 
+    def _capacity(self) -> str:
+        pinned = self.cache.num_pinned
+        return f"{self.cache.num_usable}" + (f", beside {pinned} that are pinned" if pinned else "")
+
     @staticmethod
     def _remedy(width: int) -> str:
         return ("lower n, " if width > 1 else "") + "shorten the prompt or enlarge the pool"
+
+    def _reserve(self, request: Request) -> None:
+        """Set the blocks of a pin apart, from here on: whatever was let in before must still fit beside them."""
+        cache, total = self.cache, self.cache.pool.num_blocks
+        needs = cache.blocks_for(len(request.prompt_token_ids))
+        if cache.num_pinned + needs > total // 2:
+            raise CapacityError(
+                f"{len(request.prompt_token_ids)} tokens to pin take {needs} blocks, {cache.num_pinned} are pinned, "
+                f"and at most half of the pool's {total} may be; unpin others or enlarge the pool"
+            )
+        longest = 0
+        for other in self.requests.values():
+            assert other.max_tokens is not None
+            if not other.pin:
+                prompt = len(other.prompt_token_ids)
+                longest = max(longest, cache.blocks_at_longest(prompt, other.max_tokens, other.width))
+        if longest > cache.num_usable - needs:
+            raise CapacityError(
+                f"a request that was let in may come to need {longest} blocks, and with {needs} more pinned "
+                f"{cache.num_usable - needs} are left for it; pin before it comes or after it has gone"
+            )
+        cache.num_pinned += needs
+
+    def unpin(self, name: str) -> int | None:
+        """Give up what a request with `pin` left; how many blocks it kept, None when there is no such pin."""
+        if name not in self.cache.pins:
+            return None
+        num_blocks = self.cache.unpin(name)
+        if self.events.active:
+            self.events.emit(ev.Unpinned(name, num_blocks))
+        return num_blocks
 
     def abort(self, request_id: str, reason: str = "abort") -> Request | None:
         """End a request in whatever state it is. Unknown and finished ones are left alone."""
@@ -307,10 +344,10 @@ class Scheduler:
             return self._wait_for_blocks(request, needs)
         self.waiting.remove(request)
         if request.num_preemptions:
-            self.policy.costs.saw_return(len(prefix.block_ids) * cache.block_size, len(seq.token_ids))
+            self.policy.costs.saw_return(prefix.num_positions, len(seq.token_ids))
         if request.num_cached_tokens < 0:
-            cache.count_lookup(seq, len(prefix.block_ids))
-            request.num_cached_tokens = len(prefix.block_ids) * cache.block_size
+            cache.count_lookup(seq, prefix)
+            request.num_cached_tokens = prefix.num_positions
         cache.attach(seq, prefix)
         self._enter(request)
         if self.events.active:
@@ -393,6 +430,8 @@ class Scheduler:
             cache.rows.release(seq)
         num_blocks, num_positions = cache.owned_by(victim)
         mode, why = self.policy.preemption_mode(victim, num_blocks, num_positions)
+        if victim.pin:  # what it is computed for is on the device, or nowhere
+            mode, why = PreemptionMode.RECOMPUTE, "pin"
         if mode is PreemptionMode.SWAP and not cache.swap_out(victim, plan):
             mode, why = PreemptionMode.RECOMPUTE, "no host room"
         if mode is PreemptionMode.SWAP:
@@ -450,6 +489,9 @@ class Scheduler:
             if not tokens or seq.finish_reason:  # a chunk, or the over-run of a sequence that has ended
                 continue
             request = seq.request
+            if request.pin and request.status is not Status.RUNNING:  # its blocks are what it is for: computed again
+                seq.num_pending -= len(tokens)
+                continue
             if request.decide is not None:
                 seq.num_pending -= 1
                 candidates.setdefault(request, []).append((seq, tokens))
@@ -568,7 +610,12 @@ class Scheduler:
             seq.finish_reason = seq.finish_reason or reason
             if reason == "error":
                 self.cache.discard(seq)
-            self._drop(seq)
+            if request.pin and request.status is Status.RUNNING and not seq.num_pending and reason == "length":
+                self._park(seq)
+            else:
+                self._drop(seq)
+        if request.pin and request.request_id not in self.cache.pins:
+            self.cache.num_pinned -= self.cache.blocks_for(len(request.prompt_token_ids))
         request.done += request.sequences
         request.sequences = []
         if request.status is Status.RUNNING:
@@ -583,6 +630,12 @@ class Scheduler:
         if self.events.active:
             num_tokens = sum(len(s.token_ids) - len(request.prompt_token_ids) for s in request.done)
             self.events.emit(ev.Finished(request.request_id, reason, num_tokens))
+
+    def _park(self, seq: Sequence) -> None:
+        self.cache.rows.release(seq)
+        self.cache.park(seq)
+        if self.events.active:
+            self.events.emit(ev.Pinned(seq.request.request_id, seq.num_computed, len(seq.block_ids)))
 
     def _drop(self, seq: Sequence) -> None:
         self.cache.rows.release(seq)

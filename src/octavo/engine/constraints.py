@@ -104,5 +104,6 @@ class Constraint:
 
 def _put(mask: bytearray, token_ids: Iterable[int], allowed: bool) -> None:
     for token in token_ids:
-        bit = 1 << token % 8
-        mask[token // 8] = mask[token // 8] | bit if allowed else mask[token // 8] & ~bit
+        byte, bit = token // 8, 1 << token % 8
+        if byte < len(mask):  # a tokenizer may name an end that the model has no logit for
+            mask[byte] = mask[byte] | bit if allowed else mask[byte] & ~bit

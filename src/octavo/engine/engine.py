@@ -91,6 +91,7 @@ class Engine:
         seed: int | None = None,
         resume: Mapping[int, Seq[int]] | None = None,
         grammar: Grammar | None = None,
+        pin: bool = False,
         make_detokenizer: MakeDetokenizer | None = None,
         stream: bool = False,
     ) -> None:
@@ -131,8 +132,11 @@ class Engine:
             num_draws=None if search is None else search.num_draws,
             decide=None if search is None else search.decide,
             constrained=grammar is not None,
+            pin=pin,
             resume=resume,
         )
+        if request_id in self.scheduler.cache.pins:
+            raise ParameterError(f"{request_id!r} is pinned already; unpin it, or take another name", param="name")
         self.scheduler.add(request)
         if not params.detokenize:
             make_detokenizer = None
@@ -146,6 +150,24 @@ class Engine:
             search.ends = state.ends_in_stop_string
         if grammar is not None:
             state.constraint = Constraint(grammar, len(prompt_token_ids), stop_ids, self.eos_token_ids)
+
+    def pin(self, name: str, token_ids: Seq[int], *, salt: bytes = b"") -> str:
+        """Queue the computing of a prompt whose blocks are to stay, for requests of that salt that begin with it.
+
+        Returns the id of the request that does it, which is told of when it has finished. Raises as `add`, and
+        `CapacityError` where the pin would leave too little to others.
+        """
+        request_id = _pin_id(name)
+        params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
+        self.add(request_id, token_ids, params, salt=salt, pin=True)
+        return request_id
+
+    def unpin(self, name: str) -> int:
+        """Give a pin up; who began with it goes on. Returns its blocks. Raises `ParameterError` if there is none."""
+        num_blocks = self.scheduler.unpin(_pin_id(name))
+        if num_blocks is None:
+            raise ParameterError(f"nothing of the name {name!r} is pinned", param="name", code="not_found")
+        return num_blocks
 
     def _seed_of(self, params: SamplingParams, drawn: int | None) -> int:
         if params.seed is not None:
@@ -415,7 +437,7 @@ class Engine:
             if state is None:
                 return
             if isinstance(event, ev.Preempted):
-                state.metrics.num_preemptions += 1
+                state.metrics.note(event)
             elif state.metrics.first_scheduled_time is None:
                 state.metrics.first_scheduled_time = self._clock()
 
@@ -454,6 +476,11 @@ def check_prompt(prompt_token_ids: Seq[int], vocab_size: int) -> None:
                 param="prompt",
                 code="invalid_token_id",
             )
+
+
+def _pin_id(name: str) -> str:
+    """Pins are requests, too, whose ids are no other request's."""
+    return f"pin:{name}"
 
 
 def draw_seed(seeds: random.Random) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from octavo.core.events import Preempted
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import Request, Sequence
 from octavo.core.sampling_params import RequestOutputKind
@@ -25,6 +26,9 @@ class RequestMetrics:
 
     num_generation_tokens  over all samples
     num_cached_tokens      of the prompt, found in the prefix cache when it was first admitted
+    num_preemptions        how often it was taken off the device, num_swaps of these to the host
+    num_swapped_blocks     that went to the host in these
+    num_recomputed_tokens  whose keys and values were given up in the others; the cache may still have some on return
     """
 
     arrival_time: float
@@ -33,12 +37,33 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    num_swaps: int = 0
+    num_swapped_blocks: int = 0
+    num_recomputed_tokens: int = 0
     num_cached_tokens: int = 0
     num_generation_tokens: int = 0
 
     @property
     def time_in_queue_s(self) -> float | None:
         return _between(self.arrival_time, self.first_scheduled_time)
+
+    @property
+    def prefill_time_s(self) -> float | None:
+        """From the first admission to the first token."""
+        return _between(self.first_scheduled_time, self.first_token_time)
+
+    @property
+    def decode_time_s(self) -> float | None:
+        """From the first token to the last."""
+        return _between(self.first_token_time, self.last_token_time)
+
+    def note(self, event: Preempted) -> None:
+        self.num_preemptions += 1
+        if event.how == "swap":
+            self.num_swaps += 1
+            self.num_swapped_blocks += event.num_blocks
+        else:
+            self.num_recomputed_tokens += event.num_positions
 
     @property
     def time_to_first_token_s(self) -> float | None:

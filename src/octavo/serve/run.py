@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import logging
+import signal
 import socket
 import sys
 import time
@@ -119,8 +120,19 @@ def limits_of(args: EngineArgs, summary: Mapping[str, Any]) -> Limits:
 
 def run(args: EngineArgs, settings: ServeArgs, keys: Sequence[str] = (), phases: Phases | None = None) -> None:
     """`serve` on a loop of its own. Raises `OctavoError` for what keeps it from starting."""
+
+    async def until_told() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        # While it starts; once it serves, `HTTPServer` has its own way. Ctrl-C does the same without our help.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        await serve(args, settings, keys=keys, phases=phases)
+
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(args, settings, keys=keys, phases=phases))
+        try:
+            runner.run(until_told())
+        except asyncio.CancelledError:
+            raise OctavoError("told to stop while it was starting") from None
 
 
 def _announcing(phases: Phases, on_ready: Callable[[str], None]) -> Callable[[str], None]:

@@ -56,18 +56,20 @@ SOCKET_PATH_CHARS = 90
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When an engine counts as hung, in seconds.
+    """How long to wait for an engine, in seconds.
 
     silence_s       without a sign of life
     step_s          in one step, if the steps before do not let expect longer ones
     start_s         without a sign of life while it starts: importing holds up all of a process's threads
     close_s         that it may take to leave when it is told to
+    retry_s         between a start that came to nothing and the next; then twice as long
     """
 
     silence_s: float = 10.0
     step_s: float = 10.0
     start_s: float = 300.0
     close_s: float = 2.0
+    retry_s: float = 0.5
 
 
 class EngineProcess:
@@ -335,7 +337,7 @@ class Supervisor:
                         self._enter("failed", str(error))
                         self._on_failed(error)
                         return
-                await asyncio.sleep(0.5 * failures)
+                await asyncio.sleep(self._limits.retry_s * failures)
             logger.warning("the engine runs again, after %.1f s", time.monotonic() - begin)
 
 

@@ -1,7 +1,8 @@
 """Which machines, and how many, serve a trace within an SLO: the cheapest answer that simulation finds, and its margin.
 
 For every device and number of devices that share a model, the number of replicas is bisected with the engine's own
-defaults; then each other setting is tried with fewer. Nothing is extrapolated: every candidate runs the whole trace.
+defaults; then each other setting is tried with one fewer, and so on. Nothing is extrapolated: every candidate runs the
+whole trace.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class Planner:
         return int(min(self.most_gpus // num_devices, best // each))
 
     def _search(self, device: Device, num_devices: int) -> None:
-        """The fewest replicas: doubled until they do, then bisected, then one fewer with other settings."""
+        """The fewest replicas: doubled until they do, then bisected, then fewer with other settings."""
         most = self._most(device, num_devices)
         low, high = 0, 1
         while high <= most and (found := self._try(device, num_devices, high, self.settings)) is not None:
@@ -139,10 +140,18 @@ class Planner:
             if found is None:
                 return
             low, high = (low, middle) if self._keeps(found) else (middle, high)
-        if 1 <= high - 1 <= most:
-            for variant in VARIANTS:
-                if not set(variant) & set(self.settings):
-                    self._try(device, num_devices, high - 1, self.settings | variant)
+        fewer = min(high - 1, most)
+        while fewer >= 1 and self._with_other_settings(device, num_devices, fewer):
+            fewer -= 1
+
+    def _with_other_settings(self, device: Device, num_devices: int, num_replicas: int) -> bool:
+        """Whether one of them keeps the SLO with so many."""
+        kept = False
+        for variant in VARIANTS:
+            if not set(variant) & set(self.settings):
+                found = self._try(device, num_devices, num_replicas, self.settings | variant)
+                kept = kept or (found is not None and self._keeps(found))
+        return kept
 
     def _try(self, device: Device, num_devices: int, num_replicas: int, settings: dict[str, Any]) -> Candidate | None:
         """None where the model does not fit."""

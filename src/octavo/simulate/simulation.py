@@ -232,7 +232,7 @@ class Replica:
         samples.append(Sample(self.clock.now, split, *blocks, *queues))
         if len(samples) > MOST_SAMPLES:
             del samples[::2]
-            self._sample_s *= 2
+            self._sample_s = max(2 * self._sample_s, (samples[-1].time_s - samples[0].time_s) / len(samples))
         self._next_sample_s = self.clock.now + self._sample_s
 
     def _listen(self, event: ev.Event) -> None:

@@ -69,7 +69,8 @@ class Arrival(NamedTuple):
 def read_trace(path: Path, *, scale: float = 1.0, rate: float | None = None, seed: int = 0) -> Iterator[Arrival]:
     """The arrivals of a file, told apart by its name and its first line.
 
-        *.jsonl(.gz)  Mooncake: timestamp (ms), input_length, output_length, hash_ids (one for 512 tokens)
+        *.jsonl(.gz)  Mooncake: timestamp (ms), input_length, output_length, hash_ids (one for 512 tokens); from a
+                      flight recorder also hash_tokens, how many tokens one is for, and n, samples
         *.csv(.gz)    Azure: TIMESTAMP, ContextTokens, GeneratedTokens;
                       Vidur: arrived_at (s), num_prefill_tokens, num_decode_tokens
         *.npz         lengths alone: input_len, output_len; `rate` arrivals a second are drawn for them
@@ -122,25 +123,25 @@ def _first_checked(arrivals: Iterator[Arrival], path: Path) -> Iterator[Arrival]
     yield from arrivals
 
 
-def _mooncake(path: Path, scale: float) -> Iterator[tuple[int, Arrival]]:
+def _mooncake(path: Path, scale: float) -> Iterator[tuple[int, bool, Arrival]]:
+    """Line, whether its time is exact, and the arrival."""
     expected = "expected {timestamp (ms), input_length, output_length, hash_ids}"
     for line, text in _lines(path):
         where = f"{path}:{line}"
         try:
             row = json.loads(text)
             time_ms, num_prompt, num_output = row["timestamp"], row["input_length"], row["output_length"]
-            ids = row.get("hash_ids") or []
+            ids, hashed, n = row.get("hash_ids") or [], row.get("hash_tokens", HASHED_TOKENS), row.get("n", 1)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             missing = f"no {error}" if isinstance(error, KeyError) else "no JSON object"
             raise TraceError(f"{where}: {missing}; {expected}") from None
         time_s = _number(time_ms, where, "timestamp") / 1000
-        tokens = _length(num_prompt, where, "input_length")
-        if not isinstance(ids, list) or (ids and len(ids) != -(-tokens // HASHED_TOKENS)):
+        tokens, hashed = _length(num_prompt, where, "input_length"), _length(hashed, where, "hash_tokens")
+        if not isinstance(ids, list) or (ids and len(ids) != -(-tokens // hashed)):
             found = len(ids) if isinstance(ids, list) else "no list of"
-            one_each = f"one for {HASHED_TOKENS} tokens, {-(-tokens // HASHED_TOKENS)}"
+            one_each = f"one for {hashed} tokens, {-(-tokens // hashed)}"
             raise TraceError(f"{where}: {found} hash_ids for {tokens} tokens; expected {one_each}")
-        each = max(1, round(HASHED_TOKENS * scale))
-        left = max(1, round(tokens * scale))
+        each, left = max(1, round(hashed * scale)), max(1, round(tokens * scale))
         runs: list[Run] = []
         for h in ids:
             count = min(each, left)
@@ -149,7 +150,8 @@ def _mooncake(path: Path, scale: float) -> Iterator[tuple[int, Arrival]]:
                 left -= count
         if not ids:
             runs.append((MOST_TOKENS + line, left))
-        yield line, Arrival(time_s, tuple(runs), _scaled(num_output, scale, where, "output_length"))
+        num_output = _scaled(num_output, scale, where, "output_length")
+        yield line, "hash_tokens" in row, Arrival(time_s, tuple(runs), num_output, _length(n, where, "n"))
 
 
 def _hash_id(value: Any, where: str) -> int:
@@ -158,20 +160,22 @@ def _hash_id(value: Any, where: str) -> int:
     return FIRST_TOKEN + value
 
 
-def _spread(rows: Iterator[tuple[int, Arrival]]) -> Iterator[Arrival]:
+def _spread(rows: Iterator[tuple[int, bool, Arrival]]) -> Iterator[Arrival]:
     """Times that were cut to a tick are spread over it again: all of them at once would be a burst that never was."""
     tick: list[Arrival] = []
-    for line, arrival in rows:
+    tick_s = 0.0
+    for line, exact, arrival in rows:
         if tick and arrival.time_s != tick[0].time_s:
             if arrival.time_s < tick[0].time_s:
                 raise TraceError(
                     f"line {line}: time {arrival.time_s:g} s after {tick[0].time_s:g} s; expected rising times: sort "
                     "the file"
                 )
-            yield from _spread_tick(tick, min(TICK_S, arrival.time_s - tick[0].time_s))
+            yield from _spread_tick(tick, min(tick_s, arrival.time_s - tick[0].time_s))
             tick = []
+        tick_s = 0.0 if exact else TICK_S
         tick.append(arrival)
-    yield from _spread_tick(tick, TICK_S)
+    yield from _spread_tick(tick, tick_s)
 
 
 def _spread_tick(tick: list[Arrival], tick_s: float) -> Iterator[Arrival]:

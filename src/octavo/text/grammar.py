@@ -252,5 +252,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _one_line(error: str) -> str:
-    """Without the lines of source that a message ends with."""
-    return " ".join(SOURCE_LINES.split(error)[0].split())[:MAX_MESSAGE]
+    """Without the lines of source, or the hint, that a message ends with."""
+    return " ".join(SOURCE_LINES.split(error)[0].removesuffix("<non-verbose/>").split())[:MAX_MESSAGE]

@@ -48,6 +48,7 @@ def run(paper: Paper) -> Figure:
         notes=[
             "Orca's samples have a piece each, copied for nothing when they part: its copies are not charged",
             "beams by made-up candidates, as in figure 15",
+            "traces of beams last a minute, of samples four: rates by themselves are too high, ratios are fair",
             "Alpaca's lengths are synthetic: lognormal, with the means that the paper gives",
         ],
     )

@@ -66,7 +66,7 @@ def run(paper: Paper) -> Figure:
     paper.progress("the artifact's way")
     ours = knee(partial(_latency, paper, OURS, lengths, ARTIFACT_CHANCE), 0.8, 1.3, steps=5)
     figure.rows.append(Row(OURS, f"{ARTIFACT_CHANCE:.0%} new: requests/s", None, ours))
-    name = f"{ARTIFACT_CHANCE:.0%} new, over {ORACLE} at {NEW_CHANCES[0]:.0%}"
+    name = f"{ARTIFACT_CHANCE:.0%} new, over {ORACLE} at {NEW_CHANCES[0]:.0%} new"
     figure.rows.append(Row(OURS, name, PAPER_GAIN, ours / oracle_knee))
     return figure
 

@@ -1,0 +1,266 @@
+"""Prompts pinned by hand: parked sequences that others begin with, the partial tail by copy-on-write included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octavo.core import events as ev
+from octavo.core.plan import BlockCopy
+from octavo.core.policy import Policy
+from octavo.core.request import Request, Status
+from octavo.core.sampling_params import SamplingParams
+from octavo.errors import CapacityError
+from tests.core.lab import RECOMPUTE, SWAP, Lab
+
+
+def pinned(lab: Lab, name: str, prompt: list[int], **options: Any) -> Request:
+    """A pin that is computed, while nothing else is there to step."""
+    request = lab.add(name, prompt, 1, pin=True, **options)
+    while request.status is not Status.FINISHED:
+        lab.step()
+    return request
+
+
+def unpin_all(lab: Lab) -> None:
+    for name in list(lab.cache.pins):
+        assert lab.scheduler.unpin(name)
+    lab.at_rest()
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_who_begins_with_a_pin_computes_only_the_rest(caching: bool) -> None:
+    """Blocks of 4, a pin of 6: one full block and half of a second."""
+    lab = Lab(20, 4, caching=caching)
+    pin = pinned(lab, "P", [1, 2, 3, 4, 5, 6])
+    blocks = lab.cache.pins["P"].block_ids[:]
+    request = lab.add("A", [1, 2, 3, 4, 5, 6, 7, 8, 9], 3)
+    plan = lab.step()
+    assert (plan.starts, plan.counts) == ([6], [3]) and request.num_cached_tokens == 6
+    seq = request.sequences[0]
+    assert plan.copies == [BlockCopy(blocks[1], seq.block_ids[1])]
+    assert seq.block_ids[0] == blocks[0] and blocks == lab.cache.pins["P"].block_ids
+    assert lab.cache.stats().num_pinned == 2 and lab.cache.stats().num_hit_tokens == 6
+    while lab.scheduler.has_work:
+        lab.step()
+    assert pin.done[0].output_token_ids and lab.pool.num_used == 2
+    unpin_all(lab)
+
+
+def test_the_longest_pin_counts_and_no_other_tenants() -> None:
+    lab = Lab(40, 4)
+    pinned(lab, "short", [1, 2, 3, 4, 5])
+    pinned(lab, "long", [1, 2, 3, 4, 5, 6, 7])
+    pinned(lab, "between", [1, 2, 3, 4, 5, 6])
+    pinned(lab, "theirs", [1, 2, 3, 4, 5, 6, 7, 8, 9], salt=b"tenant")
+    pinned(lab, "other", [9, 2, 3, 4, 5, 6, 7, 8])
+    pinned(lab, "parts", [1, 2, 3, 4, 5, 6, 0, 8, 9, 10, 11])
+    request = lab.add("A", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 1)
+    plan = lab.step()
+    assert plan.starts == [7] and request.num_cached_tokens == 7
+    unpin_all(lab)
+
+
+def test_what_the_index_has_goes_before_a_pin_that_is_no_longer() -> None:
+    lab = Lab(40, 4)
+    pinned(lab, "P", [1, 2, 3, 4, 5])
+    lab.add("A", [1, 2, 3, 4, 5, 6, 7, 8, 9], 1)
+    lab.step()
+    request = lab.add("B", [1, 2, 3, 4, 5, 6, 7, 8, 10], 1)
+    plan = lab.step()
+    assert plan.starts == [8] and not plan.copies and request.num_cached_tokens == 8
+    unpin_all(lab)
+
+
+@pytest.mark.parametrize(("num", "start", "num_copies"), [(5, 4, 0), (6, 5, 1), (7, 6, 1), (8, 4, 0), (4, 0, 0)])
+def test_a_prompt_that_is_the_pin_computes_its_last_token_and_copies_no_full_block(
+    num: int, start: int, num_copies: int
+) -> None:
+    lab = Lab(20, 4, caching=False)
+    pinned(lab, "P", list(range(1, num + 1)))
+    lab.add("A", list(range(1, num + 1)), 6)
+    plan = lab.step()
+    assert plan.starts == [start] and len(plan.copies) == num_copies
+    while lab.scheduler.has_work:
+        lab.step()
+    unpin_all(lab)
+
+
+@pytest.mark.parametrize(("parts_at", "start", "num_copies"), [(2, 0, 0), (4, 4, 0), (6, 4, 0), (8, 8, 0), (9, 9, 1)])
+def test_a_prompt_that_parts_from_a_pin_begins_with_what_they_share(parts_at: int, start: int, num_copies: int) -> None:
+    """Blocks of 4, a pin of 10: within the tail they part with a copy of it, within a full block before the block."""
+    lab = Lab(20, 4, caching=False)
+    pin = list(range(1, 11))
+    pinned(lab, "P", pin)
+    lab.add("A", [*pin[:parts_at], 30, 31, 32], 3)
+    plan = lab.step()
+    assert plan.starts == [start] and len(plan.copies) == num_copies
+    while lab.scheduler.has_work:
+        lab.step()
+    unpin_all(lab)
+
+
+def test_who_wants_all_computed_begins_with_no_pin() -> None:
+    lab = Lab(20, 4)
+    pinned(lab, "P", [1, 2, 3, 4, 5, 6])
+    params = SamplingParams(max_tokens=None, skip_reading_prefix_cache=True)
+    lab.add("A", [1, 2, 3, 4, 5, 6, 7], 1, sampling_params=params)
+    assert lab.step().starts == [0]
+    unpin_all(lab)
+
+
+def test_a_pin_outlives_what_evicts_the_cache() -> None:
+    lab = Lab(12, 2)
+    pinned(lab, "P", [1, 2, 3, 4, 5])
+    blocks = lab.cache.pins["P"].block_ids[:]
+    for i in range(4):
+        lab.add(f"big{i}", [20 + i] * 12, 7)
+        while lab.scheduler.has_work:
+            lab.step()
+    lab.cache.reset_prefix_cache()
+    assert lab.cache.pins["P"].block_ids == blocks and all(lab.pool.refs[b] == 1 for b in blocks)
+    request = lab.add("A", [1, 2, 3, 4, 5, 6], 1)
+    assert lab.step().starts == [5] and request.num_cached_tokens == 5
+    unpin_all(lab)
+
+
+def test_its_copied_tail_is_counted_before_anybody_comes_in() -> None:
+    """Of 7 blocks of 4 the pin has 2 and another 4. The last one is for the copy: for no more than that."""
+    lab = Lab(7, 4, caching=False, policy=RECOMPUTE)
+    pinned(lab, "P", [1, 2, 3, 4, 5, 6])
+    lab.add("other", [9] * 14, 2)
+    lab.step()
+    fits = lab.add("fits", [1, 2, 3, 4, 5, 6, 7, 8], 1)
+    too_long = lab.add("too long", [1, 2, 3, 4, 5, 6, 7, 8, 9], 1)
+    plan = lab.plan()
+    assert fits.status is Status.RUNNING and too_long.status is Status.WAITING and len(plan.copies) == 1
+    assert lab.reasons("too long") == ["blocks"]
+    while lab.scheduler.has_work:
+        lab.land()
+        lab.plan()
+    unpin_all(lab)
+
+
+def test_without_room_for_the_copy_nobody_comes_in() -> None:
+    lab = Lab(6, 4, caching=False, policy=RECOMPUTE)
+    pinned(lab, "P", [1, 2, 3, 4, 5, 6])
+    lab.add("other", [9] * 14, 2)
+    lab.step()
+    request = lab.add("A", [1, 2, 3, 4, 5, 6, 7, 8], 1)
+    lab.plan()
+    assert request.status is Status.WAITING and lab.told(ev.Waiting)[-1] == ev.Waiting("A", "blocks", 1, 0, 0)
+    while lab.scheduler.has_work:
+        lab.land()
+        lab.plan()
+    unpin_all(lab)
+
+
+def test_pins_take_half_of_the_pool_at_most() -> None:
+    lab = Lab(10, 2)
+    pinned(lab, "P", [1, 2, 3])
+    with pytest.raises(CapacityError, match=r"8 tokens to pin take 4 blocks, 2 are pinned, .* half .* 10 .* unpin"):
+        lab.add("Q", [5] * 8, 1, pin=True)
+    assert lab.cache.num_pinned == 2
+    pinned(lab, "R", [5] * 6)
+    assert lab.cache.num_pinned == 5
+    unpin_all(lab)
+    assert lab.cache.num_pinned == 0
+
+
+def test_a_pin_is_counted_from_the_door_on() -> None:
+    lab = Lab(10, 2)
+    lab.add("P", [1] * 6, 1, pin=True)
+    with pytest.raises(
+        CapacityError, match=r"needs 8 blocks .* the pool has 7, beside 3 that are pinned; max_tokens of"
+    ):
+        lab.add("A", [2] * 8, 9)
+    with pytest.raises(CapacityError, match="at most half"):
+        lab.add("Q", [1] * 6, 1, pin=True)
+    lab.abort("P")
+    assert lab.cache.num_pinned == 0 and not lab.cache.pins
+    lab.add("A", [2] * 8, 9)
+    lab.run()
+
+
+def test_what_was_let_in_still_fits_beside_a_pin() -> None:
+    lab = Lab(10, 2)
+    lab.add("A", [2] * 8, 9)
+    with pytest.raises(CapacityError, match=r"may come to need 8 blocks, and with 3 more pinned 7 are left"):
+        lab.add("P", [1] * 6, 1, pin=True)
+    pin = lab.add("Q", [1] * 4, 1, pin=True)
+    while lab.scheduler.has_work:
+        lab.step()
+    assert pin.request_id in lab.cache.pins and lab.finished == ["Q", "A"]
+    unpin_all(lab)
+
+
+def test_unpinning_leaves_those_who_began_with_it_alone() -> None:
+    lab = Lab(20, 2)
+    pinned(lab, "P", [1, 2, 3, 4])
+    lab.add("A", [1, 2, 3, 4, 5], 4)
+    lab.step()
+    assert lab.scheduler.unpin("P") == 2 and lab.scheduler.unpin("P") is None
+    assert lab.told(ev.Pinned, ev.Unpinned) == [ev.Pinned("P", 4, 2), ev.Unpinned("P", 2)]
+    lab.run()
+
+
+@pytest.mark.parametrize("policy", [RECOMPUTE, SWAP])
+def test_a_pin_that_is_preempted_before_it_is_told_is_computed_again(policy: Policy) -> None:
+    """Its token is on the way when its blocks are taken away: a token without blocks is no pin."""
+    lab = Lab(20, 2, host=20, policy=policy)
+    pin = lab.add("P", [1, 2, 3, 4, 5], 1, pin=True)
+    plan = lab.plan()
+    lab.scheduler._preempt(pin, pin, 1, plan)
+    lab.land()
+    assert pin.status is Status.WAITING and pin.sequences[0].num_pending == 0
+    while lab.scheduler.has_work:
+        lab.step()
+    assert lab.cache.pins["P"].num_computed == 5 and lab.finished == ["P"]
+    unpin_all(lab)
+
+
+@pytest.mark.parametrize("when", ["before", "in flight"])
+def test_what_ends_too_early_leaves_no_pin(when: str) -> None:
+    lab = Lab(20, 2)
+    pin = lab.add("P", [1, 2, 3, 4, 5], 1, pin=True)
+    if when == "in flight":
+        lab.plan()
+    lab.scheduler.stop(pin.sequences[0], "abort")
+    assert not lab.cache.pins and lab.cache.num_pinned == 0
+    while lab.flight:
+        lab.land()
+    lab.at_rest()
+
+
+def test_a_pin_whose_step_fails_is_computed_again() -> None:
+    lab = Lab(20, 2)
+    lab.add("P", [1, 2, 3, 4, 5], 1, pin=True)
+    lab.plan()
+    assert lab.fail() == ["P"]
+    while lab.scheduler.has_work:
+        lab.step()
+    assert lab.cache.pins["P"].num_computed == 5
+    unpin_all(lab)
+
+
+def test_a_pin_keeps_what_lies_behind_the_attention_window() -> None:
+    lab = Lab(20, 2, attention_window=3, budget=2)
+    pinned(lab, "P", list(range(1, 10)))
+    assert lab.cache.pins["P"].num_dropped == 0 and all(lab.cache.pins["P"].block_ids)
+    lab.add("A", [*range(1, 10), 20], 3)
+    while lab.scheduler.has_work:
+        lab.step()
+    unpin_all(lab)
+
+
+def test_samples_share_a_pin_and_its_tail_is_copied_once_for_each_but_never_for_the_pin() -> None:
+    lab = Lab(40, 4)
+    pinned(lab, "P", [1, 2, 3, 4, 5, 6])
+    blocks = lab.cache.pins["P"].block_ids[:]
+    lab.add("G", [1, 2, 3, 4, 5, 6, 7], 6, width=3)
+    copies = []
+    while lab.scheduler.has_work:
+        copies += lab.step().copies
+    assert len(copies) == 1 + 2 and blocks == lab.cache.pins["P"].block_ids
+    unpin_all(lab)
