@@ -3,7 +3,7 @@
     python tests/serve/oracle_engine.py '{"step_s": 0.01, "die_at": 7}' FD
 
 step_s      each step takes so long
-slow_at     [step, seconds]: this one takes longer
+slow_at     [step, seconds]: this one takes longer; busy_at: with work that lets no other thread get its turn
 raise_in    [hook, number]: so many calls of a part of the loop (`HOOKS`) go well, the next raises as only a bug does
 die_at      the process is killed in this step; stop_at: it stops, but lives
 poison      a prompt with this token kills the process as soon as it is computed
@@ -57,6 +57,11 @@ class FaultyOracle(Oracle):
         faults, step = self.faults, plan.step
         slow_at, slow_s = faults.get("slow_at", (-1, 0))
         time.sleep(slow_s if step == slow_at else faults.get("step_s", 0))
+        busy_at, busy_s = faults.get("busy_at", (-1, 0))
+        begin = time.monotonic()
+        while step == busy_at and time.monotonic() - begin < busy_s:
+            sys.setswitchinterval(60)
+            sum(range(10**6))
         if step == faults.get("die_at"):
             os.kill(os.getpid(), signal.SIGKILL)
         if step == faults.get("stop_at"):

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import re
 from typing import Any
+
+import pytest
 
 from octavo.core.kv_cache import KVCache
 from octavo.engine.stats import BackendStats, EngineStats
 from octavo.serve.metrics import BETWEEN_TOKENS_S, FIRST_TOKEN_S, LATENCY_S, Metrics, StatsLine, token_buckets
+from octavo.serve.run import JsonFormatter
 
 from .http_lab import run, serving
 
 
-def values_of(page: str) -> dict[str, float]:
+def values_of(text: str) -> dict[str, float]:
     """Every series, by its name and its labels but those that all have."""
     found = {}
-    for line in page.splitlines():
+    for line in text.splitlines():
         if not line.startswith("#"):
             name, _, value = line.rpartition(" ")
             name = re.sub(r'(engine|model_name)="[^"]*",?', "", name).replace(",}", "}").replace("{}", "")
@@ -108,3 +113,19 @@ def test_the_line_of_numbers_reads_as_vllms() -> None:
     last = line.tell(BackendStats(EngineStats(**engine), kv))
     assert last is not None and "Preemptions" not in last and "throughput: 0.0 tokens/s" in last
     assert line.tell(BackendStats(EngineStats(**engine), kv)) is None  # nothing happens: nothing is said
+
+
+def test_every_line_of_a_log_may_be_an_object(model: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "octavo")
+
+    async def main() -> None:
+        async with serving(model, disable_access_log_for_endpoints=["/health"]) as server:
+            await server.client.get("/health")
+            await server.complete("secret")
+
+    run(main())
+    lines = [json.loads(JsonFormatter().format(record)) for record in caplog.records if record.name == "octavo.access"]
+    assert [(line["path"], line["status"], line["method"]) for line in lines] == [("/v1/completions", 200, "POST")]
+    assert lines[0]["level"] == "info" and "secret" not in caplog.text
+    plain = logging.LogRecord("octavo.serve", logging.WARNING, "", 0, "a %s", ("\n",), None)
+    assert json.loads(JsonFormatter().format(plain))["message"] == "a \n"

@@ -185,6 +185,25 @@ def test_a_slow_step_is_left_alone(model: str) -> None:
     run(main())
 
 
+def test_work_that_lets_no_thread_speak_is_left_alone(model: str) -> None:
+    """As compiling a kernel may be: silent for longer than an engine may be that does nothing."""
+
+    async def main() -> None:
+        async with serving(oracle_client(model, limits=Limits(silence_s=0.7), busy_at=[2, 1.5])) as client:
+            streams = asyncio.ensure_future(many(client, 2))
+            longest = 0.0
+            while not streams.done():
+                process = client._supervisor._process
+                assert process is not None
+                longest = max(longest, time.monotonic() - process._beat_at)
+                await asyncio.sleep(0.01)
+            assert longest > 1
+            assert await streams == expected(2)
+            assert client.health().num_restarts == 0
+
+    run(main())
+
+
 def test_a_step_beyond_all_expectation_is_cut_off(model: str, tmp_path: Path) -> None:
     """Steps before it took milliseconds; its process gives signs of life all the time."""
 

@@ -179,9 +179,11 @@ class Sampler:
 
     def _forbidden(self, masked: dict[int, bytes | bytearray], shape: torch.Size) -> Tensor:
         """[num_draws, vocab_size] bool, from the masks of some of the draws."""
-        forbidden = np.zeros(shape, dtype=np.bool_)
         words = np.frombuffer(b"".join(masked.values()), dtype=np.uint8).reshape(len(masked), -1)
-        forbidden[list(masked)] = np.unpackbits(words, axis=1, count=shape[1], bitorder="little") == 0
+        forbidden = np.unpackbits(~words, axis=1, count=shape[1], bitorder="little").view(np.bool_)
+        if len(masked) < shape[0]:
+            some, forbidden = forbidden, np.zeros(shape, dtype=np.bool_)
+            forbidden[list(masked)] = some
         return torch.from_numpy(forbidden).to(self.device)
 
     def _without_token(self, logits: Tensor, limited: list[int], chosen: Tensor) -> list[int]:

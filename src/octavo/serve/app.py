@@ -284,8 +284,8 @@ class App:
     async def metrics(self, exchange: Exchange) -> Reply:
         service = self.service
         up = service.backend.health().state == "running"
-        page = service.metrics.page(await service.backend.stats(), up)
-        return Reply(page, content_type="text/plain; version=0.0.4; charset=utf-8")
+        text = service.metrics.text(await service.backend.stats(), up)
+        return Reply(text, content_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def debug_request(self, exchange: Exchange) -> Reply:
         name = exchange.path_params["id"]

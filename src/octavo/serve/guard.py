@@ -145,19 +145,15 @@ class Guard:
         if scope["path"] in self._quiet_paths or not access_log.isEnabledFor(logging.INFO):
             return
         client = scope.get("client") or ("-", 0)
-        access_log.info(
-            "%s",
-            json.dumps(
-                {
-                    "client": f"{client[0]}:{client[1]}",
-                    "method": method,
-                    "path": scope["path"][:256],
-                    "status": exchange.status or 499,
-                    "ms": round(1000 * elapsed_s, 1),
-                    "id": exchange.request_id,
-                }
-            ),
-        )
+        access = {
+            "client": f"{client[0]}:{client[1]}",
+            "method": method,
+            "path": scope["path"][:256],
+            "status": exchange.status or 499,
+            "ms": round(1000 * elapsed_s, 1),
+            "id": exchange.request_id,
+        }
+        access_log.info("%s", json.dumps(access), extra={"access": access})
 
 
 def _is_preflight(exchange: Exchange) -> bool:

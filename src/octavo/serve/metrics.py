@@ -103,7 +103,7 @@ class Metrics:
         info = Gauge("vllm:cache_config_info", "The KV cache.", ("engine", *texts), registry=self.registry)
         info.labels(engine="0", **texts).set(1)
 
-    def page(self, stats: BackendStats, up: bool) -> bytes:
+    def text(self, stats: BackendStats, up: bool) -> bytes:
         self._engine.stats, self._engine.up = stats, up
         return generate_latest(self.registry)
 

@@ -1,4 +1,4 @@
-"""The parameters that requests may have: one table, from which bodies are read and the OpenAPI page is drawn.
+"""The parameters that requests may have: one table, from which bodies are read and the OpenAPI document is drawn.
 
 A field's value here is its JSON schema. What is read off it is the type alone: ranges and how parameters go together
 are the business of `SamplingParams`, and the ranges below only describe them.

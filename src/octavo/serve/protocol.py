@@ -26,6 +26,18 @@ MESSAGE_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id
 ECHOED_KEYS = frozenset({"refusal", "annotations", "audio", "function_call", "id", "index"})
 """What clients leave in a message that they had from a server; it says nothing to a model."""
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+NOT_OF_BEAMS = frozenset(fields.SAMPLING) | {"echo", "response_format", "structured_outputs"}
+NOT_OF_BEAMS -= {"n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos"}
+"""What a beam search cannot have; `NEUTRAL` is what says nothing, where that is not false."""
+NEUTRAL = {
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "min_tokens": 0,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "response_format": {"type": "text"},
+}
 STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -236,20 +248,20 @@ class Rules:
             raise bad("invalid_value", "a beam search has no answer before its end; leave stream out", "stream")
         if given.get("use_beam_search") is False:
             raise bad("invalid_value", "beam_width needs use_beam_search to be true", "beam_width")
-        drawn = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "seed": None, "best_of": None}
-        for name, neutral in drawn.items():
-            if name in given and given[name] != neutral and not (name == "top_k" and given[name] == 0):
+        for name, neutral in (
+            ("temperature", 0),
+            ("top_p", 1),
+            ("min_p", 0),
+            ("top_k", 0),
+            ("seed", None),
+            ("best_of", None),
+        ):
+            if name in given and given[name] != neutral and not (name == "top_k" and given[name] == -1):
                 text = f"a beam search draws nothing; leave {name} out"
                 raise bad("invalid_value", text, "best_of" if name == "best_of" else "use_beam_search")
-        kept = {"model", "prompt", "messages", "logprobs", "stream", "n", "beam_width", "use_beam_search", "ignore_eos"}
-        kept |= {"length_penalty", "early_stopping", "stop", "stop_token_ids", "max_tokens", "max_completion_tokens"}
-        kept |= {"priority", "cache_salt", "add_special_tokens", "truncate_prompt_tokens", "top_logprobs", *drawn}
-        kept |= {"return_token_ids", "return_tokens_as_token_ids", "add_generation_prompt", "continue_final_message"}
-        kept |= {"chat_template", "chat_template_kwargs", "tools", "tool_choice", "reasoning_effort"}
-        for name in given:
-            if name not in kept and given[name] not in (False, 0, 0.0, 1.0):
-                text = f"a beam search has no {name}; leave it out"
-                raise bad("invalid_value", text, name)
+        for name in NOT_OF_BEAMS & given.keys():
+            if given[name] != NEUTRAL.get(name, False):
+                raise bad("invalid_value", f"a beam search has no {name}; leave it out", name)
         n = given.get("n", 1)
         width = given.get("beam_width", n)
         if not isinstance(n, int) or not 1 <= n <= 128:

@@ -170,7 +170,7 @@ class JsonFormatter(logging.Formatter):
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            **(getattr(record, "access", None) or {"message": record.getMessage()}),
         }
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)

@@ -28,7 +28,7 @@ class ServeArgs(Checked):
     insecure                     listen beyond loopback without a key
     ssl_keyfile, ssl_certfile    TLS: the server's key and certificate
     ssl_ca_certs                 authorities of which clients must bring a certificate
-    allowed_origins              web pages that may read responses (CORS); none unless told, "*" for all
+    allowed_origins              origins whose scripts may read responses (CORS); none unless told, "*" for all
     root_path                    prefix of the paths, behind a proxy
     max_num_queued_reqs          requests beyond those that run; more get 429
     max_num_queued_tokens        their prompts' tokens in all; None: no limit

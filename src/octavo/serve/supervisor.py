@@ -50,6 +50,8 @@ ENGINE = (sys.executable, *(("-O",) if sys.flags.optimize else ()), "-P", "-m", 
 """-P: what lies in the working directory is not imported."""
 MOST_FAILURES = 3
 """Starts in a row that come to nothing before the engine is given up."""
+WORKS = 0.1
+"""A process that uses more than this share of a core works, though it may not get to say so."""
 SOCKET_PATH_CHARS = 90
 """A Unix socket's path has 107 at most; a longer directory for temporary files is not used."""
 
@@ -58,9 +60,10 @@ SOCKET_PATH_CHARS = 90
 class Limits:
     """How long to wait for an engine, in seconds.
 
-    silence_s       without a sign of life
+    silence_s       without a sign of life, and without work
     step_s          in one step, if the steps before do not let expect longer ones
-    start_s         without a sign of life while it starts: importing holds up all of a process's threads
+    start_s         without a sign of life while it starts, or works: importing modules and compiling kernels can hold
+                    up all of a process's threads
     close_s         that it may take to leave when it is told to
     retry_s         between a start that came to nothing and the next; then twice as long
     """
@@ -92,6 +95,7 @@ class EngineProcess:
         self._over = asyncio.Event()
         self._last_words: Failed | None = None
         self._beat, self._beat_at = Beat(phase="starting"), time.monotonic()
+        self._cpu_s = 0.0  # that the process had used then
         self._decoder = msgspec.msgpack.Decoder(Report)
         self._beats = msgspec.msgpack.Decoder(Beat)
         # Nobody but this user may enter it, and it is gone as soon as the engine has been there.
@@ -156,9 +160,11 @@ class EngineProcess:
 
     def _hangs(self, now: float) -> str:
         limits, beat = self._limits, self._beat
-        silence, limit = now - self._beat_at, limits.silence_s if self._ready.done() else limits.start_s
-        if silence > limit:
-            return f"it gave no sign of life for {silence:.1f} s"
+        silence = now - self._beat_at
+        if silence > limits.silence_s:
+            works = not self._ready.done() or cpu_time_s(self.pid) - self._cpu_s > WORKS * silence
+            if not works or silence > limits.start_s:
+                return f"it gave no sign of life for {silence:.1f} s"
         allowed = max(limits.step_s, beat.allowed_s)
         if beat.waited_s is not None and beat.waited_s > allowed:
             return f"a step took {beat.waited_s:.1f} s, where at most {allowed:.1f} s were to be expected"
@@ -202,6 +208,7 @@ class EngineProcess:
                 self._over.set()
                 return
             self._beat, self._beat_at = self._beats.decode(data), time.monotonic()
+            self._cpu_s = cpu_time_s(self.pid)
 
     def _leave_directory(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -347,3 +354,13 @@ def error_of(name: str, message: str, param: str | None = None, code: str | None
     if isinstance(kind, type) and issubclass(kind, OctavoError):
         return kind(message, param=param, code=code)
     return EngineError(f"{name}: {message}")
+
+
+def cpu_time_s(pid: int) -> float:
+    """That a process has used, with all its threads; 0 where the system has no /proc to tell."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            numbers = file.read().rpartition(")")[2].split()  # before it stands the command, which may hold anything
+    except OSError:
+        return 0.0
+    return (int(numbers[11]) + int(numbers[12])) / os.sysconf("SC_CLK_TCK")
