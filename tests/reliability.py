@@ -166,11 +166,21 @@ async def streams_under_fire(tally: Tally, world: World, number: int, times: int
     async with at_rest(tally, real_client(world.model, limits=limits)) as client:
         streams = [asyncio.ensure_future(stream(client, prompt)) for prompt in PROMPTS]
         for _ in range(times):
-            await asyncio.sleep(chance.uniform(0.01, 0.3))
+            before = num_told(client)
+            await until(tally, lambda: num_told(client) > before, LONG_S)  # noqa: B023
+            await asyncio.sleep(chance.uniform(0.0, 0.3))
             noticed_s = SILENCE_S if number == signal.SIGSTOP else NOTICED_S
             await strike(tally, client, number, noticed_s)
         over.set()
         await asyncio.gather(*streams)
+
+
+def num_told(client: EngineClient) -> int:
+    """Tokens of the requests that run, or have ended."""
+    ended = client._past.num_generation_tokens + client._stats.engine.num_generation_tokens
+    return ended + sum(
+        s.mirror.num_known - len(s.mirror.state.request.prompt_token_ids) for s in client._streams.values()
+    )
 
 
 async def killed(tally: Tally, world: World) -> None:

@@ -191,10 +191,10 @@ def test_admission_counts() -> None:
 def test_who_waits_too_long_for_a_turn_is_told(model: str) -> None:
     async def main() -> None:
         options = {"max_num_seqs": 1, "enforce_eager": True}
-        async with serving(model, engine_options=options, queue_timeout=0.02) as server:
+        async with serving(model, engine_options=options, queue_timeout=0.1) as server:
             answers = await asyncio.gather(*(server.client.post(C, json=LONG) for _ in range(6)))
             statuses = [a.status_code for a in answers]
-            assert statuses[0] == 200 and 503 in statuses and set(statuses) == {200, 503}
+            assert set(statuses) == {200, 503}
             late = next(a for a in answers if a.status_code == 503)
             assert late.json()["error"]["code"] == "queue_timeout" and "retry-after" in late.headers
             await server.at_rest()
@@ -260,7 +260,8 @@ def test_a_client_that_goes_takes_its_request_along(model: str, stream: bool) ->
                 call = Call(server, LONG | {"stream": stream, "n": 2})
                 task = asyncio.ensure_future(call.run())
                 await call.until(num_seen)
-                await asyncio.sleep(0.005)
+                while not server.app.service.admission.num_requests:
+                    await asyncio.sleep(0.001)
                 call.gone.set()
                 await asyncio.wait_for(task, 5)
                 assert "[DONE]" not in call.text

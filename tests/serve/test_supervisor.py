@@ -233,6 +233,21 @@ def test_a_request_that_kills_engines_is_found_and_given_up(model: str) -> None:
     run(main())
 
 
+def test_being_killed_is_held_against_nobody(model: str) -> None:
+    """However often, and before anything has come of anything."""
+
+    async def main() -> None:
+        async with serving(oracle_client(model, slow_at=[0, 0.1])) as client:
+            stream = asyncio.ensure_future(many(client, 2))
+            for killed in range(1, 7):
+                await until(lambda: any(s.sent for s in client._streams.values()))
+                os.kill(client.pid or 0, signal.SIGKILL)
+                await until(lambda: client.health().num_restarts == killed and client._supervisor.is_up)  # noqa: B023
+            assert await stream == expected(2)
+
+    run(main())
+
+
 # -- starting ----------------------------------------------------------------------------------------------------------
 
 

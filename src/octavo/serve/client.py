@@ -44,7 +44,7 @@ one dies too, it was the request's doing, and the request is given up."""
 class _Stream:
     """A request and its reader. What has come is put together when it is read: whoever reads slowly costs no memory.
 
-    num_deaths   of engines that had this request, since it last got on
+    num_deaths   of engines that had this request, since it last got on; of those that nobody killed
     sent         the engine that runs has it
     ending       it is to be aborted, and only the engine knows with what answers (a beam search)
     """
@@ -336,7 +336,7 @@ class EngineClient:
             if future is not None and not future.done():
                 future.set_result(answer)
 
-    def _on_down(self) -> None:
+    def _on_down(self, by_itself: bool) -> None:
         self._up.clear()
         self._outbox.clear()
         self._past = self._past.plus(self._stats.engine)
@@ -347,7 +347,7 @@ class EngineClient:
         for stream in list(self._streams.values()):
             if stream.sent:
                 stream.sent = False
-                stream.num_deaths += 1
+                stream.num_deaths += by_itself
             if stream.ending:
                 self._end(stream, "abort")
             elif stream.num_deaths > DEATHS_TO_TRIAL:

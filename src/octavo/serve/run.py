@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import json
 import logging
 import signal
@@ -93,6 +94,8 @@ async def serve(
             _tell_capacity(kv, backend.max_model_len, service.limits.device)
             service.metrics.config({"block_size": kv.block_size, "num_gpu_blocks": kv.num_blocks})
             app = App(service, Keys(keys))
+            gc.collect()
+            gc.freeze()  # what is here now stays: a large body's many objects need not have it searched again and again
             phases.done("routes")
             try:
                 await HTTPServer(app, _announcing(phases, on_ready)).run_on(sock)

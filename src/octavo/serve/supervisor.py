@@ -94,6 +94,7 @@ class EngineProcess:
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._over = asyncio.Event()
         self._last_words: Failed | None = None
+        self.was_killed = False  # from outside: by a person, or by a system that is short of memory
         self._beat, self._beat_at = Beat(phase="starting"), time.monotonic()
         self._cpu_s = 0.0  # that the process had used then
         self._decoder = msgspec.msgpack.Decoder(Report)
@@ -184,7 +185,8 @@ class EngineProcess:
                 return f"{self._last_words.error}: {self._last_words.message}"
             if code >= 0:
                 return f"it left with exit code {code}"
-            hint = "; the system may have run out of memory" if code == -signal.SIGKILL else ""
+            self.was_killed = code == -signal.SIGKILL
+            hint = "; the system may have run out of memory" if self.was_killed else ""
             return f"it was killed by {signal.Signals(-code).name}{hint}"
         return "it closed its lifeline"
 
@@ -240,7 +242,7 @@ class Supervisor:
     """One engine after another. All of it happens on the event loop on which `start` is awaited.
 
     options           of `octavo.config.EngineArgs`
-    on_ready, on_down called when an engine has come up, and when it has gone
+    on_ready, on_down called when an engine has come up, and when it has gone; and whether that may be for what it did
     on_step           called with what an engine tells
     on_failed         called with the root cause, when there will be none any more
     """
@@ -251,7 +253,7 @@ class Supervisor:
         *,
         on_ready: Callable[[Ready], None],
         on_step: Callable[[Step], None],
-        on_down: Callable[[], None],
+        on_down: Callable[[bool], None],
         on_failed: Callable[[OctavoError], None],
         command: Sequence[str] = ENGINE,
         limits: Limits | None = None,
@@ -331,7 +333,7 @@ class Supervisor:
             begin = time.monotonic()
             self._enter("restarting", why)
             self._num_restarts += 1
-            self._on_down()
+            self._on_down(not self._process.was_killed)
             logger.error("the engine process is started again: %s", why)
             await self._make_sure_it_is_gone()
             for failures in range(1, MOST_FAILURES + 1):

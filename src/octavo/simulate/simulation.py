@@ -5,6 +5,7 @@ arrivals -> router -> replicas (an `Engine` each, on its own `VirtualClock`) -> 
 
 from __future__ import annotations
 
+import gc
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -34,6 +35,9 @@ VOCAB_SIZE = 1 << 31
 """Of a simulated model: every token that a trace can hold."""
 MOST_SAMPLES = 1024
 """Looks at the memory that are kept; when there are more, every second one goes."""
+
+MANY = 1000
+"""Requests after which the memory of a simulation is worth looking for."""
 
 MakeCache = Callable[[int, int, int, int, bool], KVCache]
 """From blocks, block size, host blocks, rows, and whether prefixes are cached."""
@@ -287,4 +291,7 @@ def simulate(
     records.busy_s = sum(r.executor.busy_s for r in replicas)
     records.end_s = max(r.clock.now for r in replicas)
     records.num_unfinished = sum(r.num_requests for r in replicas)
+    if len(records) > MANY:  # an engine and its listeners hold each other, and experiments make hundreds of engines
+        del replica, replicas
+        gc.collect()
     return records
