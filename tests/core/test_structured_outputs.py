@@ -77,4 +77,6 @@ def test_a_dict_is_as_good() -> None:
     assert SamplingParams().structured_outputs is None
     assert json.loads(StructuredOutputsParams(json_object=True).schema) == {"type": "object"}
     assert StructuredOutputsParams(json={}).kind == "json"
+    # A body that says null says nothing.
+    assert StructuredOutputsParams(json={}, json_object=None) == StructuredOutputsParams(json={})  # type: ignore[arg-type]
     assert StructuredOutputsParams(choice=["b", "a", "b"]).choice == ("b", "a")
