@@ -855,3 +855,15 @@ def test_no_two_events_of_blocks_contradict_the_pool() -> None:
     assert len(sealed) == lab.pool.num_sealed and len(evicted) == lab.pool.num_evicted
     assert {e.seal_id for e in evicted} <= {e.seal_id for e in sealed}
     assert len(lab.told(ev.Copied)) == lab.cache.num_copied > 0
+
+
+def test_a_seal_that_is_taken_back_is_taken_from_its_sequences() -> None:
+    """Of a block that is found no more, a child would else be entered as if it were."""
+    lab = Lab(8)
+    seq = lab.add("A", [1, 2, 3, 4, 5], 4).sequences[0]
+    lab.step()
+    first, second = seq.seal_ids
+    assert lab.cache.unseal_after(second) == []
+    assert lab.cache.unseal_after(first) == [seq]
+    assert seq.seal_ids == [first] and seq.seal_at == 4
+    assert [lab.pool.seal_id[b] for b in seq.block_ids[:2]] == [first, 0]
