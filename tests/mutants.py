@@ -131,7 +131,7 @@ MUTANTS = [
     Mutant("host room for one block too many", CACHE, "if len(own) > self.swap_space.num_free:", "if len(own) >= self.swap_space.num_free:"),
     Mutant("sharing inside a group counts as other owners", CACHE, "if pool.seal_id[b] and pool.refs[b] > n}", "if pool.seal_id[b] and pool.refs[b] > 1}"),
     Mutant("sealed blocks always stay on the device", CACHE, "if pool.seal_id[b] and pool.refs[b] > n}", "if pool.seal_id[b]}"),
-    Mutant("shared tails stay on the device", CACHE, "if pool.seal_id[b] and pool.refs[b] > n}", "if pool.refs[b] > n}", equivalent="Owners outside a request come from the index alone, which knows sealed blocks only."),
+    Mutant("shared tails stay on the device", CACHE, "if pool.seal_id[b] and pool.refs[b] > n}", "if pool.refs[b] > n}"),
     Mutant("what was left behind is forgotten", CACHE, "        request.left_behind = stays\n", ""),
     Mutant("what was left behind is not verified", CACHE, "if any(pool.seal_id[b] != seal for b, seal in left):", "if False:"),
     Mutant("what was left behind only has to be sealed", CACHE, "if any(pool.seal_id[b] != seal for b, seal in left):", "if any(not pool.seal_id[b] for b, seal in left):"),

@@ -302,7 +302,7 @@ class Oracle:
             if j < num - num_sampled:
                 continue
             if i in plan.draws:
-                host = seq.request.decide is not None
+                host = setup.decides
                 out = candidates(h, draws) if host else [sampled(h, m) for m in range(draws)]
                 self.last[row] = None if host else out[0]
             else:
