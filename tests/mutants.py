@@ -39,13 +39,13 @@ MUTANTS = [
     Mutant("sharing does not count", POOL, "        self.refs[block] += 1\n", ""),
     Mutant("a double release goes through", POOL, '        assert refs >= 0, f"block {block} released more often than shared"\n', ""),
     Mutant("a release frees what others use", POOL, "        if refs:\n            return\n", ""),
-    Mutant("a released block loses its content at once", POOL, "            self._link(block)\n        else:\n", "            self._evict(block)\n            self._freed.append(block)\n            self.num_free += 1\n        else:\n"),
+    Mutant("a released block loses its content at once", POOL, "            self._link(block)\n        else:\n", "            self._evict(block, 'room')\n            self._freed.append(block)\n            self.num_free += 1\n        else:\n"),
     Mutant("a released block becomes the oldest", POOL, "        newest = self._prev[NULL_BLOCK]\n        self._next[newest], self._prev[block] = block, newest\n        self._next[block], self._prev[NULL_BLOCK] = NULL_BLOCK, block\n", "        oldest = self._next[NULL_BLOCK]\n        self._prev[oldest], self._next[block] = block, oldest\n        self._prev[block], self._next[NULL_BLOCK] = NULL_BLOCK, block\n"),
     Mutant("the newest is evicted", POOL, "            block = self._next[NULL_BLOCK]\n            assert block", "            block = self._prev[NULL_BLOCK]\n            assert block"),
     Mutant("unlinking forgets the way back", POOL, "self._next[older], self._prev[newer] = newer, older", "self._next[older] = newer"),
     Mutant("unlinking is not counted", POOL, "        self._next[older], self._prev[newer] = newer, older\n        self.num_cached -= 1\n", "        self._next[older], self._prev[newer] = newer, older\n"),
     Mutant("freed blocks are lost", POOL, "        else:\n            self._freed.append(block)\n            self.num_free += 1\n", "        else:\n            self.num_free += 1\n"),
-    Mutant("an unsealed cached block stays in line", POOL, "            self._unlink(block)\n            self._freed.append(block)\n            self.num_free += 1\n        self._evict(block)", "            pass\n        self._evict(block)"),
+    Mutant("an unsealed cached block stays in line", POOL, "            self._unlink(block)\n            self._freed.append(block)\n            self.num_free += 1\n        self._evict(block, why)", "            pass\n        self._evict(block, why)"),
     Mutant("references are not totalled", POOL, "        self.num_refs -= 1\n", ""),
     # -- seals and the index -------------------------------------------------------------------------------------------
     Mutant("the salt is ignored", POOL, "(-1 - len(parent)).to_bytes(8, \"little\", signed=True) + parent + tokens", "(-1).to_bytes(8, \"little\", signed=True) + tokens"),
@@ -74,7 +74,7 @@ MUTANTS = [
     Mutant("an error keeps its blocks findable", SCHEDULER, "                self.cache.discard(seq)\n", "                pass\n"),
     Mutant("an error takes what others share", CACHE, "if self.pool.refs[block] == num_own and self.pool.seal_id[block]:", "if self.pool.seal_id[block]:"),
     Mutant("an error of a preempted request keeps its blocks findable", CACHE, "blocks, num_own = self.lookup(sequence).block_ids, 0", "blocks, num_own = sequence.block_ids, 0"),
-    Mutant("resetting the cache forgets the newest alone", POOL, "        while block := self._next[NULL_BLOCK]:\n            self.unseal(block)", "        if block := self._prev[NULL_BLOCK]:\n            self.unseal(block)"),
+    Mutant("resetting the cache forgets the newest alone", POOL, "        while block := self._next[NULL_BLOCK]:\n            self.unseal(block, \"reset\")", "        if block := self._prev[NULL_BLOCK]:\n            self.unseal(block, \"reset\")"),
     # -- admission -----------------------------------------------------------------------------------------------------
     Mutant("admission forgets the hits in no use", CACHE, "- len(prefix.block_ids) + revived", "- len(prefix.block_ids)"),
     Mutant("admission ignores hits", CACHE, "- len(prefix.block_ids) + revived", "+ revived"),
@@ -300,7 +300,7 @@ MUTANTS = [
     Mutant("a failed step spares those who found its blocks", SCHEDULER, "            touched[seq.request] = None\n        for request in touched:", "            pass\n        for request in touched:"),
     Mutant("a failed step leaves rows with their owners", SCHEDULER, "            for seq in request.sequences:\n                self.cache.rows.release(seq)\n        elif", "        elif"),
     Mutant("a plan does not know where its seals begin", SCHEDULER, "StepPlan(self.num_steps, self.cache.pool.last_seal_id)", "StepPlan(self.num_steps, 0)"),
-    Mutant("seals that a plan took back stay findable", POOL, "            self.num_free += 1\n        self._evict(block)\n", "            self.num_free += 1\n"),
+    Mutant("seals that a plan took back stay findable", POOL, "            self.num_free += 1\n        self._evict(block, why)\n", "            self.num_free += 1\n"),
     # -- names, events, parameters -------------------------------------------------------------------------------------
     Mutant("names of digits without separators", IDS, 'return struct.pack(f"<{len(tokens)}i", *tokens)', 'return "".join(map(str, tokens)).encode()'),
     Mutant("names without their parent", IDS, "name = digest(name + _int32(", "name = digest(_int32("),

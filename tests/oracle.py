@@ -464,10 +464,10 @@ def watch_eviction(cache: KVCache) -> None:
             if not self.refs[block] and self.seal_id[block]:
                 line.append(block)
 
-        def unseal(self, block: int) -> None:
+        def unseal(self, block: int, why: str = "void") -> None:
             if not self.refs[block]:
                 line.remove(block)
-            super().unseal(block)
+            super().unseal(block, why)
 
     class Cache(KVCache):
         def free(self, sequence: Sequence) -> None:

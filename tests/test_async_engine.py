@@ -495,3 +495,21 @@ def test_a_request_that_nothing_is_left_for_says_so() -> None:
     assert failure(output).code == "no_allowed_token"
     output.outputs[0].stop_reason = "numbers that are not finite"
     assert failure(output).code == "numerical_error"
+
+
+def test_a_pinned_prefix(built: Built, wanted: dict[str, str]) -> None:
+    async def main() -> None:
+        async with serving(built) as engine:
+            name = await engine.pin_prefix("tell-me-a-")
+            await engine.reset_prefix_cache()
+            outputs = [output async for output in engine.generate("tell-me-a-story", GREEDY)]
+            assert outputs[-1].outputs[0].text == wanted["tell-me-a-story"]
+            num_pinned = len(engine.get_tokenizer().encode("tell-me-a-"))
+            assert (outputs[-1].num_cached_tokens or 0) >= num_pinned - 1 > 4  # the last may be cut otherwise
+            with pytest.raises(ParameterError, match="is pinned already"):
+                await engine.pin_prefix("tell", name)
+            assert await engine.unpin_prefix(name) == -(-num_pinned // 4)
+            with pytest.raises(ParameterError, match="nothing of the name"):
+                await engine.unpin_prefix(name)
+
+    run(main())

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from octavo.core.kv_cache import KVStats
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.engine.beam_search import BeamSearchParams
-from octavo.engine.engine import Engine
+from octavo.engine.engine import Engine, pin_id
 from octavo.engine.inspect import describe_kv, describe_request
 from octavo.engine.outputs import RequestOutput, failure
 from octavo.engine.stats import BackendStats, Health
@@ -137,6 +137,26 @@ class AsyncEngine:
     async def abort(self, request_id: str) -> bool:
         """End a request, whatever it is doing; its iterator ends with what there is. Whether it was running."""
         return await asyncio.wrap_future(self._thread.abort(request_id))
+
+    # -- prompts that stay ---------------------------------------------------------------------------------------------
+
+    async def pin_prefix(self, prefix: Prompt | Messages, name: str | None = None, *, salt: bytes = b"") -> str:
+        """As `LLM.pin_prefix`, for requests of that salt."""
+        token_ids = await asyncio.to_thread(self._prompts.encode_prefix, prefix)
+        name = str(next(self._names)) if name is None else name
+        mail = self._thread.open(pin_id(name))
+        try:
+            await self._ask(lambda engine: engine.pin(name, token_ids, salt=salt))
+            output = await mail.read()
+            if output.outputs[0].finish_reason == "error":
+                raise failure(output)
+        finally:
+            self._thread.leave(mail)
+        return name
+
+    async def unpin_prefix(self, name: str) -> int:
+        """Give back what was pinned under that name; how many blocks that are. Who runs with them goes on."""
+        return await self._ask(lambda engine: engine.unpin(name))
 
     # -- looking, and leaving ------------------------------------------------------------------------------------------
 

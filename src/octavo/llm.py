@@ -15,10 +15,10 @@ from octavo.core.kv_cache import KVStats
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.interrupts import BetweenSteps
-from octavo.engine.outputs import RequestOutput
+from octavo.engine.outputs import RequestOutput, failure
 from octavo.engine.stats import EngineStats
 from octavo.engine.thread import joined
-from octavo.errors import ParameterError, RequestFailedError
+from octavo.errors import ParameterError
 from octavo.prompts import Messages, Prompt, Prompts, list_of
 from octavo.text.tokenizer import Tokenizer
 
@@ -246,13 +246,11 @@ class LLM:
         cache, and also with the partly filled last one, of which it gets a copy. Raises `CapacityError` where pins
         would take more than half of the pool, or what a waiting request may come to need.
         """
-        if isinstance(prefix, Sequence) and prefix and isinstance(prefix[0], Mapping):
-            prefix = self._prompts.chat(cast("Messages", prefix), add_generation_prompt=False)
-        _, token_ids = self._prompts.encode(cast("Prompt", prefix))
+        token_ids = self._prompts.encode_prefix(prefix)
         name = str(next(self._ids)) if name is None else name
         (output,) = self._run([self.engine.pin(name, token_ids)])
         if output.outputs[0].finish_reason == "error":
-            raise RequestFailedError(f"the prefix could not be computed: {output.outputs[0].stop_reason}")
+            raise failure(output)
         return name
 
     def unpin_prefix(self, name: str) -> int:

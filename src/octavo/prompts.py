@@ -71,6 +71,12 @@ class Prompts:
                 self._warn_once(spelled)
         return text, token_ids
 
+    def encode_prefix(self, prefix: Prompt | Messages) -> Sequence[int]:
+        """The tokens of a beginning: of messages what the chat template makes of them, with no turn opened."""
+        if isinstance(prefix, Sequence) and prefix and isinstance(prefix[0], Mapping):
+            prefix = self.chat(cast("Messages", prefix), add_generation_prompt=False)
+        return self.encode(cast("Prompt", prefix))[1]
+
     async def encode_aside(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         """As `encode`, without holding up the event loop for long."""
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt

@@ -299,7 +299,7 @@ def test_eviction_drops_the_entry_of_exactly_that_block() -> None:
     assert (pool.find((-1, b"a")), pool.find((-1, b"b"))) == (NULL_BLOCK, b)
     assert pool.seal_id[a] == 0
     with pytest.raises(AssertionError, match="not sealed"):
-        pool._evict(a)
+        pool._evict(a, "room")
 
 
 def test_unsealing_a_cached_block_frees_it_and_a_used_one_stays_used() -> None:
@@ -867,3 +867,22 @@ def test_a_seal_that_is_taken_back_is_taken_from_its_sequences() -> None:
     assert lab.cache.unseal_after(first) == [seq]
     assert seq.seal_ids == [first] and seq.seal_at == 4
     assert [lab.pool.seal_id[b] for b in seq.block_ids[:2]] == [first, 0]
+
+
+def test_an_eviction_says_why() -> None:
+    lab = Lab(4)
+    lab.add("A", [1, 2, 3, 4, 5], 2)
+    lab.run()
+    assert lab.pool.num_cached == 3
+    lab.add("B", [6, 7], 1)
+    lab.run()
+    assert lab.told(ev.Evicted) == []
+    lab.add("C", [8, 9, 10, 11], 1)
+    lab.run()
+    assert [(e.why, e.num_cached) for e in lab.told(ev.Evicted)] == [("room", 3), ("room", 2)]
+    lab.events.clear()
+    num = lab.pool.num_cached
+    lab.pool.unseal(next(lab.pool.cached()))
+    lab.cache.reset_prefix_cache()
+    told = [(e.why, e.num_cached) for e in lab.told(ev.Evicted)]
+    assert told == [("void", num - 1), *(("reset", left) for left in reversed(range(num - 1)))] and num > 1

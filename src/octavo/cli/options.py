@@ -151,6 +151,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "served_model_name": {"metavar": "NAME"},
     "api_key": {"metavar": "KEY"},
     "allowed_origins": {"metavar": "ORIGIN"},
+    "pin_prefix": {"metavar": "FILE"},
     "disable_access_log_for_endpoints": {"metavar": "PATH"},
     "logit_bias": {"parser": parse_bias, "metavar": "ID=BIAS"},
     "allowed_token_ids": {"metavar": "ID"},
@@ -169,6 +170,7 @@ TYPES: dict[str, Any] = {
     "served_model_name": list[str],
     "api_key": list[str],
     "allowed_origins": list[str],
+    "pin_prefix": list[str],
     "disable_access_log_for_endpoints": list[str],
     "default_chat_template_kwargs": dict,
 }

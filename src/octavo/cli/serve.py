@@ -35,6 +35,7 @@ SERVE = {
     "default_chat_template_kwargs": "Variables of the chat template, as JSON.",
     "tool_call_parser": "How the model writes calls of tools; auto reads its chat template.",
     "reasoning_parser": "How it sets its reasoning apart; auto likewise.",
+    "pin_prefix": "A file that prompts begin with, to keep computed: messages in .json, else text; may be repeated.",
     "shutdown_timeout": "Seconds that requests get to end after Ctrl-C or SIGTERM; a second one stops at once.",
     "sse_keep_alive_interval": "Seconds of silence before a stream gets a comment; 0: never.",
     "metrics_public": "/metrics takes no key.",

@@ -98,7 +98,7 @@ class BlockPool:
             block = self._next[NULL_BLOCK]
             assert block, "taking from an empty pool: room is checked first"
             self._unlink(block)
-            self._evict(block)
+            self._evict(block, "room")
         self.refs[block] = 1
         self.num_refs += 1
         if self.events.blocks:
@@ -166,13 +166,13 @@ class BlockPool:
             self.events.emit_block(Sealed(block, seal_id, 0 if isinstance(parent, bytes) else parent, tokens))
         return seal_id
 
-    def unseal(self, block: BlockId) -> None:
+    def unseal(self, block: BlockId, why: str = "void") -> None:
         """Take back a seal: the content is not what it was to be (a failed step). A cached block becomes free."""
         if not self.refs[block]:
             self._unlink(block)
             self._freed.append(block)
             self.num_free += 1
-        self._evict(block)
+        self._evict(block, why)
 
     def sealed_after(self, mark: SealId) -> list[BlockId]:
         """Blocks whose seal is younger than `mark`. Looks at every block: for rare occasions."""
@@ -181,7 +181,7 @@ class BlockPool:
     def forget_cached(self) -> None:
         """Evict all cached blocks."""
         while block := self._next[NULL_BLOCK]:
-            self.unseal(block)
+            self.unseal(block, "reset")
 
     def cached(self) -> Iterator[BlockId]:
         """The cached blocks, the next to be evicted first."""
@@ -190,9 +190,9 @@ class BlockPool:
             yield block
             block = self._next[block]
 
-    def _evict(self, block: BlockId) -> None:
+    def _evict(self, block: BlockId, why: str) -> None:
         if self.events.blocks:
-            self.events.emit_block(Evicted(block, self.seal_id[block]))
+            self.events.emit_block(Evicted(block, self.seal_id[block], why, self.num_cached))
         packed = self._packed_of[block]
         assert packed is not None, f"block {block} is not sealed"
         del self._shard(packed)[packed]

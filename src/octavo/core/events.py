@@ -165,8 +165,17 @@ class Sealed(NamedTuple):
 
 
 class Evicted(NamedTuple):
+    """A block is not found any more.
+
+    why         "room": no block is free, and this was used longest ago; "reset": the cache is told to forget; "void":
+                it does not hold what it was to hold (a step or a request failed)
+    num_cached  blocks that are still kept for whoever comes
+    """
+
     block_id: BlockId
     seal_id: SealId
+    why: str
+    num_cached: int
 
 
 class TableChanged(NamedTuple):

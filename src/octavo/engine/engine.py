@@ -28,6 +28,8 @@ logger = logging.getLogger("octavo.engine")
 
 POLL_S = 0.1
 """How long one wait for the device lasts before the loop looks around (for Ctrl-C)."""
+PIN_PARAMS = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
+"""Of a request that is there for its prompt alone."""
 
 
 class Engine:
@@ -157,14 +159,13 @@ class Engine:
         Returns the id of the request that does it, which is told of when it has finished. Raises as `add`, and
         `CapacityError` where the pin would leave too little to others.
         """
-        request_id = _pin_id(name)
-        params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
-        self.add(request_id, token_ids, params, salt=salt, pin=True)
+        request_id = pin_id(name)
+        self.add(request_id, token_ids, PIN_PARAMS, salt=salt, pin=True)
         return request_id
 
     def unpin(self, name: str) -> int:
         """Give a pin up; who began with it goes on. Returns its blocks. Raises `ParameterError` if there is none."""
-        num_blocks = self.scheduler.unpin(_pin_id(name))
+        num_blocks = self.scheduler.unpin(pin_id(name))
         if num_blocks is None:
             raise ParameterError(f"nothing of the name {name!r} is pinned", param="name", code="not_found")
         return num_blocks
@@ -478,7 +479,7 @@ def check_prompt(prompt_token_ids: Seq[int], vocab_size: int) -> None:
             )
 
 
-def _pin_id(name: str) -> str:
+def pin_id(name: str) -> str:
     """Pins are requests, too, whose ids are no other request's."""
     return f"pin:{name}"
 

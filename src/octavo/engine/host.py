@@ -18,7 +18,7 @@ from octavo.core.sampling_params import SamplingParams
 from octavo.engine import inspect
 from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.constraints import Grammar
-from octavo.engine.engine import Engine
+from octavo.engine.engine import Engine, pin_id
 from octavo.engine.ipc import (
     Abort,
     Add,
@@ -53,6 +53,7 @@ PATIENCE = 5
 
 QUESTIONS: dict[str, Callable[[Engine, str], Any]] = {
     "kv_stats": lambda engine, _: engine.scheduler.stats(),
+    "unpin": lambda engine, name: engine.scheduler.unpin(pin_id(name)),
     "reset_prefix_cache": lambda engine, _: engine.scheduler.cache.reset_prefix_cache(),
     "debug_request": inspect.describe_request,
     "debug_kv": lambda engine, _: inspect.describe_kv(engine),
@@ -269,6 +270,7 @@ class EngineHost:
                 seed=add.seed,
                 resume=add.resume and {index: unpack(output) for index, output in add.resume.items()},
                 grammar=grammar,
+                pin=add.pin,
                 make_detokenizer=None if text is None else text.make_detokenizer,
                 stream=True,
             )

@@ -56,6 +56,7 @@ class Add(msgspec.Struct, array_like=True, tag="add"):
     priority: int = 0
     salt: bytes = b""
     resume: dict[int, bytes] | None = None
+    pin: bool = False
 
 
 class Abort(msgspec.Struct, array_like=True, tag="abort"):

@@ -35,6 +35,7 @@ class Mirror:
         prompt: str | None = None,
         priority: int = 0,
         salt: bytes = b"",
+        pin: bool = False,
         make_detokenizer: MakeDetokenizer | None = None,
     ) -> None:
         beams, params = (params, params.sampling_params) if isinstance(params, BeamSearchParams) else (None, params)
@@ -49,6 +50,7 @@ class Mirror:
             priority=priority,
             salt=salt,
             width=None if beams is None else beams.beam_width,
+            pin=pin,
         )
         self._is_alone = request.width == 1 and beams is None
         self._begin(request)
@@ -179,4 +181,5 @@ class Mirror:
             request.priority,
             request.salt,
             begun or None,
+            request.pin,
         )

@@ -53,6 +53,13 @@ class Backend(Protocol):
     async def abort(self, request_id: str) -> bool:
         """End a request; its iterator ends with what there is. Whether it was running."""
 
+    async def pin_prefix(self, prefix: Prompt | Messages, name: str | None = None, *, salt: bytes = b"") -> str:
+        """Compute the beginning of prompts to come, of requests of that salt, and keep it, as `LLM.pin_prefix` does.
+        Returns its name."""
+
+    async def unpin_prefix(self, name: str) -> int:
+        """Give it back; how many blocks that are. Raises `ParameterError` for a name that nothing is pinned under."""
+
     # -- looking: these answer at once, with what is known here --------------------------------------------------------
 
     @property

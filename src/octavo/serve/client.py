@@ -21,8 +21,8 @@ from octavo.config import EngineArgs
 from octavo.core.kv_cache import KVStats
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.engine.beam_search import BeamSearchParams
-from octavo.engine.engine import check_prompt, draw_seed
-from octavo.engine.ipc import Abort, Answer, Ask, Command, Ready, Step, Stop
+from octavo.engine.engine import PIN_PARAMS, check_prompt, draw_seed, pin_id
+from octavo.engine.ipc import Abort, Add, Answer, Ask, Command, Ready, Step, Stop
 from octavo.engine.mirror import Mirror
 from octavo.engine.outputs import RequestOutput, failure
 from octavo.engine.stats import BackendStats, EngineStats, Health
@@ -110,6 +110,7 @@ class EngineClient:
         self._names = itertools.count()
         self._questions = itertools.count()
         self._streams: dict[str, _Stream] = {}  # that have not finished, oldest first
+        self._pins: dict[str, Add] = {}  # that are computed, by request id: the next engine does not know them
         self._asked: dict[int, asyncio.Future[Answer]] = {}
         self._outbox: list[Command] = []
         self._trial: _Stream | None = None  # what the engine is to show what it does with, alone
@@ -158,9 +159,7 @@ class EngineClient:
             make_detokenizer=self._prompts.make_detokenizer,
         )
         kind = params.output_kind if isinstance(params, SamplingParams) else RequestOutputKind.FINAL_ONLY
-        stream = self._streams[name] = _Stream(mirror, only_final=kind is RequestOutputKind.FINAL_ONLY)
-        if self._trial is None:
-            self._give(stream)
+        stream = self._open(mirror, only_final=kind is RequestOutputKind.FINAL_ONLY)
         try:
             while True:
                 output = await stream.read()
@@ -200,6 +199,12 @@ class EngineClient:
             self._end(stream, "abort")
         return True
 
+    def _open(self, mirror: Mirror, *, only_final: bool) -> _Stream:
+        stream = self._streams[mirror.request_id] = _Stream(mirror, only_final=only_final)
+        if self._trial is None:
+            self._give(stream)
+        return stream
+
     def _leave(self, stream: _Stream) -> None:
         """Its reader has gone."""
         if self._streams.get(stream.mirror.request_id) is stream:
@@ -215,6 +220,34 @@ class EngineClient:
         stream.mirror.end(reason, error)
         stream.tell()
         self._try_next(stream)
+
+    # -- prompts that stay ---------------------------------------------------------------------------------------------
+
+    async def pin_prefix(self, prefix: Prompt | Messages, name: str | None = None, *, salt: bytes = b"") -> str:
+        """As `LLM.pin_prefix`, for requests of that salt. An engine that takes this one's place pins it anew."""
+        token_ids = await asyncio.to_thread(self._prompts.encode_prefix, prefix)
+        name = str(next(self._names)) if name is None else name
+        check_prompt(token_ids, (await self._when_up()).vocab_size)
+        if (request_id := pin_id(name)) in self._pins or request_id in self._streams:
+            raise ParameterError(f"{name!r} is pinned already; unpin it, or take another name", param="name")
+        mirror = Mirror(request_id, token_ids, PIN_PARAMS, seed=0, salt=salt, pin=True)
+        add = mirror.add()
+        stream = self._open(mirror, only_final=True)
+        try:
+            await stream.read()
+        except asyncio.CancelledError:
+            self._send(Ask(next(self._questions), "unpin", name))  # it may be computed already
+            raise
+        finally:
+            self._leave(stream)
+        self._pins[request_id] = add
+        return name
+
+    async def unpin_prefix(self, name: str) -> int:
+        """Give back what was pinned under that name; how many blocks that are. Who runs with them goes on."""
+        if self._pins.pop(pin_id(name), None) is None:
+            raise ParameterError(f"nothing of the name {name!r} is pinned", param="name", code="not_found")
+        return int(await self._ask("unpin", name) or 0)
 
     # -- looking, and leaving ------------------------------------------------------------------------------------------
 
@@ -312,6 +345,8 @@ class EngineClient:
     def _on_ready(self, ready: Ready) -> None:
         self._info = ready
         self._up.set()
+        for add in self._pins.values():  # first of all, so that nobody stands in their way
+            self._send(add)
         self._feed()
 
     def _on_step(self, step: Step) -> None:
@@ -321,6 +356,8 @@ class EngineClient:
             if (stream := self._streams.pop(refusal.request_id, None)) is not None:
                 stream.fail(error_of(refusal.error, refusal.message, refusal.param, refusal.code))
                 self._try_next(stream)
+            elif self._pins.pop(refusal.request_id, None) is not None:
+                logger.warning("%s is not pinned any more: %s", refusal.request_id, refusal.message)
         for update in step.updates:
             if (stream := self._streams.get(update.request_id)) is None:
                 continue  # its reader has gone

@@ -38,6 +38,10 @@ class Keys:
                 found = known
         return found
 
+    def salts(self) -> set[bytes]:
+        """Those of all who may come."""
+        return {self.salt(digest) for digest in self._digests} or {b""}
+
     def salt(self, digest: bytes) -> bytes:
         """Holders of different keys share no blocks: the time to a first token would tell one what another asks."""
         return digest[:16] if len(self._digests) > 1 else b""

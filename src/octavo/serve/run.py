@@ -21,11 +21,12 @@ import uvloop
 from octavo.config import EngineArgs
 from octavo.core.kv_cache import KVStats
 from octavo.errors import OctavoError, ParameterError
+from octavo.prompts import Messages, Prompt
 from octavo.serve.app import App
 from octavo.serve.client import EngineClient
 from octavo.serve.guard import Keys
 from octavo.serve.http_server import HTTPServer, bind
-from octavo.serve.service import Limits, Service
+from octavo.serve.service import Limits, Service, salt_of
 from octavo.serve.settings import ServeArgs, check_key
 
 logger = logging.getLogger("octavo.serve")
@@ -71,6 +72,28 @@ def keys_of(settings: ServeArgs, environment: Sequence[str] = ()) -> list[str]:
     return keys
 
 
+def prefixes_of(settings: ServeArgs) -> dict[str, Prompt | Messages]:
+    """What `pin_prefix` names, by file. Raises `ParameterError` for one that cannot be read, or holds no messages."""
+    prefixes: dict[str, Prompt | Messages] = {}
+    for name in settings.pin_prefix:
+        is_json = name.endswith(".json")
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+            prefix: Any = json.loads(text) if is_json else text
+        except (OSError, ValueError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            raise ParameterError(f"cannot read pin_prefix {name}: {reason}", param="pin_prefix") from None
+        if is_json and not (
+            isinstance(prefix, list)
+            and prefix
+            and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in prefix)
+        ):
+            text = f'pin_prefix {name} holds no messages; write [{{"role": "system", "content": "..."}}, ...]'
+            raise ParameterError(text, param="pin_prefix")
+        prefixes[name] = prefix
+    return prefixes
+
+
 async def serve(
     args: EngineArgs,
     settings: ServeArgs,
@@ -82,6 +105,7 @@ async def serve(
     """Serve until told to leave. The address is taken before anything is loaded; nothing is left when this returns."""
     phases = phases or Phases()
     settings.check_exposure(keys)
+    known, prefixes = Keys(keys), prefixes_of(settings)
     sock = _bound(settings)
     try:
         backend = EngineClient(**{f.name: getattr(args, f.name) for f in fields(args)})
@@ -93,7 +117,13 @@ async def serve(
             kv = await backend.kv_stats()
             _tell_capacity(kv, backend.max_model_len, service.limits.device)
             service.metrics.config({"block_size": kv.block_size, "num_gpu_blocks": kv.num_blocks})
-            app = App(service, Keys(keys))
+            app = App(service, known)
+            for name, prefix in prefixes.items():
+                for salt in sorted(known.salts()):
+                    tenant = f" {salt.hex()[:8]}" if salt else ""
+                    await backend.pin_prefix(prefix, name + tenant, salt=salt_of(salt))
+            if prefixes:
+                phases.done("prefixes")
             gc.collect()
             gc.freeze()  # what is here now stays: a large body's many objects need not have it searched again and again
             phases.done("routes")

@@ -161,7 +161,7 @@ class Service:
         arrival = time.monotonic()
         width = ask.params.width if isinstance(ask.params, SamplingParams) else ask.params.beam_width
         num_tokens = sum(len(p.token_ids) for p in prompts)
-        salt = salt + b"\0" + ask.salt if salt or ask.salt else b""
+        salt = salt_of(salt, ask.salt)
         names = [name if len(prompts) == 1 else f"{name}-{i}" for i in range(len(prompts))]
         watches = [self.metrics.watch(ask.params, len(p.token_ids), arrival) for p in prompts]
         with self.admission.admit(width * len(prompts), num_tokens) as ticket:
@@ -236,6 +236,11 @@ class Service:
             reasons=self.thinks,
             new_call_id=lambda: f"call_{secrets.token_hex(12)}",
         )
+
+
+def salt_of(tenant: bytes, own: bytes = b"") -> bytes:
+    """Of requests that may share blocks: those of one tenant who say the same, or nothing."""
+    return tenant + b"\0" + own if tenant or own else b""
 
 
 async def merged(

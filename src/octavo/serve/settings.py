@@ -40,6 +40,8 @@ class ServeArgs(Checked):
     default_chat_template_kwargs variables of the chat template, unless a request sets them
     tool_call_parser             how the model writes calls of tools; auto: read off its chat template
     reasoning_parser             how it sets its reasoning apart; auto likewise
+    pin_prefix                   files of what many prompts begin with, computed at the start and kept: messages in a
+                                 .json file, text in any other
     shutdown_timeout             seconds that running requests get after the first SIGTERM or SIGINT
     sse_keep_alive_interval      seconds of silence after which a stream gets a comment; 0: never
     metrics_public               /metrics takes no key
@@ -73,6 +75,7 @@ class ServeArgs(Checked):
     default_chat_template_kwargs: Mapping[str, Any] | None = None
     tool_call_parser: ToolFormat = "auto"
     reasoning_parser: ReasoningFormat = "auto"
+    pin_prefix: Sequence[str] = ()
     shutdown_timeout: float = 30.0
     sse_keep_alive_interval: float = 0.0
     metrics_public: bool = False
@@ -95,6 +98,7 @@ class ServeArgs(Checked):
         self._choice("reasoning_parser", ("auto", "think", "none"))
         for name in ("served_model_name", "api_key", "allowed_origins", "disable_access_log_for_endpoints"):
             self._set(name, self._strings(name, 256))
+        self._set("pin_prefix", self._strings("pin_prefix", 4096))
         for key in self.api_key:
             check_key(key)
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):

@@ -1,0 +1,121 @@
+"""Prefixes that are pinned through a client, over engines that die, and by `octavo serve --pin-prefix`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import SamplingParams
+from octavo.errors import CapacityError, ParameterError
+from octavo.serve.client import EngineClient
+from octavo.serve.guard import Keys
+from octavo.serve.run import prefixes_of
+from octavo.serve.service import salt_of
+from octavo.serve.settings import ServeArgs
+from tests.engine.models import make_talking_checkpoint
+
+from .engines import (  # noqa: F401
+    answers,
+    last_of,
+    nothing_left,
+    oracle_client,
+    own_directory,
+    run,
+    tokens_of,
+    until,
+)
+
+PREFIX = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]  # two blocks and a half
+PROMPT = [*PREFIX, 20, 21]
+PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_talking_checkpoint(tmp_path_factory.mktemp("talking")))
+
+
+def ids(tokens: list[int]) -> dict[str, Any]:
+    return {"prompt_token_ids": tokens}
+
+
+async def cached(client: EngineClient, prompt: list[int], salt: bytes = b"") -> int | None:
+    """Tokens that need no computing; nothing of the prefix cache is left of whoever asked before."""
+    await client.reset_prefix_cache()
+    output = await last_of(client, ids(prompt), PARAMS, salt=salt)
+    assert tokens_of(output) == answers(prompt, PARAMS) or salt
+    return output.num_cached_tokens
+
+
+def test_a_pin_outlives_the_engine(model: str) -> None:
+    async def main() -> None:
+        with nothing_left():
+            async with oracle_client(model) as client:
+                assert await client.pin_prefix(ids(PREFIX), "system") == "system"
+                assert await cached(client, PROMPT) == len(PREFIX)
+                for restarts in (1, 2):
+                    os.kill(client.pid or 0, signal.SIGKILL)
+                    await until(lambda: client.health().num_restarts == restarts and client._supervisor.is_up)  # noqa: B023
+                    assert await cached(client, PROMPT) == len(PREFIX)
+                    assert (await client.kv_stats()).num_pinned == 3
+                assert await client.unpin_prefix("system") == 3
+                assert await cached(client, PROMPT) == 0
+                assert (await client.kv_stats()).num_used == 0
+
+    run(main())
+
+
+def test_a_pin_that_is_refused_or_given_up_leaves_nothing(model: str) -> None:
+    async def main() -> None:
+        async with oracle_client(model) as client:
+            name = await client.pin_prefix(ids(PREFIX), salt=b"tenant")
+            assert await cached(client, PROMPT) == 0
+            assert await cached(client, PROMPT, b"tenant") == len(PREFIX)
+            with pytest.raises(ParameterError, match="is pinned already"):
+                await client.pin_prefix(ids([1]), name)
+            for first in range(30, 37):
+                await client.pin_prefix(ids([first] * 50))
+            with pytest.raises(CapacityError, match="at most half of the pool's 200"):  # 94 are pinned
+                await client.pin_prefix(ids([9] * 50))
+            with pytest.raises(ParameterError, match="nothing of the name 'other' is pinned"):
+                await client.unpin_prefix("other")
+            before = (await client.kv_stats()).num_pinned
+            pinning = asyncio.ensure_future(client.pin_prefix(ids([3] * 9), "left"))
+            while "pin:left" not in client._streams:
+                await asyncio.sleep(0)
+            pinning.cancel()
+            await asyncio.gather(pinning, return_exceptions=True)
+            assert (await client.kv_stats()).num_pinned == before and not client._streams
+
+    run(main())
+
+
+def test_the_files_of_a_server(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Be brief."}]
+    (tmp_path / "a.json").write_text(json.dumps(messages))
+    (tmp_path / "b.txt").write_text("Be brief.\n")
+    names = [str(tmp_path / "a.json"), str(tmp_path / "b.txt")]
+    assert list(prefixes_of(ServeArgs(pin_prefix=names)).values()) == [messages, "Be brief.\n"]
+    for text in ("{", "{}", "[]", '["x"]', '[{"content": "x"}]', '"text"'):
+        (tmp_path / "c.json").write_text(text)
+        with pytest.raises(ParameterError, match=r"pin_prefix .*c\.json"):
+            prefixes_of(ServeArgs(pin_prefix=[str(tmp_path / "c.json")]))
+    with pytest.raises(ParameterError, match="No such file"):
+        prefixes_of(ServeArgs(pin_prefix=[str(tmp_path / "none")]))
+    (tmp_path / "d").write_bytes(b"\xff")
+    with pytest.raises(ParameterError, match="utf-8"):
+        prefixes_of(ServeArgs(pin_prefix=[str(tmp_path / "d")]))
+
+
+def test_each_tenant_has_a_prefix_of_its_own() -> None:
+    """What goes on behind a pin is found under it; two who shared one could tell by the time what the other says."""
+    keys = Keys(["one", "two"])
+    salts = {salt_of(keys.salt(found)) for key in (b"one", b"two") if (found := keys.find(key))}
+    assert len(salts) == 2 and salts == {salt_of(salt) for salt in keys.salts()}
+    assert Keys([]).salts() == Keys(["one"]).salts() == {b""} and salt_of(b"") == b""
