@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -430,6 +431,41 @@ def test_an_empty_prompt_is_the_callers_error() -> None:
 
 
 # -- 4.7: forks and copies ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_forks", [5_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_a_fork_costs_at_most_one_copy_and_never_of_a_sealed_block(num_forks: int) -> None:
+    """Random families: forks of forks, growth by up to two blocks, ends in any order."""
+    rng = random.Random(7)
+    cache = KVCache(600, 4, num_rows=8)
+    family = [settle(cache, list(range(6)), 6)]
+    for made in range(1, num_forks + 1):
+        parent = rng.choice(family)
+        child = Sequence(parent.request, made, parent.token_ids[:], 99)
+        used = cache.pool.num_used
+        cache.fork(parent, child)
+        assert cache.pool.num_used == used  # nothing but references
+        family.append(child)
+        for seq in rng.sample(family, min(len(family), rng.randint(0, 3))):
+            count, plan, before = rng.randint(1, 8), StepPlan(), cache.num_copied
+            needs, available = cache.blocks_needed([(seq, count)]), cache.pool.num_available
+            cache.grow(seq, count, plan)
+            assert available - cache.pool.num_available == needs
+            assert cache.num_copied - before == len(plan.copies) <= 1
+            assert not any(cache.pool.seal_id[copy.src] for copy in plan.copies)
+            seq.num_computed += count
+            seq.token_ids.extend(rng.randrange(3) for _ in range(seq.num_computed - len(seq.token_ids)))
+            cache.seal(seq)
+        for last in [s for s in family if s.num_computed > 120] + rng.sample(family, max(0, len(family) - 12)):
+            if last in family:
+                family.remove(last)
+                cache.free(last)
+        family = family or [settle(cache, list(range(6)), 6)]
+        assert cache.num_copied <= made
+    assert cache.num_copied > num_forks // 10
+    for seq in family:
+        cache.free(seq)
+    assert cache.pool.num_used == 0
 
 
 @pytest.mark.parametrize("num_sharers", [2, 3, 4])
