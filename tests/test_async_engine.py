@@ -51,7 +51,7 @@ def built(model: str) -> Built:
 
 def run(main: Coroutine[Any, Any, T]) -> T:
     async def in_time() -> T:
-        return await asyncio.wait_for(main, 30)
+        return await asyncio.wait_for(main, 200)
 
     return asyncio.run(in_time())
 
@@ -461,7 +461,7 @@ def test_one_engine_for_several_loops(built: Built, wanted: dict[str, str]) -> N
     loop.run_until_complete(anext(stream))
     loop.close()
     steps, begun = built.engine.stats.num_steps, time.monotonic()
-    while built.engine.has_work and time.monotonic() - begun < 20:
+    while built.engine.has_work and time.monotonic() - begun < 60:
         time.sleep(0.002)
     assert built.engine.stats.num_steps - steps < 60  # not the 100 tokens that were asked for
     with contextlib.suppress(StopIteration):

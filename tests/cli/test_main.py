@@ -168,6 +168,6 @@ def test_ctrl_c_while_it_waits_for_input() -> None:
     assert process.stdout.readline() == "Hits: 0\n"  # it runs
     time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=10)
+    out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "")
     assert "Traceback" not in out

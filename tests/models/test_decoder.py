@@ -249,7 +249,7 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         self.parts: list[Tensor | None] = [None] * size
-        self.barrier = threading.Barrier(size, timeout=20)
+        self.barrier = threading.Barrier(size, timeout=120)
 
     def rank(self, rank: int) -> TensorParallel:
         def all_reduce(part: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ def test_poll_waits_no_longer_than_told(executor: LocalExecutor, runner: FakeRun
     run = executor.submit(plan_of(0))
     begin = time.monotonic()
     assert run.poll(0.05) is None
-    assert 0.04 < time.monotonic() - begin < 5
+    assert 0.04 < time.monotonic() - begin < 60
 
 
 def test_the_result_gathers_what_was_not_polled(executor: LocalExecutor, runner: FakeRunner) -> None:
@@ -172,7 +172,7 @@ def test_closing_while_a_plan_waits_for_masks(runner: FakeRunner) -> None:
     run = executor.submit(plan)
     begin = time.monotonic()
     executor.close()
-    assert not executor._thread.is_alive() and time.monotonic() - begin < 5
+    assert not executor._thread.is_alive() and time.monotonic() - begin < 60
     assert run.done and runner.masks == []
 
 

@@ -23,7 +23,7 @@ from tests import oracle
 
 T = TypeVar("T")
 OPTIONS: dict[str, Any] = {"block_size": 4, "num_gpu_blocks_override": 200, "max_num_seqs": 16}
-IMPATIENT = Limits(silence_s=1.0, step_s=1.0, retry_s=0.05)
+IMPATIENT = Limits(silence_s=2.5, step_s=2.5, retry_s=0.05)
 """For tests in which an engine hangs. On a busy machine, one that does not may be as silent, and is started again."""
 
 
@@ -34,16 +34,18 @@ def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 
-def run(main: Coroutine[Any, Any, T], limit_s: float = 60) -> T:
+def run(main: Coroutine[Any, Any, T], limit_s: float = 240) -> T:
     async def in_time() -> T:
         return await asyncio.wait_for(main, limit_s)
 
     return asyncio.run(in_time())
 
 
-def oracle_client(model: str, *, limits: Limits | None = None, **faults: Any) -> EngineClient:
-    script = Path(__file__).parent / "oracle_engine.py"
-    return EngineClient(model, command=(sys.executable, str(script), json.dumps(faults)), limits=limits, **OPTIONS)
+def oracle_client(
+    model: str, *, limits: Limits | None = None, options: dict[str, Any] | None = None, **faults: Any
+) -> EngineClient:
+    command = (sys.executable, str(Path(__file__).parent / "oracle_engine.py"), json.dumps(faults))
+    return EngineClient(model, command=command, limits=limits, **(OPTIONS | (options or {})))
 
 
 def real_client(model: str, *, limits: Limits | None = None, **options: Any) -> EngineClient:
@@ -92,7 +94,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-async def until(ready: Callable[[], Any], limit_s: float = 20) -> float:
+async def until(ready: Callable[[], Any], limit_s: float = 90) -> float:
     """Seconds that it took."""
     begin = time.monotonic()
     while not ready():

@@ -29,7 +29,7 @@ LONGEST = 128
 
 def run(main: Coroutine[Any, Any, T]) -> T:
     async def in_time() -> T:
-        return await asyncio.wait_for(main, 60)
+        return await asyncio.wait_for(main, 200)
 
     return asyncio.run(in_time())
 
@@ -64,7 +64,7 @@ class Server:
 
     async def at_rest(self) -> None:
         """Nothing is left of any request."""
-        for _ in range(100):
+        for _ in range(5000):
             if (await self.engine.kv_stats()).num_used == 0 and not self.app.service.admission.num_requests:
                 return
             await asyncio.sleep(0.01)

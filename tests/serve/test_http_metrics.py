@@ -80,7 +80,8 @@ def test_running_and_waiting_are_seen_while_they_are(model: str) -> None:
             while not all(task.done() for task in tasks):
                 for name, value in values_of((await server.client.get("/metrics")).text).items():
                     most[name] = max(most.get(name, 0), value)
-            assert (most["vllm:num_requests_running"], most["vllm:num_requests_waiting"]) == (2, 3)
+            # Before the first step all five wait.
+            assert most["vllm:num_requests_running"] == 2 and 3 <= most["vllm:num_requests_waiting"] <= 5
             assert most["vllm:kv_cache_usage_perc"] > 0 and most['octavo:waits_total{reason="rows"}'] >= 1
 
     run(main())

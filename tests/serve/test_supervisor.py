@@ -49,7 +49,7 @@ from .engines import (
     until,
 )
 
-SLOW = Limits(step_s=0.8)
+SLOW = Limits(step_s=2.0)
 PARAMS = SamplingParams(max_tokens=40, seed=1)
 
 
@@ -164,7 +164,7 @@ def test_an_idle_engine_that_hangs_is_noticed(model: str) -> None:
             assert client.health().last_step_age_s is None
             assert client.pid is not None
             os.kill(client.pid, signal.SIGSTOP)
-            assert await until(lambda: client.health().state == "restarting") < 5
+            assert await until(lambda: client.health().state == "restarting") < 60
             await until(lambda: client.health().state == "running")
             assert await many(client, 2) == expected(2)
 
@@ -175,9 +175,9 @@ def test_a_slow_step_is_left_alone(model: str) -> None:
     """Its process gives signs of life. (The first steps are not judged by their time, and this is one of them.)"""
 
     async def main() -> None:
-        async with serving(oracle_client(model, limits=SLOW, slow_at=[2, 1.3])) as client:
+        async with serving(oracle_client(model, limits=SLOW, slow_at=[2, 3.0])) as client:
             streams = asyncio.ensure_future(many(client, 2))
-            await until(lambda: (client.health().last_step_age_s or 0) > 1)
+            await until(lambda: (client.health().last_step_age_s or 0) > 2.2)
             assert client.health().state == "running"
             assert await streams == expected(2)
             assert client.health().num_restarts == 0
@@ -189,7 +189,7 @@ def test_work_that_lets_no_thread_speak_is_left_alone(model: str) -> None:
     """As compiling a kernel may be: silent for longer than an engine may be that does nothing."""
 
     async def main() -> None:
-        async with serving(oracle_client(model, limits=Limits(silence_s=0.7), busy_at=[2, 1.5])) as client:
+        async with serving(oracle_client(model, limits=Limits(silence_s=1.5), busy_at=[2, 3.5])) as client:
             streams = asyncio.ensure_future(many(client, 2))
             longest = 0.0
             while not streams.done():
@@ -197,7 +197,7 @@ def test_work_that_lets_no_thread_speak_is_left_alone(model: str) -> None:
                 assert process is not None
                 longest = max(longest, time.monotonic() - process._beat_at)
                 await asyncio.sleep(0.01)
-            assert longest > 1
+            assert longest > 2
             assert await streams == expected(2)
             assert client.health().num_restarts == 0
 
@@ -340,7 +340,7 @@ asyncio.run(main())
     time.sleep(0.2)
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 60
     while is_alive(child):
         assert time.monotonic() < deadline
         time.sleep(0.01)

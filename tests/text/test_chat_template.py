@@ -21,7 +21,7 @@ def fails(template: str, *words: str, messages=USER, **kwargs) -> None:
     start = time.perf_counter()
     with pytest.raises(TemplateError) as caught:
         run(template, messages, **kwargs)
-    assert time.perf_counter() - start < 10
+    assert time.perf_counter() - start < 60
     assert "\n" not in str(caught.value)
     for word in words:
         assert word in str(caught.value)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import time
-
 import gguf
 import numpy as np
 import pytest
@@ -177,12 +175,8 @@ def test_bytes_that_were_changed_give_an_octavo_error_or_a_checkpoint(write_gguf
 
 @pytest.mark.model
 @pytest.mark.skipif(not catalog.CATALOG["smollm2-135m-instruct"].path.exists(), reason="SmolLM2 is not in the cache")
-def test_smollm2_opens_quickly():
-    path = catalog.present("smollm2")
-    config = open_checkpoint(path).config
-    start = time.perf_counter()
-    open_checkpoint(path)
-    assert time.perf_counter() - start < 1.0  # about 0.1; the library's own reader takes 1.9 s
+def test_smollm2_opens():
+    config = open_checkpoint(catalog.present("smollm2")).config
     assert (config["num_hidden_layers"], config["head_dim"], config["vocab_size"]) == (30, 64, 49152)
     assert config["rms_norm_eps"] == 1e-5
     assert config["tie_word_embeddings"]

@@ -56,16 +56,14 @@ def test_encoding_is_the_library_s(tokenizer):
 
 def test_a_long_text_lets_other_threads_run():
     """What tokenises a prompt of megabytes beside an event loop must not stop it."""
-    text, begun, worst = "x" * 1_000_000, time.perf_counter(), 0.0
+    text, num_turns = "x" * 1_000_000, 0
     tokenizer = Tokenizer(tokenizers.Tokenizer(models.BPE({"x": 0}, [])))
     thread = threading.Thread(target=tokenizer.encode, args=[text])
-    last = begun
     thread.start()
     while thread.is_alive():
-        now = time.perf_counter()
-        last, worst = now, max(worst, now - last)
+        num_turns += 1
         time.sleep(0.001)
-    assert worst < max(0.25, (time.perf_counter() - begun) / 2)
+    assert num_turns > 10
     assert tokenizer.encode(text[:5000]) == [0] * 5000
 
 
