@@ -1,17 +1,20 @@
-"""Blocks that sharing saves, on the engine with a real model: parallel samples and beams, after the paper's figure 15.
+"""Blocks that sharing saves, on the engine: parallel samples and beams, after the paper's figure 15.
 
-    python benchmarks/sharing.py [--model NAME] [--num 24]
+    python benchmarks/sharing.py [--model NAME] [--num-samples 150] [--num-beams 24]
 
-Prompts are passages of docs/ of ShareGPT-like lengths (a quarter as long, with blocks of 4 in the place of 16) and of
-Alpaca-like ones (as they are, blocks of 16); outputs have the lengths of the trace. No prefix cache, so that requests
-share nothing with each other. What is saved is counted after every step, over all that would be held without sharing:
-(references - blocks) / references, summed over the steps.
+Outputs have the lengths of the trace, blocks have 16 tokens, and there is no prefix cache, so that requests share
+nothing with each other. What is saved is counted after every step, over all that would be held without sharing:
+(references - blocks) / references, summed over the steps. Samples share as their lengths have it, whatever the model
+says, so they are drawn from one of two small layers with random weights, at ShareGPT-like lengths. What beams share is
+up to the model: passages of docs/ of Alpaca-like lengths, gone on with by a real one.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from octavo.core import events as ev
 from octavo.simulate import traces
 
 DOCS = Path(__file__).parents[1] / "docs"
+OPTIONS: dict[str, Any] = {"block_size": 16, "enable_prefix_caching": False, "max_model_len": 2048}
 
 
 class Saved:
@@ -40,35 +44,54 @@ class Saved:
         return 100 * (1 - self.num_blocks / self.num_refs)
 
 
+SMALL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 2048,
+}
+
+
+def of_samples(num: int, width: int) -> float:
+    rng, drawn = random.Random(0), traces.sharegpt_like(num, seed=1)
+    lengths = list(zip(drawn.prompts.tolist(), drawn.outputs.tolist(), strict=True))
+    prompts = [{"prompt_token_ids": [rng.randrange(512) for _ in range(p)]} for p, _ in lengths]
+    params = [SamplingParams(n=width, max_tokens=o, seed=1, ignore_eos=True, detokenize=False) for _, o in lengths]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(SMALL))
+        with LLM(folder, load_format="dummy", skip_tokenizer_init=True, max_num_seqs=96, **OPTIONS) as llm:
+            saved = Saved(llm)
+            llm.generate(prompts, params, use_tqdm=False)
+            return saved.percent
+
+
+def of_beams(model: str, num: int, width: int) -> float:
+    rng, drawn = random.Random(0), traces.alpaca_like(num, seed=1)
+    with LLM(model, max_num_seqs=48, **OPTIONS) as llm:
+        text = llm.get_tokenizer().encode("".join(path.read_text() for path in sorted(DOCS.glob("*.md"))))
+        saved = Saved(llm)
+        for num_prompt, num_output in zip(drawn.prompts.tolist(), drawn.outputs.tolist(), strict=True):
+            start = rng.randrange(len(text) - num_prompt)
+            params = BeamSearchParams(beam_width=width, max_tokens=num_output, ignore_eos=True)
+            llm.beam_search({"prompt_token_ids": text[start : start + num_prompt]}, params, use_tqdm=False)
+        return saved.percent
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--num", type=int, default=24)
+    parser.add_argument("--num-samples", type=int, default=150)
+    parser.add_argument("--num-beams", type=int, default=24)
     args = parser.parse_args()
-    for name, drawn, part, block_size in (
-        ("ShareGPT-like", traces.sharegpt_like(args.num, seed=1), 4, 4),
-        ("Alpaca-like", traces.alpaca_like(args.num, seed=1), 1, 16),
-    ):
-        options: dict[str, Any] = {"block_size": block_size, "enable_prefix_caching": False, "max_num_seqs": 64}
-        for kind, width in ((kind, width) for kind in ("samples", "beams") for width in (2, 4, 6)):
-            rng = random.Random(0)
-            with LLM(args.model, max_model_len=1024, **options) as llm:
-                text = llm.get_tokenizer().encode("".join(path.read_text() for path in sorted(DOCS.glob("*.md"))))
-                saved, prompts, params = Saved(llm), [], []
-                for p, o in zip(drawn.prompts, drawn.outputs, strict=True):
-                    num_prompt, num_output = max(1, int(p) // part), max(2, int(o) // part)
-                    start = rng.randrange(len(text) - num_prompt)
-                    prompts.append({"prompt_token_ids": text[start : start + num_prompt]})
-                    if kind == "samples":
-                        params.append(SamplingParams(n=width, max_tokens=num_output, seed=1, ignore_eos=True))
-                    else:
-                        params.append(BeamSearchParams(beam_width=width, max_tokens=num_output, ignore_eos=True))
-                if kind == "samples":
-                    llm.generate(prompts, params, use_tqdm=False)
-                else:
-                    for prompt, beams in zip(prompts, params, strict=True):
-                        llm.beam_search(prompt, beams, use_tqdm=False)
-                print(f"{name}, {kind} of {width}: {saved.percent:.1f} % saved", flush=True)
+    for width in (2, 4, 6):
+        print(f"ShareGPT-like, {width} samples: {of_samples(args.num_samples, width):.1f} % saved", flush=True)
+    for width in (2, 4, 6):
+        print(f"Alpaca-like, {width} beams: {of_beams(args.model, args.num_beams, width):.1f} % saved", flush=True)
 
 
 if __name__ == "__main__":
