@@ -20,7 +20,7 @@ PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu clients check prove reliability mutants bench lint types contracts size coverage clean
+.PHONY: help demo test test-gpu clients fuzz dashboard check prove reliability mutants bench lint types contracts size coverage clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,12 @@ test-gpu: $(DEV) ## on a machine with an NVIDIA GPU: its kernels, and the engine
 
 clients: $(DEV) ## other people's clients of the server (openai, LangChain), each in an environment of its own
 	@$(BIN)/python scripts/clients.py $(ARGS)
+
+fuzz: $(DEV) ## bodies made up from the OpenAPI document, right and wrong, a thousand of each route
+	@OCTAVO_FUZZ_EXAMPLES=1000 $(BIN)/python scripts/clients.py schemathesis $(ARGS)
+
+dashboard: $(DEV) ## the Grafana dashboard against a real Prometheus, and its picture
+	@$(BIN)/python scripts/grafana_check.py $(ARGS)
 
 check: test coverage lint types contracts size ## what a change must pass: tests, coverage, lint, types, imports, sizes
 	@echo '== all checks passed'

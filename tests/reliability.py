@@ -8,7 +8,8 @@ Each trial prints a line: how many requests it ran, and how many of them were
     leaked   left a process, a socket's directory or a block of memory behind (counted once a trial)
 
 and the longest times that it took to notice a fault, and to be back. Exit code 1 unless all four are 0 everywhere and
-the times are within bounds.
+the times are within bounds. The bounds are for two cores of its own. Where an undisturbed start takes longer than it
+does there, others have the machine too: then bounds are as many times wider, and it is said.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ from tests.serve.oracle_engine import HOOKS, PHASES
 NOTICED_S, BACK_S, SILENCE_S = 1.0, 10.0, 11.0
 """A killed engine is noticed within the first and serves again within the second; a stopped one is noticed within the
 third."""
+ALONE_S = 5.0
+"""An engine whose parent has gone is gone as soon; one that is only being started, when it comes to look."""
+START_S = 4.0
+"""An undisturbed start takes this long at most, with two cores to itself."""
 LONG_S = 60.0
 """A request that takes longer, faults of its engine included, hangs."""
 
@@ -57,6 +62,7 @@ class Tally:
     noticed_s: float = 0.0
     back_s: float = 0.0
     late: bool = False
+    patience: float = 1.0
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -71,7 +77,7 @@ class Tally:
         """One request, to its end."""
         self.runs += 1
         try:
-            got = await asyncio.wait_for(answer, LONG_S)
+            got = await asyncio.wait_for(answer, LONG_S * self.patience)
         except TimeoutError:
             self.hung += 1
         except OctavoError as error:
@@ -123,8 +129,12 @@ async def told(client: EngineClient, prompt: Any, params: SamplingParams) -> lis
 @contextlib.asynccontextmanager
 async def at_rest(tally: Tally, client: EngineClient) -> AsyncIterator[EngineClient]:
     """After it nothing of the engine is left."""
-    before = residue()
+    before, begin = residue(), time.monotonic()
     async with client:
+        start_s = time.monotonic() - begin
+        if start_s > START_S * tally.patience:
+            tally.patience = start_s / START_S
+            tally.notes.insert(0, f"a start took {start_s:.1f} s: bounds are {tally.patience:.1f} times wider")
         yield client
         stats = await client.kv_stats()
         tally.leaked += bool(stats.num_used or client._streams)
@@ -132,15 +142,16 @@ async def at_rest(tally: Tally, client: EngineClient) -> AsyncIterator[EngineCli
 
 
 async def until(tally: Tally, is_so: Callable[[], bool], limit_s: float) -> float:
-    begin = time.monotonic()
+    begin, limit_s = time.monotonic(), limit_s * tally.patience
     while not is_so():
-        if time.monotonic() - begin > limit_s:
+        if time.monotonic() - begin > max(limit_s, LONG_S):
             tally.late = True
-            tally.notes.append(f"not within {limit_s} s")
-            if time.monotonic() - begin > LONG_S:
-                break
+            break
         await asyncio.sleep(0.005)
-    return time.monotonic() - begin
+    if (took := time.monotonic() - begin) > limit_s:
+        tally.late = True
+        tally.notes.append(f"{took:.1f} s, where {limit_s:.1f} s are the bound")
+    return took
 
 
 async def strike(tally: Tally, client: EngineClient, number: int, noticed_s: float) -> None:
@@ -281,7 +292,7 @@ asyncio.run(main())
             await asyncio.sleep(chance.uniform(0.0, 0.5))
             orphaned = children_of(parent.pid)
             parent.kill()
-        await asyncio.sleep(0.5)
+        await until(tally, lambda: not any(map(is_alive, orphaned)), ALONE_S)  # noqa: B023
         tally.hung += sum(map(is_alive, orphaned))
         tally.leaked += bool(residue() - before)
 

@@ -62,7 +62,16 @@ def test_no_torch_where_no_tensors_are(folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["octavo", "octavo.config", "octavo.catalog", "octavo.checkpoint", "octavo.bench.core"]
+    "module",
+    [
+        "octavo",
+        "octavo.config",
+        "octavo.catalog",
+        "octavo.checkpoint",
+        "octavo.bench.core",
+        "octavo.bench.report",
+        "octavo.doctor",
+    ],
 )
 def test_these_modules_load_no_torch(module: str) -> None:
     if importlib.util.find_spec(module) is None:
@@ -71,7 +80,16 @@ def test_these_modules_load_no_torch(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["generate", "--help"], ["bench", "--help"], ["--version"], ["models"]]
+    "arguments",
+    [
+        ["--help"],
+        ["generate", "--help"],
+        ["bench", "--help"],
+        ["bench", "serve", "--help"],
+        ["doctor", "--help"],
+        ["--version"],
+        ["models"],
+    ],
 )
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     loaded = loaded_by(f"from octavo.cli.main import run\nassert run({arguments!r}) == 0")

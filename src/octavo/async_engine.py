@@ -21,6 +21,7 @@ from octavo.engine.stats import BackendStats, Health
 from octavo.engine.thread import EngineThread
 from octavo.prompts import Messages, Prompt, Prompts
 from octavo.text.tokenizer import Tokenizer
+from octavo.view import tap
 
 T = TypeVar("T")
 
@@ -43,6 +44,7 @@ class AsyncEngine:
         self._begin = time.monotonic()
         self._thread = EngineThread(engine)
         self._names = itertools.count()
+        self._looks = tap.questions()
         # Whoever forgets to shut it down gets the memory back with the object.
         self._finalizer = weakref.finalize(self, self._thread.close)
 
@@ -200,6 +202,10 @@ class AsyncEngine:
     async def debug_kv(self) -> dict[str, Any]:
         """The KV cache, and who holds how much of it."""
         return await self._ask(describe_kv)
+
+    async def look(self, question: str, argument: str) -> Any:
+        """One of `view.tap.questions`, for who shows the pool."""
+        return await self._ask(lambda engine: self._looks[question](engine, argument))
 
     async def _ask(self, question: Callable[[Engine], T]) -> T:
         """Between two steps."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import cast
 
@@ -19,6 +20,7 @@ from octavo.config import EngineArgs, EngineConfig
 from octavo.core.kv_cache import KVCache
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
+from octavo.engine.kv_events import KVEvents
 from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.generation_config import SamplingDefaults, sampling_defaults
 from octavo.kernels import cpu as cpu_ops
@@ -34,6 +36,7 @@ from octavo.runner.memory import Budget, free_memory, plan_memory
 from octavo.runner.runner import ModelRunner
 from octavo.text import chat_template
 from octavo.text.tokenizer import Tokenizer
+from octavo.view.flight import FlightRecorder
 
 logger = logging.getLogger("octavo")
 
@@ -114,6 +117,10 @@ def build(args: EngineArgs) -> Built:
         overlap=args.async_scheduling,
         seed=args.seed,
     )
+    if args.kv_events().is_on:
+        engine.on_close.append(KVEvents(scheduler.cache, args.kv_events()).close)
+    if args.flight_recorder is not None:
+        engine.recorder = FlightRecorder(engine, Path(args.flight_recorder))
     return Built(engine, config, spec, tokenizer, defaults)
 
 

@@ -6,10 +6,11 @@ model and the machine are known: every number settled.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from octavo.core.checked import Checked
+from octavo.core.checked import Checked, wrong
 from octavo.core.policy import Policy, PreemptionMode, VictimChoice
 from octavo.errors import ParameterError
 
@@ -35,6 +36,61 @@ LoadFormat = Literal["auto", "dummy"]
 PreemptionChoice = Literal["auto", "recompute", "swap"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 Victims = Literal["latest", "least_lost"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVEventsConfig(Checked):
+    """What is told of cached blocks, and where (`octavo.engine.kv_events`); names and meanings are vLLM's.
+
+    enable_kv_cache_events  tell at all
+    publisher               zmq, the only one there is; or null, nobody
+    endpoint                taken by us if it is on this machine's loopback, a wildcard (tcp://*:5557) or a Unix socket;
+                            of another machine, it is that of a subscriber who collects
+    replay_endpoint         where subscribers ask for what they missed; None: nowhere
+    buffer_steps            batches kept for that
+    hwm                     batches kept for a subscriber that does not read; then it misses some
+    max_queue_size          events that may wait to be told; beyond, subscribers are told that nothing is cached
+    topic                   of the messages
+    """
+
+    TITLE: ClassVar[str] = "kv_events_config"
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["zmq", "null"] = "zmq"
+    endpoint: str = "tcp://127.0.0.1:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+
+    def __post_init__(self) -> None:
+        self._flag("enable_kv_cache_events")
+        self._choice("publisher", ("zmq", "null"))
+        for name in ("endpoint", "replay_endpoint", "topic"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and (name != "replay_endpoint" or value is not None):
+                raise wrong(name, f"must be text, not {value!r}", "invalid_type")
+        for name in ("buffer_steps", "hwm", "max_queue_size"):
+            self._integer(name, 1, 1 << 30)
+
+    @property
+    def is_on(self) -> bool:
+        return self.enable_kv_cache_events and self.publisher == "zmq"
+
+    @property
+    def binds(self) -> bool:
+        """Whether the endpoint is ours, not a subscriber's."""
+        here = (
+            "ipc://",
+            "inproc://",
+            "tcp://127.",
+            "tcp://localhost:",
+            "tcp://[::1]:",
+            "tcp://0.0.0.0:",
+            "tcp://[::]:",
+        )
+        return "*" in self.endpoint or self.endpoint.startswith(here)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +134,8 @@ class EngineArgs(Checked):
     decode_window             positions that the device decodes by itself in one step; None: 1 on a CPU, 4 on a GPU
     enforce_eager             launch kernels one by one, without CUDA graphs; on a CPU, replay no decode steps
     async_scheduling          plan the next step while the device computes this one
+    flight_recorder           a directory for dumps of the engine's last minutes, when it dies or on demand; None: none
+    kv_events_config          what is told of cached blocks, and where: fields of `KVEventsConfig`; None: nothing
     """
 
     TITLE: ClassVar[str] = "the engine"
@@ -110,6 +168,8 @@ class EngineArgs(Checked):
     decode_window: int | None = None
     enforce_eager: bool = False
     async_scheduling: bool = True
+    kv_events_config: Mapping[str, Any] | None = None
+    flight_recorder: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -150,12 +210,20 @@ class EngineArgs(Checked):
         self._number("watermark", 0.0, 0.5)
         self._number("swap_space", 0.0, 1 << 20, optional=True)
         self._flag("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager", "async_scheduling")
+        if self.flight_recorder is not None and (not isinstance(self.flight_recorder, str) or not self.flight_recorder):
+            raise wrong("flight_recorder", f"must be a directory, not {self.flight_recorder!r}", "invalid_type")
+        if not isinstance(self.kv_events_config, Mapping | None):
+            raise wrong("kv_events_config", f"must be a mapping, not {self.kv_events_config!r}", "invalid_type")
+        self.kv_events()
 
     def settled(self, device: str) -> EngineArgs:
         """The same, with a number in the place of every None that the device alone decides."""
         sizes = STEP_SIZES[device].items()
         unsaid: dict[str, Any] = {name: value for name, value in sizes if getattr(self, name) is None}
         return replace(self, **unsaid) if unsaid else self
+
+    def kv_events(self) -> KVEventsConfig:
+        return KVEventsConfig(**(self.kv_events_config or {}))
 
     def policy(self) -> Policy:
         """The core's choices, in its words."""

@@ -18,6 +18,7 @@ import msgspec
 
 from octavo.engine.host import EngineHost, Pulse, Text
 from octavo.engine.ipc import Channel, Failed, Hello, Launch, Lifeline
+from octavo.view import tap
 
 if TYPE_CHECKING:
     from octavo.engine.engine import Engine
@@ -60,7 +61,7 @@ def main(fd: int, build: Build = build) -> int:
     try:
         _die_with_parent()  # not before there is nothing left to tidy up
         engine, text, summary = build(launch.options, pulse.enter)
-        EngineHost(engine, channel, pulse, text, summary).serve()
+        EngineHost(engine, channel, pulse, text, summary, tap.questions()).serve()
     except Exception as error:
         logging.getLogger("octavo").debug("the engine process ends", exc_info=True)
         channel.send(Failed(type(error).__name__, str(error) or type(error).__name__))

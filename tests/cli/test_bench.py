@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from octavo.bench import attention, core
+from octavo.bench import attention, core, serve
+from octavo.bench.settings import BenchArgs
 from tests.cli.conftest import Call
 
 
@@ -58,3 +59,56 @@ def test_without_a_workload_it_lists_them(call: Call) -> None:
     done = call("bench")
     assert done.code == 0
     assert "attention" in done.out
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[BenchArgs]:
+    found: list[BenchArgs] = []
+    monkeypatch.setattr(serve, "main", lambda args, progress: found.append(args))
+    return found
+
+
+def test_serve_takes_command_lines_made_for_vllm(call: Call, loads: list[BenchArgs]) -> None:
+    line = "--backend vllm --dataset-name prefix_repetition --request-rate inf --num_prompts 9 --ignore-eos"
+    line += ' --goodput ttft:200 tpot:50 --metadata a=1 b=2 --extra-body {"seed":3} --port 8001 --save-result'
+    done = call("bench", "serve", *line.split())
+    assert done.code == 0, done.err
+    call("bench", "serve")
+    assert loads == [
+        BenchArgs(
+            backend="vllm",
+            dataset_name="prefix_repetition",
+            num_prompts=9,
+            ignore_eos=True,
+            goodput=["ttft:200", "tpot:50"],
+            metadata=["a=1", "b=2"],
+            extra_body={"seed": 3},
+            port=8001,
+            save_result=True,
+        ),
+        BenchArgs(),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--goodput", "ttft:x"), "--goodput: goodput has 'ttft:x'"),
+        (("ttft:5",), "unexpected extra argument 'ttft:5'"),
+        (("--dataset-name", "sonnet"), "dataset-name"),
+        (("--num-prompt", "5"), "did you mean --num-prompts?"),
+        (("--ramp-up-strategy", "linear"), "vLLM flag --ramp-up-strategy is not supported here"),
+    ],
+)
+def test_serve_refuses_what_makes_no_sense(
+    call: Call, loads: list[BenchArgs], args: tuple[str, ...], message: str
+) -> None:
+    done = call("bench", "serve", *args)
+    assert done.code == 2 and message in done.err
+    assert not loads
+
+
+def test_serve_without_a_server(call: Call) -> None:
+    done = call("bench", "serve", "--port", "1", "--num-prompts", "2")
+    assert done.code == 1
+    assert done.err.startswith("error: the server at http://127.0.0.1:1 does not answer a first request")

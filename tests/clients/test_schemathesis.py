@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -14,7 +15,13 @@ import pytest
 pytest.importorskip("schemathesis", reason="schemathesis is not installed; `make clients` runs this")
 pytestmark = pytest.mark.slow
 
-CHECKS = "not_a_server_error,response_schema_conformance,content_type_conformance"
+CHECKS = (
+    "not_a_server_error,negative_data_rejection,status_code_conformance,response_schema_conformance,"
+    "content_type_conformance"
+)
+EXAMPLES = os.environ.get("OCTAVO_FUZZ_EXAMPLES", "60")
+"""Of each route, beside those at the edges of its schema."""
+CONFIG = Path(__file__).with_name("schemathesis.toml")
 
 
 def test_whatever_comes_is_answered(server: str) -> None:
@@ -35,14 +42,17 @@ def test_whatever_comes_is_answered(server: str) -> None:
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        command = [str(Path(sys.executable).with_name("schemathesis")), "run", f"{server}/openapi.json"]
+        program = Path(sys.executable).with_name("schemathesis")
+        command = [str(program), "--config-file", str(CONFIG), "run", f"{server}/openapi.json"]
         options = [
             "--header",
             "Authorization: Bearer key",
             "--checks",
             CHECKS,
-            "-n",
+            "--request-timeout",
             "60",
+            "-n",
+            EXAMPLES,
             "--phases",
             "coverage,fuzzing",
         ]

@@ -20,11 +20,22 @@ TEMPLATE = (
 
 
 @contextlib.contextmanager
-def serving(directory: Path) -> Iterator[str]:
+def serving(directory: Path, *more: str) -> Iterator[str]:
+    """Its address; its key is "key"."""
     model = make_talking_checkpoint(directory / "model", max_position_embeddings=512)
     template = directory / "template.jinja"
     template.write_text(TEMPLATE)
-    options = ["--port", "0", "--api-key", "key", "--served-model-name", "tiny", "--chat-template", str(template)]
+    options = [
+        "--port",
+        "0",
+        "--api-key",
+        "key",
+        "--served-model-name",
+        "tiny",
+        "--chat-template",
+        str(template),
+        *more,
+    ]
     command = [sys.executable, "-m", "octavo.cli.main", "serve", str(model), *options]
     log = directory / "log"
     with log.open("w") as file:

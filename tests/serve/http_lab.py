@@ -18,6 +18,7 @@ from octavo.serve.app import App
 from octavo.serve.guard import Keys
 from octavo.serve.service import Limits, Service
 from octavo.serve.settings import ServeArgs
+from octavo.serve.tracing import Tracing
 
 T = TypeVar("T")
 NAME = "tiny"
@@ -86,14 +87,20 @@ def events_of(text: str) -> list[Any]:
 
 @contextlib.asynccontextmanager
 async def serving(
-    model: str, *, keys: tuple[str, ...] = (), engine_options: dict[str, Any] | None = None, **settings: Any
+    model: str,
+    *,
+    keys: tuple[str, ...] = (),
+    engine_options: dict[str, Any] | None = None,
+    tracing: Tracing | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Server]:
     options = OPTIONS | (engine_options or {})
     args = EngineArgs(model=model, **({"chat_template": TEMPLATE} | options))
     built = build(args)
     async with AsyncEngine(built.engine, built.tokenizer) as engine:
         limits = Limits(args.max_num_seqs, args.max_logprobs, args.scheduling_policy == "priority")
-        service = Service(engine, ServeArgs(**({"served_model_name": [NAME]} | settings)), model, limits)
+        serve_args = ServeArgs(**({"served_model_name": [NAME]} | settings))
+        service = Service(engine, serve_args, model, limits, tracing)
         app = App(service, Keys(keys))
         transport = httpx.ASGITransport(app.asgi, raise_app_exceptions=True)
         headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}

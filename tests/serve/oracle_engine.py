@@ -26,11 +26,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from octavo import engine_process
+from octavo.config import KVEventsConfig
 from octavo.core.kv_cache import KVCache
 from octavo.core.plan import StepPlan
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
 from octavo.engine.host import EngineHost
+from octavo.engine.kv_events import KVEvents
 from octavo.errors import MemoryBudgetError
 from tests.oracle import Oracle
 
@@ -107,6 +109,8 @@ def build(options: dict[str, Any], enter: Callable[[str], None]) -> tuple[Engine
             hook,
             number,
         )
+    if options["kv_events_config"]:
+        engine.on_close.append(KVEvents(cache, KVEventsConfig(**options["kv_events_config"])).close)
     return engine, None, {"device": "oracle"}
 
 

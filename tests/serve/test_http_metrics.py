@@ -6,12 +6,13 @@ import asyncio
 import json
 import logging
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from octavo.core.kv_cache import KVCache
-from octavo.engine.stats import BackendStats, EngineStats
+from octavo.engine.stats import BackendStats, EngineStats, Health
 from octavo.serve.metrics import BETWEEN_TOKENS_S, FIRST_TOKEN_S, LATENCY_S, Metrics, StatsLine, token_buckets
 from octavo.serve.run import JsonFormatter
 
@@ -70,6 +71,54 @@ def test_the_numbers_after_known_work(model: str) -> None:
             assert not any("_created" in name for name in got)
 
     run(main())
+
+
+def test_whom_the_door_turns_away_is_counted(model: str) -> None:
+    async def main() -> None:
+        async with serving(model, engine_options={"max_num_seqs": 1}, max_num_queued_reqs=0) as server:
+            got = values_of((await server.client.get("/metrics")).text)
+            assert got['vllm:admission_rejections_total{reason="queue_full"}'] == 0  # there before the first
+            with server.app.service.admission.admit(1, 1):
+                assert (await server.post("/v1/completions", prompt="a")).status_code == 429
+            await server.complete()
+            server.app.service.admission.draining = True
+            assert (await server.post("/v1/completions", prompt="a")).status_code == 503
+            got = values_of((await server.client.get("/metrics")).text)
+            assert got['vllm:admission_rejections_total{reason="queue_full"}'] == 1
+            assert got['vllm:admission_rejections_total{reason="shutting_down"}'] == 1
+            assert got['vllm:request_success_total{finished_reason="length"}'] == 1
+
+    run(main())
+
+
+def test_restarts_are_counted(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with serving(model) as server:
+            monkeypatch.setattr(server.engine, "health", lambda: Health("restarting", 1.0, None, 3))
+            got = values_of((await server.client.get("/metrics")).text)
+            assert (got["octavo:up"], got["octavo:engine_restarts_total"]) == (0, 3)
+
+    run(main())
+
+
+DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboard.json"
+
+
+def test_the_dashboard_asks_for_what_there_is(model: str) -> None:
+    queries = [target["expr"] for panel in json.loads(DASHBOARD.read_text())["panels"] for target in panel["targets"]]
+    asked = {name for query in queries for name in re.findall(r"(?:vllm|octavo):\w+|http_\w+", query)}
+    labels = {label for query in queries for label in re.findall(r"by \((\w+)\)", query)} - {"le"}
+
+    async def main() -> None:
+        async with serving(model) as server:
+            await server.complete()
+            text = (await server.client.get("/metrics")).text
+            text += (await server.client.get("/metrics")).text  # now with the first one among the answers
+            assert asked <= set(re.findall(r"^([\w:]+)[{ ]", text, re.MULTILINE))
+            assert all(f'{label}="' in text for label in labels)
+
+    run(main())
+    assert len(queries) > 30 and {"octavo:blocks", "octavo:waits_total", "http_requests_total"} <= asked
 
 
 def test_running_and_waiting_are_seen_while_they_are(model: str) -> None:

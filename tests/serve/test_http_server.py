@@ -57,15 +57,23 @@ def request(body: dict[str, Any], path: str = C) -> bytes:
 async def say(port: int, *parts: bytes, pause_s: float = 0.0) -> bytes:
     """Send parts; everything that comes back until the server closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    answer = bytearray()
+
+    async def listen() -> None:
+        """All the while: who goes on speaking after the server has closed loses what he has not read."""
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                answer.extend(data)
+
+    hearing = asyncio.ensure_future(listen())
     try:
         for part in parts:
             writer.write(part)
             with contextlib.suppress(ConnectionError):
                 await writer.drain()
             await asyncio.sleep(pause_s)
-        return await asyncio.wait_for(reader.read(), 60)
-    except ConnectionError:
-        return b""
+        await asyncio.wait_for(hearing, 60)
+        return bytes(answer)
     finally:
         writer.close()
 
@@ -243,6 +251,14 @@ def children_of(pid: int) -> list[int]:
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def listening_ports(pid: int) -> list[int]:
+    """Of a process, over TCP."""
+    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+    rows = [line.split() for n in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{n}").read_text().splitlines()[1:]]
+    listening = [(int(row[1].rpartition(":")[2], 16), row[9]) for row in rows if row[3] == "0A"]
+    return [port for port, inode in listening if f"socket:[{inode}]" in links]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_server_from_the_command_line(process: tuple[Process, str]) -> None:
     server, url = process
@@ -253,6 +269,8 @@ def test_a_server_from_the_command_line(process: tuple[Process, str]) -> None:
     assert status == 200 and json.loads(body)["usage"]["completion_tokens"] == 4
     assert b"vllm:prompt_tokens_total" in call(f"{url}/metrics", key="one")[1]
     (engine,) = children_of(server.process.pid)
+    port = int(url.rpartition(":")[2])
+    assert listening_ports(server.process.pid) == [port] and not listening_ports(engine)
     server.process.send_signal(signal.SIGTERM)
     assert server.wait() == 0
     assert "Traceback" not in server.log

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import io
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,6 +97,18 @@ BAD = {
     "hash ids": ("m.jsonl", mooncake(0, 1025, 3, [1, 2]), ":1: 2 hash_ids for 1025 tokens; expected one for 512.*3"),
     "a hash id": ("m.jsonl", mooncake(0, 5, 3, [-1]), ":1: hash id -1; expected an integer"),
     "time in ticks": ("m.jsonl", mooncake(3000, 5, 3, [1]) + mooncake(0, 5, 3, [1]), "2: .*expected rising times"),
+    "time in ticks names the file": (
+        "m.jsonl",
+        mooncake(9, 5, 3, [1]) + mooncake(0, 5, 3, [1]),
+        r"m\.jsonl:2: time 0 s",
+    ),
+    "NaN in JSON": ("m.jsonl", '{"timestamp": NaN, "input_length": 3, "output_length": 3}', ":1: timestamp is 'nan'"),
+    "negative in JSON": ("m.jsonl", mooncake(0, -5, 3, []), ":1: input_length is '-5'; expected a number of tokens"),
+    "a long number": ("m.jsonl", '{"timestamp": ' + "9" * 5000 + "}", ":1: no JSON object"),
+    "a long field": ("v.csv", VIDUR + "0," + "1" * 140_000 + ",3\n", ":2: field larger than field limit"),
+    "a quote without an end": ("v.csv", VIDUR + '0,"1,3\n', ":2: 2 columns; expected 3"),
+    "infinite": ("v.csv", VIDUR + "inf,10,3\n", ":2: arrived_at is 'inf'; expected a finite number"),
+    "a huge length": ("v.csv", VIDUR + "0,1e300,3\n", ":2: num_prefill_tokens is "),
     "true": ("m.jsonl", '{"timestamp": 0, "input_length": true, "output_length": 3}', "input_length is 'True'"),
     "binary": ("v.csv.gz", "no gzip", "expected a text file"),
     "what": ("v.txt", "x", "is no trace: give a .jsonl, .csv or .npz"),
@@ -123,6 +137,46 @@ def test_a_long_trace_is_read_as_it_is_used(tmp_path: Path) -> None:
     path = write(tmp_path / "v.csv", VIDUR + "".join(f"{i},10,3\n" for i in range(3000)) + "rubbish\n")
     assert len(list(itertools.islice(read_trace(path, rate=5.0), 10))) == 10
     with pytest.raises(TraceError, match=":3002:"):
+        list(read_trace(path))
+
+
+class Endless(io.StringIO):
+    """A file of Vidur's that goes on for ever, and counts its lines."""
+
+    num_lines = 0
+
+    def readline(self, size: int | None = -1, /) -> str:
+        self.num_lines += 1
+        return VIDUR if self.num_lines == 1 else f"{self.num_lines},10,3\n"
+
+
+def test_a_trace_without_an_end_is_read_as_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is ahead of those that are used: the header, and the first thousand requests for the rate."""
+    file = Endless()
+    monkeypatch.setattr(traces, "_open", lambda path: file)
+    arrivals = read_trace(Path("v.csv"), rate=5.0)
+    for num_used in range(1, 3000):
+        assert next(arrivals).num_prompt == 10
+        assert file.num_lines <= max(num_used, 1000) + 1
+
+
+def test_ten_gigabytes_are_read_as_far_as_they_are_used(tmp_path: Path) -> None:
+    """The rest of the file is a hole: looking at it would take minutes, and holding it more memory than there is."""
+    path = write(tmp_path / "v.csv", VIDUR + "".join(f"{i},10,3\n" for i in range(5000)))
+    try:
+        os.truncate(path, 10 << 30)
+    except OSError as error:
+        pytest.skip(f"no room for a hole: {error}")
+    arrivals = read_trace(path)
+    assert len(list(itertools.islice(arrivals, 5000))) == 5000
+    with pytest.raises(TraceError, match=":5002: a line of over 16 MiB"):
+        next(arrivals)
+
+
+def test_requests_of_one_time_are_not_held_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "MOST_A_TICK", 50)
+    path = write(tmp_path / "m.jsonl", mooncake(0, 5, 3, [1]) * 60)
+    with pytest.raises(TraceError, match=":51: over 50 requests at 0 s; expected rising times"):
         list(read_trace(path))
 
 

@@ -13,12 +13,15 @@ from octavo.cli.blocks import blocks
 from octavo.cli.calibrate import calibrate
 from octavo.cli.chat import chat
 from octavo.cli.demo import demo
+from octavo.cli.doctor import doctor
 from octavo.cli.generate import generate
 from octavo.cli.models import models
 from octavo.cli.plan import plan
 from octavo.cli.reproduce import reproduce
 from octavo.cli.serve import serve
 from octavo.cli.simulate import simulate
+from octavo.cli.top import top
+from octavo.cli.view import view
 from octavo.cli.vllm_flags import unsupported
 
 app = typer.Typer(
@@ -37,6 +40,9 @@ app.command()(chat)
 app.command()(demo)
 app.command()(blocks)
 app.command()(serve)
+app.command()(doctor)
+app.command()(view)
+app.command()(top)
 app.command()(simulate)
 app.command()(reproduce)
 app.command()(plan)

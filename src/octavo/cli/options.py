@@ -44,6 +44,10 @@ def parse_variables(text: str) -> dict[str, Any]:
     return parse_object(text, '{"enable_thinking": false}')
 
 
+def parse_kv_events(text: str) -> dict[str, Any]:
+    return parse_object(text, '{"enable_kv_cache_events": true}')
+
+
 Variables = Annotated[
     dict | None,  # type: ignore[type-arg]  # typer asks for a plain class
     typer.Option(
@@ -80,6 +84,7 @@ ENGINE = {
     "decode_window": "Positions that the device decodes by itself in one step.",
     "enforce_eager": "Launch kernels one by one, without CUDA graphs.",
     "async_scheduling": "Plan the next step while the device computes this one.",
+    "kv_events_config": "What routers are told of cached blocks, as JSON.",
 }
 SAMPLING = {
     "max_tokens": "Tokens to generate at most.",
@@ -109,7 +114,7 @@ SAMPLING = {
     "best_of": "Samples generated, of which the n likeliest are told.",
 }
 UNSAID = {
-    EngineArgs: {"model", "seed", "skip_tokenizer_init"},
+    EngineArgs: {"model", "seed", "skip_tokenizer_init", "flight_recorder"},
     SamplingParams: {"bad_words_token_ids", "detokenize", "output_kind", "skip_reading_prefix_cache"},
 }
 """Fields that are no options: --model is each command's own, --seed the request's, and the rest is for programs."""
@@ -146,12 +151,19 @@ def merge(parts: Iterable[Mapping[int, float]]) -> dict[int, float]:
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "max_model_len": {"parser": parse_length, "metavar": "TOKENS"},
+    "flight_recorder": {"metavar": "DIR"},
+    "kv_events_config": {"parser": parse_kv_events, "metavar": "JSON"},
+    "extra_body": {"parser": parse_variables, "metavar": "JSON"},
+    "goodput": {"metavar": "METRIC:MS"},
+    "header": {"metavar": "NAME=VALUE"},
+    "metadata": {"metavar": "NAME=VALUE"},
     "chat_template": {"metavar": "FILE"},
     "default_chat_template_kwargs": {"parser": parse_variables, "metavar": "JSON"},
     "served_model_name": {"metavar": "NAME"},
     "api_key": {"metavar": "KEY"},
     "allowed_origins": {"metavar": "ORIGIN"},
     "pin_prefix": {"metavar": "FILE"},
+    "otlp_traces_endpoint": {"metavar": "URL"},
     "disable_access_log_for_endpoints": {"metavar": "PATH"},
     "logit_bias": {"parser": parse_bias, "metavar": "ID=BIAS"},
     "allowed_token_ids": {"metavar": "ID"},
@@ -173,6 +185,11 @@ TYPES: dict[str, Any] = {
     "pin_prefix": list[str],
     "disable_access_log_for_endpoints": list[str],
     "default_chat_template_kwargs": dict,
+    "kv_events_config": dict,
+    "extra_body": dict,
+    "goodput": list[str],
+    "header": list[str],
+    "metadata": list[str],
 }
 GATHER: dict[str, Callable[..., Any]] = {"logit_bias": merge}
 ALIASES = {"swap_space": ["--kv-offloading-size"], "gpu_memory_utilization": ["--device-memory-utilization"]}
@@ -233,7 +250,7 @@ def _option_of(settings: type[Any], name: str, text: str) -> inspect.Parameter:
     names = [flag(name), *ALIASES.get(name, [])]
     if isinstance(default, bool):
         names, default = [f"{flag(name)}/--no-{flag(name)[2:]}"], "on" if default else "off"
-    shown = False if default is None else str(default)
+    shown = False if default is None or default == () else str(default)
     option = typer.Option(*names, help=text, show_default=shown, **SETTINGS.get(name, {}))
     return _keyword(name, kind, option)
 

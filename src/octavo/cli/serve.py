@@ -39,18 +39,21 @@ SERVE = {
     "shutdown_timeout": "Seconds that requests get to end after Ctrl-C or SIGTERM; a second one stops at once.",
     "sse_keep_alive_interval": "Seconds of silence before a stream gets a comment; 0: never.",
     "metrics_public": "/metrics takes no key.",
+    "view_text": "/view shows what stands in a block.",
+    "otlp_traces_endpoint": "An OpenTelemetry collector, such as http://localhost:4318/v1/traces.",
     "enable_log_requests": "Log each request's parameters, never its text.",
     "disable_log_stats": "No line of numbers every ten seconds.",
     "disable_access_log_for_endpoints": "A path whose requests are not logged; may be repeated.",
     "uvicorn_log_level": "How much is logged.",
 }
+FLIGHT = {"flight_recorder": "Dump the engine's last minutes into this directory when it dies, and on SIGUSR1."}
 SEED = {"seed": "Where the seeds of requests that bring none come from."}
 ALWAYS = typer.Option(hidden=True)
 """Of vLLM's flags: what they switch on is always on here."""
 
 
 @options_of(ServeArgs, SERVE, into="server")
-@options_of(EngineArgs, ENGINE | SEED, into="engine")
+@options_of(EngineArgs, ENGINE | SEED | FLIGHT, into="engine")
 def serve(
     *,
     model: Annotated[

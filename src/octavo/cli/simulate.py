@@ -14,7 +14,7 @@ from octavo.config import EngineArgs
 from octavo.errors import ParameterError
 
 if TYPE_CHECKING:
-    from octavo.simulate.simulation import Setup
+    from octavo.simulate.simulation import Records, Setup
     from octavo.simulate.traces import Arrival
 
 SIMULATED = (
@@ -69,6 +69,9 @@ def simulate(
     samples: Annotated[int, typer.Option("--n", help="Samples of each prompt.")] = 1,
     slo: Annotated[str | None, typer.Option(metavar="TIMES", help="Such as ttft=500ms,tpot=50ms.")] = None,
     cost: Cost = None,
+    replay: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A dump of the flight recorder: as it was, or with options.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw memory, queues and times as SVG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
@@ -85,20 +88,49 @@ def simulate(
     from octavo.simulate.simulation import simulate as run
 
     wanted = None if slo is None else report.SLO.parse(slo)
-    setup = setup_of(model, gpu, engine, tensor_parallel_size, replicas, cost)
-    most = requests if requests is not None or trace not in WORKLOADS else 1000
-    arrivals = arrivals_of(trace, rate, most, scale=scale, seed=seed, burstiness=burstiness)
-    if samples != 1:
-        arrivals = (arrival._replace(n=samples) for arrival in arrivals)
-    with progress_bar(most) as progress:
-        records = run(setup, arrivals, progress=progress)
-    told = {"trace": trace, "model": setup.model.name, "gpu": setup.device.name, "num_blocks": setup.num_blocks()}
+    if replay is not None:
+        told, records = replayed(replay, engine, cost)
+    else:
+        setup = setup_of(model, gpu, engine, tensor_parallel_size, replicas, cost)
+        most = requests if requests is not None or trace not in WORKLOADS else 1000
+        arrivals = arrivals_of(trace, rate, most, scale=scale, seed=seed, burstiness=burstiness)
+        if samples != 1:
+            arrivals = (arrival._replace(n=samples) for arrival in arrivals)
+        with progress_bar(most) as progress:
+            records = run(setup, arrivals, progress=progress)
+        told = {"trace": trace, "model": setup.model.name, "gpu": setup.device.name, "num_blocks": setup.num_blocks()}
     told |= report.summary(records, wanted)
     if output is not None:
         output.write_text(json.dumps(told, indent=2) + "\n")
     if plot is not None:
         plot.write_text(svg(report.pictures(records)))
     print(json.dumps(told) if as_json else "\n".join(report.lines(told)))
+
+
+def replayed(path: Path, settings: dict[str, Any], cost: Path | None) -> tuple[dict[str, Any], Records]:
+    """A dump as it was, or with other settings; what is to be told of it, and what came of it."""
+    from octavo.simulate import replay
+    from octavo.simulate.cost import LinearCost
+    from octavo.view.flown import Flight
+
+    if not path.exists():
+        raise ParameterError(f"no file {str(path)!r} to replay", param="replay")
+    flight = Flight.load(path)
+    exact = replay.Exact(flight)
+    was = flight.file.settings
+    told: dict[str, Any] = {"replay": str(path), "why": flight.file.why, "num_blocks": was["num_blocks"]}
+    if not settings and cost is None:
+        told |= {"exact": True, "num_aborted": exact.num_aborted, "num_present": exact.num_present}
+        if exact.death:
+            told["death"] = exact.death
+        return told, exact.records
+    times = exact.cost() if cost is None else LinearCost.load(cost)
+    same_blocks = settings.get("block_size", was["block_size"]) == was["block_size"]
+    setup = replay.setup_of(flight, settings, times)
+    told |= {"exact": False, "settings": settings, "num_blocks": setup.num_blocks()}
+    flight = flight if same_blocks else Flight.load(path, every=True)
+    with progress_bar(len(flight.file.arrivals)) as progress:
+        return told, replay.what_if(flight, settings, times, progress=progress)
 
 
 def setup_of(

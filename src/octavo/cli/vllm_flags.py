@@ -8,10 +8,11 @@ compilation-config config cpu-offload-gb data-parallel-size default-chat-templat
 disable-access-log-for-endpoints disable-log-stats distributed-executor-backend download-dir enable-auto-tool-choice
 enable-expert-parallel enable-force-include-usage enable-log-requests enable-lora enable-per-request-metrics
 enable-prompt-tokens-details enable-request-id-headers enable-ssl-refresh hf-overrides
-host kv-cache-dtype kv-cache-metrics kv-events-config kv-offloading-backend kv-transfer-config limit-mm-per-prompt
+host kv-cache-dtype kv-cache-metrics kv-offloading-backend kv-transfer-config limit-mm-per-prompt
 logprobs-mode long-prefill-token-threshold lora-modules max-loras max-lora-rank
-max-num-queued-reqs max-num-queued-tokens middleware otlp-traces-endpoint pipeline-parallel-size port
-prefix-caching-hash-algo profiler-config reasoning-parser root-path scheduler-reserve-full-isl
+max-num-queued-reqs max-num-queued-tokens middleware pipeline-parallel-size port
+prefix-caching-hash-algo profiler-config ramp-up-end-rps ramp-up-start-rps ramp-up-strategy reasoning-parser
+root-path scheduler-reserve-full-isl
 served-model-name shutdown-timeout skip-tokenizer-init spec-method spec-model spec-tokens speculative-config
 sse-keep-alive-interval ssl-ca-certs ssl-certfile ssl-keyfile stream-interval tensor-parallel-size tokenizer
 tokenizer-mode tokenizer-revision tool-call-parser trust-remote-code uds uvicorn-log-level

@@ -30,14 +30,20 @@ def _sha256(data: bytes) -> bytes:
 
 
 def block_names(
-    token_ids: Sequence[int], block_size: int, *, salt: bytes = b"", digest: Callable[[bytes], bytes] = _sha256
+    token_ids: Sequence[int],
+    block_size: int,
+    *,
+    salt: bytes = b"",
+    parent: bytes | None = None,
+    digest: Callable[[bytes], bytes] = _sha256,
 ) -> Iterator[bytes]:
     """The names of the full blocks of `token_ids`: digest(name of the parent + tokens as little-endian int32).
 
-    The root's name is digest(salt), so that names of different tenants never meet. Fixed-width tokens: [1, 23] and
-    [12, 3] differ. `digest` may be any 16-byte or longer hash, such as `xxhash.xxh3_128_digest` for speed.
+    The root's name is digest(salt), so that names of different tenants never meet. Blocks that go on behind another
+    have that one's name as `parent`. Fixed-width tokens: [1, 23] and [12, 3] differ. `digest` may be any 16-byte or
+    longer hash, such as `xxhash.xxh3_128_digest` for speed.
     """
-    name = digest(salt)
+    name = digest(salt) if parent is None else parent
     for end in range(block_size, len(token_ids) + 1, block_size):
         name = digest(name + _int32(token_ids[end - block_size : end]))
         yield name

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from itertools import chain
+from pathlib import Path
+from typing import Protocol
 
 from octavo.core import events as ev
 from octavo.core.plan import StepPlan, StepResult
@@ -32,6 +34,16 @@ PIN_PARAMS = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detoke
 """Of a request that is there for its prompt alone."""
 
 
+class BlackBox(Protocol):
+    """Keeps an engine's last minutes: `octavo.view.flight.FlightRecorder`."""
+
+    def dump(self, why: str) -> Path:
+        """Write them down; where. Raises `OSError`."""
+
+    def dump_last(self, why: str) -> None:
+        """The same of an engine that dies; never raises."""
+
+
 class Engine:
     """Requests in, outputs out, one step at a time. Not thread-safe: one thread owns it.
 
@@ -41,6 +53,8 @@ class Engine:
     default_params              of a request whose caller says nothing; for the fronts
     overlap                     plan the next step while the device computes this one
     seed                        where the seeds of requests that bring none come from
+
+    on_close: what else is to end with it. recorder: who keeps its last minutes, if anybody does.
     """
 
     def __init__(
@@ -69,12 +83,15 @@ class Engine:
         self.garbage = QuietGarbage()
         self._clock = clock
         self._seeds = random.Random(seed)
+        self.overlap = overlap
         self._depth = 2 if overlap else 1
         self._flight: deque[tuple[StepPlan, Running]] = deque()
         self._states: dict[str, RequestState] = {}
         self._num_incremental = 0
         self._device_since = 0.0
         self._closed = False
+        self.on_close: list[Callable[[], None]] = []
+        self.recorder: BlackBox | None = None
         scheduler.events.subscribe(self.stats)
         scheduler.events.subscribe(self.timelines)
         scheduler.events.subscribe(self._listen)
@@ -450,6 +467,8 @@ class Engine:
                 self.abort(request_id)
             self._flight.clear()
             self.executor.close()
+            for close in self.on_close:
+                close()
 
     def _check_open(self) -> None:
         if self._closed:

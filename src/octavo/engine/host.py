@@ -5,9 +5,9 @@ from __future__ import annotations
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -51,13 +51,25 @@ WARM_UP_S = 300.0
 PATIENCE = 5
 """A step may take so many times as long as was to be expected."""
 
-QUESTIONS: dict[str, Callable[[Engine, str], Any]] = {
+Question: TypeAlias = Callable[[Engine, str], Any]
+QUESTIONS: dict[str, Question] = {
     "kv_stats": lambda engine, _: engine.scheduler.stats(),
     "unpin": lambda engine, name: engine.scheduler.unpin(pin_id(name)),
     "reset_prefix_cache": lambda engine, _: engine.scheduler.cache.reset_prefix_cache(),
+    "dump_flight": lambda engine, why: dump_flight(engine, why),
     "debug_request": inspect.describe_request,
     "debug_kv": lambda engine, _: inspect.describe_kv(engine),
 }
+
+
+def dump_flight(engine: Engine, why: str) -> dict[str, str]:
+    """Have the flight recorder write down the last minutes: the file's `path`, or the `error` that was in the way."""
+    if engine.recorder is None:
+        return {"error": "there is no flight recorder; start with --flight-recorder DIR"}
+    try:
+        return {"path": str(engine.recorder.dump(why))}
+    except OSError as error:
+        return {"error": f"the flight recorder cannot be written: {error}"}
 
 
 class StepTimes:
@@ -162,14 +174,21 @@ class Text(Protocol):
 
 
 class EngineHost:
-    """Serves one caller, at the other end of `channel`, until it says `Close`."""
+    """Serves one caller, at the other end of `channel`, until it says `Close`. It answers `QUESTIONS`, and more."""
 
     COMPILING_S = 0.005
     """How often to look whether a grammar is compiled."""
 
     def __init__(
-        self, engine: Engine, channel: Channel, pulse: Pulse, text: Text | None, summary: dict[str, Any]
+        self,
+        engine: Engine,
+        channel: Channel,
+        pulse: Pulse,
+        text: Text | None,
+        summary: dict[str, Any],
+        more_questions: Mapping[str, Question] | None = None,
     ) -> None:
+        self._questions = QUESTIONS | dict(more_questions or {})
         self._engine = engine
         self._channel = channel
         self._pulse = pulse
@@ -207,6 +226,10 @@ class EngineHost:
                         self._add_compiled()
                 self._stats_at = 0.0 if not self._compiling else self._stats_at
                 self._report()
+        except BaseException:
+            if engine.recorder is not None:
+                engine.recorder.dump_last("crash")
+            raise
         finally:
             unsubscribe()
             engine.close()
@@ -286,7 +309,7 @@ class EngineHost:
         self._refusals.append(Refusal(add.request_id, type(error).__name__, str(error), error.param, error.code))
 
     def _answer(self, ask: Ask) -> Answer:
-        question = QUESTIONS.get(ask.question)
+        question = self._questions.get(ask.question)
         if question is None:
             return Answer(ask.number, error=f"no question {ask.question!r}")
         return Answer(ask.number, question(self._engine, ask.argument))

@@ -73,7 +73,7 @@ class Stop(msgspec.Struct, array_like=True, tag="stop"):
 
 
 class Ask(msgspec.Struct, array_like=True, tag="ask"):
-    """`question` is one of `engine.host.QUESTIONS`; an `Answer` of that number comes back."""
+    """`question` is one that the engine's `EngineHost` knows; an `Answer` of that number comes back."""
 
     number: int
     question: str

@@ -181,6 +181,8 @@ class EngineThread:
                         self._carry_out_calls()
                         self._post(self._engine.step())
         except BaseException as cause:
+            if self._engine.recorder is not None:
+                self._engine.recorder.dump_last("crash")
             error = EngineError(f"the engine died: {type(cause).__name__}: {cause}")
             error.__cause__ = cause
         finally:

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from octavo.serve.problems import Problem, shutting_down
@@ -31,12 +31,19 @@ class Admission:
     """Counts requests, and refuses those beyond the limits at once.
 
     Up to `max_num_seqs` sequences are taken to run, and `max_num_queued_reqs` requests may be here beyond that;
-    `max_num_queued_tokens` bounds the prompts of those that have had no output yet. None: no limit.
+    `max_num_queued_tokens` bounds the prompts of those that have had no output yet. None: no limit. `on_refusal` is
+    told the code of each refusal.
     """
 
     def __init__(
-        self, *, max_num_seqs: int | None, max_num_queued_reqs: int | None, max_num_queued_tokens: int | None
+        self,
+        *,
+        max_num_seqs: int | None,
+        max_num_queued_reqs: int | None,
+        max_num_queued_tokens: int | None,
+        on_refusal: Callable[[str], None] = lambda code: None,
     ) -> None:
+        self._on_refusal = on_refusal
         self._max_num_seqs = max_num_seqs
         self._max_num_queued_reqs = max_num_queued_reqs
         self._max_num_queued_tokens = max_num_queued_tokens
@@ -58,9 +65,11 @@ class Admission:
     def admit(self, width: int, num_tokens: int) -> Iterator[Ticket]:
         """Let a request in for as long as the context lasts. Raises `Problem`: 429 when full, 503 while draining."""
         if self.draining:
+            self._on_refusal("shutting_down")
             raise shutting_down()
         if (limit := self._over(width, num_tokens)) is not None:
             self.num_rejected += 1
+            self._on_refusal("queue_full")
             raise Problem(429, "queue_full", f"{limit}; try again later", retry_after_s=self.retry_after_s())
         ticket = Ticket(width, num_tokens)
         self.num_requests += 1

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -25,6 +26,8 @@ from octavo.serve.protocol import Ask
 from octavo.serve.responses import FIELDS as RESPONSE_FIELDS
 from octavo.serve.responses import ResponseEvents, renamed, to_chat
 from octavo.serve.service import Encoded, Service
+from octavo.serve.view import EVENTS, View
+from octavo.view.live import Hub
 
 logger = logging.getLogger("octavo.serve")
 
@@ -64,7 +67,7 @@ class App:
             redirect_slashes=False,
             root_path=settings.root_path,
         )
-        app.add_exception_handler(HTTPException, _on_http_exception)
+        app.add_exception_handler(HTTPException, on_http_exception)
         self._add(app, "POST", "/v1/completions", self.completions)
         self._add(app, "POST", "/v1/chat/completions", self.chat_completions)
         self._add(app, "POST", "/v1/responses", self.responses)
@@ -80,6 +83,8 @@ class App:
         self._add(app, "GET", "/metrics", self.metrics)
         self._add(app, "GET", "/debug/requests/{id}", self.debug_request)
         self._add(app, "GET", "/debug/kv", self.debug_kv)
+        for method, path, handler in self._view(service).routes():
+            self._add(app, method, path, handler, streams=path == EVENTS)
         for path in ELSEWHERE:
             self._add(app, "POST", path, self.elsewhere)
         app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
@@ -93,13 +98,25 @@ class App:
             origins=settings.allowed_origins,
         )
 
-    def _add(self, app: FastAPI, method: str, path: str, handler: Handler) -> None:
+    @staticmethod
+    def _view(service: Service) -> View:
+        text_of: Callable[[list[int]], str] | None = None
+        if service.settings.view_text:
+            text_of = functools.partial(service.tokenizer.decode, skip_special_tokens=False)
+        return View(service.names[0], hub=Hub(service.backend.look), text_of=text_of)
+
+    def _add(self, app: FastAPI, method: str, path: str, handler: Handler, *, streams: bool = False) -> None:
         def body_limit() -> int:
             return self.service.settings.body_limit(self.service.backend.max_model_len)
 
         reads = method == "POST" and handler != self.elsewhere
         endpoint = Endpoint(
-            path, handler, body_limit=body_limit if reads else None, bodies=self.bodies, running=self.running
+            path,
+            handler,
+            body_limit=body_limit if reads else None,
+            bodies=self.bodies,
+            running=self.running,
+            streams=streams,
         )
         app.router.add_route(path, endpoint, methods=[method])  # type: ignore[arg-type]  # an ASGI application
 
@@ -139,7 +156,8 @@ class App:
     async def _chunks(
         self, exchange: Exchange, ask: Ask, name: str, prompts: Sequence[Encoded], answer: Answer
     ) -> AsyncGenerator[Any, None]:
-        async with contextlib.aclosing(self.service.run(ask, prompts, name, exchange.salt)) as outputs:
+        run = self.service.run(ask, prompts, name, exchange.salt, exchange.trace)
+        async with contextlib.aclosing(run) as outputs:
             async for i, output in outputs:
                 for choice in answer.take(i, output):
                     yield answer.chunk([choice])
@@ -169,7 +187,7 @@ class App:
     ) -> AsyncGenerator[Any, None]:
         answer, reason, has_begun = self.service.chat_answer(ask, "", prompt.text), None, False
         try:
-            run = self.service.run(ask, [prompt], making.response["id"], exchange.salt)
+            run = self.service.run(ask, [prompt], making.response["id"], exchange.salt, exchange.trace)
             async with contextlib.aclosing(run) as outputs:
                 async for i, output in outputs:
                     if not has_begun:
@@ -283,8 +301,7 @@ class App:
 
     async def metrics(self, exchange: Exchange) -> Reply:
         service = self.service
-        up = service.backend.health().state == "running"
-        text = service.metrics.text(await service.backend.stats(), up)
+        text = service.metrics.text(await service.backend.stats(), service.backend.health())
         return Reply(text, content_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def debug_request(self, exchange: Exchange) -> Reply:
@@ -301,7 +318,7 @@ class App:
         raise Problem(404, "unsupported_endpoint", "the model generates text; there is /v1/completions and chat")
 
 
-async def _on_http_exception(request: Request, error: Exception) -> Response:
+async def on_http_exception(request: Request, error: Exception) -> Response:
     """What the router says: no such path, or not this method."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405:

@@ -93,5 +93,8 @@ class Backend(Protocol):
     async def debug_kv(self) -> dict[str, Any]:
         """The pool: `kv_stats`, and who holds how much, as plain data."""
 
+    async def look(self, question: str, argument: str) -> Any:
+        """One of `view.tap.questions`."""
+
     def shutdown(self) -> None:
         """Abort what runs and give everything back. Iterators get an `EngineError`. A second call does nothing."""

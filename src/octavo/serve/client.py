@@ -303,6 +303,9 @@ class EngineClient:
         answer: dict[str, Any] = await self._ask("debug_kv")
         return answer
 
+    async def look(self, question: str, argument: str) -> Any:
+        return await self._ask(question, argument)
+
     async def _ask(self, question: str, argument: str = "") -> Any:
         while True:
             await self._when_up()

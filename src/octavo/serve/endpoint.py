@@ -64,6 +64,12 @@ class Exchange:
         params: Mapping[str, str] = self.scope.get("path_params", {})
         return params
 
+    @property
+    def trace(self) -> dict[str, str]:
+        """The headers that say which trace of the caller's this is part of."""
+        given = {name: self.header(name.encode()) for name in ("traceparent", "tracestate")}
+        return {name: value for name, value in given.items() if value is not None}
+
     def header(self, name: bytes) -> str | None:
         return next((v.decode("latin-1") for k, v in self.scope["headers"] if k == name), None)
 
@@ -97,7 +103,7 @@ def as_json(value: Any, status: int = 200) -> Reply:
 
 class Endpoint:
     """`body_limit`: the route takes a JSON object, of so many bytes at most. `running`: where exchanges stand that a
-    shutdown may have to end."""
+    shutdown may have to end. `streams`: the answer may go on for as long as the client is there."""
 
     def __init__(
         self,
@@ -107,7 +113,9 @@ class Endpoint:
         body_limit: Callable[[], int] | None = None,
         bodies: BodyWorker | None = None,
         running: set[Running] | None = None,
+        streams: bool = False,
     ) -> None:
+        self._streams = streams
         self._route = route
         self._handler = handler
         self._body_limit = body_limit
@@ -129,7 +137,7 @@ class Endpoint:
         except _Gone:
             exchange.status = 499
             return
-        if self._body_limit is None:
+        if self._body_limit is None and not self._streams:
             await self._answer(exchange, send)
             return
         work = asyncio.ensure_future(self._answer(exchange, send))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import json
@@ -120,13 +121,16 @@ class Guard:
         if _is_preflight(exchange):
             return None  # a browser sends no key with it; the answer has no data
         given = [value for name, value in scope["headers"] if name == b"authorization"]
+        for_view = path == b"/view" or path.startswith(b"/view/")
         if len(given) == 1:
             scheme, _, key = given[0].partition(b" ")
-            if scheme.lower() == b"bearer" and (digest := self._keys.find(key.strip())) is not None:
+            key = key.strip() if scheme.lower() == b"bearer" else _password(key) if for_view else b""
+            if (digest := self._keys.find(key)) is not None:
                 exchange.salt = self._keys.salt(digest)
                 return None
         text = "this server wants an API key: Authorization: Bearer KEY"
-        return Problem(401, "invalid_api_key", text, headers={"www-authenticate": "Bearer"})
+        scheme_asked = 'Basic realm="octavo", charset="UTF-8"' if for_view else "Bearer"
+        return Problem(401, "invalid_api_key", text, headers={"www-authenticate": scheme_asked})
 
     def _cors(self, exchange: Exchange) -> list[tuple[bytes, bytes]]:
         origin = exchange.header(b"origin") if self._origins else None
@@ -158,6 +162,14 @@ class Guard:
             "id": exchange.request_id,
         }
         access_log.info("%s", json.dumps(access), extra={"access": access})
+
+
+def _password(encoded: bytes) -> bytes:
+    """Of Basic's NAME:PASSWORD, the way in which browsers ask for a key; b"" if that is not it."""
+    try:
+        return base64.b64decode(encoded, validate=True).partition(b":")[2]
+    except ValueError:
+        return b""
 
 
 def _is_preflight(exchange: Exchange) -> bool:

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -17,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.outputs import RequestOutput
-from octavo.engine.stats import BackendStats
+from octavo.engine.stats import BackendStats, Health
 from octavo.serve.answers import wire_reason
 
 logger = logging.getLogger("octavo.serve")
@@ -29,6 +30,10 @@ BETWEEN_TOKENS_S = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 
 # fmt: on
 SAMPLES = (1, 2, 5, 10, 20)
 LABELS = ("model_name", "engine")
+ENDS = ("stop", "length", "abort", "error")
+REFUSALS = ("invalid", "queue_full", "shutting_down")
+WAITS = ("blocks", "rows", "budget", "in flight", "prefix in flight", "behind a swapped request")
+"""What these counters count is there from the start, at 0: of a series that begins later, the first is not seen."""
 RECENT_REQUESTS = 1000
 """Over which the hit rate of the log line is taken."""
 
@@ -58,6 +63,10 @@ class Metrics:
         self.rejections = Counter(
             "vllm:admission_rejections", "Requests refused at the door.", (*LABELS, "reason"), registry=self.registry
         )
+        for reason in ENDS:
+            self.success.labels(**self._labels, finished_reason=reason)
+        for reason in REFUSALS:
+            self.rejections.labels(**self._labels, reason=reason)
         self.http_requests = Counter(
             "http_requests", "Answers.", ("method", "status", "handler"), registry=self.registry
         )
@@ -103,8 +112,8 @@ class Metrics:
         info = Gauge("vllm:cache_config_info", "The KV cache.", ("engine", *texts), registry=self.registry)
         info.labels(engine="0", **texts).set(1)
 
-    def text(self, stats: BackendStats, up: bool) -> bytes:
-        self._engine.stats, self._engine.up = stats, up
+    def text(self, stats: BackendStats, health: Health) -> bytes:
+        self._engine.stats, self._engine.health = stats, health
         return generate_latest(self.registry)
 
     def note_prompt(self, num_tokens: int, num_cached: int) -> None:
@@ -117,10 +126,47 @@ class Metrics:
         self.generation_tokens.inc(count)
         self.num_generation_tokens += count
 
+    def note_end(self, ended: Ended, params: SamplingParams | BeamSearchParams) -> None:
+        self.ended(ended.reason)
+        self.request_n.observe(params.n or 1)
+        self.request_prompt_tokens.observe(ended.num_prompt)
+        self.request_generation_tokens.observe(ended.num_generated)
+        if params.max_tokens is not None:
+            self.request_max_tokens.observe(params.max_tokens)
+        self.latency.observe(ended.latency_s)
+        if ended.decode_s is None:
+            return
+        self.request_preemptions.observe(ended.num_preemptions)
+        self.request_computed.observe(ended.num_prompt - ended.num_cached)
+        self.decode_time.observe(ended.decode_s)
+        if ended.num_generated > 1:
+            self.per_output_token.observe(ended.decode_s / (ended.num_generated - 1))
+        if ended.queue_s is not None and ended.inference_s is not None and ended.prefill_s is not None:
+            self.queue_time.observe(ended.queue_s)
+            self.inference_time.observe(ended.inference_s)
+            self.prefill_time.observe(ended.prefill_s)
+
     @property
     def recent_hit_rate(self) -> float:
         queried = sum(num for num, _ in self._recent)
         return sum(hits for _, hits in self._recent) / queried if queried else 0.0
+
+
+@dataclass(slots=True)
+class Ended:
+    """A prompt's way through the server, looked back upon. None: it did not come to that."""
+
+    reason: str
+    num_prompt: int
+    num_generated: int
+    latency_s: float
+    num_cached: int = 0
+    num_preemptions: int = 0
+    first_token_s: float | None = None
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
+    inference_s: float | None = None
 
 
 class Watch:
@@ -157,32 +203,30 @@ class Watch:
         for c in output.outputs:
             self._reason = wire_reason(c.finish_reason) or self._reason
 
-    def close(self, reason: str) -> None:
-        """The request is over; `reason` is why, if the output does not say."""
-        metrics, now = self._metrics, time.monotonic()
+    def close(self, reason: str) -> Ended | None:
+        """The request is over; `reason` is why, if the output does not say. None for one that was refused."""
         if reason == "refused":
-            metrics.rejected("invalid")
-            return
+            self._metrics.rejected("invalid")
+            return None
+        ended = self._ended(reason)
+        self._metrics.note_end(ended, self._params)
+        return ended
+
+    def _ended(self, reason: str) -> Ended:
+        now = time.monotonic()
         finished = self._output is not None and self._output.finished
-        metrics.ended(self._reason if finished and self._reason else "abort" if reason == "stop" else reason)
-        metrics.request_n.observe(self._params.n or 1)
-        metrics.request_prompt_tokens.observe(self._num_prompt)
-        metrics.request_generation_tokens.observe(self._num_generated)
-        if self._params.max_tokens is not None:
-            metrics.request_max_tokens.observe(self._params.max_tokens)
-        metrics.latency.observe(now - self._arrival)
+        reason = self._reason if finished and self._reason else "abort" if reason == "stop" else reason
+        ended = Ended(reason, self._num_prompt, self._num_generated, now - self._arrival)
         if self._output is None or self._first is None:
-            return
-        told = self._output.metrics
-        metrics.request_preemptions.observe(told.num_preemptions)
-        metrics.request_computed.observe(self._num_prompt - self._output.num_cached_tokens)
-        metrics.decode_time.observe(now - self._first)
-        if self._num_generated > 1:
-            metrics.per_output_token.observe((now - self._first) / (self._num_generated - 1))
+            return ended
+        told, first_token_s = self._output.metrics, self._first - self._arrival
+        ended.num_cached, ended.num_preemptions = self._output.num_cached_tokens, told.num_preemptions
+        ended.first_token_s, ended.decode_s = first_token_s, now - self._first
         if (queued := told.time_in_queue_s) is not None:
-            metrics.queue_time.observe(queued)
-            metrics.inference_time.observe(max(0.0, now - self._arrival - queued))
-            metrics.prefill_time.observe(max(0.0, self._first - self._arrival - queued))
+            ended.queue_s = queued
+            ended.inference_s = max(0.0, ended.latency_s - queued)
+            ended.prefill_s = max(0.0, first_token_s - queued)
+        return ended
 
 
 class _EngineCollector:
@@ -190,7 +234,7 @@ class _EngineCollector:
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self.stats: BackendStats | None = None
-        self.up = True
+        self.health = Health("starting", 0.0)
         self._labels = labels
 
     def collect(self) -> Iterator[Metric]:
@@ -206,7 +250,8 @@ class _EngineCollector:
             family.add_metric(values, value)
             return family
 
-        yield gauge("octavo:up", "Whether the engine runs.", float(self.up))
+        yield gauge("octavo:up", "Whether the engine runs.", float(self.health.state == "running"))
+        yield counter("octavo:engine_restarts", "Engines that took a lost one's place.", self.health.num_restarts)
         if (stats := self.stats) is None:
             return
         engine, kv = stats.engine, stats.kv
@@ -219,7 +264,7 @@ class _EngineCollector:
         yield counter("octavo:swap_preemptions", "Preemptions by swapping out.", engine.num_swap_preemptions)
         yield counter("octavo:computed_tokens", "Positions computed.", engine.num_tokens_computed)
         waits = CounterMetricFamily("octavo:waits", "How often a request came to wait.", labels=[*names, "reason"])
-        for reason, count in sorted(stats.waits.items()):
+        for reason, count in sorted((dict.fromkeys(WAITS, 0) | stats.waits).items()):
             waits.add_metric([*values, reason.replace(" ", "_")], count)
         yield waits
         if kv is None:

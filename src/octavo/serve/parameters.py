@@ -266,8 +266,9 @@ def brief(value: Any) -> str:
 
 
 def body(fields: Mapping[str, Schema], *required: str) -> Schema:
-    """The schema of a body with these fields; each that is not required may be null."""
-    nullable = {n: f if not f or n in required else {"anyOf": [f, {"type": "null"}]} for n, f in fields.items()}
+    """The schema of a body with these fields; each that is not required may be null, but for the model."""
+    never = {*required, "model"}
+    nullable = {n: f if not f or n in never else {"anyOf": [f, {"type": "null"}]} for n, f in fields.items()}
     return {"type": "object", "properties": nullable, "required": list(required), "additionalProperties": False}
 
 

@@ -28,6 +28,7 @@ from octavo.serve.guard import Keys
 from octavo.serve.http_server import HTTPServer, bind
 from octavo.serve.service import Limits, Service, salt_of
 from octavo.serve.settings import ServeArgs, check_key
+from octavo.serve.tracing import Tracing
 
 logger = logging.getLogger("octavo.serve")
 
@@ -106,6 +107,9 @@ async def serve(
     phases = phases or Phases()
     settings.check_exposure(keys)
     known, prefixes = Keys(keys), prefixes_of(settings)
+    tracing = None
+    if settings.otlp_traces_endpoint is not None:
+        tracing = Tracing.to(settings.otlp_traces_endpoint, (*settings.served_model_name, args.model)[0])
     sock = _bound(settings)
     try:
         backend = EngineClient(**{f.name: getattr(args, f.name) for f in fields(args)})
@@ -113,7 +117,7 @@ async def serve(
         try:
             await backend.start()
             phases.done("engine")
-            service = Service(backend, settings, args.model, limits_of(args, backend.summary))
+            service = Service(backend, settings, args.model, limits_of(args, backend.summary), tracing)
             kv = await backend.kv_stats()
             _tell_capacity(kv, backend.max_model_len, service.limits.device)
             service.metrics.config({"block_size": kv.block_size, "num_gpu_blocks": kv.num_blocks})
@@ -124,6 +128,8 @@ async def serve(
                     await backend.pin_prefix(prefix, name + tenant, salt=salt_of(salt))
             if prefixes:
                 phases.done("prefixes")
+            if args.flight_recorder is not None:
+                _dump_on_signal(backend)
             gc.collect()
             gc.freeze()  # what is here now stays: a large body's many objects need not have it searched again and again
             phases.done("routes")
@@ -131,6 +137,8 @@ async def serve(
                 await HTTPServer(app, _announcing(phases, on_ready)).run_on(sock)
             finally:
                 await app.close()
+                if tracing is not None:
+                    tracing.close()
         finally:
             backend.shutdown()
     finally:
@@ -138,6 +146,28 @@ async def serve(
         if settings.uds is not None:
             Path(settings.uds).unlink(missing_ok=True)
     logger.info("the server has stopped")
+
+
+def _dump_on_signal(backend: EngineClient) -> None:
+    """SIGUSR1 has the engine's last minutes written down; requests go on."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def dump() -> None:
+        try:
+            told = await backend.look("dump_flight", "asked")
+        except OctavoError as error:
+            told = {"error": str(error)}
+        if "path" in told:
+            logger.info("the engine's last minutes are in %s", told["path"])
+        else:
+            logger.error("%s", told["error"])
+
+    def begin() -> None:
+        task = asyncio.create_task(dump())
+        tasks.add(task)  # else nobody holds it
+        task.add_done_callback(tasks.discard)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, begin)
 
 
 def limits_of(args: EngineArgs, summary: Mapping[str, Any]) -> Limits:

@@ -8,7 +8,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,6 +24,7 @@ from octavo.serve.metrics import Metrics
 from octavo.serve.problems import Problem, bad
 from octavo.serve.protocol import Ask, Rules
 from octavo.serve.settings import ServeArgs
+from octavo.serve.tracing import Tracing
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tools import THINK, AnswerParser, ToolFormat, thinks, tool_format
 
@@ -57,8 +58,16 @@ class Limits:
 class Service:
     """What all routes share: the engine, the text side, and who is let in."""
 
-    def __init__(self, backend: Backend, settings: ServeArgs, model: str, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        settings: ServeArgs,
+        model: str,
+        limits: Limits | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
         self.backend = backend
+        self.tracing = tracing
         self.settings = settings
         self.limits = limits or Limits()
         self.names = tuple(settings.served_model_name) or (model,)
@@ -69,6 +78,7 @@ class Service:
             max_num_seqs=self.limits.max_num_seqs,
             max_num_queued_reqs=settings.max_num_queued_reqs,
             max_num_queued_tokens=settings.max_num_queued_tokens,
+            on_refusal=self.metrics.rejected,
         )
         self.started = int(time.time())
         template = self.tokenizer.chat_templates.get("tool_use") or self.tokenizer.chat_template
@@ -152,9 +162,15 @@ class Service:
     # -- running -------------------------------------------------------------------------------------------------------
 
     async def run(
-        self, ask: Ask, prompts: Sequence[Encoded], name: str, salt: bytes = b""
+        self,
+        ask: Ask,
+        prompts: Sequence[Encoded],
+        name: str,
+        salt: bytes = b"",
+        trace: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """The outputs of every prompt, as (prompt, output); those that are deltas tell what is new.
+        """The outputs of every prompt, as (prompt, output); those that are deltas tell what is new. `trace`: the
+        headers that say which trace of the caller's it belongs to.
 
         Closing it aborts what runs. Raises `Problem`, or an `OctavoError` whose answer `problems.of` knows.
         """
@@ -190,8 +206,10 @@ class Service:
                 reason = "error"
                 raise
             finally:
-                for watch in watches:
-                    watch.close(reason)
+                for watch, n in zip(watches, names, strict=True):
+                    ended = watch.close(reason)
+                    if ended is not None and self.tracing is not None:
+                        self.tracing.tell(n, ask.params, ended, trace or {})
 
     async def _in_turn(
         self, outputs: AsyncGenerator[tuple[int, RequestOutput], None], name: str

@@ -45,6 +45,8 @@ class ServeArgs(Checked):
     shutdown_timeout             seconds that running requests get after the first SIGTERM or SIGINT
     sse_keep_alive_interval      seconds of silence after which a stream gets a comment; 0: never
     metrics_public               /metrics takes no key
+    view_text                    /view shows the tokens in a block, and their text
+    otlp_traces_endpoint         an OpenTelemetry collector, over HTTP, that gets a span for each request
     enable_log_requests          a line for each request, without its text
     disable_log_stats            no line of numbers every ten seconds
     disable_access_log_for_endpoints  paths whose requests are not logged
@@ -79,6 +81,8 @@ class ServeArgs(Checked):
     shutdown_timeout: float = 30.0
     sse_keep_alive_interval: float = 0.0
     metrics_public: bool = False
+    view_text: bool = False
+    otlp_traces_endpoint: str | None = None
     enable_log_requests: bool = False
     disable_log_stats: bool = False
     disable_access_log_for_endpoints: Sequence[str] = ()
@@ -91,7 +95,7 @@ class ServeArgs(Checked):
         self._integer("max_body_bytes", 1, 1 << 40, optional=True)
         for name in ("queue_timeout", "shutdown_timeout", "sse_keep_alive_interval"):
             self._number(name, 0.0, 1e6)
-        self._flag("insecure", "strict_openai", "trust_request_chat_template", "metrics_public")
+        self._flag("insecure", "strict_openai", "trust_request_chat_template", "metrics_public", "view_text")
         self._flag("enable_log_requests", "disable_log_stats")
         self._choice("unknown_params", ("refuse", "warn"))
         self._choice("tool_call_parser", ("auto", "hermes", "llama3_json", "none"))
@@ -101,6 +105,9 @@ class ServeArgs(Checked):
         self._set("pin_prefix", self._strings("pin_prefix", 4096))
         for key in self.api_key:
             check_key(key)
+        if (url := self.otlp_traces_endpoint) is not None and not str(url).startswith(("http://", "https://")):
+            text = f"otlp_traces_endpoint is {url!r}, it must be a URL such as http://localhost:4318/v1/traces"
+            raise ParameterError(text, param="otlp_traces_endpoint")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ParameterError("ssl_keyfile and ssl_certfile go together; give both or none", param="ssl_certfile")
 

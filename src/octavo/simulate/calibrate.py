@@ -22,6 +22,7 @@ from octavo.simulate.cost import LinearCost, Work, work_of
 
 TERMS = ("pass_s", "new_s", "decode_s", "pair_s", "kv_s")
 """Of a `LinearCost`, those that are fitted; the others are measured apart."""
+REFITS = 4
 MOST_BATCH = 64
 ROUNDS = (  # requests at a time, tokens of each prompt, tokens to generate, as shares of what the engine can take
     (1, 0.05, 0.05),
@@ -93,12 +94,18 @@ class TimedRunning:
         return result
 
 
-def measure(engine: Engine, *, repeats: int = 2, progress: Callable[[str], None] = lambda text: None) -> list[Measured]:
+def measure(
+    engine: Engine,
+    *,
+    repeats: int = 2,
+    progress: Callable[[str], None] = lambda text: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Measured]:
     """Work through `ROUNDS`, so many times after one that does not count. The engine is idle, and is left so.
 
     An engine with a window is measured with it. Prompts are random, so that no prefix is found.
     """
-    timed = TimedExecutor(engine.executor)
+    timed = TimedExecutor(engine.executor, clock)
     engine.executor = timed
     rnd = random.Random(0)
     try:
@@ -120,6 +127,8 @@ def _round(engine: Engine, rnd: random.Random, batch: int, prompt: float, output
     num_prompt = max(2, min(int(longest * prompt), 1024))
     num_output = max(4, min(int(longest * output), 64))
     for i in range(batch):
+        if i > batch // 2:  # the others come while these decode: steps of both kinds of work
+            engine.step()
         length = max(1, int(num_prompt * rnd.uniform(0.5, 1.0)))  # of many lengths, so that terms can be told apart
         tokens = [rnd.randrange(engine.vocab_size) for _ in range(length)]
         params = SamplingParams(max_tokens=num_output, ignore_eos=True, detokenize=False, temperature=0.0)
@@ -130,15 +139,25 @@ def _round(engine: Engine, rnd: random.Random, batch: int, prompt: float, output
 
 def fit(steps: Sequence[Measured], *, move_s: float = 0.0) -> LinearCost:
     """The terms, none below 0, that lie closest to the steps. What is 10 % off counts the same for a short step as for
-    a long one, and all steps with prompts count as much as all without, of which there are many more."""
+    a long one, and all steps with prompts count as much as all without, of which there are many more.
+
+    Per cent of what is expected, not of what was measured: in those, a step held up by others would hardly count, and
+    the sum over many steps would come out too low. So the fit is done again with what it gave.
+    """
     works = [s.work for s in steps]
     rows = np.array([[w.num_passes, w.num_new, w.num_decoding, w.chunk_pairs, w.kv_tokens] for w in works], dtype=float)
     times = np.array([s.step_s for s in steps])
     chunks = rows[:, TERMS.index("new_s")] > 0
     weights = np.where(chunks, 1 / max(1, chunks.sum()), 1 / max(1, (~chunks).sum())) ** 0.5
-    found = nonnegative(rows * (weights / times)[:, None], weights)
-    host_s = statistics.median([s.host_s for s in steps if s.host_s > 0] or [0.0])
-    return LinearCost(**dict(zip(TERMS, found.tolist(), strict=True)), move_s=move_s, host_s=host_s)
+    expected = times
+    for _ in range(REFITS):
+        found = nonnegative(rows * (weights / expected)[:, None], weights * times / expected)
+        expected = np.maximum(rows @ found, times.min())
+    between = [(1.0, float(w.num_slices), s.host_s) for s, w in zip(steps, works, strict=True) if s.host_s > 0]
+    table = np.array(between or [(1.0, 0.0, 0.0)])
+    host_s, host_slice_s = nonnegative(table[:, :2], table[:, 2]).tolist()
+    terms = dict(zip(TERMS, found.tolist(), strict=True))
+    return LinearCost(**terms, move_s=move_s, host_s=host_s, host_slice_s=host_slice_s)
 
 
 def nonnegative(rows: np.ndarray, times: np.ndarray) -> np.ndarray:

@@ -72,6 +72,10 @@ class CostModel(Protocol):
         """What the host needs to plan and submit a step; hidden behind the device where steps overlap."""
 
     @property
+    def host_slice_s(self) -> float:
+        """More of that for each sequence in the step."""
+
+    @property
     def move_s(self) -> float:
         """A block moved to or from the host."""
 
@@ -171,6 +175,10 @@ class RooflineCost:
         return self.device.host_s
 
     @property
+    def host_slice_s(self) -> float:
+        return 0.0  # `slice_s` has it
+
+    @property
     def move_s(self) -> float:
         block_bytes = self.model.kv_bytes_per_token * self.block_size
         return self.device.move_s + block_bytes / (self.device.host_link * self.num_devices)
@@ -221,6 +229,7 @@ class LinearCost:
     kv_s        a token whose keys and values are read
     copy_s      a block copied on the device
     move_s      a block moved to or from the host
+    host_s, host_slice_s  see `CostModel`
     """
 
     pass_s: float
@@ -231,6 +240,7 @@ class LinearCost:
     copy_s: float = 0.0
     move_s: float = 0.0
     host_s: float = 0.0
+    host_slice_s: float = 0.0
 
     def step_s(self, plan: StepPlan) -> float:
         return self.work_s(work_of(plan))

@@ -62,7 +62,7 @@ class SimulatedExecutor:
         self._columns: list[tuple[int, ...]] = [()]
 
     def submit(self, plan: StepPlan) -> SimulatedRunning:
-        self.clock.now += self.cost.host_s
+        self.clock.now += self.cost.host_s + self.cost.host_slice_s * len(plan.rows)
         step_s = self.cost.step_s(plan)
         self.busy_s += step_s
         self._free_s = max(self._free_s, self.clock.now) + step_s

@@ -119,9 +119,10 @@ def shares(samples: Seq[Sample]) -> dict[str, float]:
 
 def lines(told: dict[str, Any]) -> list[str]:
     """A summary for people."""
+    text = _recording(told) if "replay" in told else []
     if not told["num_requests"]:
-        return ["no request finished", *_refusals(told["refused"])]
-    text = [
+        return [*text, "no request finished", *_refusals(told["refused"])]
+    text += [
         f"{told['num_requests']:,} requests in {told['duration_s']:,.1f} s, {told['num_steps']:,} steps, device busy "
         f"{told['device_busy']:.0%}" + (f"; {told['num_unfinished']:,} unfinished" if told["num_unfinished"] else ""),
         f"throughput     {told['requests_per_s']:.2f} requests/s, {told['output_tokens_per_s']:,.0f} output tokens/s",
@@ -141,6 +142,16 @@ def lines(told: dict[str, Any]) -> list[str]:
         memory = ", ".join(f"{name} {share:.1%}" for name, share in told["memory"].items() if share >= 0.0005)
         text.append(f"memory         {memory}")
     return text + _refusals(told["refused"])
+
+
+def _recording(told: dict[str, Any]) -> list[str]:
+    """What is replayed, and how."""
+    if not told["exact"]:
+        return [f"{told['replay']}, with {', '.join(f'{name} {value}' for name, value in told['settings'].items())}"]
+    aside = [f"{told['num_present']:,} there before"] if told["num_present"] else []
+    aside += [f"{told['num_aborted']:,} aborted"] if told["num_aborted"] else []
+    text = [f"{told['replay']} ({told['why']}), as it was" + (f"; beside these: {', '.join(aside)}" if aside else "")]
+    return text + ([f"it ended in {told['death']}"] if "death" in told else [])
 
 
 def _refusals(refused: dict[str, Any]) -> list[str]:

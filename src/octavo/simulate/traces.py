@@ -37,6 +37,8 @@ TICK_S = 3.0
 HASHED_TOKENS = 512
 """Prompt tokens that one of Mooncake's hash ids stands for."""
 MOST_LINE_BYTES = 1 << 24
+MOST_A_TICK = 100_000
+"""Requests with the same timestamp: they are held together, to be spread."""
 
 
 class Arrival(NamedTuple):
@@ -69,8 +71,8 @@ class Arrival(NamedTuple):
 def read_trace(path: Path, *, scale: float = 1.0, rate: float | None = None, seed: int = 0) -> Iterator[Arrival]:
     """The arrivals of a file, told apart by its name and its first line.
 
-        *.jsonl(.gz)  Mooncake: timestamp (ms), input_length, output_length, hash_ids (one for 512 tokens); from a
-                      flight recorder also hash_tokens, how many tokens one is for, and n, samples
+        *.jsonl(.gz)  Mooncake: timestamp (ms), input_length, output_length, hash_ids (one for 512 tokens); perhaps
+                      also hash_tokens, how many tokens one is for, and n, samples
         *.csv(.gz)    Azure: TIMESTAMP, ContextTokens, GeneratedTokens;
                       Vidur: arrived_at (s), num_prefill_tokens, num_decode_tokens
         *.npz         lengths alone: input_len, output_len; `rate` arrivals a second are drawn for them
@@ -86,7 +88,7 @@ def read_trace(path: Path, *, scale: float = 1.0, rate: float | None = None, see
     if name.endswith(".npz"):
         return _lengths(path, scale, rate, seed)
     if name.endswith(".jsonl"):
-        arrivals = _spread(_mooncake(path, scale))
+        arrivals = _spread(_mooncake(path, scale), path)
     elif name.endswith(".csv"):
         arrivals = _rising(_csv(path, scale), path)
     else:
@@ -160,21 +162,23 @@ def _hash_id(value: Any, where: str) -> int:
     return FIRST_TOKEN + value
 
 
-def _spread(rows: Iterator[tuple[int, bool, Arrival]]) -> Iterator[Arrival]:
+def _spread(rows: Iterator[tuple[int, bool, Arrival]], path: Path) -> Iterator[Arrival]:
     """Times that were cut to a tick are spread over it again: all of them at once would be a burst that never was."""
     tick: list[Arrival] = []
     tick_s = 0.0
     for line, exact, arrival in rows:
         if tick and arrival.time_s != tick[0].time_s:
             if arrival.time_s < tick[0].time_s:
-                raise TraceError(
-                    f"line {line}: time {arrival.time_s:g} s after {tick[0].time_s:g} s; expected rising times: sort "
-                    "the file"
-                )
+                times = f"time {arrival.time_s:g} s after {tick[0].time_s:g} s"
+                raise TraceError(f"{path}:{line}: {times}; expected rising times: sort the file")
             yield from _spread_tick(tick, min(tick_s, arrival.time_s - tick[0].time_s))
             tick = []
         tick_s = 0.0 if exact else TICK_S
         tick.append(arrival)
+        if len(tick) > MOST_A_TICK:
+            raise TraceError(
+                f"{path}:{line}: over {MOST_A_TICK:,} requests at {arrival.time_s:g} s; expected rising times"
+            )
     yield from _spread_tick(tick, tick_s)
 
 
@@ -192,14 +196,15 @@ def _csv(path: Path, scale: float) -> Iterator[tuple[int, Arrival]]:
     first = next(rows, None)
     if first is None:
         return
-    header = next(csv.reader([first[1]]))
+    header = _fields(first[1], f"{path}:{first[0]}")
     names = next((n for n in (AZURE, VIDUR) if set(n) <= set(header)), None)
     if names is None:
         expected = f"{', '.join(AZURE)} or {', '.join(VIDUR)}"
         raise TraceError(f"{path}:{first[0]}: columns {', '.join(header)[:80]}; expected {expected}")
     columns = [header.index(name) for name in names]
     for line, text in rows:
-        where, row = f"{path}:{line}", next(csv.reader([text]))
+        where = f"{path}:{line}"
+        row = _fields(text, where)
         if len(row) != len(header):
             raise TraceError(f"{where}: {len(row)} columns; expected {len(header)}, as in the first line")
         time, prompt, output = (row[c] for c in columns)
@@ -209,11 +214,18 @@ def _csv(path: Path, scale: float) -> Iterator[tuple[int, Arrival]]:
         yield line, Arrival(time_s, ((FIRST_TOKEN + line, num_prompt),), num_output)
 
 
+def _fields(text: str, where: str) -> list[str]:
+    try:
+        return next(csv.reader([text]))
+    except csv.Error as error:  # a field of over 128 KiB
+        raise TraceError(f"{where}: {error}; expected a line of values between commas") from None
+
+
 def _timestamp(text: str, where: str) -> float:
     """Azure's have seven digits behind the second, of which Python takes six."""
     try:
         return datetime.fromisoformat(text[:26]).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):
         raise TraceError(
             f"{where}: TIMESTAMP {text[:40]!r}; expected one such as 2023-11-16 18:15:46.6805900"
         ) from None

@@ -1,0 +1,53 @@
+"""`octavo doctor`: whether a model fits, before any of it is loaded."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from octavo.cli.options import DEFAULT_MODEL, ENGINE, options_of
+from octavo.config import EngineArgs
+
+ASKED = (
+    "revision",
+    "device",
+    "dtype",
+    "quantization",
+    "block_size",
+    "num_gpu_blocks_override",
+    "kv_cache_memory_bytes",
+    "gpu_memory_utilization",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "preemption_mode",
+    "swap_space",
+    "enforce_eager",
+)
+"""The engine's options that memory depends on."""
+
+
+@options_of(EngineArgs, {name: ENGINE[name] for name in ASKED}, into="engine")
+def doctor(
+    *,
+    model: Annotated[
+        str, typer.Argument(help="Directory with a config.json, .gguf file, name in `octavo models`, or hub id.")
+    ] = DEFAULT_MODEL,
+    gpu: Annotated[
+        str | None, typer.Option(help="h200, h100, a100-80, a100-40, l4, or GiB such as 48GiB; else this machine.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    engine: dict[str, Any],
+) -> int:
+    """Whether a model fits, and how many requests it then serves at once.
+
+    From config.json alone: weights need not be here, and nothing is downloaded. Exit code 1 where it does not fit, with
+    the flag that makes it.
+    """
+    from octavo.doctor import examine, lines
+
+    report = examine(EngineArgs(model=model, **engine), gpu)
+    print(json.dumps(report.as_dict()) if as_json else "\n".join(lines(report)))
+    return 0 if report.fits else 1

@@ -1,0 +1,86 @@
+"""`octavo view`: the view without an engine, on this machine alone."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+
+from octavo.serve.app import on_http_exception
+from octavo.serve.body_worker import BodyWorker
+from octavo.serve.endpoint import Endpoint, Exchange, Receive, Scope, Send, new_request_id, send_problem
+from octavo.serve.http_server import GuardedProtocol, url_of
+from octavo.serve.problems import Problem
+from octavo.serve.settings import is_loopback
+from octavo.serve.view import EVENTS, PLAY_BODY_BYTES, View
+
+
+class ViewApp:
+    """An ASGI application. It answers only who calls it by an address of this machine: a name of somebody else's that
+    leads here is another site's way in."""
+
+    def __init__(self, view: View) -> None:
+        self._bodies = BodyWorker()
+        self._app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+        self._app.add_exception_handler(HTTPException, on_http_exception)
+        for method, path, handler in view.routes():
+            limit = (lambda: PLAY_BODY_BYTES) if method == "POST" else None
+            endpoint = Endpoint(path, handler, body_limit=limit, bodies=self._bodies, streams=path == EVENTS)
+            self._app.router.add_route(path, endpoint, methods=[method])  # type: ignore[arg-type]  # an application
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        exchange = Exchange(scope, new_request_id())
+        scope.setdefault("state", {})["exchange"] = exchange
+        if not _is_ours(exchange.header(b"host") or ""):
+            await send_problem(exchange, send, Problem(403, "wrong_host", "call this by an address of this machine"))
+            return
+        await self._app(scope, receive, send)
+
+    async def close(self) -> None:
+        await self._bodies.close()
+
+
+def _is_ours(host: str) -> bool:
+    name, colon, port = host.rpartition(":")
+    return is_loopback(name if colon and port.isdigit() else host)
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, app: ViewApp, on_ready: Callable[[], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=GuardedProtocol,
+                ws="none",
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+
+async def serve_view(view: View, sock: socket.socket, on_ready: Callable[[str], None]) -> None:
+    """Until Ctrl-C, on a bound socket. `on_ready` is called with the address once it can be opened."""
+    app = ViewApp(view)
+    try:
+        await _Server(app, lambda: on_ready(f"{url_of(sock)}/view/")).serve(sockets=[sock])
+    finally:
+        await app.close()
+
+
+def run(view: View, sock: socket.socket, on_ready: Callable[[str], None]) -> None:
+    asyncio.run(serve_view(view, sock, on_ready))

@@ -1,0 +1,48 @@
+// A few lines instead of a framework: build elements, and keep a list of them in step with data.
+
+// h("li", { class: "row", onclick: f, "data-id": 3 }, "text", child): one element. Text is only ever set as text.
+export function h(tag, props = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(props)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value === true) element.setAttribute(name, "");
+    else if (value !== false && value != null) element.setAttribute(name, value);
+  }
+  element.append(...children.filter((child) => child != null));
+  return element;
+}
+
+export const $ = (selector, root = document) => root.querySelector(selector);
+
+// Sets a text only when it differs: what does not change is not laid out again, nor read out again.
+export function text(element, value) {
+  const string = String(value);
+  if (element.textContent !== string) element.textContent = string;
+}
+
+// The children of `parent` become one for each item, in order. What has the same key stays the same element, so that
+// hover, focus and scroll live through a change. `update(element, item)` fills it.
+export function keep(parent, items, key, create, update) {
+  const old = new Map();
+  for (const child of parent.children) old.set(child.dataset.key, child);
+  let next = parent.firstElementChild;
+  for (const item of items) {
+    const name = String(key(item));
+    let element = old.get(name);
+    if (element) old.delete(name);
+    else {
+      element = create(item);
+      element.dataset.key = name;
+    }
+    update?.(element, item);
+    if (element === next) next = next.nextElementSibling;
+    else parent.insertBefore(element, next);
+  }
+  for (const gone of old.values()) gone.remove();
+}
+
+export const count = (number, noun) => `${format(number)} ${noun}${number === 1 ? "" : "s"}`;
+export const format = (number) => Number(number).toLocaleString("en-US");
+export const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)} %` : "–");
+
+export const calm = matchMedia("(prefers-reduced-motion: reduce)");

@@ -1,0 +1,87 @@
+// The page: which use is shown, in which theme, and what the keys do.
+
+import { $, text } from "./dom.mjs";
+import { MODES } from "./grid.mjs";
+import { Live } from "./live.mjs";
+import { Playground } from "./playground.mjs";
+import { Replay } from "./replay.mjs";
+import { ask } from "./server.mjs";
+import { Stage } from "./stage.mjs";
+
+const THEME = "octavo-view-theme";
+const dark = matchMedia("(prefers-color-scheme: dark)");
+
+function setTheme(name) {
+  document.documentElement.dataset.theme = name;
+  text($("#theme"), name === "dark" ? "Light" : "Dark");
+}
+
+setTheme(localStorage.getItem(THEME) ?? (dark.matches ? "dark" : "light"));
+const stage = new Stage();
+
+function chooseTheme(name) {
+  setTheme(name);
+  stage.retheme();
+}
+
+$("#theme").onclick = () => {
+  const name = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+  localStorage.setItem(THEME, name);
+  chooseTheme(name);
+};
+dark.onchange = () => localStorage.getItem(THEME) ?? chooseTheme(dark.matches ? "dark" : "light");
+$("#keys").onclick = () => $("#help").showModal();
+
+const uses = {};
+let current = null;
+
+// #play, #play=HISTORY, #lesson=ID.STEP, #live, #replay, #replay=SECONDS
+async function follow() {
+  const fragment = location.hash.slice(1);
+  const [name, ...rest] = fragment.split("=");
+  const wanted = { play: "playground", lesson: "playground", live: "live", replay: "replay" }[name];
+  const use = wanted in uses ? wanted : Object.keys(uses).at(-1);
+  const argument = name === "lesson" ? fragment : rest.join("=");
+  current?.leave();
+  stage.forget();
+  current = uses[use];
+  document.body.dataset.use = use;
+  for (const link of document.querySelectorAll("nav a")) {
+    if (link.dataset.use === use) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  try {
+    await current.enter(argument);
+  } catch (error) {
+    text($("#connection"), error.message);
+  }
+}
+
+document.addEventListener("keydown", (event) => {
+  const busy = event.target.closest("input:not([type=radio]), select, textarea, dialog");
+  if (busy || event.ctrlKey || event.metaKey || event.altKey) return;
+  const mode = MODES[Number(event.key) - 1];
+  if (mode) stage.colourBy(mode);
+  else if (!current?.onKey?.(event.key, event.target)) return;
+  event.preventDefault();
+});
+
+async function begin() {
+  const config = await ask("config");
+  const made = {
+    playground: () => new Playground(stage),
+    live: () => new Live(stage, config.title),
+    replay: () => new Replay(stage, config.title),
+  };
+  for (const use of config.uses) {
+    uses[use] = made[use]();
+    $(`nav a[data-use=${use}]`).hidden = false;
+  }
+  if (config.title) document.title = `${config.title.split("/").at(-1)} · Octavo view`;
+  addEventListener("hashchange", follow);
+  await follow();
+}
+
+// What the browser's tests read.
+globalThis.octavoView = { stage, uses, summary: () => stage.pool?.summary() };
+begin().catch((error) => text($("#connection"), error.message));

@@ -1,0 +1,357 @@
+// What stands around the grid: block tables, requests, numbers, a block's details, the prefix tree, and the log.
+
+import { css, inkOn, letter, mix, ownerColour, rgb, slotOf } from "./colours.mjs";
+import { $, count, format, h, keep, percent, text } from "./dom.mjs";
+import { shortAge } from "./grid.mjs";
+
+const MOST_ROWS = 60;
+const MOST_CHIPS = 40; // of a table: its first and its last ones
+const MOST_NODES = 150;
+const MOST_LINES = 60;
+
+export function paint(element, slot) {
+  const colour = ownerColour(slot);
+  element.style.setProperty("--tone", colour);
+  element.style.setProperty("--on-tone", inkOn(rgb(colour)));
+}
+
+const nameOf = (sequence) => sequence.name ?? letter(sequence.slot);
+
+// -- block tables -----------------------------------------------------------------------------------------------------
+
+function makeRow() {
+  const who = h("button", { class: "who", type: "button" }, h("span", { class: "owner" }));
+  who.append(h("span", {}, h("span", { class: "name" }), h("small")));
+  return h("li", { class: "row" }, who, h("div", { class: "chips" }));
+}
+
+// A chip for each entry, or for the first and the last ones: [[i, block], ...] with null where some are left out.
+function entries(blocks) {
+  const all = blocks.map((block, i) => [i, block]);
+  if (all.length <= MOST_CHIPS) return all;
+  return [...all.slice(0, MOST_CHIPS / 2), null, ...all.slice(-MOST_CHIPS / 2)];
+}
+
+export function showTables(pool, list, note, title = (sequence) => shorten(sequence.request)) {
+  const all = [...pool.sequences.values()].filter((sequence) => sequence.slot >= 0);
+  text(note, all.length > MOST_ROWS ? `the first ${MOST_ROWS} of ${format(all.length)}` : "");
+  if (!all.length)
+    return void keep(
+      list,
+      [0],
+      () => "none",
+      () => h("li", { class: "row empty" }, "No sequence has a block."),
+    );
+  keep(
+    list,
+    all.slice(0, MOST_ROWS),
+    (sequence) => sequence.uid,
+    makeRow,
+    (row, sequence) => {
+      row.dataset.uid = sequence.uid;
+      paint(row, sequence.slot);
+      text($(".owner", row), nameOf(sequence));
+      text($(".name", row), title(sequence));
+      text($("small", row), count(sequence.num_tokens, "token") + (pool.isSwapped(sequence) ? ", on the host" : ""));
+      keep(
+        $(".chips", row),
+        entries(sequence.blocks),
+        (entry) => entry?.[0] ?? "more",
+        makeChip,
+        (chip, entry) => {
+          if (entry) fillChip(pool, sequence, chip, ...entry);
+          else text(chip, `… ${count(sequence.blocks.length - MOST_CHIPS, "more")} …`);
+        },
+      );
+    },
+  );
+}
+
+const makeChip = (entry) => (entry ? h("span", { class: "chip" }, "", h("sup")) : h("span", { class: "more" }));
+
+function fillChip(pool, sequence, chip, i, block) {
+  const swapped = pool.isSwapped(sequence);
+  const refs = swapped || block <= 0 ? 0 : pool.refs[block];
+  const filled = pool.filledIn(sequence, i);
+  if (swapped && block > 0) delete chip.dataset.block;
+  else chip.dataset.block = Math.abs(block);
+  chip.firstChild.data = block === 0 ? "–" : swapped && block > 0 ? `h${block}` : String(Math.abs(block));
+  text(chip.lastChild, refs > 1 ? `×${refs}` : "");
+  chip.style.setProperty("--full", `${(100 * filled) / pool.blockSize}%`);
+  chip.title =
+    block === 0 ? "given up, behind the attention window" : `entry ${i}, ${filled} of ${pool.blockSize} slots`;
+}
+
+// -- requests ---------------------------------------------------------------------------------------------------------
+
+const REASONS = {
+  blocks: ({ needs, free, evictable }) => `needs ${count(needs, "block")}; ${free} free, ${evictable} cached`,
+  rows: ({ needs, free }) => `needs ${count(needs, "row")}; ${free} left`,
+  budget: ({ needs, free }) => `needs ${count(needs, "token")} of the step's budget; ${free} left`,
+  "in flight": ({ needs }) => `${count(needs, "result")} of it still on the device`,
+  "prefix in flight": () => "its next block is just being computed",
+};
+
+// The numbers are not known where a reason was given before anybody watched.
+export const reason = (waits) =>
+  !waits ? "" : waits.needs == null ? waits.reason : (REASONS[waits.reason]?.(waits) ?? waits.reason);
+
+export function showQueues(pool, root) {
+  for (const status of ["running", "swapped", "waiting"]) {
+    const ids = pool.lines[status] ?? [];
+    text($(`#num-${status}`, root), format(pool.counts[status] ?? ids.length));
+    const requests = ids
+      .slice(0, MOST_ROWS)
+      .map((id) => pool.requests.get(id))
+      .filter(Boolean);
+    keep(
+      $(`#${status}`, root),
+      requests,
+      (request) => request.id,
+      makeRequest,
+      (item, request) => {
+        const sequences = request.sequences.map((uid) => pool.sequences.get(uid)).filter(Boolean);
+        const longest = Math.max(0, ...sequences.map((sequence) => sequence.num_tokens));
+        const of = request.width > 1 ? ` × ${request.width}` : "";
+        const again = request.num_preempted ? `, preempted ${request.num_preempted}×` : "";
+        const hits = request.num_cached > 0 ? `, ${format(request.num_cached)} from the cache` : "";
+        const badge = $(".owner", item);
+        const holder = sequences.find((sequence) => sequence.slot >= 0);
+        badge.hidden = !holder;
+        if (holder) paint(badge, holder.slot);
+        text(badge, holder ? nameOf(holder) : "");
+        text($(".name", item), shorten(request.id));
+        text($(".length", item), `${format(longest || request.num_prompt)}${of}`);
+        text($("small", item), reason(request.waits) || `prompt of ${format(request.num_prompt)}${hits}${again}`);
+        item.title = `${request.id} ${reason(request.waits)}`;
+      },
+    );
+  }
+}
+
+function makeRequest() {
+  const line = ["owner", "name", "length"].map((name) => h("span", { class: name }));
+  return h("li", {}, h("div", {}, ...line), h("small"));
+}
+
+// As much of an id as tells it from others: chatcmpl-3a66ebe6747a2e2a... -> chatcmpl-3a66ebe6…
+const shorten = (id) => (id.length > 20 ? `${id.slice(0, 17)}…` : id);
+
+// -- numbers ----------------------------------------------------------------------------------------------------------
+
+export function showNumbers(pool, root, bar, compare) {
+  const { stats } = pool;
+  const slots = stats.num_used * pool.blockSize;
+  const unshared = stats.num_used + stats.num_saved_by_sharing;
+  const rows = [
+    ["used", `${format(stats.num_used)} of ${format(pool.numBlocks)}`],
+    ["cached", format(stats.num_cached)],
+    ["free", format(stats.num_free)],
+    ["saved by sharing", unshared ? `${format(stats.num_saved_by_sharing)} of ${format(unshared)}` : "0"],
+    ["unfilled slots", `${format(stats.num_unfilled_slots)} (${percent(stats.num_unfilled_slots, slots)})`],
+    ["prefix hits", `${format(stats.num_hits)} (${percent(stats.num_hits, stats.num_hits + stats.num_misses)})`],
+    ["evicted", format(stats.num_evicted)],
+    ["copied on write", format(stats.num_copied)],
+  ];
+  if (stats.num_host_blocks)
+    rows.push(["on the host", `${format(stats.num_host_used)} of ${format(stats.num_host_blocks)}`]);
+  if (compare) rows.push(["without sharing", format(compare.unshared_blocks)]);
+  keep(
+    root,
+    rows,
+    ([name]) => name,
+    ([name]) => h("div", {}, h("dt", {}, name), h("dd")),
+    (row, [, value]) => {
+      text(row.lastChild, value);
+    },
+  );
+  bar.children[0].style.setProperty("--share", `${(100 * stats.num_used) / pool.numBlocks}%`);
+  bar.children[1].style.setProperty("--share", `${(100 * stats.num_cached) / pool.numBlocks}%`);
+}
+
+// -- one block --------------------------------------------------------------------------------------------------------
+
+export function sayBlock(pool, block) {
+  const state = pool.stateOf(block);
+  const owners = pool.ownersOf(block).map((slot) => nameOf(pool.slots[slot]));
+  const held = state === "used" ? `, ${count(pool.refs[block], "reference")}, ${owners.join(", ")}` : "";
+  return `Block ${block}: ${state}${held}`;
+}
+
+export function showBlock(pool, block, root, { tokens = null, told = null } = {}) {
+  if (!block || block > pool.numBlocks) {
+    root.replaceChildren(h("p", { class: "note" }, "Point at a block, or choose one, to see what it holds."));
+    return;
+  }
+  const owners = pool.ownersOf(block).map((slot) => pool.slots[slot]);
+  const sequence = owners[0];
+  const age = pool.ageOf(block);
+  const index = sequence ? sequence.blocks.indexOf(block) : -1;
+  const positions =
+    index < 0 ? "–" : `${index * pool.blockSize} to ${index * pool.blockSize + pool.filledOf(block) - 1}`;
+  const facts = [
+    ["block", block],
+    ["state", pool.stateOf(block)],
+    ["references", pool.refs[block]],
+    ["filled slots", `${pool.filledOf(block)} of ${pool.blockSize}`],
+    ["positions", positions],
+    ["owners", owners.map(nameOf).join(" ") || "–"],
+    ["seal", pool.cached[block] ? pool.sealIds[block] || "yes" : "–"],
+    ["content follows", pool.cached[block] && pool.parentIds[block] ? `seal ${pool.parentIds[block]}` : "–"],
+    ["changed", Number.isFinite(age) ? `${pool.ageUnit ? count(age, pool.ageUnit) : shortAge(age)} ago` : "before"],
+  ];
+  if (told?.name) facts.push(["digest", told.name.slice(0, 16)]);
+  const words = told?.text ?? (tokens && sequence ? tokensIn(pool, sequence, index, tokens) : null);
+  root.replaceChildren(
+    h(
+      "dl",
+      { class: "numbers" },
+      ...facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, String(value)))),
+    ),
+    ...(words ? [h("p", { id: "tokens" }, words)] : []),
+  );
+}
+
+function tokensIn(pool, sequence, index, tokens) {
+  const start = index * pool.blockSize;
+  return (tokens[sequence.uid] ?? []).slice(start, start + pool.filledIn(sequence, index)).join(" ");
+}
+
+// -- the prefix tree --------------------------------------------------------------------------------------------------
+
+export function showTree(pool, root) {
+  const roots = pool.tree();
+  const left = { nodes: MOST_NODES };
+  const say = !roots ? "Too many blocks to draw as a tree." : roots.length ? "" : "No full block yet.";
+  root.replaceChildren(say ? h("p", { class: "note" }, say) : branch(pool, roots, left));
+  if (left.nodes <= 0) root.append(h("p", { class: "note" }, `The first ${MOST_NODES} branches.`));
+}
+
+// A run of blocks in which each has one that follows it is one line.
+function branch(pool, nodes, left) {
+  const list = h("ul");
+  for (const first of nodes) {
+    if (left.nodes-- <= 0) break;
+    const run = [first];
+    while (run.at(-1).children.length === 1) run.push(run.at(-1).children[0]);
+    const blocks = run.map((node) => node.block);
+    const shown = blocks.length > 6 ? [...blocks.slice(0, 3), 0, ...blocks.slice(-2)] : blocks;
+    const item = h("li", { class: "chips" });
+    for (const block of shown)
+      if (!block) item.append(h("span", { class: "more" }, `… ${blocks.length - 5} …`));
+      else {
+        const cached = !pool.refs[block];
+        const chip = h("span", { class: cached ? "chip kept" : "chip", "data-block": block }, String(block));
+        if (cached) chip.title = "cached: in no use, findable";
+        else if (pool.owner[block] >= 0) paint(chip, pool.owner[block]);
+        item.append(chip);
+      }
+    const rest = run.at(-1).children;
+    list.append(
+      rest.length ? h("li", {}, h("div", { class: "chips" }, ...item.childNodes), branch(pool, rest, left)) : item,
+    );
+  }
+  return list;
+}
+
+// -- the log ----------------------------------------------------------------------------------------------------------
+
+const SAYINGS = {
+  arrived: (e) => `${e.request_id} came, with a prompt of ${format(e.num_prompt_tokens)}`,
+  admitted: (e) =>
+    `${e.request_id} runs, ${format(e.num_cached_tokens)} of ${format(e.num_tokens)} tokens from the cache`,
+  waiting: (e) => `${e.request_id} waits: ${reason(e)}`,
+  preempted: (e) =>
+    `${e.request_id} gave way to ${e.for_request}, by ${e.how} (${e.why}): ` +
+    `${count(e.needs, "block")} needed, ${e.free} free, ${e.evictable} cached`,
+  swappedin: (e) => `${e.request_id} is back: ${count(e.num_copied, "block")} copied, ${e.num_kept} still there`,
+  swaplost: (e) => `${e.request_id} lost a block that it had left behind, and is recomputed`,
+  pinned: (e) => `${e.request_id} is pinned, in ${count(e.num_blocks, "block")}`,
+  unpinned: (e) => `${e.request_id} is not pinned any more`,
+  recomputed: (e) => `a step failed; ${e.request_id} is recomputed`,
+  finished: (e) => `${e.request_id} ended (${e.reason}) at ${count(e.num_tokens, "token")}`,
+  copied: (e) => `block ${e.src} was shared and is copied to ${e.dst} for its writer`,
+  evicted: (e) => `block ${e.block_id} was evicted (${e.why}); ${e.num_cached} still cached`,
+};
+
+export function showLog(pool, list) {
+  const latest = pool.events.slice(-MOST_LINES).reverse();
+  for (const event of latest) event.key ??= showLog.next = (showLog.next ?? 0) + 1;
+  keep(
+    list,
+    latest,
+    (event) => event.key,
+    (event) => {
+      const urgent = event.event === "preempted" || event.event === "swaplost" || event.event === "recomputed";
+      const names = { ...event };
+      for (const name of ["request_id", "for_request"]) if (event[name]) names[name] = shorten(event[name]);
+      const line = SAYINGS[event.event]?.(names) ?? event.event;
+      return h("li", { class: urgent ? "urgent" : "" }, h("small", {}, `${event.time_s.toFixed(1)} s `), line);
+    },
+  );
+}
+
+// -- contiguous reservation -------------------------------------------------------------------------------------------
+
+// The same memory as one line of slots, cell by cell as in the pool; a reservation is a run of cells.
+export function showPieces(pool, canvas, list, grid, { contiguous, compare }) {
+  const c = canvas.getContext("2d");
+  const width = canvas.clientWidth;
+  const height = parseFloat(getComputedStyle(canvas).maxHeight);
+  if (!width) return;
+  const numCells = Math.ceil(contiguous.num_slots / pool.blockSize);
+  let columns = Math.min(numCells, Math.max(1, Math.floor(Math.sqrt((numCells * width) / height))));
+  while (Math.ceil(numCells / columns) * Math.min(width / columns, 32) > height) columns++;
+  const perPiece = contiguous.max_len / pool.blockSize; // a reservation is a row, or a part of one, if that can be
+  if (Number.isInteger(perPiece) && perPiece <= numCells) columns = Math.ceil(columns / perPiece) * perPiece;
+  const numRows = Math.ceil(numCells / columns);
+  const cell = Math.min(width / columns, height / numRows, 32);
+  canvas.style.height = `${Math.ceil(numRows * cell)}px`;
+  const dpr = devicePixelRatio || 1;
+  canvas.width = Math.round(width * dpr);
+  canvas.height = Math.round(canvas.clientHeight * dpr);
+  c.scale(dpr, dpr);
+  const gap = Math.min(4, cell * 0.12);
+  const { theme } = grid;
+  const each = (start, stop, draw) => {
+    for (let i = Math.floor(start / pool.blockSize); i * pool.blockSize < stop; i++)
+      draw((i % columns) * cell + gap / 2, Math.floor(i / columns) * cell + gap / 2, cell - gap, i * pool.blockSize);
+  };
+  each(0, contiguous.num_slots, (x, y, size) => {
+    c.strokeStyle = css(theme.line);
+    c.strokeRect(x, y, size, size);
+  });
+  contiguous.pieces.forEach((piece) => {
+    const colour = rgb(ownerColour(slotOf(piece.name)));
+    each(piece.start, piece.start + piece.reserved, (x, y, size, from) => {
+      const share = Math.min(1, Math.max(0, (piece.start + piece.filled - from) / pool.blockSize));
+      c.fillStyle = grid.wasted;
+      c.fillRect(x, y, size, size);
+      c.fillStyle = css(mix(colour, theme.surface, 0.62));
+      c.fillRect(x, y, size * share, size);
+      c.strokeStyle = css(colour);
+      c.strokeRect(x, y, size, size);
+      if (from > piece.start || size < 12) return;
+      c.font = `700 ${Math.min(13, size * 0.6)}px ui-sans-serif, system-ui, sans-serif`;
+      c.textAlign = "center";
+      c.textBaseline = "middle";
+      c.fillStyle = inkOn(mix(colour, theme.surface, 0.62));
+      c.fillText(piece.name, x + size / 2, y + size / 2 + 0.5);
+    });
+  });
+  const { paged_blocks: paged, contiguous_blocks: reserved } = compare;
+  const facts = [
+    ["reserved", `${count(reserved, "block")}, ${count(compare.contiguous_waste_slots, "empty slot")}`],
+    ["in blocks", `${count(paged, "block")}, ${count(compare.paged_waste_slots, "empty slot")}`],
+  ];
+  if (contiguous.refused.length) facts.push(["no room for", contiguous.refused.join(" ")]);
+  keep(
+    list,
+    facts,
+    ([name]) => name,
+    ([name]) => h("li", {}, `${name} `, h("b")),
+    (item, [, value]) => {
+      text(item.lastChild, value);
+    },
+  );
+}

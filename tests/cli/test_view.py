@@ -1,0 +1,76 @@
+"""`octavo view`: recordings of every kind, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from octavo.view.replay import Replay, read_frames
+from tests.cli.conftest import Call
+
+TRACE = [
+    {"timestamp": 0, "input_length": 40, "output_length": 30, "hash_ids": [1]},
+    {"timestamp": 5, "input_length": 40, "output_length": 30, "hash_ids": [1]},
+    {"timestamp": 900, "input_length": 20, "output_length": 9, "hash_ids": [2]},
+]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in TRACE))
+    return path
+
+
+def test_a_trace_is_simulated_and_saved(call: Call, trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.frames"
+    assert call("view", str(trace), "--num-gpu-blocks-override", "20", "--save", str(out)).code == 0
+    replay = Replay(read_frames(out))
+    summary = replay.summary()
+    assert summary["num_blocks"] == 20 and replay.duration_s > 0.9
+    assert max(look[1] for look in summary["used"]) > 3
+    finished = {
+        event["request_id"]
+        for frame in replay.frames(-1, replay.duration_s)[0]
+        for event in frame.events
+        if event["event"] == "finished"
+    }
+    assert finished == {"0", "1", "2"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["none.frames"], "no file 'none.frames'"),
+        (["--host", "0.0.0.0"], "is not of this machine"),
+        (["{trace}", "--attach", "tcp://127.0.0.1:1"], "give one"),
+        (["--metrics", "http://127.0.0.1/metrics"], "goes with --attach"),
+        (["--attach", "tcp://127.0.0.1:1", "--metrics", "file:///etc/passwd"], "goes with --attach"),
+        (["--attach", "nowhere"], "it looks like tcp://"),
+        (["{trace}.frames"], "is no frame"),
+    ],
+)
+def test_what_makes_no_sense(call: Call, trace: Path, arguments: list[str], said: str) -> None:
+    trace.with_name("trace.jsonl.frames").write_text("frames\n")
+    done = call("view", *(a.replace("{trace}", str(trace)) for a in arguments))
+    assert done.code == 2 and said in done.err and done.err.count("\n") == 1
+
+
+def test_it_serves_until_it_is_told_to_leave(trace: Path) -> None:
+    command = [sys.executable, "-m", "octavo.cli.main", "view", str(trace), "--num-gpu-blocks-override", "20"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/view/", url)
+        with urllib.request.urlopen(url + "replay", timeout=60) as answer:
+            told = json.load(answer)
+        assert told["title"] == "trace.jsonl" and told["num_blocks"] == 20
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0

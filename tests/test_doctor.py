@@ -1,0 +1,305 @@
+"""`octavo doctor` foretells what the engine settles on, and its remedies are ones."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import LLM, doctor
+from octavo import build as building
+from octavo.checkpoint import Checkpoint
+from octavo.config import GIB, EngineArgs
+from octavo.doctor import Report, examine
+from octavo.errors import ModelNotFoundError, ParameterError
+from octavo.kernels import packed, reference
+from octavo.models.sizes import num_params, weight_bytes
+from octavo.models.spec import spec_from_config
+from octavo.models.weights import empty_model
+from octavo.runner import gpu as runner_gpu
+from octavo.runner.chunks import ChunkSizes
+from octavo.runner.graphs import decode_sizes
+from tests.cli.conftest import Call, call
+from tests.test_project import loaded_by
+
+__all__ = ["call"]
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 97,
+    "hidden_size": 40,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "dtype": "bfloat16",
+}
+SMOLLM2 = LLAMA | {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+GEMMA = LLAMA | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "head_dim": 24,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 19,
+    "sliding_window": 6,
+}
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "n_embd": 60, "n_head": 3, "n_layer": 2, "n_inner": 37, "vocab_size": 97}
+OPT = {
+    "architectures": ["OPTForCausalLM"],
+    "hidden_size": 56,
+    "num_attention_heads": 7,
+    "ffn_dim": 37,
+    "num_hidden_layers": 2,
+    "vocab_size": 97,
+    "max_position_embeddings": 64,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "llama, every bias": LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "smollm2": SMOLLM2,
+    "qwen2": LLAMA | {"architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": LLAMA | {"architectures": ["Qwen3ForCausalLM"]},
+    "gemma3": GEMMA,
+    "gpt2": GPT2,
+    "opt": OPT,
+    "opt, narrow": OPT | {"word_embed_proj_dim": 24, "do_layer_norm_before": False},
+    "opt, bare": OPT | {"layer_norm_elementwise_affine": False, "enable_bias": False},
+}
+
+
+@pytest.fixture(autouse=True)
+def free_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The host's free memory, for the doctor and the engine alike; a test sets it."""
+    free = [6 * GIB]
+    monkeypatch.setattr(doctor, "free_memory", lambda: free[0])
+    monkeypatch.setattr(building, "free_memory", lambda: free[0])
+    monkeypatch.setattr(doctor, "_nvidia_gpu", lambda: None)
+    return free
+
+
+def made(directory: Path, config: dict[str, Any] = LLAMA, **more: Any) -> str:
+    (directory / "config.json").write_text(json.dumps(config | more))
+    return str(directory)
+
+
+# -- against the engine ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weights_take_what_the_model_takes(name: str) -> None:
+    spec = spec_from_config(CONFIGS[name])
+    for dtype in (torch.float32, torch.bfloat16):
+        model = empty_model(spec, ops=reference, dtype=dtype, device="meta", max_len=1)
+        assert weight_bytes(spec, dtype.itemsize) == model.num_bytes
+    args = EngineArgs(model="m", quantization="int8")
+    assert weight_bytes(spec, 2, int8=True) == building._weight_bytes(model, args)
+    elements = {id(w.tensor.untyped_storage()): w.tensor.untyped_storage().nbytes() // 2 for w in model.weights()}
+    if name != "gemma3":  # whose norms are wider
+        assert num_params(spec) == sum(elements.values())
+
+
+@pytest.mark.parametrize("config", [LLAMA, SMOLLM2], ids=["tiny", "smollm2"])
+@pytest.mark.parametrize("free_gib", [1, 6])
+def test_the_engine_settles_on_what_was_foretold(
+    tmp_path: Path, free_bytes: list[int], config: dict[str, Any], free_gib: int
+) -> None:
+    free_bytes[0] = free_gib * GIB
+    args: dict[str, Any] = {"model": made(tmp_path, config, num_hidden_layers=3), "load_format": "dummy"}
+    report = examine(EngineArgs(**args, device="cpu"))
+    with LLM(**args, device="cpu", skip_tokenizer_init=True) as llm:
+        settled = llm.config
+    assert report.fits and report.budget is not None
+    assert abs(report.budget.num_blocks / settled.num_blocks - 1) < 0.02
+    assert report.budget.num_blocks == settled.num_blocks and report.budget.num_host_blocks == settled.num_host_blocks
+    assert (report.need.dtype, report.need.weights) == (settled.dtype, settled.weight_bytes)
+    assert (report.budget.bytes_per_block, report.budget.max_model_len) == (
+        settled.bytes_per_block,
+        settled.max_model_len,
+    )
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", None])
+@pytest.mark.parametrize("asked", ["auto", "float32", "bfloat16"])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("format", ["safetensors", "gguf"])
+def test_dtypes_are_chosen_alike(
+    stored: str | None, asked: Any, quantization: Any, device: str, format: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {**LLAMA, "dtype": stored} if stored else {k: v for k, v in LLAMA.items() if k != "dtype"}
+    args = EngineArgs(model="m", dtype=asked, quantization=quantization)
+    spec, checkpoint = spec_from_config(config), Checkpoint(Path("m"), format, config)
+    for fast in (False, True):
+        monkeypatch.setattr(packed, "fast_bfloat16", lambda fast=fast: fast)
+        monkeypatch.setattr(doctor, "multiplies_bfloat16", lambda fast=fast: fast)
+        wanted = building._dtype(args, spec, checkpoint, torch.device(device))
+        assert doctor.dtype_of(args, spec, checkpoint, device) == str(wanted).removeprefix("torch.")
+
+
+def test_the_processor_is_read_as_torch_reads_it() -> None:
+    assert doctor.multiplies_bfloat16() == packed.fast_bfloat16()
+
+
+def test_what_is_said_of_graphs_is_true() -> None:
+    assert [doctor.num_decode_graphs(n) for n in (1, 4, 100, 256, 600)] == [
+        len(decode_sizes(n)) for n in (1, 4, 100, 256, 600)
+    ]
+    assert len(ChunkSizes.TOKENS_OF_FEW) + len(ChunkSizes.TOKENS_OF_MANY) == doctor.NUM_CHUNK_GRAPHS
+    assert (doctor.SPARE_BYTES, doctor.GRAPH_BYTES) == (runner_gpu.SPARE_BYTES, runner_gpu.GRAPH_BYTES)
+
+
+# -- remedies ----------------------------------------------------------------------------------------------------------
+
+
+def with_flags(args: EngineArgs, remedy: tuple[str, ...]) -> EngineArgs:
+    """What the flags come to on a command line that had those of `args`."""
+    changes: dict[str, Any] = {}
+    for text in remedy:
+        option, *value = shlex.split(text.removeprefix("without "))
+        field = option.removeprefix("--").replace("-", "_")
+        if text.startswith("without"):
+            changes[field] = None
+        elif not value:
+            changes[field] = True
+        else:
+            is_number = value[0].replace(".", "", 1).isdigit()
+            changes[field] = json.loads(value[0]) if is_number else value[0]
+    return replace(args, **changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "gpu", "free_gib", "options", "remedy"),
+    [
+        (LLAMA, None, 6, {"kv_cache_memory_bytes": 40_000, "max_model_len": 500}, "--max-model-len"),
+        (LLAMA, None, 1, {"num_gpu_blocks_override": 1 << 22}, "without --num-gpu-blocks-override"),
+        (LLAMA, None, 1, {"kv_cache_memory_bytes": 2 * GIB}, "without --kv-cache-memory-bytes"),
+        (LLAMA, None, 1, {"swap_space": 8.0, "num_gpu_blocks_override": 400_000}, "without --num-gpu-blocks-override"),
+        (SMOLLM2, None, 0.4, {"dtype": "float32"}, "--dtype bfloat16"),
+        (SMOLLM2, None, 0.2, {"dtype": "bfloat16"}, "--quantization int8"),
+        (SMOLLM2, None, 6, {"gpu_memory_utilization": 0.02}, "--gpu-memory-utilization 0.5"),
+        (SMOLLM2, "2gib", 6, {"gpu_memory_utilization": 0.4}, "--gpu-memory-utilization 0.95"),
+        (SMOLLM2, "1.6gib", 6, {}, "--max-num-batched-tokens 2048"),
+        (SMOLLM2, "h200", 6, {"kv_cache_memory_bytes": 200 * GIB}, "without --kv-cache-memory-bytes"),
+        (SMOLLM2, "h200", 6, {"max_model_len": 8192, "gpu_memory_utilization": 0.0125}, "--max-model-len"),
+    ],
+)
+def test_a_remedy_makes_it_fit(
+    tmp_path: Path,
+    free_bytes: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    config: dict[str, Any],
+    gpu: str | None,
+    free_gib: float,
+    options: dict[str, Any],
+    remedy: str,
+) -> None:
+    monkeypatch.setattr(doctor, "multiplies_bfloat16", lambda: True)
+    free_bytes[0] = int(free_gib * GIB)
+    args = EngineArgs(model=made(tmp_path, config), **options)
+    report = examine(args, gpu)
+    assert not report.fits and report.budget is not None
+    assert any(flag.startswith(remedy) for flag in report.remedy), report.remedy
+    again = examine(with_flags(args, report.remedy), gpu)
+    assert again.fits and again.budget == report.budget and again.need == report.need
+
+
+def test_where_nothing_helps_another_machine_is_named(tmp_path: Path, free_bytes: list[int]) -> None:
+    free_bytes[0] = GIB // 20
+    report = examine(EngineArgs(model=made(tmp_path, SMOLLM2), device="cpu"))
+    assert not report.fits and report.remedy == () and report.budget is None and "one l4 holds it" in report.advice
+    larger = SMOLLM2 | {"hidden_size": 16_384, "intermediate_size": 65_536, "num_hidden_layers": 100}
+    report = examine(EngineArgs(model=made(tmp_path, larger)), "h200")
+    assert "no one GPU that is known" in report.advice and "weights take" in str(report.problem)
+
+
+# -- what it says ------------------------------------------------------------------------------------------------------
+
+
+def test_requests_at_once() -> None:
+    """1,000 blocks of 16, of which one that is begun is taken."""
+    spec = spec_from_config(SMOLLM2)
+    budget = doctor.plan_memory(
+        EngineArgs(model="m", num_gpu_blocks_override=1000).settled("cpu"),
+        bytes_per_token=1,
+        weight_bytes=1,
+        model_len=8192,
+        free_bytes=GIB,
+    )
+    assert doctor._at_once(budget, spec) == {1024: 1000 / 64, 4096: 1000 / 256, 8192: 1000 / 512}
+    windows = spec_from_config(SMOLLM2 | {"architectures": ["MistralForCausalLM"], "sliding_window": 1000})
+    assert doctor._at_once(budget, windows) == {1024: 1000 / 64, 4096: 1000 / 64, 8192: 1000 / 64}
+
+
+def test_the_command(tmp_path: Path, call: Call, free_bytes: list[int]) -> None:
+    model = made(tmp_path, SMOLLM2)
+    done = call("doctor", model, "--device", "cpu", "--dtype", "bfloat16")
+    assert done.code == 0, done.err
+    assert "134.5 M parameters" in done.lines[0] and "6.00 GiB of memory free" in done.lines[1]
+    assert "22.5 KiB a token: 4,185 blocks of 16, 66,960 tokens" in done.out
+    assert done.lines[-1].split() == ["8,192", "8.2"]
+    told = json.loads(call("doctor", model, "--gpu", "H200", "--json").out)
+    assert told["fits"] and told["num_params"] == 134_515_008 and told["machine"]["device"] == "cuda"
+    assert told["kv_bytes_per_token"] == 2 * 30 * 3 * 64 * 2 and told["num_tokens"] == 16 * told["num_blocks"]
+    free_bytes[0] = GIB
+    done = call("doctor", model, "--device", "cpu", "--dtype", "bfloat16", "--num-gpu-blocks-override", "90000")
+    assert done.code == 1 and "It does not fit: No available memory for the cache blocks" in done.out
+    assert "This makes it fit: without --num-gpu-blocks-override" in done.out
+    told = json.loads(call("doctor", model, "--max-model-len", "8192", "--swap-space", "9999", "--json").out)
+    assert told["fits"] and "cut to its size" in told["warnings"][0]
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (("--gpu", "h20000"), 2, "no GPU 'h20000'; known: h200"),
+        (("--gpu", "h200", "--device", "cpu"), 2, "leave one of them out"),
+        (("--gpu", "h200", "--quantization", "int8"), 2, "is for CPUs"),
+        (("--device", "cuda"), 2, "nvidia-smi finds none"),
+    ],
+)
+def test_what_makes_no_sense(tmp_path: Path, call: Call, args: tuple[str, ...], code: int, message: str) -> None:
+    done = call("doctor", made(tmp_path), *args)
+    assert done.code == code and message in done.err
+
+
+def test_nothing_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+    with pytest.raises(ModelNotFoundError, match="models fetch"):
+        examine(EngineArgs(model="smollm2"))
+    done = call("doctor", str(tmp_path))
+    assert done.code == 1 and "without config.json" in done.err
+
+
+def test_no_torch_is_loaded(tmp_path: Path) -> None:
+    code = f"from octavo.cli.main import run\nassert run(['doctor', {made(tmp_path)!r}]) in (0, 1)"
+    loaded = loaded_by(code)
+    assert "octavo.doctor" in loaded and not {"torch", "transformers", "triton"} & loaded
+
+
+def test_a_gpu_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\necho "NVIDIA H100, 80GB HBM3, 81559, 3000"\necho "another, 1, 1"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    report: Report = examine(EngineArgs(model=made(tmp_path)))
+    assert (report.machine.name, report.machine.device) == ("NVIDIA H100, 80GB HBM3", "cuda")
+    assert (report.machine.device_bytes, report.machine.held_bytes) == (81559 << 20, 3000 << 20)
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert examine(EngineArgs(model=made(tmp_path))).machine.device == "cpu"
+    with pytest.raises(ParameterError, match="nvidia-smi finds none"):
+        examine(EngineArgs(model=made(tmp_path), device="cuda"))

@@ -1,0 +1,107 @@
+"""Nothing that comes from outside is run: neither pickles, nor text as code, nor code that lies beside a model."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "octavo"
+RUNS_CODE = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "runpy.run_path", "runpy.run_module"}
+UNPICKLES = {"torch.load", "torch.jit.load", "yaml.load", "yaml.unsafe_load"}
+HARMLESS = {"multiprocessing.connection.wait"}
+METHODS = {"recv_pyobj", "send_pyobj", "read_pickle"}
+"""Of whatever object: ZeroMQ's sockets and pandas have methods that unpickle."""
+PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "multiprocessing"}
+FETCHES = {"requests", "httpx", "aiohttp", "urllib3", "ftplib", "http.client", "urllib.request", "huggingface_hub"}
+IMPORTS_BY_NAME = {"__init__.py", "simulate/experiments/__init__.py"}
+"""Of our own modules, from lists of our own."""
+
+
+def dotted(node: ast.expr) -> str:
+    """a.b.c"""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+def imported(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        return {f"{node.module}.{alias.name}" for alias in node.names}
+    return set()
+
+
+def is_of(name: str, modules: set[str]) -> bool:
+    return any(name == module or name.startswith(module + ".") for module in modules)
+
+
+def dangers(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        for name in sorted(imported(node)):
+            if is_of(name, PICKLES) and name not in HARMLESS:
+                yield node.lineno, f"imports {name}"  # type: ignore[attr-defined]
+        if not isinstance(node, ast.Call):
+            continue
+        called = dotted(node.func)
+        if called.removeprefix("builtins.") in RUNS_CODE or called in UNPICKLES or called.split(".")[-1] in METHODS:
+            yield node.lineno, f"calls {called}"
+        if called.split(".")[-1] == "import_module":
+            yield node.lineno, "imports by name"
+        said = {k.arg: k.value.value if isinstance(k.value, ast.Constant) else "?" for k in node.keywords if k.arg}
+        if said.get("trust_remote_code", False) is not False or said.get("shell", False) is not False:
+            yield node.lineno, f"{called} runs what it is given"
+        if called in ("np.load", "numpy.load") and said.get("allow_pickle", False) is not False:
+            yield node.lineno, f"{called} unpickles"
+
+
+def test_nothing_given_is_run() -> None:
+    paths = sorted(SOURCE.rglob("*.py"))
+    assert len(paths) > 100
+    found = [
+        f"{path.relative_to(SOURCE)}:{line}: {what}"
+        for path in paths
+        for line, what in dangers(ast.parse(path.read_text()))
+        if not (what == "imports by name" and str(path.relative_to(SOURCE)) in IMPORTS_BY_NAME)
+    ]
+    assert not found
+
+
+def test_a_request_has_nothing_fetched() -> None:
+    """The server's own modules have nothing to fetch with."""
+    found = [
+        f"{path.name}: {name}"
+        for path in sorted((SOURCE / "serve").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in sorted(imported(node))
+        if is_of(name, FETCHES)
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import multiprocessing.pool",
+        "eval(x)",
+        "builtins.exec(x)",
+        "torch.load(path, weights_only=True)",
+        "socket.recv_pyobj()",
+        "importlib.import_module(name)",
+        "AutoModel.from_pretrained(name, trust_remote_code=True)",
+        "subprocess.run(line, shell=flag)",
+        "np.load(path, allow_pickle=True)",
+    ],
+)
+def test_each_of_these_would_be_found(code: str) -> None:
+    assert list(dangers(ast.parse(f"def f():\n    {code}")))
+
+
+@pytest.mark.parametrize("code", ["re.compile(x)", "np.load(path, allow_pickle=False)", "model.eval()", "import json"])
+def test_none_of_these_would(code: str) -> None:
+    assert not list(dangers(ast.parse(code)))

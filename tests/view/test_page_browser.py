@@ -1,0 +1,578 @@
+"""The page in a browser: every control of the playground, all lessons, a running server, a recording.
+
+They need Chromium and Playwright, which the project does not depend on. `OCTAVO_CHROMIUM` is a path to the first, else
+it is looked for; `OCTAVO_AXE` is a path to axe.min.js (npm's axe-core), for what it has to say on accessibility.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from base64 import b64encode
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+import octavo.view
+from octavo.serve.http_server import bind, url_of
+from octavo.view.lessons import LESSONS
+from octavo.view.playground import Playgrounds
+from tests.serve.http_lab import Server, serving
+
+pytestmark = pytest.mark.slow
+WAIT_MS = 60_000
+SIZES = [(1280, 800), (768, 1024), (390, 844)]
+STATIC = Path(octavo.view.__file__).parent / "static"
+
+
+def chromium() -> str:
+    for name in (os.environ.get("OCTAVO_CHROMIUM"), "chromium", "chromium-browser", "google-chrome"):
+        if name and (path := shutil.which(name)):
+            return path
+    pytest.skip("there is no Chromium here; OCTAVO_CHROMIUM is the path to one")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    reason = "there is no Playwright here; pip install playwright"
+    playwright = pytest.importorskip("playwright.sync_api", reason=reason)
+    path = chromium()
+    with playwright.sync_playwright() as driver:
+        running = driver.chromium.launch(
+            executable_path=path, args=["--no-sandbox", "--enable-precise-memory-info", "--js-flags=--expose-gc"]
+        )
+        yield running
+        running.close()
+
+
+class Window:
+    """A page that is open. At its end nothing may have gone wrong in it, and nothing may have come from elsewhere."""
+
+    def __init__(self, browser: Any, url: str, *, size: tuple[int, int] = SIZES[0], dark: bool = False) -> None:
+        self.page = browser.new_page(
+            viewport={"width": size[0], "height": size[1]},
+            color_scheme="dark" if dark else "light",
+            reduced_motion="reduce",
+        )
+        self.page.set_default_timeout(WAIT_MS)
+        self.wrong: list[str] = []
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.on("console", lambda line: self.wrong.append(line.text) if line.type == "error" else None)
+        self.page.on("request", lambda request: self._asked(request.url, url))
+        self.page.goto(url)
+        self.until("globalThis.octavoView?.stage.pool")
+
+    def _asked(self, address: str, ours: str) -> None:
+        if address.split("/")[:3] != ours.split("/")[:3]:
+            self.wrong.append(f"asked for {address}")
+
+    def until(self, condition: str) -> None:
+        """Asked from here, again and again: to do it in the page takes `eval`, which the policy forbids."""
+        deadline = time.monotonic() + WAIT_MS / 1000
+        while not self.js(f"Boolean({condition})"):
+            assert time.monotonic() < deadline, f"never: {condition}"
+            self.page.wait_for_timeout(20)
+
+    def js(self, expression: str) -> Any:
+        return self.page.evaluate(expression)
+
+    def settle(self) -> None:
+        """What was clicked is done, and painted."""
+        self.js("octavoView.uses.playground.queue.then(() => octavoView.stage.paint())")
+
+    def click(self, name: str) -> None:
+        self.page.click(f"#{name}")
+        self.settle()
+
+    @property
+    def history(self) -> str:
+        return str(self.js("octavoView.uses.playground.history"))
+
+    @property
+    def text(self) -> str:
+        return str(self.page.inner_text("body"))
+
+
+@contextlib.contextmanager
+def window(browser: Any, url: str, **options: Any) -> Iterator[Window]:
+    shown = Window(browser, url, **options)
+    try:
+        yield shown
+        assert shown.wrong == []
+    finally:
+        shown.page.close()
+
+
+# -- what is looked at -------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def viewing(*arguments: str) -> Iterator[str]:
+    command = [sys.executable, "-c", "from octavo.cli.main import main; main()", "view", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
+
+
+@pytest.fixture(scope="module")
+def playground() -> Iterator[str]:
+    with viewing() as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A pool that is far too small for what comes: it preempts, swaps and evicts."""
+    coin, time_ms, lines = random.Random(5), 0.0, []
+    for i in range(60):
+        time_ms += coin.expovariate(1 / 20)
+        names = [100 * coin.randrange(4) + k for k in range(4)] + [
+            10_000 + 50 * i + k for k in range(coin.randrange(1, 8))
+        ]
+        row = {"timestamp": time_ms, "input_length": 16 * len(names) - 3, "output_length": coin.randrange(60, 300)}
+        lines.append(json.dumps(row | {"hash_ids": names, "hash_tokens": 16}))
+    path = tmp_path_factory.mktemp("trace") / "busy.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    with viewing(str(path), "--num-gpu-blocks-override=160", "--swap-space=1", "--max-model-len=1024") as url:
+        yield url
+
+
+class Busy(threading.Thread):
+    """A server with a tiny model, in a loop of its own, that can be given work."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(daemon=True)
+        self.model, self.url = model, ""
+        self.ready = threading.Event()
+        self.leave = threading.Event()
+
+    def run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        async with serving(self.model, engine_options={"num_gpu_blocks_override": 96, "max_num_seqs": 8}) as server:
+            self.server: Server = server
+            listening = uvicorn.Server(uvicorn.Config(server.app.asgi, lifespan="off", log_config=None))
+            with contextlib.closing(bind("127.0.0.1", 0)) as sock:
+                self.url = f"{url_of(sock)}/view/"
+                running = asyncio.create_task(listening.serve(sockets=[sock]))
+                self.ready.set()
+                while not self.leave.is_set():
+                    await asyncio.sleep(0.05)
+                listening.should_exit = listening.force_exit = True
+                await running
+
+    def give(self, num_requests: int) -> Any:
+        """Work, of which one need not wait for the end."""
+
+        async def work() -> None:
+            coin = random.Random(num_requests)
+            shared = "Four score and seven years ago our fathers"
+            asks = [
+                self.server.complete(
+                    f"{shared} {coin.random()}", max_tokens=coin.randrange(8, 48), n=coin.choice([1, 1, 2])
+                )
+                for _ in range(num_requests)
+            ]
+            await asyncio.gather(*asks)
+
+        return asyncio.run_coroutine_threadsafe(work(), self.loop)
+
+    def stats(self) -> dict[str, Any]:
+        async def ask() -> dict[str, Any]:
+            await self.server.at_rest()
+            return (await self.server.engine.kv_stats()).as_dict()
+
+        return asyncio.run_coroutine_threadsafe(ask(), self.loop).result(WAIT_MS / 1000)
+
+
+@pytest.fixture(scope="module")
+def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Busy]:
+    from tests.engine.models import make_talking_checkpoint
+
+    server = Busy(str(make_talking_checkpoint(tmp_path_factory.mktemp("talking"))))
+    server.start()
+    assert server.ready.wait(WAIT_MS / 1000)
+    yield server
+    server.leave.set()
+    server.join(WAIT_MS / 1000)
+
+
+# -- the playground ----------------------------------------------------------------------------------------------------
+
+
+def same_as_server(shown: Window, answer: dict[str, Any] | None = None) -> None:
+    """What is on the screen is what the server's core has after the same history."""
+    answer = answer or Playgrounds().answer(shown.history)
+    picture = answer["picture"]
+    summary = shown.js("octavoView.summary()")
+    words = [int.from_bytes(picture.words[i : i + 2], "little") for i in range(0, len(picture.words), 2)]
+    assert summary["refs"] == [word & 0x7FFF for word in words]
+    assert summary["states"] == ["used" if w & 0x7FFF else "cached" if w & 0x8000 else "free" for w in words]
+    assert summary["stats"] == picture.stats
+    assert summary["numTables"] == len(answer["names"])
+    names = shown.js("[...document.querySelectorAll('#tables .owner')].map((owner) => owner.textContent)")
+    assert names == list(answer["names"].values())
+
+
+def test_every_control_of_the_playground(browser: Any, playground: str) -> None:
+    with window(browser, playground) as shown:
+        page = shown.page
+        clicks = [
+            ("new", "new,64"),
+            ("fork", "fork,A,1"),
+            ("write", "write,A"),
+            ("append", "append,A,16"),
+            ("text", "text,Four%20score%20and%20seven%20years%20ago%20our"),
+            ("type", "type,C,Four%20score%20and%20seven%20years%20ago%20our"),
+            ("share", "share,64,8"),
+            ("swap", "preempt,D,swap"),
+            ("resume", "resume,D"),
+            ("recompute", "preempt,D,recompute"),
+            ("resume", "resume,D"),
+            ("beam", "beam,D,4"),
+            ("free", "free,"),
+            ("forget", "forget"),
+            ("fill", "fill"),
+        ]
+        for button, action in clicks:
+            before = shown.history
+            shown.click(button)
+            assert shown.history.removeprefix(before + ";").startswith(action), (button, shown.text)
+            assert page.inner_text("#sentence")
+            same_as_server(shown)
+        at_the_end = shown.history
+        shown.click("new")  # nothing is left
+        assert shown.history == at_the_end and page.get_attribute("#story", "data-done") == "false"
+        shown.click("undo")
+        assert shown.history == at_the_end.rpartition(";")[0]
+        same_as_server(shown)
+        shown.click("reset")
+        assert shown.history == "64x16"
+        page.fill("#num-blocks", "12")
+        page.fill("#block-size", "4")
+        page.fill("#max-len", "20")
+        page.click("#pool-form button")
+        shown.settle()
+        assert shown.history == "12x4x20"
+        same_as_server(shown)
+        page.fill("#num-blocks", "999999")
+        page.eval_on_selector("#pool-form", "form => (form.noValidate = true)")
+        page.click("#pool-form button")
+        shown.settle()
+        assert "999999" in page.inner_text("#error") and shown.history == "12x4x20"
+        shown.wrong.clear()  # the browser says that the server answered with 400
+
+
+def test_a_link_holds_the_history(browser: Any, playground: str) -> None:
+    history = "16x4;new,7;fork,A,2;write,B;text,it%27s%20a%20word"
+    with window(browser, f"{playground}#play={history}") as shown:
+        shown.settle()
+        assert shown.history == history
+        same_as_server(shown)
+        link = shown.page.url
+        assert link.endswith(history)
+        shown.page.keyboard.press("u")
+        shown.settle()
+        assert shown.history == history.rpartition(";")[0]
+        shown.js(f"location.hash = 'play={history}'")
+        shown.until(f"octavoView.uses.playground.history === {json.dumps(history)}")
+
+
+def test_copy_on_write_is_shown_step_by_step(browser: Any, playground: str) -> None:
+    with window(browser, f"{playground}#play=8x4;new,7;fork,A") as shown:
+        shown.settle()
+        shown.click("write")
+        page = shown.page
+        kinds = [button.inner_text().split()[1] for button in page.query_selector_all("#phases button")]
+        assert kinds == ["allocate", "copy", "decrement", "repoint"]
+        page.click("#phases button:nth-child(2)")
+        assert shown.js("octavoView.stage.grid.arrow") == [2, 3]
+        assert "2" in page.inner_text("#phase-says") and "3" in page.inner_text("#phase-says")
+        page.click("#phases button:nth-child(4)")
+        assert shown.js("octavoView.stage.grid.arrow") is None
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=[lesson.id for lesson in LESSONS])
+def test_every_step_of_every_lesson(browser: Any, playground: str, lesson: Any) -> None:
+    with window(browser, playground) as shown:
+        page = shown.page
+        page.click(f"#lesson-list button:text-is({json.dumps(lesson.title)})")
+        for i, step in enumerate(lesson.steps):
+            shown.settle()
+            assert page.inner_text("#lesson-step") == step.text
+            assert page.inner_text("#lesson-look") == step.look
+            assert shown.history == step.history
+            answer = shown.js("octavoView.uses.playground.answer")
+            assert answer["done"] is (step.action is None)
+            stats = shown.js("octavoView.summary().stats")
+            sequences = "[...octavoView.stage.pool.sequences.values()]"
+            stats["tables"] = shown.js(f"Object.fromEntries({sequences}.map(s => [s.name, s.blocks]))")
+            stats["num_tokens"] = shown.js(f"Object.fromEntries({sequences}.map(s => [s.name, s.num_tokens]))")
+            for name, wanted in step.expect.items():
+                found = (answer["compare"] | stats)[name]
+                got = {each: found.get(each) for each in wanted} if isinstance(wanted, dict) else found
+                assert got == wanted, (lesson.id, i, name)
+            assert page.url.endswith(f"#lesson={lesson.id}.{i + 1}")
+            if i + 1 < len(lesson.steps):
+                page.click("#lesson-next")
+        page.click("#lesson-leave")
+        assert page.is_visible("#lesson-list")
+
+
+def test_grid_tables_and_details_point_at_each_other(browser: Any, playground: str) -> None:
+    with window(browser, f"{playground}#play=64x16;new,60;fork,A,1;write,B") as shown:
+        shown.settle()
+        page = shown.page
+        page.hover("#tables .row:first-child .chip:nth-child(3)")
+        assert shown.js("octavoView.stage.grid.pointed") == 3
+        assert page.inner_text("#facts dd").strip() == "3" and "A B" in page.inner_text("#facts")
+        assert shown.js("[...octavoView.stage.grid.marked]") == [1, 2, 3, 4]
+        assert len(page.query_selector_all("#tables .chip.on")) == 2
+        place = shown.js("octavoView.stage.grid.placeOf(5)")
+        page.hover("#grid", position={"x": place["x"] + 10, "y": place["y"] + 10})
+        assert page.inner_text("#tables .chip.on") == "5"
+        page.focus("#grid")
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowRight")
+        assert page.inner_text("#picked").startswith("Block 2: used, 2 references")
+        page.keyboard.press("Escape")
+        assert page.inner_text("#picked") == ""
+        for mode, key in (("owner", "2"), ("references", "3"), ("age", "4"), ("state", "1")):
+            page.focus("#tables > ul")
+            page.keyboard.press(key)
+            assert shown.js("octavoView.stage.grid.mode") == mode
+            assert page.is_checked(f"#modes input[value={mode}]")
+
+
+# -- a running server --------------------------------------------------------------------------------------------------
+
+MOMENT = """(() => {
+  const { refs, states, owners, stats } = octavoView.summary();
+  const count = (state) => states.filter((each) => each === state).length;
+  const told = [stats.num_used, stats.num_cached, stats.num_free];
+  const sharing = refs.reduce((sum, n) => sum + Math.max(0, n - 1), 0);
+  return { seen: [count("used"), count("cached"), count("free")], told, sharing, saved: stats.num_saved_by_sharing,
+           owned: refs.every((n, i) => n === owners[i]), frame: octavoView.stage.pool.frame };
+})()"""
+
+
+def test_live_equals_the_pool_under_load_and_at_rest(browser: Any, busy: Busy) -> None:
+    with window(browser, f"{busy.url}#live") as shown:
+        work = busy.give(120)
+        frames: set[int] = set()
+        while not work.done():
+            moment = shown.js(MOMENT)
+            assert moment["seen"] == moment["told"] and moment["owned"], moment
+            assert moment["sharing"] == moment["saved"]
+            frames.add(moment["frame"])
+            if len(frames) == 3:  # a delta is lost: it begins anew, and nobody notices
+                shown.js("octavoView.stage.pool.frame += 5")
+        work.result()
+        assert len(frames) > 5
+        wanted = busy.stats()
+        shown.until(f"octavoView.stage.pool.stats.num_hits === {wanted['num_hits']}")
+        shown.until("octavoView.stage.pool.requests.size === 0")
+        assert shown.js("octavoView.summary().stats") == wanted
+        assert shown.js("octavoView.summary().states.filter(s => s === 'cached').length") == wanted["num_cached"]
+        assert shown.js("octavoView.uses.live.numDeltas") > 5
+        shown.js("octavoView.stage.paint()")
+        assert str(wanted["num_cached"]) in shown.page.inner_text("#numbers")
+        assert "ended" in shown.page.inner_text("#happened")
+
+
+def test_live_equals_the_pool_for_long(browser: Any, busy: Busy) -> None:
+    """`OCTAVO_SOAK_S` seconds of load by turns, in which the stream is lost again and again."""
+    coin = random.Random(9)
+    end = time.monotonic() + float(os.environ.get("OCTAVO_SOAK_S", "20"))
+    num_moments = num_lost = num_rests = 0
+    with window(browser, f"{busy.url}#live") as shown:
+        while time.monotonic() < end or not num_rests:
+            work = busy.give(coin.randrange(20, 60))
+            while not work.done():
+                moment = shown.js(MOMENT)
+                assert moment["seen"] == moment["told"] and moment["owned"] and moment["sharing"] == moment["saved"]
+                num_moments += 1
+                if coin.random() < 0.05:
+                    num_lost += 1
+                    shown.js(coin.choice(["octavoView.stage.pool.frame += 5", "octavoView.uses.live._retry('a test')"]))
+            work.result()
+            wanted = busy.stats()
+            shown.until(f"octavoView.stage.pool.stats.num_misses === {wanted['num_misses']}")
+            shown.until("octavoView.stage.pool.requests.size === 0")
+            assert shown.js("octavoView.summary().stats") == wanted
+            num_rests += 1
+        print(f"{num_moments} moments, {num_lost} times lost, {num_rests} times at rest")
+
+
+def test_live_comes_back_after_the_stream_was_lost(browser: Any, busy: Busy) -> None:
+    with window(browser, f"{busy.url}#live") as shown:
+        shown.js(
+            "octavoView.uses.live.source.dispatchEvent(new MessageEvent('bye', { data: '{\"reason\": \"slow\"}' }))"
+        )
+        assert "slow" in shown.page.inner_text("#connection")
+        shown.until("document.querySelector('#connection').dataset.state === 'open'")
+        busy.give(4).result()
+        shown.until("octavoView.stage.pool.stats.num_cached > 0")
+
+
+# -- a recording -------------------------------------------------------------------------------------------------------
+
+
+def at(page: Any, url: str, time_s: float) -> dict[str, Any]:
+    answer: dict[str, Any] = page.request.get(f"{url}replay/at?time_s={time_s}").json()
+    return answer
+
+
+def test_replay_scrubs_plays_and_jumps(browser: Any, recording: str) -> None:
+    with window(browser, f"{recording}#replay=1") as shown:
+        page = shown.page
+        about = page.request.get(f"{recording}replay").json()
+        times = [mark["time_s"] for mark in about["marks"] if mark["event"] == "preempted"]
+        assert len(times) > 3
+        shown.until("octavoView.uses.replay.now_s === 1 && !octavoView.uses.replay.seeking")
+        assert shown.js("octavoView.summary().stats") == at(page, recording, 1)["stats"]
+        for share in (0.9, 0.2, 0.5):  # to and fro
+            time_s = round(share * about["duration_s"], 3)
+            page.fill("#scrub", str(time_s))
+            shown.until(f"octavoView.uses.replay.now_s === {time_s} && !octavoView.uses.replay.seeking")
+            expected = at(page, recording, time_s)
+            assert shown.js("octavoView.summary().stats") == expected["stats"]
+            assert shown.js("octavoView.stage.pool.requests.size") == len(expected["requests"])
+        page.fill("#scrub", "0")
+        shown.until("!octavoView.uses.replay.seeking")
+        page.keyboard.press("Escape")
+        page.click("#jump")
+        shown.until(f"Math.abs(octavoView.uses.replay.now_s - {times[0]}) < 0.06 && !octavoView.uses.replay.seeking")
+        shown.js("octavoView.uses.replay.seek(0)")
+        page.select_option("#speed", "20")
+        page.click("#run")
+        shown.until("octavoView.uses.replay.now_s === octavoView.uses.replay.about.duration_s")
+        shown.until("!octavoView.uses.replay.playing && !octavoView.uses.replay.frames.length")
+        # Played to the end, frame after frame, it is what a jump to the end shows.
+        assert shown.js("octavoView.summary().stats") == at(page, recording, about["duration_s"])["stats"]
+        assert shown.js("octavoView.stage.pool.steps.some(s => s.numPreempted || s.numSwaps)")
+        assert page.get_attribute("#export", "href").startswith("replay/export?from_s=")
+        assert page.request.get(recording + page.get_attribute("#trace", "href")).ok
+
+
+# -- for everybody -----------------------------------------------------------------------------------------------------
+
+
+def urls(playground: str, busy: Busy, recording: str) -> dict[str, str]:
+    history = "64x16;new,60;fork,A,3;write,B;append,C,14;new,40;free,E;new,100"
+    return {
+        "play": f"{playground}#play={history}",
+        "lesson": f"{playground}#lesson=copy-on-write.2",
+        "live": f"{busy.url}#live",
+        "replay": f"{recording}#replay=2",
+    }
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_axe_finds_nothing(browser: Any, playground: str, busy: Busy, recording: str, dark: bool) -> None:
+    axe = os.environ.get("OCTAVO_AXE")
+    if not axe:
+        pytest.skip("OCTAVO_AXE is the path to axe.min.js; it is not set")
+    source = Path(axe).read_text(encoding="utf-8")
+    for name, url in urls(playground, busy, recording).items():
+        for size in (SIZES[0], SIZES[-1]):
+            with window(browser, url, dark=dark, size=size) as shown:
+                shown.js("octavoView.stage.paint()")
+                shown.js(source)  # not as an element: the policy would forbid it
+                found = shown.js("axe.run().then((result) => result.violations)")
+                said = [(each["id"], [node["target"] for node in each["nodes"]]) for each in found]
+                assert not said, (name, size)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=[f"{width}x{height}" for width, height in SIZES])
+def test_nothing_is_cut_off_at_the_side(
+    browser: Any, playground: str, busy: Busy, recording: str, size: tuple[int, int]
+) -> None:
+    for name, url in urls(playground, busy, recording).items():
+        with window(browser, url, size=size) as shown:
+            shown.js("octavoView.stage.paint()")
+            assert shown.js("document.documentElement.scrollWidth <= innerWidth"), (name, size)
+
+
+def test_nothing_moves_by_itself(browser: Any, recording: str) -> None:
+    with window(browser, f"{recording}#replay=1") as shown:
+        shown.js(
+            "globalThis.moved = 0; new PerformanceObserver((list) => list.getEntries().forEach((e) => "
+            "(moved += e.hadRecentInput ? 0 : e.value))).observe({ type: 'layout-shift' })"
+        )
+        shown.js("octavoView.uses.replay.play()")
+        shown.until("octavoView.uses.replay.now_s > 5")
+        assert shown.js("moved") < 0.01
+
+
+def test_a_million_blocks(browser: Any, busy: Busy) -> None:
+    num = 1_000_000
+    coin = random.Random(3)
+    words = bytearray(2 * num)
+    for i in range(0, num, 2):
+        words[2 * i : 2 * i + 2] = coin.choice([0x8001, 0x8000, 1]).to_bytes(2, "little")
+    empty = b64encode(b"").decode()
+    snapshot = {
+        "kind": "snapshot",
+        "epoch": "m",
+        "frame": 0,
+        "time_s": 0,
+        "step": 0,
+        "num_blocks": num,
+        "block_size": 16,
+    }
+    snapshot |= {"num_host_blocks": 0, "words": b64encode(words).decode(), "requests": [], "sequences": []}
+    snapshot |= {"seals": {"block_ids": empty, "seal_ids": empty, "parent_ids": empty}, "counts": {}}
+    with window(browser, f"{busy.url}#live") as shown:
+        shown.js("octavoView.uses.live.leave()")
+        stats = shown.js("octavoView.stage.pool.stats")
+        shown.page.evaluate("(s) => { globalThis.told = s }", json.dumps(snapshot | {"stats": stats}))
+        seconds = shown.js("(() => { const t = performance.now(); octavoView.stage.show(JSON.parse(told));"
+                           " octavoView.stage.grid._draw(); return (performance.now() - t) / 1000 })()")  # fmt: skip
+        for frame in range(1, 21):
+            ids = sorted(coin.sample(range(1, num + 1), 100))
+            blocks = {
+                "ids": b64encode(b"".join(i.to_bytes(4, "little") for i in ids)).decode(),
+                "words": b64encode(b"\x03\x80" * 100).decode(),
+            }
+            delta = {
+                "kind": "delta",
+                "epoch": "m",
+                "frame": frame,
+                "time_s": frame / 10,
+                "step": frame,
+                "blocks": blocks,
+            }
+            shown.page.evaluate("(d) => octavoView.stage.apply(d)", delta)
+            for i in ids:
+                words[2 * i - 2 : 2 * i] = b"\x03\x80"
+        seen = shown.js("[0, 1, 3].map((n) => octavoView.stage.pool.refs.slice(1).filter((refs) => refs === n).length)")
+        refs = [(words[i] | words[i + 1] << 8) & 0x7FFF for i in range(0, 2 * num, 2)]
+        assert seen == [refs.count(n) for n in (0, 1, 3)]
+        pixels = (
+            "(() => { const g = octavoView.stage.grid; const i = g.pixels; let bad = 0; for (let b = 1; b <= "
+            "g.pool.numBlocks; b++) bad += i[b - 1] !== g.paletteImage[g._toneOf(b)]; return bad })()"
+        )
+        assert shown.js(pixels) == 0, "the heat map is not what the pool is"
+        for _ in range(12):
+            shown.page.click("#zoom-in")
+        assert shown.js("octavoView.stage.grid.cell") > 9
+        heap = shown.js("(globalThis.gc?.(), performance.memory.usedJSHeapSize / 2 ** 20)")
+        assert seconds < 20 and heap < 300, (seconds, heap)
+        print(f"first picture {seconds:.2f} s, heap {heap:.0f} MB")

@@ -1,0 +1,158 @@
+"""The page's own picture of the pool: what its JavaScript makes of frames is what the scheduler has."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+from collections import Counter
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import octavo.view
+from octavo.core.plan import StepPlan
+from octavo.view.frames import Snapshot
+from octavo.view.tap import Tap
+from tests.workloads import World
+
+STATIC = Path(octavo.view.__file__).parent / "static"
+
+SCRIPT = """
+import { readFileSync } from "node:fs";
+const { OutOfStep, Pool } = await import(process.argv[1]);
+for (const run of JSON.parse(readFileSync(0, "utf8"))) {
+  let pool = null;
+  const summaries = [];
+  for (const frame of run) {
+    if (frame.kind === "delta") pool.apply(frame);
+    else if (pool) pool.replace(frame);
+    else pool = new Pool(frame);
+    summaries.push(structuredClone(pool.summary()));
+  }
+  let lost = 0;
+  try {
+    pool.apply({ kind: "delta", epoch: pool.epoch, frame: pool.frame + 2, time_s: 0, step: 0 });
+  } catch (error) {
+    if (error instanceof OutOfStep) lost = 1;
+  }
+  console.log(JSON.stringify({ summaries, lost }));
+}
+"""
+
+
+def run_pool(runs: list[list[Any]]) -> list[dict[str, Any]]:
+    """What the page has after each frame of each run."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("there is no node here to run the page's modules with")
+    command = [node, "--input-type=module", "-e", SCRIPT, (STATIC / "pool.mjs").as_uri()]
+    done = subprocess.run(command, input=json.dumps(runs), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+class FilmedWorld(World):
+    """Keeps frames as the browser gets them, and what is so at that moment."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, Counter(), listen=True)
+        self.coin = random.Random(seed + 0.25)
+        self.tap = Tap(self.scheduler)
+        self.frames: list[Any] = []
+        self.truths: list[dict[str, Any]] = []
+
+    def _plan(self) -> StepPlan:
+        plan = super()._plan()
+        self.look()
+        return plan
+
+    def _land(self) -> None:
+        super()._land()
+        self.look()
+
+    def look(self) -> None:
+        if self.coin.random() > 0.4:
+            return
+        # Now and then everything once more, as after a lost connection.
+        frame = self.tap.frame(self.tap.last if self.frames and self.coin.random() < 0.95 else "")
+        if frame is None:
+            return
+        self.frames.append(json.loads(msgspec.json.encode(frame)))
+        if isinstance(frame, Snapshot) or self.frames[0]["num_blocks"] < 4096:
+            self.truths.append(truth(self))
+
+
+def truth(world: World) -> dict[str, Any]:
+    """The same as `Pool.summary`, from the scheduler."""
+    scheduler = world.scheduler
+    cache = scheduler.cache
+    pool, size = cache.pool, cache.block_size
+    lines = {"running": scheduler.running, "swapped": scheduler.swapped, "waiting": scheduler.waiting}
+    live = [request for line in lines.values() for request in line]
+    owners: Counter[int] = Counter()
+    filled: dict[int, int] = {}
+    for request in live:
+        if request.status.value == "swapped":
+            continue
+        for sequence in request.sequences:
+            for i, block in enumerate(sequence.block_ids):
+                owners[block] += 1
+                filled[block] = min(max(sequence.num_computed - i * size, 0), size)
+    for sequence in cache.pins.values():
+        for i, block in enumerate(sequence.block_ids):
+            owners[block] += 1
+            filled[block] = min(max(sequence.num_computed - i * size, 0), size)
+    blocks = range(1, pool.num_blocks + 1)
+    pinned = [(name, sequence) for name, sequence in cache.pins.items()]
+    told = [(r.request_id, s) for r in live for s in r.sequences] + pinned
+    states = ["used" if pool.refs[b] else "cached" if pool.seal_id[b] else "free" for b in blocks]
+    return {
+        "refs": [pool.refs[b] for b in blocks],
+        "states": states,
+        "seals": [pool.seal_id[b] for b in blocks],
+        "owners": [owners[b] for b in blocks],
+        "owned": [owners[b] > 0 for b in blocks],
+        "filled": [size if pool.seal_id[b] else filled.get(b, 0) for b in blocks],
+        "tables": sorted(
+            ([i, len(s.token_ids), s.num_computed, list(s.block_ids)] for i, s in told), key=itemgetter(0)
+        ),
+        "numTables": len(told),
+        "lines": {name: [r.request_id for r in line] for name, line in lines.items()},
+        "stats": cache.stats().as_dict(),
+    }
+
+
+def check_runs(seeds: range) -> Counter[str]:
+    worlds = [FilmedWorld(seed) for seed in seeds]
+    for world in worlds:
+        world.run()
+    worlds = [world for world in worlds if world.frames]
+    totals: Counter[str] = Counter()
+    for world, shown in zip(worlds, run_pool([world.frames for world in worlds]), strict=True):
+        assert shown["lost"] == 1, "a delta that does not follow was taken"
+        for frame, summary, expected in zip(world.frames, shown["summaries"], world.truths, strict=True):
+            summary["tables"].sort(key=itemgetter(0))  # of one request, they stay in its order
+            summary["lines"].pop("pinned")
+            for name, value in expected.items():
+                assert summary[name] == value, (frame["kind"], frame["frame"], name)
+            totals[frame["kind"]] += 1
+            totals["swapped"] += bool(expected["lines"]["swapped"])
+            totals["shared"] += max(expected["refs"]) > 1
+    return totals
+
+
+def test_the_page_has_what_the_scheduler_has() -> None:
+    totals = check_runs(range(46, 54))
+    assert totals["snapshot"] > 8 and totals["delta"] > 80 and totals["swapped"] > 10 and totals["shared"] > 20, totals
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 1300, 100))
+def test_the_page_has_what_the_scheduler_has_for_long(first: int) -> None:
+    totals = check_runs(range(first, first + 100))
+    assert totals["delta"] > 1000
