@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from octavo.kernels import cpu, native, reference
-from octavo.kernels.batch import RaggedBatch
+from octavo.kernels.batch import RaggedBatch, SamplingTensors
 from tests.kernels.pool import make_case, naive_attention, relative_error
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -108,6 +110,26 @@ def test_sequences_without_keys_are_left_at_zero(library: native.Library) -> Non
     batch.seq_lens.zero_()
     out, lse = cpu.paged_attention(torch.ones(2, 2, 8), kv_layer, batch, scale=1.0, return_lse=True)
     assert not out.any() and (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 7, 128, 129, 1000, 20_000])
+def test_draws_are_those_of_torch(library: native.Library, dtype: torch.dtype, size: int) -> None:
+    """Few tokens get an exact score; the one that wins must be among them, however flat or steep the logits are."""
+    for seed, (spread, temperature) in enumerate(itertools.product((0.0, 1.0, 4.0, 30.0), (0.1, 1.0, 2.5))):
+        logits = (torch.randn(16, size, generator=torch.Generator().manual_seed(seed)) * spread).to(dtype)
+        logits[3, : size // 2] = -math.inf
+        params = SamplingTensors.from_lists(
+            [temperature] * 16, [0] * 16, [1.0] * 16, [0.0] * 16, [size] * 16, list(range(16)), [seed] * 16
+        )
+        assert torch.equal(cpu.sample(logits, params), reference.sample(logits, params))
+
+
+def test_a_draw_with_one_token_left_takes_it(library: native.Library) -> None:
+    logits = torch.full((4, 1000), -math.inf)
+    logits[range(4), [0, 77, 640, 999]] = -5.0
+    params = SamplingTensors.from_lists([1.0] * 4, [0] * 4, [1.0] * 4, [0.0] * 4, [1] * 4, [0] * 4, [0] * 4)
+    assert cpu.sample(logits, params).tolist() == [0, 77, 640, 999]
 
 
 def test_numbers_that_are_none_stay_none(library: native.Library) -> None:

@@ -536,12 +536,15 @@ def _sample_greedy(logits: Tensor, params: SamplingTensors) -> Tensor:
 
 
 def _sample_all(logits: Tensor, params: SamplingTensors) -> Tensor:
-    """Rows with a temperature and no filter, one after the other: a row's integers stay in the caches."""
+    """Rows with a temperature and no filter. In torch one after the other: a row's integers stay in the caches."""
+    keys = noise_keys(params.seed, params.sample_index, params.position)
+    if (library := _native_for(logits)) is not None:
+        return library.race(logits, params.temperature.float().contiguous(), keys.contiguous())
     wide = reference.wide_dtype(logits.dtype)
     counters = torch.arange(1, logits.shape[1] + 1).mul_(GOLDEN)
     bits, scratch = torch.empty_like(counters), torch.empty_like(counters)
     tokens = torch.empty(len(logits), dtype=torch.int64)
-    for row, key in enumerate(noise_keys(params.seed, params.sample_index, params.position)):
+    for row, key in enumerate(keys):
         noise = _exponential_noise(key, counters, bits, scratch)
         scores = logits[row].to(wide) / params.temperature[row]
         tokens[row] = argmax(scores.sub_(noise.log_()))

@@ -636,6 +636,71 @@ template <class T> void decode_attention(const Attention &a) {
     }
 }
 
+// -- sampling ---------------------------------------------------------------------------------------------------------
+
+// A draw is a race (`reference.sample`): each token's score is its logit / temperature minus the logarithm of a waiting
+// time, and the largest wins. Two logarithms for each token of a vocabulary would take most of a small model's step, but
+// few tokens can win: a waiting time is at least the uniform number that it is made of, and the logarithm of that is at
+// least its binary exponent's. Only who beats the leader with that gets an exact score: some dozens.
+
+constexpr uint64_t GOLDEN = 0x9e3779b97f4a7c15, MIX_1 = 0xbf58476d1ce4e5b9, MIX_2 = 0x94d049bb133111eb;
+constexpr long LAP = 128;  // tokens between two looks at who leads
+
+inline float uniform_of(uint32_t bits) { return (float(bits) + 0.5f) * 0x1p-32f; }
+
+inline float least_log_wait(uint32_t bits) {
+    float uniform = uniform_of(bits);
+    int32_t word;
+    memcpy(&word, &uniform, sizeof word);
+    return 0.6931472f * float((word >> 23) - 127) - 1e-3f;  // less what rounding may make of the exact one
+}
+
+inline float log_wait(uint32_t bits) {
+    return std::log(-std::log1p(-std::min(uniform_of(bits), 1.0f - 0x1p-24f)));
+}
+
+struct Race {
+    const void *logits;        // [num_rows, size]
+    const float *temperature;  // [num_rows], each above 0
+    const int64_t *keys;       // [num_rows], of the noise
+    int64_t *token_ids;        // [num_rows], who wins
+    long num_rows, size;
+    int num_threads;
+};
+
+template <class T> long winner_of(const T *logits, long size, float temperature, uint64_t key) {
+    float lead = -INFINITY, scores[LAP];
+    uint32_t bits[LAP];
+    long winner = 0;
+    for (long begin = 0; begin < size; begin += LAP) {
+        long count = std::min(LAP, size - begin);
+        for (long i = 0; i < count; i++) {  // SplitMix64's upper half, `reference.exponential_noise`
+            uint64_t z = key + uint64_t(begin + i + 1) * GOLDEN;
+            z = (z ^ (z >> 30)) * MIX_1;
+            z = (z ^ (z >> 27)) * MIX_2;
+            bits[i] = uint32_t(z >> 32);
+        }
+        int num_hopeful = 0;
+        for (long i = 0; i < count; i++) {
+            scores[i] = wide(logits[begin + i]) / temperature;
+            num_hopeful += scores[i] - least_log_wait(bits[i]) > lead;
+        }
+        for (long i = 0; num_hopeful && i < count; i++) {
+            if (!(scores[i] - least_log_wait(bits[i]) > lead)) continue;
+            float score = scores[i] - log_wait(bits[i]);
+            if (score > lead) lead = score, winner = begin + i;
+        }
+    }
+    return winner;
+}
+
+template <class T> void race(const Race &a) {
+    auto *logits = static_cast<const T *>(a.logits);
+#pragma omp parallel for num_threads(a.num_threads) if (a.num_rows > 1)
+    for (long row = 0; row < a.num_rows; row++)
+        a.token_ids[row] = winner_of(logits + row * a.size, a.size, a.temperature[row], uint64_t(a.keys[row]));
+}
+
 }  // namespace
 
 // -- what native.py calls ---------------------------------------------------------------------------------------------
@@ -664,7 +729,8 @@ EXPORT quantize_rows(const Quantize *a) {
     EXPORT rope_kv_write_##NAME(const RopeWrite *a) {                               \
         a->wide_norm ? rope_kv_write<T, float>(*a) : rope_kv_write<T, T>(*a);       \
     }                                                                               \
-    EXPORT decode_attention_##NAME(const Attention *a) { decode_attention<T>(*a); }
+    EXPORT decode_attention_##NAME(const Attention *a) { decode_attention<T>(*a); } \
+    EXPORT race_##NAME(const Race *a) { race<T>(*a); }
 
 EXPORT_FOR(float, f32)
 EXPORT_FOR(bfloat16, bf16)

@@ -82,6 +82,7 @@ _Attention = _struct(
     (POINTER, "q kv_layer out lse"),
     (INT, "num_threads"),
 )
+_Race = _struct("Race", (POINTER, "logits temperature keys token_ids"), (LONG, "num_rows size"), (INT, "num_threads"))
 _Call = _struct("Call", (POINTER, "function arguments"))
 
 
@@ -118,7 +119,7 @@ class Library:
         self._functions: dict[tuple[str, torch.dtype | None], tuple[Any, int]] = {}
         for name in ("linear_bf16", "linear_int8", "embed_bf16", "embed_plain", "embed_int8", "quantize_rows"):
             self._functions[name, None] = _function(unlocking if name.startswith("linear") else locked, name)
-        for name in ("add_rms_norm", "silu_mul", "rope_kv_write", "decode_attention"):
+        for name in ("add_rms_norm", "silu_mul", "rope_kv_write", "decode_attention", "race"):
             for dtype, suffix in SUFFIXES.items():
                 self._functions[name, dtype] = _function(locked, f"{name}_{suffix}")
         self._replay = unlocking.replay
@@ -288,6 +289,18 @@ class Library:
             torch.get_num_threads(),
         )
         self._call("decode_attention", q.dtype, arguments, singles, q, kv_layer, out, lse)
+
+    def race(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
+        """Draws from softmax(logits / temperature) by noise of those keys -> [num_rows] int64, as `reference.sample`.
+
+        logits [num_rows, vocab_size]; temperature [num_rows] float32, above 0; keys [num_rows] int64.
+        """
+        num_rows, size = logits.shape
+        token_ids = torch.empty(num_rows, dtype=torch.int64)
+        pointers = logits.data_ptr(), temperature.data_ptr(), keys.data_ptr(), token_ids.data_ptr()
+        arguments = _Race(*pointers, num_rows, size, torch.get_num_threads())
+        self._call("race", logits.dtype, arguments, logits, temperature, keys, token_ids)
+        return token_ids
 
 
 class Singles:
