@@ -29,6 +29,7 @@ from octavo.errors import (
     RequestFailedError,
     UsageError,
 )
+from octavo.serve import client as client_module
 from octavo.serve.client import EngineClient
 from octavo.serve.supervisor import Limits
 from tests.engine.models import make_talking_checkpoint
@@ -233,8 +234,24 @@ def test_a_request_that_kills_engines_is_found_and_given_up(model: str) -> None:
     run(main())
 
 
-def test_being_killed_is_held_against_nobody(model: str) -> None:
-    """However often, and before anything has come of anything."""
+def test_not_even_kills_go_on_for_ever(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "KILLS_A_DEATH", 1)
+
+    async def main() -> None:
+        async with serving(oracle_client(model, slow_at=[0, 60])) as client:
+            stream = asyncio.ensure_future(last_of(client, prompt(0), PARAMS))
+            for killed in range(1, 5):
+                await until(lambda: any(s.sent for s in client._streams.values()))
+                os.kill(client.pid or 0, signal.SIGKILL)
+                await until(lambda: client.health().num_restarts == killed and client._supervisor.is_up)  # noqa: B023
+            with pytest.raises(RequestFailedError, match="4 engines died over it"):
+                await stream
+
+    run(main())
+
+
+def test_a_few_kills_are_held_against_nobody(model: str) -> None:
+    """Though they come before anything has come of anything."""
 
     async def main() -> None:
         async with serving(oracle_client(model, slow_at=[0, 0.1])) as client:

@@ -39,12 +39,15 @@ logger = logging.getLogger("octavo.client")
 DEATHS_TO_TRIAL = 3
 """Engines that may die with a request before it has got a token further; then the next one is given it alone. If that
 one dies too, it was the request's doing, and the request is given up."""
+KILLS_A_DEATH = 8
+"""Engines that are killed count as one that died: a request that the system's memory does not suffice for must end."""
 
 
 class _Stream:
     """A request and its reader. What has come is put together when it is read: whoever reads slowly costs no memory.
 
-    num_deaths   of engines that had this request, since it last got on; of those that nobody killed
+    num_deaths   of engines that had this request, since it last got on
+    num_kills    how many of them somebody killed: a person, or a system without memory, which is seldom its doing
     sent         the engine that runs has it
     ending       it is to be aborted, and only the engine knows with what answers (a beam search)
     """
@@ -54,9 +57,13 @@ class _Stream:
         self.only_final = only_final
         self.news = asyncio.Event()
         self.error: OctavoError | None = None
-        self.num_deaths = 0
+        self.num_deaths = self.num_kills = 0
         self.sent = False
         self.ending = False
+
+    @property
+    def blame(self) -> float:
+        return self.num_deaths - self.num_kills + self.num_kills / KILLS_A_DEATH
 
     def tell(self) -> None:
         if self.mirror.finished or not self.only_final:
@@ -369,7 +376,7 @@ class EngineClient:
             if stream.mirror.finished:
                 del self._streams[update.request_id]
             stream.tell()
-            stream.num_deaths = 0
+            stream.num_deaths = stream.num_kills = 0
             self._try_next(stream)
         for answer in step.answers:
             future = self._asked.get(answer.number)
@@ -387,10 +394,11 @@ class EngineClient:
         for stream in list(self._streams.values()):
             if stream.sent:
                 stream.sent = False
-                stream.num_deaths += by_itself
+                stream.num_deaths += 1
+                stream.num_kills += not by_itself
             if stream.ending:
                 self._end(stream, "abort")
-            elif stream.num_deaths > DEATHS_TO_TRIAL:
+            elif stream.blame > DEATHS_TO_TRIAL:
                 died = f"{stream.num_deaths} engines died over it, the last with no other request"
                 self._end(stream, "error", died)
 
@@ -410,7 +418,7 @@ class EngineClient:
     def _feed(self) -> None:
         """Give the engine what it does not have. A request that several died over is tried alone, before the others."""
         new = [s for s in self._streams.values() if not s.sent]
-        self._trial = next((s for s in new if s.num_deaths >= DEATHS_TO_TRIAL), None)
+        self._trial = next((s for s in new if s.blame >= DEATHS_TO_TRIAL), None)
         for stream in new if self._trial is None else [self._trial]:
             self._give(stream)
 
