@@ -1,6 +1,6 @@
 """What the core costs on the host: `schedule` + `update`, with nothing behind them.
 
-All requests decode, with prefix caching, the statistics and the flight recorder on, and the garbage collector as the
+All requests decode, with prefix caching, the statistics and a recorder of events on, and the garbage collector as the
 engine sets it. Prompts differ, and their lengths are spread over a block, so that every step has its share of requests
 that take a block and of requests that seal one. A round is as many steps as a block has tokens; figures are the median
 of the rounds' means, and the longest step is the one that took most processor time: what the collector or a growing

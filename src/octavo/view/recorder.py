@@ -1,4 +1,4 @@
-"""The flight recorder: the latest events, kept in case somebody asks what has just happened."""
+"""The latest events, kept in case somebody asks what has just happened (`view.flight` can run it again)."""
 
 from __future__ import annotations
 
