@@ -16,8 +16,9 @@ from torch import Tensor
 
 from octavo.kernels import cuda, reference
 from octavo.kernels.batch import PER_ROW, RaggedBatch, SamplingTensors
+from octavo.kernels.reference import Stream
 from octavo.kernels.rows import FIRST_STOP_ID, MIN_P, NUM_COLUMNS, TEMPERATURE, TOP_P, DecodeStep, RowState
-from octavo.kernels.skinny_linear import SkinnyTuning, SmallWeight, skinny_linear
+from octavo.kernels.thin_linear import ThinTuning
 from tests.kernels.pool import relative_error
 from tests.kernels.triton_cases import DEVICE, INTERPRETED
 
@@ -128,27 +129,49 @@ def test_settle() -> None:
     assert state.done.cpu().tolist() == [False, True, True, True, True, False, True]
 
 
-# -- products of few rows ---------------------------------------------------------------------------------------------
+# -- products of few tokens -------------------------------------------------------------------------------------------
+
+
+def wide(stream: Stream) -> Stream:
+    return Stream(stream.x.double(), stream.weighted.double(), stream.squares.double())
+
+
+def check_stream(mine: Stream, expected: Stream, num_tokens: int) -> None:
+    assert relative_error(mine.x, expected.x) < 1e-3
+    assert relative_error(mine.weighted, expected.weighted) < 2e-3  # of a rounded x
+    assert relative_error(mine.squares.sum(0)[:num_tokens], expected.squares.sum(0)) < 1e-3
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize(("num_rows", "num_out", "num_in"), [(1, 40, 256), (3, 33, 300), (16, 64, 517)])
-def test_few_rows_times_a_weight(num_rows: int, num_out: int, num_in: int, splits: int) -> None:
+@pytest.mark.parametrize(("num_tokens", "size", "num_in"), [(1, 40, 256), (3, 33, 300), (16, 64, 517), (31, 1048, 260)])
+def test_products_of_few_tokens(num_tokens: int, size: int, num_in: int, splits: int) -> None:
     """Also twice, as the counters of the parts must be 0 again; with a bias that is added once, and without."""
-    x = torch.randn(num_rows, num_in + 8, device=DEVICE, dtype=torch.float16)[:, :num_in]
-    weight, bias = torch.randn(num_out, num_in, device=DEVICE).half(), torch.randn(num_out, device=DEVICE).half()
-    tuning = SkinnyTuning(rows=16, columns=128, splits=splits, num_warps=2, num_stages=3)
+    x = torch.randn(num_tokens, num_in + 8, device=DEVICE).half()[:, :num_in]
+    weight, bias = torch.randn(size, num_in, device=DEVICE).half() / 16, torch.randn(size, device=DEVICE).half()
+    norm = torch.rand(size, device=DEVICE).half()
+    tuning = ThinTuning(rows=16, columns=128, splits=splits, num_warps=2, num_stages=3)
+    begin = torch.randn(num_tokens, size, device=DEVICE).half()
+    stream, expected = cuda.begin_stream(begin, norm), reference.begin_stream(begin.double(), norm.double())
+    check_stream(stream, expected, num_tokens)
     for b in (None, bias, bias):
-        expected = torch.nn.functional.linear(x.double(), weight.double(), None if b is None else b.double())
-        assert relative_error(skinny_linear(x, weight, b, tuning=tuning), expected) < 1e-3
+        wide_bias = None if b is None else b.double()
+        product = cuda.norm_linear(stream, 1e-5, weight.T.contiguous(), None, tuning=tuning)
+        assert relative_error(product, reference.norm_linear(wide(stream), 1e-5, weight.T.double())) < 1e-3
+        expected = reference.add_linear(wide(stream), x.double(), weight.double(), wide_bias, norm.double())
+        stream = cuda.add_linear(stream, x, weight, b, norm, tuning=tuning)
+        check_stream(stream, expected, num_tokens)
 
 
-@pytest.mark.parametrize("num_rows", [2, 17])
-def test_a_small_weight_takes_any_number_of_rows(num_rows: int) -> None:
-    x = torch.randn(num_rows, 64, device=DEVICE).half()
-    weight = torch.randn(48, 64, device=DEVICE).half()
-    y = SmallWeight(weight)(x, None, wide=True)
-    assert y.dtype == torch.float32 and relative_error(y, x.double() @ weight.double().T) < 1e-3
+@pytest.mark.parametrize("gate", ["silu", "gelu"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_gate_in_its_product(gate: Any, biased: bool) -> None:
+    """With a norm's weight that is wider than the rest."""
+    x, weight = torch.randn(5, 96, device=DEVICE).half(), torch.randn(2 * 40, 96, device=DEVICE).half() / 4
+    norm, bias = torch.rand(96, device=DEVICE), torch.randn(2 * 40, device=DEVICE).half() if biased else None
+    stream = cuda.begin_stream(x, norm)
+    wide_bias = None if bias is None else bias.double()
+    expected = reference.norm_linear(wide(stream), 1e-5, weight.double(), wide_bias, gate)
+    assert relative_error(cuda.norm_linear(stream, 1e-5, weight, bias, gate), expected) < 2e-3
 
 
 # -- sampling ---------------------------------------------------------------------------------------------------------

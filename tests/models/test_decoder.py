@@ -146,7 +146,16 @@ def random_steps(seed: int) -> list[list[int]]:
     return [[rng.choice([0, 1, 1, 2, 5, 11]) for _ in PROMPTS] for _ in range(200)]
 
 
-@pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+class Thin(ModuleType):
+    """The reference, told that layers of up to 6 tokens are faster as `DecoderLayer.thin`."""
+
+    def __init__(self) -> None:
+        super().__init__("thin")
+        self.__dict__.update(vars(reference))
+        self.max_thin_tokens = lambda num_bytes: 6
+
+
+@pytest.mark.parametrize("ops", [reference, cpu, Thin()], ids=["reference", "cpu", "thin"])
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers(models: Any, case: str, ops: ModuleType) -> None:
     directory, expected = models[case]

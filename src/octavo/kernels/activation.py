@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.launching import overlapped, wait_for_predecessor
+
 GELU_SLOPE = tl.constexpr(2 * math.sqrt(2 / math.pi))
 
 
@@ -29,13 +31,14 @@ def _gated(gate_up: Tensor, gelu: bool) -> Tensor:
         columns = min(triton.next_power_of_2(double // 2), 1024)
         # The grid's first dimension is the one without a limit of 65,535.
         _gated_mul[(num_tokens, triton.cdiv(double // 2, columns))](
-            gate_up, out, SIZE=double // 2, COLUMNS=columns, GELU=gelu, num_warps=4
+            gate_up, out, SIZE=double // 2, COLUMNS=columns, GELU=gelu, num_warps=4, **overlapped(out.device)
         )
     return out
 
 
 @triton.jit
-def _gated_mul(gate_up, out, SIZE: tl.constexpr, COLUMNS: tl.constexpr, GELU: tl.constexpr):
+def _gated_mul(gate_up, out, SIZE: tl.constexpr, COLUMNS: tl.constexpr, GELU: tl.constexpr, OVERLAPPED: tl.constexpr):
+    wait_for_predecessor(OVERLAPPED)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     here = column < SIZE

@@ -23,20 +23,25 @@ from octavo.kernels.reference import (
 )
 from octavo.kernels.rope import apply_rope
 from octavo.kernels.sampling import draw, sample
+from octavo.kernels.thin_linear import add_linear, begin_stream, max_thin_tokens, norm_linear
 
 __all__ = [
+    "add_linear",
     "add_rms_norm",
     "apply_rope",
     "apply_rules",
     "begin_chunks",
     "begin_decode",
+    "begin_stream",
     "block_copy",
     "draw",
     "finite_rows",
     "gelu_mul",
     "kv_write",
     "layer_norm",
+    "max_thin_tokens",
     "merge_attention",
+    "norm_linear",
     "paged_attention",
     "rms_norm",
     "rope_kv_write",

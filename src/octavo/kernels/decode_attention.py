@@ -9,9 +9,9 @@ that line, wherever sequences begin and end on it:
     |  program 0 |  program 1 |  program 2 |  program 3 |  program 4 |   stretch tiles a program
 
 A program that covers all of a (head, sequence) writes its output; of one that it shares with others it leaves a partial
-result, and it shares at most two: its first and its last. `_combine` merges those. The idea is LeanAttention's
-(arXiv 2405.10480). The stretch and where each program starts are worked out on the device, once a step, so that a CUDA
-graph replays with other lengths.
+result, and it shares at most two: its first and its last. Where few share one, the last of them to finish merges what
+they left; many are merged by many, in `_combine`. The idea is LeanAttention's (arXiv 2405.10480). The stretch and where
+each program starts are worked out on the device, once a step, so that a CUDA graph replays with other lengths.
 
 So results depend on the batch, in their last bits: where a sequence is cut is decided by the others. If the batch asks
 for `fixed_split`, each is cut into pieces of SPLIT keys from its own beginning, and merged in their order.
@@ -32,9 +32,12 @@ from torch import Tensor
 
 from octavo.kernels.attention_rows import LN_2, LOG2_E, NOTHING, load_rows, store_nothing
 from octavo.kernels.batch import RaggedBatch
+from octavo.kernels.launching import overlapped, wait_for_predecessor
 
 SPLIT = 512
 """Keys of a piece, where the split is fixed."""
+FEW_SHARERS = 10
+"""Programs that share a (head, sequence), up to which the last of them merges."""
 
 
 @functools.cache
@@ -77,6 +80,8 @@ class _Schedule:
                 nothing is; its K/V head; the first and the last program that share it; and the slot that the first of
                 these left its part in, all others having used slot 0. A column for every (sequence, head) or, if those
                 are fewer, for every program, whose first tile is not the first of its (head, sequence)
+    arrivals    [num_programs] int32, how many of those that share what a program is the first to share have left their
+                part; zeros between launches
     partial     [2 * num_programs, group_size, head_dim] float32, unnormalised output of the shared (head, sequence)s
     partial_ml  [2 * num_programs, 2, group_size] float32, their largest scores and their sums of exponentials
 
@@ -88,6 +93,7 @@ class _Schedule:
     starts: Tensor
     totals: Tensor
     merges: Tensor
+    arrivals: Tensor
     partial: Tensor
     partial_ml: Tensor
 
@@ -121,6 +127,9 @@ def decode_attention(
         )
     num_programs = schedule.starts.shape[0]
     head_dim_padded = max(triton.next_power_of_2(head_dim), 16)
+    # How many programs share a (head, sequence), roughly.
+    shared = num_programs // (batch.num_seqs * num_kv_heads) + 2
+    merging = not split and shared <= FEW_SHARERS
     _decode[(num_programs,)](
         q,
         kv_layer,
@@ -128,6 +137,7 @@ def decode_attention(
         lse,
         schedule.partial,
         schedule.partial_ml,
+        schedule.arrivals,
         batch.block_tables,
         batch.query_start,
         batch.seq_lens,
@@ -136,6 +146,8 @@ def decode_attention(
         schedule.totals,
         scale * LOG2_E,
         window,
+        num_tokens,
+        batch.num_seqs,
         q.stride(0),
         q.stride(1),
         kv_layer.stride(0),
@@ -152,12 +164,16 @@ def decode_attention(
         SPLIT=split,
         WINDOWED=window > 0,
         WITH_LSE=lse.numel() > 0,
+        MERGING=merging,
+        ALONE=alone,
+        GROUP_PADDED=triton.next_power_of_2(group_size),
+        KV_HEADS_PADDED=triton.next_power_of_2(num_kv_heads),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tuning.num_warps,
     )
-    # How many programs share a (head, sequence), roughly: that many partial results are read at a time.
-    shared = num_programs // (batch.num_seqs * num_kv_heads) + 2
-    splits = 16 if split else 4 if shared <= 4 else 16 if shared <= 16 else 64
+    if merging:
+        return
+    splits = 16 if split else 4 if shared <= 4 else 16 if shared <= 16 else 64  # read at a time
     num_merges = schedule.merges.shape[1]
     _combine[(num_merges + (batch.num_seqs if alone else 0), group_size)](
         out,
@@ -179,6 +195,7 @@ def decode_attention(
         SLOTS=1 if split else 2,
         WITH_LSE=lse.numel() > 0,
         num_warps=1 if splits == 4 else 4,
+        **overlapped(q.device),
     )
 
 
@@ -200,8 +217,9 @@ def _make_schedule(
         num_tiles = min(num_tiles, window // tuning.tile + 2) if window else num_tiles
         num_merges = batch.num_seqs * num_kv_heads
         num_slots = num_merges * -(-num_tiles // split)
-    sizes = [4, num_programs, batch.num_seqs + 1, 5 * num_merges]
-    totals, starts, tile_ends, merges = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+    sizes = [4, num_programs, num_programs, batch.num_seqs + 1, 5 * num_merges]
+    ints = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+    totals, starts, arrivals, tile_ends, merges = ints.split(sizes)
     floats = torch.empty(num_slots * group_size * (head_dim + 2), dtype=torch.float32, device=device)
     partial, partial_ml = floats.split([num_slots * group_size * head_dim, 2 * num_slots * group_size])
     _plan_decode[(1,)](
@@ -209,6 +227,7 @@ def _make_schedule(
         batch.query_start,
         tile_ends,
         starts,
+        arrivals,
         totals,
         merges,
         batch.num_seqs,
@@ -224,7 +243,7 @@ def _make_schedule(
         SPLIT=split,
         num_warps=8,
     )
-    return _Schedule(tile_ends, starts, totals, merges.view(5, num_merges), partial, partial_ml)
+    return _Schedule(tile_ends, starts, totals, merges.view(5, num_merges), arrivals, partial, partial_ml)
 
 
 # Numbers that differ from batch to batch are not specialised on: every variant of a kernel is a compilation.
@@ -234,6 +253,7 @@ def _plan_decode(
     query_start,
     tile_ends,
     starts,
+    arrivals,
     totals,
     merges,
     num_seqs,
@@ -284,6 +304,7 @@ def _plan_decode(
         high = tl.where(below, high, middle)
         step = step // 2
     tl.store(starts + program, low, mask=program < num_programs)
+    tl.store(arrivals + program, 0, mask=program < num_programs)
 
     merge = program
     alive = merge < num_merges
@@ -312,7 +333,7 @@ def _plan_decode(
     tl.store(merges + 4 * num_merges + merge, (begin != first * share).to(tl.int32), mask=alive)
 
 
-@triton.jit(do_not_specialize=["window", "table_stride"])
+@triton.jit(do_not_specialize=["window", "num_tokens", "num_seqs", "table_stride"])
 def _decode(
     q,
     kv,
@@ -320,6 +341,7 @@ def _decode(
     lse,
     partial,
     partial_ml,
+    arrivals,
     block_tables,
     query_start,
     seq_lens,
@@ -328,6 +350,8 @@ def _decode(
     totals,
     scale,
     window,
+    num_tokens,
+    num_seqs,
     q_token_stride,
     q_head_stride,
     kv_block_stride,
@@ -344,6 +368,10 @@ def _decode(
     SPLIT: tl.constexpr,
     WINDOWED: tl.constexpr,
     WITH_LSE: tl.constexpr,
+    MERGING: tl.constexpr,
+    ALONE: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    KV_HEADS_PADDED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program's stretch of tiles. scale is for scores in base 2.
@@ -430,7 +458,127 @@ def _decode(
             tl.store(partial + part[:, None] + column[None, :], acc, mask=in_group[:, None] & in_head[None, :])
             tl.store(partial_ml + slot * 2 * GROUP + row, best, mask=in_group)
             tl.store(partial_ml + slot * 2 * GROUP + GROUP + row, total, mask=in_group)
+            if MERGING:
+                whole = head * num_tiles + seq_begin
+                first = whole // stretch
+                last = (head * num_tiles + seq_end - 1) // stretch
+                tl.debug_barrier()  # all of this program's threads have written
+                if tl.atomic_add(arrivals + first, 1, sem="acq_rel") == last - first:
+                    _merge(
+                        out,
+                        lse,
+                        partial,
+                        partial_ml,
+                        first,
+                        last,
+                        (whole != first * stretch).to(tl.int32),
+                        token * NUM_KV_HEADS * GROUP + head * GROUP,
+                        GROUP,
+                        GROUP_PADDED,
+                        HEAD_DIM,
+                        HEAD_DIM_PADDED,
+                        WITH_LSE,
+                    )
+                    tl.store(arrivals + first, 0)
         at += take
+    if MERGING and ALONE:
+        idle = program
+        while idle < num_seqs:
+            _write_nothing(
+                out,
+                lse,
+                query_start,
+                tile_ends,
+                idle,
+                num_tokens,
+                num_seqs,
+                NUM_KV_HEADS,
+                KV_HEADS_PADDED,
+                GROUP,
+                HEAD_DIM,
+                HEAD_DIM_PADDED,
+                WITH_LSE,
+            )
+            idle += tl.num_programs(0)
+
+
+@triton.jit
+def _merge(
+    out,
+    lse,
+    partial,
+    partial_ml,
+    first,
+    last,
+    first_slot,
+    target,
+    GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+):
+    """Of what programs first to last share, into the output's rows from target on. Others of them may have run on other
+    multiprocessors: their parts are read past the level-1 cache."""
+    row = tl.arange(0, GROUP_PADDED)
+    column = tl.arange(0, HEAD_DIM_PADDED)
+    in_group = row < GROUP
+    here = in_group[:, None] & (column < HEAD_DIM)[None, :]
+    best = tl.full([GROUP_PADDED], NOTHING, tl.float32)
+    total = tl.zeros([GROUP_PADDED], tl.float32)
+    acc = tl.zeros([GROUP_PADDED, HEAD_DIM_PADDED], tl.float32)
+    for some in range(first, last + 1, 4):
+        for i in tl.static_range(4):
+            sharer = tl.minimum(some + i, last)
+            new = some + i <= last
+            slot = 2 * sharer + tl.where(sharer == first, first_slot, 0)
+            place = (slot * GROUP + row) * HEAD_DIM
+            part = tl.load(partial + place[:, None] + column[None, :], mask=here & new, other=0.0, cache_modifier=".cg")
+            own_best = partial_ml + slot * 2 * GROUP + row
+            part_best = tl.load(own_best, mask=in_group & new, other=NOTHING, cache_modifier=".cg")
+            part_total = tl.load(own_best + GROUP, mask=in_group & new, other=0.0, cache_modifier=".cg")
+            new_best = tl.maximum(best, part_best)
+            decay = tl.exp2(best - new_best)
+            share = tl.exp2(part_best - new_best)
+            total = total * decay + part_total * share
+            acc = acc * decay[:, None] + part * share[:, None]
+            best = new_best
+    place = (target + row) * HEAD_DIM
+    total = tl.where(in_group, total, 1.0)
+    tl.store(out + place[:, None] + column[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=here)
+    if WITH_LSE:
+        tl.store(lse + target + row, (best + tl.log2(total)) * LN_2, mask=in_group)
+
+
+@triton.jit
+def _write_nothing(
+    out,
+    lse,
+    query_start,
+    tile_ends,
+    seq,
+    num_tokens,
+    num_seqs,
+    NUM_KV_HEADS: tl.constexpr,
+    KV_HEADS_PADDED: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+):
+    """0 into a sequence's row if it has no keys, and into row `seq` if that is padding behind the last sequence's."""
+    kv_heads = tl.arange(0, KV_HEADS_PADDED)
+    alive = kv_heads < NUM_KV_HEADS
+    own = tl.load(query_start + seq)
+    has_keys = tl.load(tile_ends + seq) != tl.load(tile_ends + seq + 1)
+    is_idle = (own < tl.load(query_start + seq + 1)) & (not has_keys)
+    is_padding = (seq >= tl.load(query_start + num_seqs)) & (seq < num_tokens)
+    if is_idle | is_padding:
+        for i in range(0, GROUP):
+            place = own.to(tl.int64) * NUM_KV_HEADS * GROUP + kv_heads * GROUP + i
+            store_nothing(out, lse, place, alive & is_idle, HEAD_DIM, HEAD_DIM_PADDED, WITH_LSE)
+            place = seq.to(tl.int64) * NUM_KV_HEADS * GROUP + kv_heads * GROUP + i
+            store_nothing(out, lse, place, alive & is_padding, HEAD_DIM, HEAD_DIM_PADDED, WITH_LSE)
 
 
 @triton.jit(do_not_specialize=["num_merges", "num_tokens", "num_seqs"])
@@ -453,6 +601,7 @@ def _combine(
     SPLITS: tl.constexpr,
     SLOTS: tl.constexpr,
     WITH_LSE: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """Merge the partial results of one (head, sequence), one query head of its group, SPLITS at a time.
 
@@ -461,6 +610,7 @@ def _combine(
     """
     merge = tl.program_id(0)
     in_group = tl.program_id(1)
+    wait_for_predecessor(OVERLAPPED)
     if merge < num_merges:
         token = tl.load(merges + merge)
         if token >= 0:
@@ -494,15 +644,18 @@ def _combine(
             if WITH_LSE:
                 tl.store(lse + row, (best + tl.log2(total)) * LN_2)
     elif in_group == 0:
-        seq = merge - num_merges
-        kv_heads = tl.arange(0, KV_HEADS_PADDED)
-        alive = kv_heads < NUM_KV_HEADS
-        own = tl.load(query_start + seq)
-        has_keys = tl.load(tile_ends + seq) != tl.load(tile_ends + seq + 1)
-        is_idle = (own < tl.load(query_start + seq + 1)) & (not has_keys)
-        is_padding = (seq >= tl.load(query_start + num_seqs)) & (seq < num_tokens)
-        for i in range(0, GROUP):
-            place = own.to(tl.int64) * NUM_KV_HEADS * GROUP + kv_heads * GROUP + i
-            store_nothing(out, lse, place, alive & is_idle, HEAD_DIM, HEAD_DIM_PADDED, WITH_LSE)
-            place = seq.to(tl.int64) * NUM_KV_HEADS * GROUP + kv_heads * GROUP + i
-            store_nothing(out, lse, place, alive & is_padding, HEAD_DIM, HEAD_DIM_PADDED, WITH_LSE)
+        _write_nothing(
+            out,
+            lse,
+            query_start,
+            tile_ends,
+            merge - num_merges,
+            num_tokens,
+            num_seqs,
+            NUM_KV_HEADS,
+            KV_HEADS_PADDED,
+            GROUP,
+            HEAD_DIM,
+            HEAD_DIM_PADDED,
+            WITH_LSE,
+        )

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.launching import overlapped, wait_for_predecessor
 from octavo.kernels.rope import turn_heads
 
 
@@ -89,6 +90,7 @@ def rope_kv_write(
             HALF_PADDED=triton.next_power_of_2(head_dim // 2),
             NORM=q_norm is not None,
             num_warps=4,
+            **overlapped(q.device),
         )
     return out
 
@@ -154,8 +156,10 @@ def _rope_kv_write(
     HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     NORM: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """One token: all its heads."""
+    wait_for_predecessor(OVERLAPPED)
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, HALF_PADDED)
     in_half = (pair < HALF)[None, :]

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.launching import overlapped, wait_for_predecessor
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `reference.rms_norm`. x may be strided (the heads of a fused projection) if its last dimension is not."""
@@ -50,6 +52,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, tot
         COLUMNS=columns,
         ADD=residual is not None,
         num_warps=max(1, min(rows * columns // 512, 16)),
+        **overlapped(x.device),
     )
 
 
@@ -69,8 +72,10 @@ def _rms_norm(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ADD: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """ROWS rows of SIZE; with ADD, of x + residual, rounded to their dtype and kept in total."""
+    wait_for_predecessor(OVERLAPPED)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     here = (row < num_rows)[:, None] & (column < SIZE)[None, :]

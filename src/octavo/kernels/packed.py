@@ -47,19 +47,11 @@ class Packed(Protocol):
 
 def pack(weight: Tensor, quantization: Quantization | None = None) -> Packed | None:
     """The weight [num_out, num_in] packed; None where plain torch is all there is for its dtype and this machine."""
-    if weight.is_cuda:
-        return _small_on_gpu(weight)
     if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
         return None
     if quantization == "int8":
         return PackedInt8(weight) if has_int8() else None
     return PackedBF16(weight) if has_bfloat16() else None
-
-
-def _small_on_gpu(weight: Tensor) -> Packed | None:
-    from octavo.kernels.skinny_linear import MAX_OUT, SmallWeight  # which needs triton
-
-    return SmallWeight(weight) if len(weight) <= MAX_OUT and weight.dtype.itemsize == 2 else None
 
 
 def embed(table: Tensor, token_ids: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ Sums are taken in float32, or in float64 for float64 inputs, whatever the dtype 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, overload
 
@@ -20,6 +21,15 @@ from torch import Tensor
 from octavo.errors import UnsupportedModelError
 from octavo.kernels.batch import PER_ROW, LogitRules, RaggedBatch, SamplingTensors
 from octavo.kernels.rows import FIRST_STOP_ID, NOT_FINITE, NOTHING_SAMPLED, DecodeStep, RowState
+
+Gate = Literal["", "silu", "gelu"]
+
+
+def max_thin_tokens(num_bytes: int) -> int:
+    """Tokens of a pass up to which `norm_linear` and `add_linear` are faster than norms, products and sums apart, in
+    layers whose largest weight has that many bytes."""
+    return 0
+
 
 # -- norms and activation ---------------------------------------------------------------------------------------------
 
@@ -46,6 +56,45 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """(rms_norm(x + residual), x + residual): a layer's exit and the next one's entry in one operation."""
     residual = x + residual
     return rms_norm(residual, weight, eps), residual
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A residual stream between two products, and what of the next norm is known where it is written.
+
+    x         [num_tokens, size]
+    weighted  [num_tokens, size], x times the next norm's weight, in x's dtype
+    squares   [num_parts, num_tokens or more] of the wide dtype; summed over the parts, sum(x^2) of each token
+    """
+
+    x: Tensor
+    weighted: Tensor
+    squares: Tensor
+
+
+def begin_stream(x: Tensor, norm: Tensor) -> Stream:
+    """x [num_tokens, size], norm [size], the weight of the norm that comes first."""
+    wide = x.to(wide_dtype(x.dtype))
+    return Stream(x, (wide * norm).to(x.dtype), wide.square().sum(1)[None])
+
+
+def norm_linear(stream: Stream, eps: float, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
+    """rms_norm(stream) @ weight.T + bias, and where a gate is named, `silu_mul` or `gelu_mul` of that.
+
+    weight [num_out, size], with a gate [2 * num_out, size], bias likewise -> [num_tokens, num_out]
+    """
+    num_tokens, size = stream.x.shape
+    scale = torch.rsqrt(stream.squares.sum(0)[:num_tokens, None] / size + eps)
+    wide = scale.dtype
+    y = F.linear(stream.weighted.to(wide), weight.to(wide)) * scale
+    y = (y if bias is None else y + bias).to(stream.x.dtype)
+    return y if not gate else silu_mul(y) if gate == "silu" else gelu_mul(y)
+
+
+def add_linear(stream: Stream, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor) -> Stream:
+    """The stream + x @ weight.T + bias; x [num_tokens, num_in], weight [size, num_in], norm [size] the weight of the
+    norm that comes next."""
+    return begin_stream(stream.x + F.linear(x, weight, bias), norm)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.batch import RaggedBatch
+from octavo.kernels.reference import Stream
 from octavo.models.layers import Attention, GatedMLP, empty_norm
 from octavo.models.linear import ALONE, Linear, Matrix, TensorParallel, Vocabulary, Weight
 from octavo.models.spec import DecoderSpec
@@ -57,6 +58,19 @@ class DecoderLayer:
             x = self.ops.rms_norm(x, self.post_norms[1], self.eps)
         return x, residual
 
+    def thin(self, stream: Stream, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor, next_norm: Tensor) -> Stream:
+        """The same for few tokens, norms, activations and additions being parts of the products.
+
+        next_norm  [hidden_size], the weight of the norm behind this layer
+        """
+        ops, qkv, out, gate_up, down = self.ops, self.attention.qkv, self.attention.out, self.mlp.gate_up, self.mlp.down
+        projected = ops.norm_linear(stream, self.eps, qkv.weight, qkv.bias)
+        attended = self.attention.attend(projected, batch, kv_layer, cos_sin)
+        stream = ops.add_linear(stream, attended, out.weight, out.bias, self.mlp_norm)
+        inner = ops.norm_linear(stream, self.eps, gate_up.weight, gate_up.bias, self.mlp.gate_name)
+        after: Stream = ops.add_linear(stream, inner, down.weight, down.bias, next_norm)
+        return after
+
     def weights(self, prefix: str) -> Iterator[Weight]:
         yield Weight.whole(f"{prefix}.input_layernorm.weight", self.attention_norm)
         yield from self.attention.weights(f"{prefix}.self_attn")
@@ -101,10 +115,15 @@ class Decoder:
             DecoderLayer(spec, layer, ops=ops, tp=tp, dtype=dtype, device=device) for layer in range(spec.num_layers)
         ]
         self.norm = empty_norm(spec, spec.hidden_size, dtype, device)
+        # A rank's sums are not yet the stream's, and float16 has no room for a stream times a norm's weight.
+        largest = max((matrix.weight.nbytes for matrix in self.layers[0].linears()), default=0)
+        has_thin = not spec.post_norms and tp.size == 1 and dtype != torch.float16
+        self.max_thin_tokens = ops.max_thin_tokens(largest) if has_thin else 0
         # [max_len, head_dim], made on the CPU: the same numbers on every device, and none at all for a model on "meta".
         max_len = max_len or spec.max_position_embeddings
         table = ops.rope_table(spec.head_dim, max_len, spec.rope_theta, scaling=spec.rope_scaling)
-        self.cos_sin = self.local_cos_sin = table.to(device)
+        self.cos_sin: Tensor = table.to(device)
+        self.local_cos_sin = self.cos_sin
         if spec.local_rope_theta is not None:
             self.local_cos_sin = ops.rope_table(spec.head_dim, max_len, spec.local_rope_theta).to(device)
 
@@ -122,14 +141,28 @@ class Decoder:
         x = self.vocabulary.embed(token_ids)  # [num_tokens, hidden_size]
         if self.embedding_scale != 1.0:
             x *= self.embedding_scale
+        if len(x) <= self.max_thin_tokens:
+            return self.vocabulary.logits(self._thin(x, batch, kv, logits_rows))
         residual = torch.zeros_like(x)
         for index, layer in enumerate(self.layers):
-            cos_sin = self.local_cos_sin if layer.attention.window else self.cos_sin
-            x, residual = layer(x, residual, batch, kv[:, index], cos_sin)
+            x, residual = layer(x, residual, batch, kv[:, index], self._cos_sin_of(layer))
         if logits_rows is not None:
             x, residual = x[logits_rows], residual[logits_rows]
         x, _ = self.ops.add_rms_norm(x, residual, self.norm, self.spec.rms_norm_eps)
         return self.vocabulary.logits(x)
+
+    def _thin(self, x: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
+        """From the embeddings of at most `max_thin_tokens` to what the head reads."""
+        norms = [*(layer.attention_norm for layer in self.layers), self.norm]
+        stream = self.ops.begin_stream(x, norms[0])
+        for index, layer in enumerate(self.layers):
+            stream = layer.thin(stream, batch, kv[:, index], self._cos_sin_of(layer), norms[index + 1])
+        x = stream.x if logits_rows is None else stream.x[logits_rows]
+        normed: Tensor = self.ops.rms_norm(x, self.norm, self.spec.rms_norm_eps)
+        return normed
+
+    def _cos_sin_of(self, layer: DecoderLayer) -> Tensor:
+        return self.local_cos_sin if layer.attention.window else self.cos_sin
 
     def weights(self) -> Iterator[Weight]:
         """Every tensor that a checkpoint of this model must hold."""

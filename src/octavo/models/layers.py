@@ -55,7 +55,12 @@ class Attention:
 
     def __call__(self, x: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
         """x [num_tokens, hidden_size] -> [num_tokens, hidden_size]; the tokens' K and V are in kv_layer afterwards."""
-        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
+        return self.out(self.attend(self.qkv(x), batch, kv_layer, cos_sin))
+
+    def attend(self, projected: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
+        """What is between the projections: projected [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], all that
+        `qkv` gives -> [num_tokens, num_heads * head_dim]."""
+        heads = projected.view(len(projected), -1, self.head_dim)
         q, k, v = torch.split(heads, self.head_counts, dim=1)
         q = self.ops.rope_kv_write(
             q,
@@ -69,8 +74,8 @@ class Attention:
             k_norm=self.k_norm,
             eps=self.eps,
         )
-        attended = self.ops.paged_attention(q, kv_layer, batch, scale=self.scale, window=self.window)
-        return self.out(attended.flatten(1))
+        attended: Tensor = self.ops.paged_attention(q, kv_layer, batch, scale=self.scale, window=self.window)
+        return attended.flatten(1)
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         yield from self.qkv.weights(f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj")
@@ -89,7 +94,8 @@ class GatedMLP:
     def __init__(
         self, spec: DecoderSpec, *, ops: ModuleType, tp: TensorParallel, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        self.gate = ops.gelu_mul if spec.activation == "gelu_tanh" else ops.silu_mul
+        self.gate_name = "gelu" if spec.activation == "gelu_tanh" else "silu"
+        self.gate = ops.gelu_mul if self.gate_name == "gelu" else ops.silu_mul
         hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
         self.gate_up = Linear(hidden, (inner, inner), bias=bias, split="out", tp=tp, dtype=dtype, device=device)
         self.down = Linear(inner, (hidden,), bias=bias, split="in", tp=tp, dtype=dtype, device=device)

@@ -1,0 +1,166 @@
+"""A layer's products of few tokens on a GPU, beside cuBLAS and the kernels around it.
+
+    PYTHONPATH=src python benchmarks/kernels/bench_thin_linear.py [--tunings] [--processes N]
+
+Microseconds a call, from replays of a CUDA graph of many calls that go round over weights, so that none is found in the
+cache: `library` is rms_norm, a product and the gate's activation, or the product alone where a sum follows (which the
+next norm takes along). --tunings: also the fastest of many tunings, which is what `thin_tuning` was chosen from; they
+are compiled by N processes first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.kernels.activation import silu_mul
+from octavo.kernels.norms import rms_norm
+from octavo.kernels.thin_linear import ThinTuning, add_linear, begin_stream, norm_linear
+
+NUM_TOKENS = (1, 8, 16, 32)
+CALLS = 40
+BEYOND_CACHE = 160 << 20
+
+
+class Product(NamedTuple):
+    model: str
+    name: str
+    num_out: int
+    num_in: int
+
+    @property
+    def gated(self) -> bool:
+        return self.name == "gate_up"
+
+    @property
+    def normed(self) -> bool:
+        return self.name in ("qkv", "gate_up")
+
+
+def layer(model: str, hidden: int, qkv: int, attended: int, inner: int) -> list[Product]:
+    return [
+        Product(model, "qkv", qkv, hidden),
+        Product(model, "out", hidden, attended),
+        Product(model, "gate_up", inner, hidden),
+        Product(model, "down", hidden, inner),
+    ]
+
+
+PRODUCTS = [
+    *layer("Qwen2.5-0.5B", 896, 1152, 896, 4864),
+    *layer("Qwen3-0.6B", 1024, 4096, 2048, 3072),
+    *layer("Llama-3.1-8B", 4096, 6144, 4096, 14336),
+]
+
+
+def tunings(product: Product, num_tokens: int) -> Iterator[ThinTuning]:
+    tiles = [(16, 128, 2, 4), (16, 256, 2, 3), (32, 128, 2, 4), (32, 256, 4, 3)]
+    if num_tokens > 16:
+        tiles = [(16, 128, 2, 4), (32, 128, 4, 4), (64, 64, 4, 5), (64, 128, 4, 3), (128, 64, 8, 4)]
+    for rows, columns, warps, stages in tiles:
+        programs = -(-product.num_out // rows)
+        for splits in (1,) if product.gated else (1, 2, 4, 8, 16):
+            if 100 <= programs * splits <= 1100 and product.num_in // splits >= columns:
+                yield ThinTuning(rows, columns, splits, warps, stages)
+
+
+def call(product: Product, num_tokens: int, tuning: ThinTuning | None) -> Callable[[Tensor], object]:
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda").bfloat16()
+
+    x = make(num_tokens, product.num_in)
+    if product.normed:
+        stream, gate = begin_stream(x, make(product.num_in)), "silu" if product.gated else ""
+        stream = replace(stream, squares=stream.squares.expand(product.num_in // 32, -1).contiguous() / 32)
+        return lambda w: norm_linear(stream, 1e-6, w, gate=gate, tuning=tuning)
+    norm = make(product.num_out)
+    stream = begin_stream(make(num_tokens, product.num_out), norm)
+    return lambda w: add_linear(stream, x, w, None, norm, tuning=tuning)
+
+
+def library_call(product: Product, num_tokens: int) -> Callable[[Tensor], object]:
+    x = torch.randn(num_tokens, product.num_in, device="cuda").bfloat16()
+    norm = torch.ones(product.num_in, device="cuda").bfloat16()
+    if product.gated:
+        return lambda w: silu_mul(F.linear(rms_norm(x, norm, 1e-6), w))
+    return lambda w: F.linear(rms_norm(x, norm, 1e-6) if product.normed else x, w)
+
+
+def replay_us(run: Callable[[Tensor], object], weights: list[Tensor]) -> float:
+    run(weights[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(CALLS):
+            run(weights[i % len(weights)])
+    best = float("inf")
+    for _ in range(5):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        best = min(best, begin.elapsed_time(end) / CALLS * 1e3)
+    return best
+
+
+def weight_of(product: Product) -> Tensor:
+    rows = product.num_out * (2 if product.gated else 1)
+    return torch.randn(rows, product.num_in, device="cuda").bfloat16()
+
+
+def compile_some(share: int, of: int) -> None:
+    """Every of-th call once, whose kernels the cache on disk then has."""
+    jobs = [(p, n, t) for p in PRODUCTS for n in NUM_TOKENS for t in tunings(p, n)]
+    for product, num_tokens, tuning in jobs[share::of]:
+        try:
+            call(product, num_tokens, tuning)(weight_of(product))
+        except Exception as e:
+            print(product, num_tokens, tuning, repr(e)[:100], flush=True)
+    torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tunings", action="store_true")
+    parser.add_argument("--processes", type=int, default=8)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    if args.tunings:
+        context = multiprocessing.get_context("spawn")
+        with context.Pool(args.processes) as pool:
+            pool.map(partial(compile_some, of=args.processes), range(args.processes))
+    print(f"{'':<14}{'product':<10}{'tokens':>6}{'library':>9}{'ours':>8}{'TB/s':>7}")
+    for product in PRODUCTS:
+        weights = [weight_of(product)]
+        weights += [weight_of(product) for _ in range(min(CALLS, BEYOND_CACHE // weights[0].nbytes))]
+        for num_tokens in NUM_TOKENS:
+            library = replay_us(library_call(product, num_tokens), weights)
+            ours = replay_us(call(product, num_tokens, None), weights)
+            rate = weights[0].nbytes / ours / 1e6
+            line = f"{product.model:<14}{product.name:<10}{num_tokens:>6}{library:>9.2f}{ours:>8.2f}{rate:>7.2f}"
+            if args.tunings:
+                timed = []
+                for tuning in tunings(product, num_tokens):
+                    try:
+                        timed.append((replay_us(call(product, num_tokens, tuning), weights), tuning))
+                    except Exception as e:
+                        print(repr(e)[:100])
+                timed.sort(key=lambda pair: pair[0])
+                line += "".join(
+                    f" | {us:.2f} {t.rows}x{t.columns} s{t.splits} w{t.num_warps} n{t.num_stages}"
+                    for us, t in timed[:5]
+                )
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
