@@ -37,8 +37,10 @@ def main() -> None:
     parser.add_argument("--num-requests", type=int, default=32)
     parser.add_argument("--num-tokens", type=int, default=64)
     parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--load-format", default="auto", help="dummy: random weights, which are as fast")
     args = parser.parse_args()
-    with LLM(args.model, max_num_seqs=args.num_requests, max_model_len=512, enable_prefix_caching=False) as llm:
+    options = {"max_num_seqs": args.num_requests, "max_model_len": 512, "load_format": args.load_format}
+    with LLM(args.model, enable_prefix_caching=False, **options) as llm:
         prompts = [PROMPT.format(i) for i in range(args.num_requests)]
         forms: dict[str, Any] = {"free": None, "json": {"json": SCHEMA}}
         speeds: dict[str, list[float]] = {name: [] for name in forms}

@@ -43,11 +43,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--load-format", default="auto", help="dummy: random weights, which are as fast")
     args = parser.parse_args()
     rng = random.Random(0)
     cases = [("n", 8), ("separate", 8), ("n", 64), ("separate", 64), ("beam", 64)]
     seconds: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
-    with LLM(args.model, enable_prefix_caching=False, max_model_len=1024, skip_tokenizer_init=True) as llm:
+    options = {"max_model_len": 1024, "skip_tokenizer_init": True, "load_format": args.load_format}
+    with LLM(args.model, enable_prefix_caching=False, **options) as llm:
         for attempt in range(args.rounds + 1):
             prompt = [rng.randrange(100, 40000) for _ in range(NUM_PROMPT)]
             for how, num in cases if attempt % 2 else reversed(cases):

@@ -36,16 +36,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--load-format", default="auto", help="dummy: random weights, which are as fast")
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[8, 16, 64, 256])
     args = parser.parse_args()
     prompts, params, demand = workload(1)
     for size in args.block_sizes:
         blocks = max(-(-MOST // size), demand * 4 // 10 // size)
         options: dict[str, Any] = {"num_gpu_blocks_override": blocks, "block_size": size, "max_model_len": MOST}
-        llms = {
-            mode: LLM(args.model, preemption_mode=mode, max_num_seqs=16, skip_tokenizer_init=True, **options)
-            for mode in MODES
-        }
+        options |= {"max_num_seqs": 16, "skip_tokenizer_init": True, "load_format": args.load_format}
+        llms = {mode: LLM(args.model, preemption_mode=mode, **options) for mode in MODES}
         seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
         for attempt in range(args.rounds + 1):
             for mode in MODES if attempt % 2 else reversed(MODES):
