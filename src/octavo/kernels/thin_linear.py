@@ -9,7 +9,8 @@ activation or a sum behind it are kernels that take as long to start as to run. 
     add_linear     stream, x -> stream + x @ weight.T
 
 so that a layer is four products, attention, and what prepares that. A norm's factor is the same for all outputs of a
-token, and is applied to them; what it takes, the stream's squares, their sums' parts are left by whoever wrote it.
+token, so it is applied to them in the end; the sums of squares that it takes are left, in parts, by whoever wrote the
+stream.
 
 A program takes a few rows of the weight and, where these are few in all, a part of their columns: the last program to
 finish adds up the parts, in a fixed order, so that results do not depend on who was last.
@@ -30,6 +31,7 @@ from octavo.kernels.launching import overlapped, wait_for_predecessor
 from octavo.kernels.reference import Gate, Stream
 
 MOST_TOKENS = 32
+"""Beyond, the library has the edge, with all the kernels around it."""
 LARGE_BYTES = 128 << 20
 """Of a weight: from there on the library reads at the memory's speed, and has the edge with more than 16 tokens."""
 LINE_BYTES = tl.constexpr(128)
@@ -70,7 +72,7 @@ def thin_tuning(num_out: int, num_in: int, num_tokens: int, gated: bool) -> Thin
 
 
 def max_thin_tokens(num_bytes: int) -> int:
-    """See `reference.max_thin_tokens`. Beyond, the library's kernels are as fast, with all that is around them."""
+    """See `reference.max_thin_tokens`."""
     return MOST_TOKENS if num_bytes <= LARGE_BYTES else 16
 
 
@@ -199,9 +201,10 @@ def _begin_stream(x, norm, weighted, squares, num_tokens, size, SIZE: tl.constex
 
 @triton.jit
 def _fetch(lines, begin, end, FETCHED: tl.constexpr):
-    """Ask for columns from begin on, FETCHED at most, of some rows of a weight, for the level-2 cache."""
+    """Ask for columns from begin on, FETCHED at most, of some rows of a weight, for the level-2 cache; never for what is
+    not theirs, also where there is nothing to ask for."""
     step: tl.constexpr = LINE_BYTES // (lines.dtype.element_ty.primitive_bitwidth // 8)
-    at = tl.minimum(begin + tl.arange(0, FETCHED // step) * step, end - 1)
+    at = tl.minimum(begin + tl.arange(0, FETCHED // step) * step, tl.maximum(end - 1, begin))
     places = (lines + at[None, :]).to(tl.int64, bitcast=True)
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], tl.int32, False, 1)
 
