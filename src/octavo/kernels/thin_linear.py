@@ -201,8 +201,8 @@ def _begin_stream(x, norm, weighted, squares, num_tokens, size, SIZE: tl.constex
 
 @triton.jit
 def _fetch(lines, begin, end, FETCHED: tl.constexpr):
-    """Ask for columns from begin on, FETCHED at most, of some rows of a weight, for the level-2 cache; never for what is
-    not theirs, also where there is nothing to ask for."""
+    """Ask for columns from begin on, FETCHED at most, of some rows of a weight, for the level-2 cache; never for
+    what is not theirs, also where there is nothing to ask for."""
     step: tl.constexpr = LINE_BYTES // (lines.dtype.element_ty.primitive_bitwidth // 8)
     at = tl.minimum(begin + tl.arange(0, FETCHED // step) * step, tl.maximum(end - 1, begin))
     places = (lines + at[None, :]).to(tl.int64, bitcast=True)
