@@ -35,7 +35,9 @@ test: $(DEV) ## every test but the slow ones
 test-gpu: $(DEV) ## on a machine with an NVIDIA GPU: its kernels, and the engine's tokens against the CPU's
 	@$(PYTEST) tests/gpu $(ARGS)
 
-clients: $(DEV) ## other people's clients of the server (openai, LangChain), each in an environment of its own
+clients fuzz reliability: export PIP_ARGS := $(PIP_ARGS)
+
+clients: $(DEV) ## other people's clients of the server (openai, LangChain, lm-eval, guidellm, curl), each in its own venv
 	@$(BIN)/python scripts/clients.py $(ARGS)
 
 fuzz: $(DEV) ## bodies made up from the OpenAPI document, right and wrong, a thousand of each route
@@ -50,7 +52,7 @@ check: test coverage lint types contracts size ## what a change must pass: tests
 prove: $(DEV) ## the long proofs: 10^6 steps under the oracle, small worlds exhaustively, the full matrix
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.prove $(ARGS)
 
-reliability: $(DEV) ## faults by the hundred: nothing lost, hung, wrong or leaked
+reliability: $(DEV) ## faults by the hundred, overload, a crowd (half an hour): nothing lost, hung, wrong or leaked
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.reliability $(ARGS)
 
 mutants: $(DEV) ## plant every known bug in the core, one at a time, and see the tests kill it

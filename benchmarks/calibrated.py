@@ -1,9 +1,10 @@
 """How near a simulation with calibrated times comes to the real engine here: `python benchmarks/calibrated.py`.
 
-In each round the engine is calibrated, and then a Poisson trace runs through it in real time and through the simulator,
-at three loads. What is compared is throughput and the medians of latencies, simulated over real; of several rounds the
-median counts, because other programs take their share of a machine now more, now less. Loads are shares of the rate of
-an engine that has everything at once.
+In each round a Poisson trace runs through the engine in real time and through the simulator, at three loads. Before
+and after each of these the engine is calibrated, and the simulation goes by both together, because other programs take
+their share of a machine now more, now less. What is compared is throughput and the medians of latencies, simulated over
+real; of several rounds the median counts. Loads are shares of the rate of an engine that has everything at once, as the
+latest calibration has it.
 
 Where others keep the machine busy, `--processor-time` counts the time that this process has a core, in place of the
 wall's, and skips idle time: what a quiet machine would take, on one thread.
@@ -17,8 +18,9 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ import torch
 from octavo.build import Built, build
 from octavo.config import EngineArgs
 from octavo.core.sampling_params import SamplingParams
-from octavo.simulate.calibrate import error, fit, measure
+from octavo.simulate.calibrate import Measured, error, fit, measure
 from octavo.simulate.cost import DEVICES, LinearCost
 from octavo.simulate.live import Call, Stopwatch, run_calls
 from octavo.simulate.models import ModelShape
@@ -93,8 +95,7 @@ class ProcessorTime(Stopwatch):
         self._skipped_s += max(0.0, time_s - self())
 
 
-def calibrated(built: Built, clock: Callable[[], float]) -> LinearCost:
-    steps = measure(built.engine, repeats=1, clock=clock)
+def fitted(steps: list[Measured]) -> LinearCost:
     cost = fit(steps)
     print(
         f"{cost.pass_s * 1e3:.3f} ms + {cost.new_s * 1e6:.1f} us a token of a prompt + {cost.decode_s * 1e6:.1f} us a "
@@ -161,17 +162,18 @@ def main() -> None:
             max_num_seqs=64,
             async_scheduling=options.overlap,
         ).settled("cpu")
-        rates: list[float] = []
+        whole = [a._replace(time_s=0.0) for a in arrivals(requests(options.requests, options.longest, 1.0, 0))]
+        before = measure(quiet.engine, repeats=1, clock=clock)
         for number in range(options.rounds + 1):
-            cost = calibrated(quiet, clock)
-            setup = Setup(shape, DEVICES["h100"], args, cost=cost)
-            if not rates:
-                whole = [a._replace(time_s=0.0) for a in arrivals(requests(options.requests, options.longest, 1.0, 0))]
-                capacity = options.requests / simulate(setup, whole).end_s
-                rates = [load * capacity for load in LOADS]
-            for load, rate in zip(LOADS, rates, strict=True):
-                trace = requests(options.requests, options.longest, rate, 1)
-                here, there = real(built, trace, watch()), told(simulate(setup, arrivals(trace), sample_s=1e9))
+            for load in LOADS:
+                setup = Setup(shape, DEVICES["h100"], args, cost=fit(before))
+                rate = load * options.requests / simulate(setup, whole).end_s
+                trace = requests(options.requests, options.longest, rate, 1 + number)
+                here = real(built, trace, watch())
+                after = measure(quiet.engine, repeats=1, clock=clock)
+                setup = replace(setup, cost=fitted(before + after))
+                there = told(simulate(setup, arrivals(trace), sample_s=1e9))
+                before = after
                 if number:  # the first meets batches that the engine has not prepared for yet
                     for name in here:
                         ratios.setdefault((load, name), []).append((here[name], there[name]))

@@ -2,12 +2,14 @@
 
     python scripts/clients.py [NAME ...]      all of them, or those named
 
-The environments are kept in .venv-clients/ and made when they are missing. Fails if one client's tests do.
+The environments are kept in .venv-clients/ and made when they are missing; PIP_ARGS is what else pip is told then. It
+fails if one client's tests do.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -16,7 +18,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / ".venv-clients"
-PACKAGES = {"openai": ["openai>=2"], "langchain": ["langchain-openai"], "schemathesis": ["schemathesis>=4"]}
+PACKAGES = {
+    "openai": ["openai>=2"],
+    "langchain": ["langchain-openai"],
+    "lm_eval": ["lm_eval[api]>=0.4.10", "transformers>=4.57"],  # the latter for the tokenizer alone
+    "guidellm": ["guidellm>=0.7", "torch>=2.11,<2.14"],  # as this project, so that an index of CPU builds serves both
+    "curl": [],
+    "schemathesis": ["schemathesis>=4"],
+}
 """Client -> what it is installed from. Its tests are tests/clients/test_NAME.py."""
 
 
@@ -27,7 +36,8 @@ def python_of(name: str) -> Path:
         print(f"== installing {name}", flush=True)
         venv.create(home, with_pip=True)
         command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*command, "pytest>=8", *PACKAGES[name]], check=True)
+        more = shlex.split(os.environ.get("PIP_ARGS", ""))
+        subprocess.run([*command, *more, "pytest>=8", *PACKAGES[name]], check=True)
     return python
 
 
@@ -40,7 +50,7 @@ def main(names: list[str]) -> int:
         for name in names or list(PACKAGES):
             print(f"== {name}", flush=True)
             tests = ["-m", "pytest", "-o", "addopts=", "-q", f"tests/clients/test_{name}.py"]
-            environment = {**os.environ, "OCTAVO_TEST_SERVER": url}
+            environment = {**os.environ, "OCTAVO_TEST_SERVER": url, "OCTAVO_TEST_MODEL": str(Path(directory) / "model")}
             if subprocess.run([str(python_of(name)), *tests], cwd=ROOT, env=environment).returncode:
                 failed.append(name)
     print(f"failed: {', '.join(failed)}" if failed else "every client is served")

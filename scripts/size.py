@@ -17,13 +17,14 @@ BUDGETS: dict[str, int] = {
     "core": 2000,  # 1500, a failed step, attention windows, all of vLLM's parameters, preemption by cost, and pins
     "engine": 2250,  # 1200, every parameter's output, beams, constraints, a process of its own, and events for routers
     "text": 1400,  # 700, vocab.json with merges.txt, bounds of a stranger's template, grammars on trial, and tool calls
-    "kernels": 4000,  # 2200, prefill on Hopper, sampling and rows of a GPU, the CPU's packed and native kernels
+    "kernels": 4350,  # 2200, prefill on Hopper, sampling and rows of a GPU, the CPU's packed and native kernels, layers
+    # of few tokens with all that is around their products, and decoding that merges in one launch
     "models": 1200,
     "runner": 1800,
     "serve": 4350,  # 1800, the table of parameters, limits before a request, responses, restarts, traces, the viewer
     "cluster": 500,
     "simulate": 2750,  # 1800, the nine figures of the paper as a file each, calibration, and pictures without a library
-    "view": 3050,  # 600, the flight recorder and its run again (870), the playground and its lessons (860), attaching
+    "view": 3100,  # 600, the flight recorder and its run again (900), the playground and its lessons (860), attaching
     "view (JavaScript)": 2050,  # 1200, three uses, a canvas up to a million blocks, and no framework to lean on
     "cli": 1850,  # 800, the demo, a program of its own, vLLM's flags, the server, its load, the simulator, view and top
 }

@@ -1,4 +1,5 @@
-"""Faults by the hundred, over an engine in a process of its own: `python -m tests.reliability [--scale 1]`.
+"""Faults by the hundred, over an engine in a process of its own, and over a whole server:
+`python -m tests.reliability [--scale 1]`.
 
 Each trial prints a line: how many requests it ran, and how many of them were
 
@@ -7,8 +8,8 @@ Each trial prints a line: how many requests it ran, and how many of them were
     wrong    told a token that the undisturbed engine does not tell, or one twice, or too few
     leaked   left a process, a socket's directory or a block of memory behind (counted once a trial)
 
-and the longest times that it took to notice a fault, and to be back. Exit code 1 unless all four are 0 everywhere and
-the times are within bounds.
+and the longest times that it took to notice a fault, and to be back; below it what else it measured. Exit code 1 unless
+all four are 0 everywhere and everything is within its bound.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,80 +34,16 @@ from octavo.errors import OctavoError
 from octavo.serve.client import EngineClient
 from octavo.serve.supervisor import Limits
 from tests.engine.models import make_talking_checkpoint
+from tests.serve import server_trials
 from tests.serve.engines import answers, children_of, is_alive, oracle_client, real_client, residue
 from tests.serve.oracle_engine import HOOKS, PHASES
+from tests.serve.tally import LONG_S, PROMPTS, Tally, World, oracle_prompt, params_of
 
 NOTICED_S, BACK_S, SILENCE_S = 1.0, 10.0, 11.0
 """A killed engine is noticed within the first and serves again within the second; a stopped one is noticed within the
 third."""
 ALONE_S = 5.0
 """An engine whose parent has gone is gone as soon; one that is only being started, when it comes to look."""
-LONG_S = 60.0
-"""A request that takes longer, faults of its engine included, hangs."""
-
-
-@dataclass
-class Tally:
-    """What a trial saw."""
-
-    name: str
-    runs: int = 0
-    lost: int = 0
-    hung: int = 0
-    wrong: int = 0
-    leaked: int = 0
-    noticed_s: float = 0.0
-    back_s: float = 0.0
-    late: bool = False
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def good(self) -> bool:
-        return not (self.lost or self.hung or self.wrong or self.leaked or self.late)
-
-    def line(self) -> str:
-        times = f"{self.noticed_s:8.3f} s {self.back_s:6.2f} s" if self.back_s else " " * 19
-        return f"{self.name:<40} {self.runs:>6} {self.lost:>6} {self.hung:>6} {self.wrong:>6} {self.leaked:>7} {times}"
-
-    async def check(self, answer: Awaitable[Any], wanted: Any) -> None:
-        """One request, to its end."""
-        self.runs += 1
-        try:
-            got = await asyncio.wait_for(answer, LONG_S)
-        except TimeoutError:
-            self.hung += 1
-        except OctavoError as error:
-            self.lost += 1
-            self.notes.append(str(error))
-        else:
-            if got != wanted:
-                self.wrong += 1
-                self.notes.append(f"{got} is not {wanted}")
-
-
-@dataclass(frozen=True)
-class World:
-    """A tiny model, what it says undisturbed, and how much of everything to do."""
-
-    model: str
-    wanted: dict[str, list[list[int]]]
-    scale: float
-
-    def times(self, number: int) -> int:
-        return max(1, round(number * self.scale))
-
-
-PARAMS = [
-    SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
-    SamplingParams(seed=1, max_tokens=60, ignore_eos=True),
-    SamplingParams(seed=2, n=3, max_tokens=40, ignore_eos=True),
-    SamplingParams(seed=3, max_tokens=60, repetition_penalty=1.2, stop=["qq", "3H"]),
-]
-PROMPTS = [f"{i}:tell-me" for i in range(16)]
-
-
-def params_of(prompt: str) -> SamplingParams:
-    return PARAMS[PROMPTS.index(prompt) % len(PARAMS)]
 
 
 async def told(client: EngineClient, prompt: Any, params: SamplingParams) -> list[list[int]]:
@@ -133,27 +69,14 @@ async def at_rest(tally: Tally, client: EngineClient) -> AsyncIterator[EngineCli
     tally.leaked += bool(residue() - before)
 
 
-async def until(tally: Tally, is_so: Callable[[], bool], limit_s: float) -> float:
-    begin = time.monotonic()
-    while not is_so():
-        if time.monotonic() - begin > max(limit_s, LONG_S):
-            tally.late = True
-            break
-        await asyncio.sleep(0.005)
-    if (took := time.monotonic() - begin) > limit_s:
-        tally.late = True
-        tally.notes.append(f"{took:.1f} s, where {limit_s:.1f} s are the bound")
-    return took
-
-
 async def strike(tally: Tally, client: EngineClient, number: int, noticed_s: float) -> None:
     """A signal for the engine, and what comes of it."""
     if client.pid is None:
         return
     begin = time.monotonic()
     os.kill(client.pid, number)
-    tally.noticed_s = max(tally.noticed_s, await until(tally, lambda: not client._supervisor.is_up, noticed_s))
-    await until(tally, lambda: client._supervisor.is_up, BACK_S)
+    tally.noticed_s = max(tally.noticed_s, await tally.until(lambda: not client._supervisor.is_up, noticed_s))
+    await tally.until(lambda: client._supervisor.is_up, BACK_S)
     back = time.monotonic() - begin - (tally.noticed_s if number == signal.SIGSTOP else 0)
     tally.back_s = max(tally.back_s, back)
 
@@ -170,7 +93,7 @@ async def streams_under_fire(tally: Tally, world: World, number: int, times: int
         streams = [asyncio.ensure_future(stream(client, prompt)) for prompt in PROMPTS]
         for _ in range(times):
             before = num_told(client)
-            await until(tally, lambda: num_told(client) > before, LONG_S)  # noqa: B023
+            await tally.until(lambda: num_told(client) > before, LONG_S)  # noqa: B023
             await asyncio.sleep(chance.uniform(0.0, 0.3))
             noticed_s = SILENCE_S if number == signal.SIGSTOP else NOTICED_S
             await strike(tally, client, number, noticed_s)
@@ -195,10 +118,6 @@ async def stopped(tally: Tally, world: World) -> None:
 
 
 ORACLE_PARAMS = SamplingParams(max_tokens=40, seed=1)
-
-
-def oracle_prompt(number: int) -> list[int]:
-    return random.Random(number).choices(range(5), k=3 + number % 20)
 
 
 async def hooks(tally: Tally, world: World) -> None:
@@ -249,7 +168,8 @@ async def starts(tally: Tally, world: World) -> None:
         for fault in ("fail_in", "die_in"):
             before = residue()
             tally.runs += 1
-            client = oracle_client(world.model, **{fault: phase})
+            faults: dict[str, Any] = {fault: phase}
+            client = oracle_client(world.model, **faults)
             try:
                 await client.start()
                 tally.wrong += 1
@@ -284,7 +204,7 @@ asyncio.run(main())
             await asyncio.sleep(chance.uniform(0.0, 0.5))
             orphaned = children_of(parent.pid)
             parent.kill()
-        await until(tally, lambda: not any(map(is_alive, orphaned)), ALONE_S)  # noqa: B023
+        await tally.until(lambda: not any(map(is_alive, orphaned)), ALONE_S)  # noqa: B023
         tally.hung += sum(map(is_alive, orphaned))
         tally.leaked += bool(residue() - before)
 
@@ -296,6 +216,7 @@ TRIALS: dict[str, tuple[str, Callable[[Tally, World], Awaitable[None]]]] = {
     "leaving": ("readers leave at any time", leaving),
     "starts": ("start fails in each phase", starts),
     "orphans": ("parent killed at any time", orphans),
+    **server_trials.TRIALS,
 }
 
 

@@ -54,6 +54,8 @@ def test_a_trace_is_simulated_and_saved(call: Call, trace: Path, tmp_path: Path)
         (["--metrics", "http://127.0.0.1/metrics"], "goes with --attach"),
         (["--attach", "tcp://127.0.0.1:1", "--metrics", "file:///etc/passwd"], "goes with --attach"),
         (["--attach", "nowhere"], "it looks like tcp://"),
+        (["--replay-endpoint", "tcp://127.0.0.1:1"], "goes with --attach"),
+        (["--attach", "tcp://127.0.0.1:1", "--replay-endpoint", "nowhere"], "it looks like tcp://"),
         (["{trace}.frames"], "is no frame"),
     ],
 )
@@ -66,11 +68,14 @@ def test_what_makes_no_sense(call: Call, trace: Path, arguments: list[str], said
 def test_it_serves_until_it_is_told_to_leave(trace: Path) -> None:
     command = [sys.executable, "-m", "octavo.cli.main", "view", str(trace), "--num-gpu-blocks-override", "20"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        url = process.stdout.readline().strip()
-        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/view/", url)
-        with urllib.request.urlopen(url + "replay", timeout=60) as answer:
-            told = json.load(answer)
-        assert told["title"] == "trace.jsonl" and told["num_blocks"] == 20
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
+            assert re.fullmatch(r"http://127\.0\.0\.1:\d+/view/", url)
+            with urllib.request.urlopen(url + "replay", timeout=60) as answer:
+                told = json.load(answer)
+            assert told["title"] == "trace.jsonl" and told["num_blocks"] == 20
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()

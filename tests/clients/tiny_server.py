@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.engine.models import make_talking_checkpoint
@@ -20,8 +20,8 @@ TEMPLATE = (
 
 
 @contextlib.contextmanager
-def serving(directory: Path, *more: str) -> Iterator[str]:
-    """Its address; its key is "key"."""
+def serving(directory: Path, *more: str, interpreter: Sequence[str] = ()) -> Iterator[str]:
+    """Its address; its key is "key". `interpreter`: options of Python's own."""
     model = make_talking_checkpoint(directory / "model", max_position_embeddings=512)
     template = directory / "template.jinja"
     template.write_text(TEMPLATE)
@@ -36,7 +36,7 @@ def serving(directory: Path, *more: str) -> Iterator[str]:
         str(template),
         *more,
     ]
-    command = [sys.executable, "-m", "octavo.cli.main", "serve", str(model), *options]
+    command = [sys.executable, *interpreter, "-m", "octavo.cli.main", "serve", str(model), *options]
     log = directory / "log"
     with log.open("w") as file:
         process = subprocess.Popen(command, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -6,6 +6,7 @@ step_s      each step takes so long
 slow_at     [step, seconds]: this one takes longer; busy_at: with work that lets no other thread get its turn
 raise_in    [hook, number]: so many calls of a part of the loop (`HOOKS`) go well, the next raises as only a bug does
 die_at      the process is killed in this step; stop_at: it stops, but lives
+hold        a file: the second step ends only when it has gone; first steps may take their time
 poison      a prompt with this token kills the process as soon as it is computed
 fail_in     a phase of the start that raises; die_in: in which it is killed
 once        a file: all of this happens only while it is there, and the process takes it away
@@ -48,6 +49,7 @@ HOOKS = (
     "host._obey",
 )
 PHASES = ("loading the model", "warming up")
+HELD_STEP = 1
 
 
 class FaultyOracle(Oracle):
@@ -64,6 +66,8 @@ class FaultyOracle(Oracle):
         while step == busy_at and time.monotonic() - begin < busy_s:
             sys.setswitchinterval(60)
             sum(range(10**6))
+        while step == HELD_STEP and os.path.exists(faults.get("hold", "")):
+            time.sleep(0.01)
         if step == faults.get("die_at"):
             os.kill(os.getpid(), signal.SIGKILL)
         if step == faults.get("stop_at"):
@@ -111,7 +115,7 @@ def build(options: dict[str, Any], enter: Callable[[str], None]) -> tuple[Engine
         )
     if options["kv_events_config"]:
         engine.on_close.append(KVEvents(cache, KVEventsConfig(**options["kv_events_config"])).close)
-    return engine, None, {"device": "oracle"}
+    return engine, None, {"device": "cpu"}
 
 
 if __name__ == "__main__":

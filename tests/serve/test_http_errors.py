@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from typing import Any
 
 import httpx
@@ -423,6 +424,25 @@ def test_what_a_bug_says_reaches_no_client() -> None:
     problem = of(RuntimeError("the secret is 42"), "abc")
     assert (problem.status, problem.code) == (500, "internal_error") and b"secret" not in problem.body()
     assert problem.headers()["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("part", ["bodies.parse", "service.encode", "service.run"])
+def test_a_bug_has_an_answer_too(model: str, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """Wherever it is: while the body is read, before the engine is asked, or in it."""
+
+    def bug(*args: Any) -> Any:
+        raise RuntimeError("the secret is 42")
+
+    async def main() -> None:
+        async with serving(model) as server:
+            holder, _, name = f"app.{part}".rpartition(".")
+            with monkeypatch.context() as patch:
+                patch.setattr(operator.attrgetter(holder)(server), name, bug)
+                response = await server.post(C, prompt="a")
+            assert error_of(response) == (500, "internal_error", None) and "secret" not in response.text
+            await server.complete()
+
+    run(main())
 
 
 def test_a_body_is_never_longer_than_4_kib() -> None:

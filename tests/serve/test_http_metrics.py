@@ -5,17 +5,29 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from octavo import SamplingParams
 from octavo.core.kv_cache import KVCache
 from octavo.engine.stats import BackendStats, EngineStats, Health
-from octavo.serve.metrics import BETWEEN_TOKENS_S, FIRST_TOKEN_S, LATENCY_S, Metrics, StatsLine, token_buckets
+from octavo.serve.metrics import (
+    BETWEEN_TOKENS_S,
+    FIRST_TOKEN_S,
+    LATENCY_S,
+    STEP_TOKENS,
+    Metrics,
+    StatsLine,
+    token_buckets,
+)
 from octavo.serve.run import JsonFormatter
 
+from .engines import last_of, oracle_client
 from .http_lab import run, serving
 
 
@@ -43,10 +55,15 @@ def test_the_numbers_after_known_work(model: str) -> None:
             expected = {
                 "vllm:prompt_tokens_total": 22,
                 "vllm:prompt_tokens_cached_total": 8,
+                'vllm:prompt_tokens_by_source_total{source="local_compute"}': 14,
+                'vllm:prompt_tokens_by_source_total{source="local_cache_hit"}': 8,
+                'vllm:prompt_tokens_by_source_total{source="external_kv_transfer"}': 0,
                 "vllm:generation_tokens_total": 32,
                 'vllm:request_success_total{finished_reason="length"}': 2,
                 "vllm:num_requests_running": 0,
                 "vllm:num_requests_waiting": 0,
+                'vllm:num_requests_waiting_by_reason{reason="capacity"}': 0,
+                'vllm:num_requests_waiting_by_reason{reason="deferred"}': 0,
                 "vllm:kv_cache_usage_perc": 0,
                 "vllm:prefix_cache_queries_total": 22,
                 "vllm:prefix_cache_hits_total": 8,
@@ -131,12 +148,56 @@ def test_running_and_waiting_are_seen_while_they_are(model: str) -> None:
                     most[name] = max(most.get(name, 0), value)
             # Before the first step all five wait.
             assert most["vllm:num_requests_running"] == 2 and 3 <= most["vllm:num_requests_waiting"] <= 5
+            assert most['vllm:num_requests_waiting_by_reason{reason="capacity"}'] == most["vllm:num_requests_waiting"]
             assert most["vllm:kv_cache_usage_perc"] > 0 and most['octavo:waits_total{reason="rows"}'] >= 1
 
     run(main())
 
 
+def test_how_many_tokens_a_step_is_about(model: str) -> None:
+    async def main() -> None:
+        metrics, prompt = Metrics("m", 128), [1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+        params = SamplingParams(max_tokens=5)
+        async with oracle_client(model) as client:
+            client.on_step = metrics.iteration_tokens.observe
+            await last_of(client, prompt, params)
+            got = values_of(metrics.text(await client.stats(), client.health()).decode())
+            name = "vllm:iteration_tokens_total"
+            assert (got[f"{name}_count"], got[f"{name}_sum"]) == (5, 11 + 5)
+            assert [got[f'{name}_bucket{{le="{le}.0"}}'] for le in (1, 8, 16)] == [4, 4, 5]  # the first has the prompt
+            again = await last_of(client, prompt, params)
+            assert again.num_cached_tokens == 8
+            got = values_of(metrics.text(await client.stats(), client.health()).decode())
+            assert (got[f"{name}_count"], got[f"{name}_sum"]) == (10, 16 + 3 + 5)
+
+    run(main())
+
+
+def test_who_waits_for_an_engine_does_not_wait_for_room(model: str, tmp_path: Path) -> None:
+    (hold := tmp_path / "hold").touch()
+
+    async def main() -> None:
+        metrics = Metrics("m", 128)
+        async with oracle_client(model, hold=str(hold)) as client:
+            first = asyncio.ensure_future(last_of(client, [1, 2], SamplingParams(max_tokens=20)))
+            while not any(stream.sent for stream in client._streams.values()):
+                await asyncio.sleep(0.002)
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGKILL)
+            while client._supervisor.is_up:
+                await asyncio.sleep(0.002)
+            got = values_of(metrics.text(await client.stats(), client.health()).decode())
+            assert (got["vllm:num_requests_waiting"], got["octavo:up"]) == (1, 0)
+            by_reason = [got[f'vllm:num_requests_waiting_by_reason{{reason="{r}"}}'] for r in ("capacity", "deferred")]
+            assert by_reason == [0, 1]
+            hold.unlink()
+            await first
+
+    run(main())
+
+
 def test_buckets_are_vllms() -> None:
+    assert STEP_TOKENS[0] == 1 and {8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384} < set(STEP_TOKENS)
     assert (len(LATENCY_S), LATENCY_S[0], LATENCY_S[-1]) == (21, 0.3, 7680)
     assert (len(FIRST_TOKEN_S), FIRST_TOKEN_S[0], FIRST_TOKEN_S[-1]) == (22, 0.001, 2560)
     assert (len(BETWEEN_TOKENS_S), BETWEEN_TOKENS_S[0], BETWEEN_TOKENS_S[-1]) == (19, 0.01, 80)

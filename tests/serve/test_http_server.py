@@ -30,10 +30,12 @@ LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 100, "temperature": 0, 
 
 
 @contextlib.asynccontextmanager
-async def listening(model: str, **settings: Any) -> AsyncIterator[tuple[Server, HTTPServer, int]]:
+async def listening(
+    model: str, *, max_connections: int | None = None, **settings: Any
+) -> AsyncIterator[tuple[Server, HTTPServer, int]]:
     async with serving(model, **({"disable_log_stats": True} | settings)) as server:
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        http = HTTPServer(server.app, ready.set_result)
+        http = HTTPServer(server.app, ready.set_result, max_connections=max_connections)
         sock = bind("127.0.0.1", 0)
         task = asyncio.ensure_future(http.run_on(sock))
         await ready
@@ -107,6 +109,36 @@ def test_headers_have_a_time_and_a_size(model: str, monkeypatch: pytest.MonkeyPa
             await server.complete()
 
     run(main())
+
+
+def test_more_connections_than_may_be(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "LINGER_S", 0.2)
+    get = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+
+    async def main() -> None:
+        async with listening(model, max_connections=3) as (_, http, port):
+            here = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+            while len(http.server_state.connections) < 3:
+                await asyncio.sleep(0.002)
+            answer = await say(port, get)
+            assert status_of(answer) == (503, "too_many_connections") and b"retry-after: 1" in answer
+            here[0][1].write(get)
+            assert b"200 OK" in await here[0][0].read()  # those who are here go on
+            for _, writer in here:
+                writer.close()
+            while http.server_state.connections:
+                await asyncio.sleep(0.002)
+            assert b"200 OK" in await say(port, get)
+
+    run(main())
+
+
+def test_the_limit_of_open_files_is_raised() -> None:
+    code = "import resource as r; from octavo.serve.http_server import raised_file_limit as raised\n"
+    code += "hard = min(r.getrlimit(r.RLIMIT_NOFILE)[1] % 2**63, 3000)\nr.setrlimit(r.RLIMIT_NOFILE, (200, hard))\n"
+    code += "print(raised() == r.getrlimit(r.RLIMIT_NOFILE)[0] == hard)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "True"
 
 
 def test_what_is_no_http(model: str) -> None:

@@ -9,32 +9,56 @@ import pytest
 
 from octavo.config import EngineArgs
 from octavo.core.plan import StepPlan
-from octavo.simulate.calibrate import Measured, TimedExecutor, error, fit, measure, nonnegative
+from octavo.simulate.calibrate import (
+    HOST_TERMS,
+    ROUNDS,
+    TERMS,
+    Measured,
+    TimedExecutor,
+    error,
+    fit,
+    measure,
+    nonnegative,
+)
 from octavo.simulate.clock import VirtualClock
 from octavo.simulate.cost import DEVICES, LinearCost, Work
 from octavo.simulate.executor import SimulatedExecutor
 from octavo.simulate.models import MODELS
 from octavo.simulate.simulation import Records, Replica, Setup
 
-TRUE = LinearCost(2e-3, 3e-5, 5e-5, pair_s=2e-8, kv_s=4e-7, host_s=1e-4, host_slice_s=2e-6)
+TRUE = LinearCost(
+    2e-3,
+    3e-5,
+    5e-5,
+    few_s=6e-5,
+    chunk_s=4e-4,
+    pair_s=2e-8,
+    kv_s=4e-7,
+    host_s=1e-4,
+    host_slice_s=2e-6,
+    host_chunk_s=9e-5,
+)
+
+
+def submitting_s(work: Work) -> float:
+    return TRUE.host_s + TRUE.host_slice_s * work.num_slices + TRUE.host_chunk_s * work.num_chunks
 
 
 def steps(noise: float = 0.0, seed: int = 0) -> list[Measured]:
     rnd, found = random.Random(seed), []
     for i in range(300):
         n, context = rnd.choice([1, 4, 16, 64]), rnd.randint(10, 500)
-        new = rnd.choice([8, 64, 512]) if i % 10 == 0 else 0
+        new, num_chunks = rnd.choice([(8, 1), (64, 1), (512, 1), (512, 4)]) if i % 10 == 0 else (0, 0)
         pairs = new * (new + 1) // 2
-        work = Work(n + (new > 0), new, n, 1, pairs, n * context + new, 0, 0)
+        work = Work(n + num_chunks, new, n, 1, pairs, n * context + new, 0, 0, num_chunks)
         step_s = TRUE.work_s(work) * (1 + rnd.uniform(-noise, noise))
-        host_s = TRUE.host_s + TRUE.host_slice_s * work.num_slices
-        found.append(Measured(work, step_s, host_s * (1 + noise * rnd.random())))
+        found.append(Measured(work, step_s, submitting_s(work) * (1 + noise * rnd.random())))
     return found
 
 
 def test_the_terms_are_found_again() -> None:
     found = fit(steps())
-    for name in ("pass_s", "new_s", "decode_s", "pair_s", "kv_s", "host_s", "host_slice_s"):
+    for name in (*TERMS, *HOST_TERMS):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=1e-6), name
     assert error(found, steps()) < 1e-9
 
@@ -73,9 +97,10 @@ def test_an_engine_is_measured_by_its_own_clock() -> None:
     said: list[str] = []
     found = measure(replica.engine, repeats=1, progress=said.append, clock=clock)
     assert replica.engine.executor is executor and not replica.engine.has_work
-    assert len(said) == 16 and len(found) > 100
-    cost = fit([Measured(s.work, s.step_s - TRUE.host_s, s.host_s) for s in found])  # submitting takes its time here
-    assert error(cost, [Measured(s.work, s.step_s - TRUE.host_s, 0) for s in found]) < 0.01
+    assert len(said) == 2 * len(ROUNDS) and len(found) > 100
+    found = [Measured(s.work, s.step_s - submitting_s(s.work), s.host_s) for s in found]  # part of a step here
+    cost = fit(found)
+    assert error(cost, found) < 0.01
     assert cost.new_s == pytest.approx(TRUE.new_s, rel=0.02) and cost.kv_s == pytest.approx(TRUE.kv_s, rel=0.02)
 
 

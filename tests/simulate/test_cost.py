@@ -62,7 +62,7 @@ def test_the_sums_of_a_plan(name: str) -> None:
 def test_moves_are_counted() -> None:
     plan = plan_of()
     plan.copies, plan.swap_outs, plan.swap_ins = [BlockCopy(1, 2)], [SwapOut(3, 1), SwapOut(4, 2)], [SwapIn(5, 6)]
-    assert work_of(plan) == Work(0, 0, 0, 1, 0, 0, 1, 3)
+    assert work_of(plan) == Work(0, 0, 0, 1, 0, 0, 1, 3, 0)
     assert LinearCost(0, 0, 0, copy_s=1.0, move_s=10.0).step_s(plan) == 31.0
 
 

@@ -6,7 +6,8 @@ import asyncio
 import random
 import struct
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -15,9 +16,12 @@ import numpy as np
 import pytest
 import zmq
 
+from octavo.config import KVEventsConfig
 from octavo.core import events as ev
-from octavo.engine.kv_events import Batch, BlockStored, Ledger
+from octavo.engine import kv_events
+from octavo.engine.kv_events import Batch, BlockStored, KVEvents, Ledger
 from octavo.errors import ParameterError
+from octavo.view import attach
 from octavo.view.attach import FIRST_BLOCKS, Attached
 from octavo.view.frames import Snapshot
 from octavo.view.picture import Picture
@@ -218,9 +222,155 @@ def test_over_a_real_socket_with_the_numbers_of_its_metrics() -> None:
     server.server_close()
 
 
+class Lossy:
+    """A socket on which every third message is lost, as long as it `loses`."""
+
+    def __init__(self, socket: zmq.Socket[bytes], loses: bool) -> None:
+        self.socket, self.loses, self.num_heard, self.num_dropped = socket, loses, 0, 0
+
+    def recv_multipart(self, flags: int) -> list[bytes]:
+        while True:
+            parts = self.socket.recv_multipart(flags)
+            self.num_heard += 1
+            if self.num_heard % 3 or not self.loses:
+                return parts
+            self.num_dropped += 1
+
+
+@pytest.fixture
+def publishing() -> Iterator[tuple[Lab, KVEvents, str, str]]:
+    """A scheduler with what an engine publishes of it, in vLLM's format, and the two addresses."""
+    lab = Lab(24, SIZE, rows=4, listen=False)
+    config = KVEventsConfig(endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*")
+    publisher = KVEvents(lab.cache, config)
+    assert publisher._replay is not None
+    yield (
+        lab,
+        publisher,
+        publisher._publish.getsockopt_string(zmq.LAST_ENDPOINT),
+        publisher._replay.getsockopt_string(zmq.LAST_ENDPOINT),
+    )
+    publisher.close()
+
+
+def look_until(watcher: Watcher, done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not (watcher.look() and done()):
+        assert time.monotonic() < deadline, (watcher.attached._last, watcher.attached._held)
+        time.sleep(0.001)
+
+
+def work(lab: Lab, rnd: random.Random, first: int, num: int, publisher: KVEvents) -> None:
+    """Requests one after the other, each of them told in a message of its own or more."""
+    for i in range(first, first + num):
+        lab.add(f"r{i}", [rnd.randrange(2) for _ in range(rnd.randint(1, 12))], rnd.randint(1, 6))
+        lab.run()
+        deadline = time.monotonic() + 60
+        while publisher._happened:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+
+@pytest.mark.parametrize("loses", [True, False])
+def test_what_was_missed_is_told_again(publishing: tuple[Lab, KVEvents, str, str], loses: bool) -> None:
+    """What was stored before we came, and what was lost on the way."""
+    lab, publisher, endpoint, replay = publishing
+    rnd = random.Random(7)
+    work(lab, rnd, 0, 10, publisher)
+    attached = Attached(endpoint, replay=replay)
+    lossy = Lossy(attached._socket, loses)
+    attached._socket = lossy  # type: ignore[assignment]
+    watcher = Watcher(attached)
+
+    def is_all_there() -> bool:
+        told = {kv_events.number(name) for name in list(publisher._ledger._num_blocks)}
+        return bool(told) and {name for _, name in attached._stored} == told
+
+    try:
+        look_until(watcher, is_all_there)  # from the replay: nothing has been published since
+        number = 10
+        while attached._num_evicted < 10 or lossy.num_dropped < 5 * loses:
+            work(lab, rnd, number, 1, publisher)
+            number += 1
+            watcher.look()
+            assert number < 5000
+        lossy.loses = False
+        num_heard = lossy.num_heard
+        while lossy.num_heard == num_heard:  # whoever lost the last message hears of it with the next
+            work(lab, rnd, number, 1, publisher)
+            number += 1
+            watcher.look()
+        look_until(watcher, is_all_there)
+        assert attached.num_lost == attached.num_malformed == 0
+    finally:
+        attached.close()
+
+
+def test_a_replay_that_is_not_answered_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attach, "REPLAY_S", 0.0)
+    attached = Attached("tcp://127.0.0.1:9", replay="tcp://127.0.0.1:9")
+    arrivals = [message(3, [stored([1])]), message(6, [stored([2])]), message(7, [stored([3])])]
+
+    class Socket:
+        def recv_multipart(self, flags: int) -> list[bytes]:
+            if not arrivals:
+                raise zmq.Again
+            return arrivals.pop(0)
+
+    monkeypatch.setattr(attached, "_socket", Socket())
+    picture = Watcher(attached).look()
+    assert picture.num_cached == 3 and attached.num_lost == 2 and attached._asked is None
+    attached.close()
+
+
+def test_a_replay_that_reaches_less_far_back_loses_the_rest() -> None:
+    """A publisher of vLLM's that keeps four messages; what is told twice counts once, and what is no message not."""
+    context = zmq.Context()
+    publisher, router = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+    ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (publisher, router)]
+    attached = Attached(f"tcp://127.0.0.1:{ports[0]}", replay=f"tcp://127.0.0.1:{ports[1]}")
+    watcher = Watcher(attached)
+
+    def answer(kept: list[int]) -> int:
+        assert router.poll(60_000)
+        asker, empty, start = router.recv_multipart()
+        assert empty == b""
+        router.send_multipart([asker, b"", b"short"])
+        for number in kept:
+            router.send_multipart([asker, b"", *message(number, [stored([number])])[1:]])
+        router.send_multipart([asker, b"", b"\xff" * 8, b""])
+        return int.from_bytes(start, "big")
+
+    try:
+        watcher.look()
+        assert answer([2, 3, 4]) == 0
+        look_until(watcher, lambda: attached._asked is None)
+        assert (watcher.look().num_cached, attached.num_lost) == (3, 0)
+        attached._take(message(3, [stored([33])]))  # published while we asked: it counted by the replay
+        attached._take(message(4, [stored([44])]))
+        assert (watcher.look().num_cached, attached._last[0]) == (3, 4)
+        attached._take(message(9, [stored([9])]))
+        assert attached._held is not None
+        assert answer([7, 8, 9, 10]) == 5
+        look_until(watcher, lambda: attached._asked is None and attached._held is None)
+        assert (watcher.look().num_cached, attached.num_lost, attached.num_malformed) == (7, 2, 2)
+        attached._take(message(10, [stored([10])]))
+        attached._take(message(11, [stored([11])]))
+        assert (watcher.look().num_cached, attached.num_lost) == (8, 2)
+        attached._take(message(1, [stored([1])]))  # it was started again: what it said first, we ask for
+        assert answer([0, 1]) == 0
+        look_until(watcher, lambda: attached._asked is None and attached._held is None)
+        assert (watcher.look().num_cached, attached.num_lost) == (2, 2)
+    finally:
+        attached.close()
+        context.destroy(linger=0)
+
+
 def test_an_address_that_is_none() -> None:
-    with pytest.raises(ParameterError, match="it looks like tcp://"):
+    with pytest.raises(ParameterError, match=r"attach .* it looks like tcp://"):
         Attached("127.0.0.1")
+    with pytest.raises(ParameterError, match=r"replay .* it looks like tcp://"):
+        Attached("tcp://127.0.0.1:9", replay="127.0.0.1")
 
 
 def test_stored_is_the_publishers_own_word() -> None:

@@ -38,6 +38,10 @@ def view(
         str | None, typer.Option(metavar="ADDRESS", help="Look at a server by its KV events, such as vLLM's.")
     ] = None,
     metrics: Annotated[str | None, typer.Option(metavar="URL", help="Its /metrics, for who runs and waits.")] = None,
+    replay_endpoint: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Where it tells again what was missed, as its own option says."),
+    ] = None,
     save: Annotated[Path | None, typer.Option(metavar="OUT", help="Write the recording as .frames, and leave.")] = None,
     model: SimulatedModel = "llama-3.1-8b",
     gpu: Device = "h200",
@@ -65,6 +69,8 @@ def view(
         )
     if metrics is not None and (attach is None or not metrics.startswith(("http://", "https://"))):
         raise ParameterError("metrics is a server's address, http://..., and goes with --attach", param="metrics")
+    if replay_endpoint is not None and attach is None:
+        raise ParameterError("replay_endpoint is a server's address, and goes with --attach", param="replay_endpoint")
     if file is not None:
         if not file.exists():
             raise ParameterError(f"no file {str(file)!r}", param="file")
@@ -83,7 +89,7 @@ def view(
     with contextlib.ExitStack() as stack:
         hub = None
         if attach is not None:
-            attached = stack.enter_context(contextlib.closing(Attached(attach, metrics)))
+            attached = stack.enter_context(contextlib.closing(Attached(attach, metrics, replay=replay_endpoint)))
             hub = Hub(attached.ask)
         try:
             sock = stack.enter_context(contextlib.closing(bind(host, port)))

@@ -8,6 +8,7 @@ given its requests again.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from octavo.core.kv_cache import KVStats
@@ -17,6 +18,13 @@ from octavo.engine.outputs import RequestOutput
 from octavo.engine.stats import BackendStats, Health
 from octavo.prompts import Messages, Prompt
 from octavo.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ClientStats(BackendStats):
+    """num_deferred   of those that wait, how many do so because no engine can take them now, be there room or not"""
+
+    num_deferred: int = 0
 
 
 class Backend(Protocol):

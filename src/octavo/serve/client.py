@@ -11,8 +11,8 @@ import contextlib
 import itertools
 import logging
 import random
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
@@ -22,7 +22,7 @@ from octavo.core.kv_cache import KVStats
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.engine import PIN_PARAMS, check_prompt, draw_seed, pin_id
-from octavo.engine.ipc import Abort, Add, Answer, Ask, Command, Ready, Step, Stop
+from octavo.engine.ipc import Abort, Add, Answer, Ask, Command, Ready, Step, Stop, Update
 from octavo.engine.mirror import Mirror
 from octavo.engine.outputs import RequestOutput, failure
 from octavo.engine.stats import BackendStats, EngineStats, Health
@@ -30,6 +30,7 @@ from octavo.engine.thread import again
 from octavo.errors import EngineError, OctavoError, ParameterError
 from octavo.generation_config import sampling_defaults
 from octavo.prompts import Messages, Prompt, Prompts
+from octavo.serve.backend import ClientStats
 from octavo.serve.supervisor import ENGINE, Limits, Supervisor, error_of
 from octavo.text import chat_template
 from octavo.text.tokenizer import Tokenizer
@@ -48,6 +49,7 @@ class _Stream:
 
     num_deaths   of engines that had this request, since it last got on
     num_kills    how many of them somebody killed: a person, or a system without memory, which is seldom its doing
+    begun        its first tokens have come
     sent         the engine that runs has it
     ending       it is to be aborted, and only the engine knows with what answers (a beam search)
     """
@@ -58,8 +60,7 @@ class _Stream:
         self.news = asyncio.Event()
         self.error: OctavoError | None = None
         self.num_deaths = self.num_kills = 0
-        self.sent = False
-        self.ending = False
+        self.begun = self.sent = self.ending = False
 
     @property
     def blame(self) -> float:
@@ -68,6 +69,20 @@ class _Stream:
     def tell(self) -> None:
         if self.mirror.finished or not self.only_final:
             self.news.set()
+
+    def take_in(self, update: Update) -> list[int]:
+        """Returns the samples that end in a stop string now."""
+        self.num_deaths = self.num_kills = 0
+        return self.mirror.take_in(update)
+
+    def num_new(self, update: Update) -> int:
+        """Tokens that an update, taken in, stands for: its own, and with the first of them what was computed of the
+        prompt, though that may have taken several steps. So does vLLM count."""
+        count = sum(len(sample.token_ids) for sample in update.samples)
+        if count and not self.begun:
+            self.begun, request = True, self.mirror.state.request
+            count += len(request.prompt_token_ids) - request.num_cached_tokens
+        return count
 
     def fail(self, error: OctavoError) -> None:
         self.error = error
@@ -91,6 +106,7 @@ class EngineClient:
         await client.start()
 
     command   how the engine's process is started; limits: when it counts as hung
+    on_step   an attribute: called with how many tokens a step was about, unless no request got one by it
 
     Making one raises what a model or an option without which nothing can start deserves (see `LLM`).
     """
@@ -126,6 +142,7 @@ class EngineClient:
         self._info: Ready | None = None
         self._stats = BackendStats(EngineStats(), None)
         self._past = EngineStats()  # of engines that have died
+        self.on_step: Callable[[int], object] = lambda count: None
 
     async def start(self) -> None:
         """Start the engine, and wait until it takes requests. Raises the root cause if it does not come up."""
@@ -291,8 +308,9 @@ class EngineClient:
     async def stats(self) -> BackendStats:
         """At most a moment old; at once, also while the engine is busy or away."""
         num_held = sum(not stream.sent for stream in self._streams.values())
-        engine = self._past.plus(self._stats.engine)
-        return replace(self._stats, engine=engine, num_waiting=self._stats.num_waiting + num_held)
+        engine, stats = self._past.plus(self._stats.engine), self._stats
+        num_waiting = stats.num_waiting + num_held
+        return ClientStats(engine, stats.kv, stats.num_running, num_waiting, stats.num_swapped, stats.waits, num_held)
 
     async def kv_stats(self) -> KVStats:
         """The KV cache between two steps."""
@@ -368,16 +386,19 @@ class EngineClient:
                 self._try_next(stream)
             elif self._pins.pop(refusal.request_id, None) is not None:
                 logger.warning("%s is not pinned any more: %s", refusal.request_id, refusal.message)
+        num_new = 0
         for update in step.updates:
             if (stream := self._streams.get(update.request_id)) is None:
                 continue  # its reader has gone
-            for index in stream.mirror.take_in(update):
+            for index in stream.take_in(update):
                 self._send(Stop(update.request_id, index))
+            num_new += stream.num_new(update)
             if stream.mirror.finished:
                 del self._streams[update.request_id]
             stream.tell()
-            stream.num_deaths = stream.num_kills = 0
             self._try_next(stream)
+        if num_new:
+            self.on_step(num_new)
         for answer in step.answers:
             future = self._asked.get(answer.number)
             if future is not None and not future.done():

@@ -128,14 +128,15 @@ class Endpoint:
         try:
             if self._body_limit is not None:
                 exchange.body = await self._bodies.parse(await read_body(scope, receive, self._body_limit()))
-        except Problem as problem:
+        except _Gone:
+            exchange.status = 499
+            return
+        except Exception as error:
+            problem = _answer_to(error, exchange)
             await send_problem(exchange, send, problem)
             if problem.close:
                 await _linger(receive)
                 await send({"type": "http.response.body", "body": b""})
-            return
-        except _Gone:
-            exchange.status = 499
             return
         if self._body_limit is None and not self._streams:
             await self._answer(exchange, send)
@@ -174,9 +175,7 @@ class Endpoint:
             if (abort := exchange.scope.get("extensions", {}).get(ABORT)) is not None:
                 abort["call"]()
         except Exception as error:
-            problem = of(error, exchange.request_id)
-            if problem.code == "internal_error":
-                logger.error("request %s failed", exchange.request_id, exc_info=error)
+            problem = _answer_to(error, exchange)
             if (stream := exchange.streaming) is None:
                 await send_problem(exchange, send, problem)
                 return
@@ -196,6 +195,14 @@ class Endpoint:
                 async for item in _with_comments(events, stream.keep_alive_s):
                     await _put(send, b": keep-alive\n\n" if item is None else _event(item))
         await _put(send, stream.closing, more=False)
+
+
+def _answer_to(error: Exception, exchange: Exchange) -> Problem:
+    """What its client is told; a bug of ours is told to the log."""
+    problem = of(error, exchange.request_id)
+    if problem.code == "internal_error":
+        logger.error("request %s failed", exchange.request_id, exc_info=error)
+    return problem
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
+import resource
 import signal
 import socket
 import ssl
@@ -36,10 +38,18 @@ BACKLOG = 4096
 STATS_PERIOD_S = 10.0
 LAST_WORDS_S = 1.0
 """What answers that are cut short get, to say so to their clients."""
+MOST_FILES = 65_536
+SPARE_FILES = 128
+"""Open files that connections leave alone: an engine that takes a lost one's place needs some."""
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """A connection. Its headers must be complete in `HEADER_TIMEOUT_S`, 408, and within limits, 431."""
+    """A connection. Its headers must be complete in `HEADER_TIMEOUT_S`, 408, and within limits, 431. One more than
+    `max_connections` is told 503."""
+
+    def __init__(self, *args: Any, max_connections: int = MOST_FILES, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._max_connections = max_connections
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -48,6 +58,12 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refused = False
         self._timer: asyncio.TimerHandle | None = None
         self._start_timer()
+        num_over = len(self.connections) - self._max_connections
+        if num_over > SPARE_FILES // 2:  # being told takes a moment, and a file all the while
+            self.transport.abort()
+        elif num_over > 0:
+            text = f"{self._max_connections} connections are open, as many as may be; try again later"
+            self._refuse(Problem(503, "too_many_connections", text, retry_after_s=1, close=True))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -136,15 +152,19 @@ def _headers_too_large() -> Problem:
 class HTTPServer(uvicorn.Server):
     """Serves an `App` until told to leave, twice if need be.
 
-    on_ready   called with the address once requests are taken
+    on_ready         called with the address once requests are taken
+    max_connections  as many as there may be open files, unless told
     """
 
-    def __init__(self, app: App, on_ready: Callable[[str], None] = lambda url: None) -> None:
+    def __init__(
+        self, app: App, on_ready: Callable[[str], None] = lambda url: None, *, max_connections: int | None = None
+    ) -> None:
         settings = app.service.settings
+        most = max(1, raised_file_limit() - SPARE_FILES) if max_connections is None else max_connections
         super().__init__(
             uvicorn.Config(
                 app.asgi,
-                http=GuardedProtocol,
+                http=functools.partial(GuardedProtocol, max_connections=most),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 access_log=False,
@@ -231,6 +251,17 @@ class HTTPServer(uvicorn.Server):
                 text = line.tell(await service.backend.stats())
                 if text is not None:
                     logger.info("%s", text)
+
+
+def raised_file_limit() -> int:
+    """How many files this process may have open, after it was raised as far as it may be: shells begin at 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MOST_FILES
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def bind(host: str, port: int, uds: str | None = None) -> socket.socket:

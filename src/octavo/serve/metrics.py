@@ -20,6 +20,7 @@ from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.outputs import RequestOutput
 from octavo.engine.stats import BackendStats, Health
 from octavo.serve.answers import wire_reason
+from octavo.serve.backend import ClientStats
 
 logger = logging.getLogger("octavo.serve")
 
@@ -29,9 +30,11 @@ FIRST_TOKEN_S = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 
 BETWEEN_TOKENS_S = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 # fmt: on
 SAMPLES = (1, 2, 5, 10, 20)
+STEP_TOKENS = tuple(2**power for power in range(15))
 LABELS = ("model_name", "engine")
 ENDS = ("stop", "length", "abort", "error")
 REFUSALS = ("invalid", "queue_full", "shutting_down")
+SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 WAITS = ("blocks", "rows", "budget", "in flight", "prefix in flight", "behind a swapped request")
 """What these counters count is there from the start, at 0: of a series that begins later, the first is not seen."""
 RECENT_REQUESTS = 1000
@@ -63,6 +66,14 @@ class Metrics:
         self.rejections = Counter(
             "vllm:admission_rejections", "Requests refused at the door.", (*LABELS, "reason"), registry=self.registry
         )
+        self.prompt_sources = Counter(
+            "vllm:prompt_tokens_by_source",
+            "Prompt tokens of requests that began to run, by where their keys and values come from.",
+            (*LABELS, "source"),
+            registry=self.registry,
+        )
+        for source in SOURCES:
+            self.prompt_sources.labels(**self._labels, source=source)
         for reason in ENDS:
             self.success.labels(**self._labels, finished_reason=reason)
         for reason in REFUSALS:
@@ -81,6 +92,7 @@ class Metrics:
         self.inference_time = self._histogram("vllm:request_inference_time_seconds", LATENCY_S)
         self.prefill_time = self._histogram("vllm:request_prefill_time_seconds", LATENCY_S)
         self.decode_time = self._histogram("vllm:request_decode_time_seconds", LATENCY_S)
+        self.iteration_tokens = self._histogram("vllm:iteration_tokens_total", STEP_TOKENS)
         self.request_prompt_tokens = self._histogram("vllm:request_prompt_tokens", tokens)
         self.request_generation_tokens = self._histogram("vllm:request_generation_tokens", tokens)
         self.request_n = self._histogram("vllm:request_params_n", SAMPLES)
@@ -119,6 +131,8 @@ class Metrics:
     def note_prompt(self, num_tokens: int, num_cached: int) -> None:
         self.prompt_tokens.inc(num_tokens)
         self.prompt_tokens_cached.inc(num_cached)
+        for source, num in zip(SOURCES, (num_tokens - num_cached, num_cached), strict=False):
+            self.prompt_sources.labels(**self._labels, source=source).inc(num)
         self.num_prompt_tokens += num_tokens
         self._recent.append((num_tokens, num_cached))
 
@@ -256,7 +270,15 @@ class _EngineCollector:
             return
         engine, kv = stats.engine, stats.kv
         yield gauge("vllm:num_requests_running", "Requests that run.", stats.num_running)
-        yield gauge("vllm:num_requests_waiting", "Requests that wait.", stats.num_waiting + stats.num_swapped)
+        num_waiting = stats.num_waiting + stats.num_swapped
+        yield gauge("vllm:num_requests_waiting", "Requests that wait.", num_waiting)
+        num_deferred = stats.num_deferred if isinstance(stats, ClientStats) else 0
+        reasons = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason", "For room, or for an engine.", labels=[*names, "reason"]
+        )
+        reasons.add_metric([*values, "capacity"], num_waiting - num_deferred)
+        reasons.add_metric([*values, "deferred"], num_deferred)
+        yield reasons
         yield gauge("vllm:num_requests_swapped", "Of these, swapped out.", stats.num_swapped)
         yield counter("vllm:num_preemptions", "Preemptions.", engine.num_preemptions)
         yield counter("octavo:steps", "Steps of the engine.", engine.num_steps)

@@ -120,6 +120,7 @@ async def serve(
             service = Service(backend, settings, args.model, limits_of(args, backend.summary), tracing)
             kv = await backend.kv_stats()
             _tell_capacity(kv, backend.max_model_len, service.limits.device)
+            backend.on_step = service.metrics.iteration_tokens.observe
             service.metrics.config({"block_size": kv.block_size, "num_gpu_blocks": kv.num_blocks})
             app = App(service, known)
             for name, prefix in prefixes.items():

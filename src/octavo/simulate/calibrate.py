@@ -20,15 +20,20 @@ from octavo.engine.engine import Engine
 from octavo.engine.executor import Executor, Masks, Running
 from octavo.simulate.cost import LinearCost, Work, work_of
 
-TERMS = ("pass_s", "new_s", "decode_s", "pair_s", "kv_s")
+TERMS = ("pass_s", "few_s", "chunk_s", "new_s", "decode_s", "pair_s", "kv_s")
 """Of a `LinearCost`, those that are fitted; the others are measured apart."""
+HOST_TERMS = ("host_s", "host_slice_s", "host_chunk_s")
 REFITS = 4
 MOST_BATCH = 64
 ROUNDS = (  # requests at a time, tokens of each prompt, tokens to generate, as shares of what the engine can take
+    (1, 0.01, 0.01),
     (1, 0.05, 0.05),
     (1, 0.5, 0.05),
+    (2, 0.02, 0.01),
     (4, 0.02, 0.10),
     (4, 0.25, 0.10),
+    (8, 0.005, 0.02),
+    (8, 0.03, 0.02),
     (16, 0.02, 0.05),
     (16, 0.15, 0.05),
     (MOST_BATCH, 0.01, 0.03),
@@ -112,7 +117,8 @@ def measure(
         for repeat in range(repeats + 1):
             for number, (batch, prompt, output) in enumerate(ROUNDS):
                 progress(f"round {repeat * len(ROUNDS) + number + 1} of {(repeats + 1) * len(ROUNDS)}")
-                _round(engine, rnd, batch, prompt, output)
+                with engine.garbage:  # as whoever serves has it
+                    _round(engine, rnd, batch, prompt, output)
                 timed.rest()
             if not repeat:
                 timed.steps.clear()
@@ -126,38 +132,52 @@ def _round(engine: Engine, rnd: random.Random, batch: int, prompt: float, output
     batch = min(batch, engine.scheduler.max_num_seqs)
     num_prompt = max(2, min(int(longest * prompt), 1024))
     num_output = max(4, min(int(longest * output), 64))
-    for i in range(batch):
+    params = SamplingParams(max_tokens=num_output, ignore_eos=True, detokenize=False, temperature=0.0)
+    # Of many lengths, so that terms can be told apart; and made here, where it is nobody's time.
+    lengths = [max(1, int(num_prompt * rnd.uniform(0.5, 1.0))) for _ in range(batch)]
+    prompts = [[rnd.randrange(engine.vocab_size) for _ in range(length)] for length in lengths]
+    for i, prompt_token_ids in enumerate(prompts):
         if i > batch // 2:  # the others come while these decode: steps of both kinds of work
             engine.step()
-        length = max(1, int(num_prompt * rnd.uniform(0.5, 1.0)))  # of many lengths, so that terms can be told apart
-        tokens = [rnd.randrange(engine.vocab_size) for _ in range(length)]
-        params = SamplingParams(max_tokens=num_output, ignore_eos=True, detokenize=False, temperature=0.0)
-        engine.add(f"calibrate-{i}", tokens, params)
+        engine.add(f"calibrate-{i}", prompt_token_ids, params)
     while engine.has_work:
         engine.step()
 
 
 def fit(steps: Sequence[Measured], *, move_s: float = 0.0) -> LinearCost:
-    """The terms, none below 0, that lie closest to the steps. What is 10 % off counts the same for a short step as for
-    a long one, and all steps with prompts count as much as all without, of which there are many more.
+    """The terms, none below 0, that lie closest to the steps, and those that lie closest to what the host needs between
+    them. All steps with prompts count as much as all without, of which there are many more."""
+    works = [s.work for s in steps]
+    columns = [
+        (w.num_passes, w.num_few, w.num_new > 0, w.num_new, w.num_decoding, w.chunk_pairs, w.kv_tokens) for w in works
+    ]
+    rows, times = np.array(columns, dtype=float), np.array([s.step_s for s in steps])
+    terms = dict(zip(TERMS, relative(rows, times, _even(rows)).tolist(), strict=True))
+    between = [(1, w.num_slices, w.num_chunks, s.host_s) for s, w in zip(steps, works, strict=True) if s.host_s > 0]
+    table = np.array(between or [(1, 0, 0, 1e-9)], dtype=float)
+    rows, times = table[:, :-1], table[:, -1]
+    host = dict(zip(HOST_TERMS, relative(rows, times, np.ones(len(rows))).tolist(), strict=True))
+    return LinearCost(**terms, **host, move_s=move_s)
+
+
+def _even(rows: np.ndarray) -> np.ndarray:
+    chunks = rows[:, TERMS.index("chunk_s")] > 0
+    weights: np.ndarray = np.where(chunks, 1 / max(1, chunks.sum()), 1 / max(1, (~chunks).sum())) ** 0.5
+    return weights
+
+
+def relative(rows: np.ndarray, times: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Nonnegative terms for which `rows @ terms` lies closest to `times`, where what is 10 % off counts the same for a
+    short time as for a long one.
 
     Per cent of what is expected, not of what was measured: in those, a step held up by others would hardly count, and
     the sum over many steps would come out too low. So the fit is done again with what it gave.
     """
-    works = [s.work for s in steps]
-    rows = np.array([[w.num_passes, w.num_new, w.num_decoding, w.chunk_pairs, w.kv_tokens] for w in works], dtype=float)
-    times = np.array([s.step_s for s in steps])
-    chunks = rows[:, TERMS.index("new_s")] > 0
-    weights = np.where(chunks, 1 / max(1, chunks.sum()), 1 / max(1, (~chunks).sum())) ** 0.5
     expected = times
     for _ in range(REFITS):
         found = nonnegative(rows * (weights / expected)[:, None], weights * times / expected)
         expected = np.maximum(rows @ found, times.min())
-    between = [(1.0, float(w.num_slices), s.host_s) for s, w in zip(steps, works, strict=True) if s.host_s > 0]
-    table = np.array(between or [(1.0, 0.0, 0.0)])
-    host_s, host_slice_s = nonnegative(table[:, :2], table[:, 2]).tolist()
-    terms = dict(zip(TERMS, found.tolist(), strict=True))
-    return LinearCost(**terms, move_s=move_s, host_s=host_s, host_slice_s=host_slice_s)
+    return found
 
 
 def nonnegative(rows: np.ndarray, times: np.ndarray) -> np.ndarray:

@@ -2,8 +2,8 @@
 
 Every cost is a function of a `StepPlan` alone. What a plan asks of the device is summed up in `Work` first:
 
-    dense work      tokens that go through the weights: `num_new` in chunks of prompts, `num_decoding` in decode slices,
-                    the latter `num_passes` times in a row where slices are windows
+    dense work      tokens that go through the weights: `num_new` in `num_chunks` chunks of prompts, `num_decoding` in
+                    decode slices, the latter `num_passes` times in a row where slices are windows
     attention       `chunk_pairs` (query, key) pairs of chunks, which cost arithmetic; `kv_tokens` whose keys and values
                     are read for single queries, which costs bandwidth
     memory          blocks copied on the device, and moved to or from the host
@@ -24,6 +24,8 @@ from octavo.errors import ParameterError, UsageError
 from octavo.simulate.models import ModelShape
 
 GIB = 1 << 30
+FEW = 8
+"""Tokens of a pass up to which products grow with every token, as a CPU's do; the next ones come at a lower price."""
 
 
 class Work(NamedTuple):
@@ -35,16 +37,24 @@ class Work(NamedTuple):
     kv_tokens: int
     num_copied: int
     num_swapped: int
+    num_chunks: int
+
+    @property
+    def num_few(self) -> float:
+        """Of the tokens of each pass the first `FEW`. Chunks go with the first pass of a window."""
+        each = self.num_decoding / self.num_passes
+        return min(self.num_new + each, FEW) + (self.num_passes - 1) * min(each, FEW)
 
 
 def work_of(plan: StepPlan) -> Work:
     """All of it by sums that run in C: this is called for every step of a simulation."""
     starts, counts = plan.starts, plan.counts
     num_tokens = sum(counts)
-    num_new = chunk_pairs = chunk_reads = 0
+    num_chunks = num_new = chunk_pairs = chunk_reads = 0
     for i in plan.host_tokens:
         count = counts[i]
         if count > 1:
+            num_chunks += 1
             num_new += count
             chunk_pairs += count * starts[i] + count * (count + 1) // 2
             chunk_reads += starts[i] + count
@@ -63,6 +73,7 @@ def work_of(plan: StepPlan) -> Work:
         kv_tokens,
         len(plan.copies),
         len(plan.swap_outs) + len(plan.swap_ins),
+        num_chunks,
     )
 
 
@@ -74,6 +85,10 @@ class CostModel(Protocol):
     @property
     def host_slice_s(self) -> float:
         """More of that for each sequence in the step."""
+
+    @property
+    def host_chunk_s(self) -> float:
+        """And for each chunk of a prompt: whoever comes is taken in first."""
 
     @property
     def move_s(self) -> float:
@@ -179,6 +194,10 @@ class RooflineCost:
         return 0.0  # `slice_s` has it
 
     @property
+    def host_chunk_s(self) -> float:
+        return 0.0
+
+    @property
     def move_s(self) -> float:
         block_bytes = self.model.kv_bytes_per_token * self.block_size
         return self.device.move_s + block_bytes / (self.device.host_link * self.num_devices)
@@ -223,13 +242,15 @@ class LinearCost:
     """A sum of terms, each a number of things times what one of them takes: what `octavo calibrate` fits.
 
     pass_s      a pass through the model, decoding or not
+    few_s       one of the first `FEW` tokens of a pass, besides the next two
+    chunk_s     that there are chunks of prompts, however many and short
     new_s       a token of a chunk of a prompt
     decode_s    a token of a decode slice
     pair_s      a (query, key) pair of a chunk
     kv_s        a token whose keys and values are read
     copy_s      a block copied on the device
     move_s      a block moved to or from the host
-    host_s, host_slice_s  see `CostModel`
+    host_s, host_slice_s, host_chunk_s  see `CostModel`
     """
 
     pass_s: float
@@ -241,6 +262,9 @@ class LinearCost:
     move_s: float = 0.0
     host_s: float = 0.0
     host_slice_s: float = 0.0
+    host_chunk_s: float = 0.0
+    few_s: float = 0.0
+    chunk_s: float = 0.0
 
     def step_s(self, plan: StepPlan) -> float:
         return self.work_s(work_of(plan))
@@ -248,6 +272,8 @@ class LinearCost:
     def work_s(self, work: Work) -> float:
         return (
             self.pass_s * work.num_passes
+            + self.few_s * work.num_few
+            + self.chunk_s * (work.num_new > 0)
             + self.new_s * work.num_new
             + self.decode_s * work.num_decoding
             + self.pair_s * work.chunk_pairs

@@ -62,8 +62,11 @@ class SimulatedExecutor:
         self._columns: list[tuple[int, ...]] = [()]
 
     def submit(self, plan: StepPlan) -> SimulatedRunning:
-        self.clock.now += self.cost.host_s + self.cost.host_slice_s * len(plan.rows)
-        step_s = self.cost.step_s(plan)
+        cost = self.cost
+        self.clock.now += cost.host_s + cost.host_slice_s * len(plan.rows)
+        if cost.host_chunk_s and plan.host_tokens:
+            self.clock.now += cost.host_chunk_s * sum(plan.counts[i] > 1 for i in plan.host_tokens)
+        step_s = cost.step_s(plan)
         self.busy_s += step_s
         self._free_s = max(self._free_s, self.clock.now) + step_s
         return SimulatedRunning(self.clock, self._free_s, self._sample(plan))

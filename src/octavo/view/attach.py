@@ -6,6 +6,12 @@ that is made up here; who runs and who waits comes from the server's /metrics, i
 
 Both encodings are understood: events as maps with their class's name as `type` (vLLM from 0.33, SGLang), and as arrays
 with the name first (before that). Nothing that arrives is trusted: what is malformed is counted and left out.
+
+A publisher's messages are numbered. Where it has a replay socket, it is asked for those from before we came that it
+keeps, and for those that a gap in the numbers shows to be missing; until they are there, what is published waits.
+
+    SUB     12  13      17  18 ...           17 is held, and 18 not received
+    DEALER         14 15 16 17 18 end        17 is known by then: held back no longer, and left out
 """
 
 from __future__ import annotations
@@ -35,6 +41,10 @@ MOST_MESSAGES = 1000
 """Taken in between two frames."""
 MOST_HELD = 100_000
 """That wait while nobody looks; those after them are lost."""
+REPLAY_S = 2.0
+"""Without a word from the replay socket: then what is missing is lost."""
+END = b"\xff" * 8
+"""The number of the message that ends a replay: -1."""
 METRICS_S = 1.0
 METRICS_BYTES = 4 << 20
 LINE = re.compile(r"^vllm:num_requests_(running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
@@ -61,23 +71,21 @@ class Attached:
 
     endpoint   where it publishes, such as tcp://127.0.0.1:5557
     metrics    address of its /metrics, or None
+    replay     of the socket that tells again what it published (`replay_endpoint`), or None
+
+    Raises `ParameterError` for an address that is none.
     """
 
-    def __init__(self, endpoint: str, metrics: str | None = None) -> None:
+    def __init__(self, endpoint: str, metrics: str | None = None, *, replay: str | None = None) -> None:
         self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.SUB)
-        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, 256 << 20)
-        self._socket.setsockopt(zmq.RCVHWM, MOST_HELD)
-        try:
-            self._socket.connect(endpoint)
-        except zmq.ZMQError as error:
-            self.close()
-            raise ParameterError(
-                f"attach {endpoint!r} is no address: {error.strerror}; it looks like tcp://127.0.0.1:5557",
-                param="attach",
-            ) from None
+        self._socket = self._connected(zmq.SUB, "attach", endpoint)
+        self._replay = replay
+        self._asked: zmq.Socket[bytes] | None = None  # a replay, that goes on until it ends or nothing is said
+        self._asked_rank: int | None = None
+        self._silent_at = 0.0
+        self._held: list[bytes] | None = None
+        if replay is not None:
+            self._ask_from(0, None)
         self._metrics = metrics
         self._metrics_at = -METRICS_S
         self._key = secrets.token_bytes(16)
@@ -86,8 +94,25 @@ class Attached:
         self._block_size = 16
         self._num_known = 0  # blocks, as its metrics say
         self._running = self._waiting = 0
-        self._last: dict[int, int] = {}  # rank -> sequence number
+        self._last: dict[int, int] = {}  # rank -> number of the last message that is taken in
+        self._heard: dict[int, int] = {}  # of the last that was published while we listened
         self._clear()
+
+    def _connected(self, kind: int, name: str, endpoint: str) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, 256 << 20)
+        socket.setsockopt(zmq.RCVHWM, MOST_HELD)
+        if kind == zmq.SUB:
+            socket.setsockopt(zmq.SUBSCRIBE, b"")
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ParameterError(
+                f"{name} {endpoint!r} is no address: {error.strerror}; it looks like tcp://127.0.0.1:5557", param=name
+            ) from None
+        return socket
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -186,26 +211,62 @@ class Attached:
     def _take_in(self) -> None:
         for _ in range(MOST_MESSAGES):
             try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                parts, again = self._next()
             except zmq.Again:
                 return
             try:
-                self._take(parts)
+                self._take(parts, again)
             except (_Malformed, msgspec.MsgspecError, TypeError, ValueError, IndexError, KeyError, OverflowError):
                 self.num_malformed += 1
 
-    def _take(self, parts: list[bytes]) -> None:
+    def _next(self) -> tuple[list[bytes], bool]:
+        """A message, and whether it comes from a replay or waited for one. Raises `zmq.Again` if there is none yet."""
+        if self._asked is not None:
+            try:
+                parts = self._asked.recv_multipart(zmq.NOBLOCK)
+                self._silent_at = time.monotonic() + REPLAY_S
+                if END not in parts[:2]:
+                    return parts, True
+            except zmq.Again:
+                if time.monotonic() < self._silent_at:
+                    raise
+            self._asked.close()
+            self._asked = None
+        if self._held is not None:
+            held, self._held = self._held, None
+            return held, True
+        return self._socket.recv_multipart(zmq.NOBLOCK), False
+
+    def _ask_from(self, sequence: int, rank: int | None) -> None:
+        """For all that is kept from this message on. A new socket each time: answers do not say what they answer."""
+        assert self._replay is not None
+        self._asked = self._connected(zmq.DEALER, "replay", self._replay)
+        self._asked.send_multipart((b"", sequence.to_bytes(8, "big")))
+        self._asked_rank, self._silent_at = rank, time.monotonic() + REPLAY_S
+
+    def _take(self, parts: list[bytes], again: bool = False) -> None:
         if len(parts) != 3 or len(parts[1]) != 8:
             raise _Malformed
         sequence = int.from_bytes(parts[1], "big")
         _, events, *more = msgspec.msgpack.decode(parts[2])
         rank = int(more[0] or 0) if more else 0
-        before = self._last.get(rank)
+        if not again:
+            if sequence <= self._heard.get(rank, -1):  # it counts anew: it was started again, and has nothing
+                self._forget(rank)
+                self._last[rank] = -1 if self._replay is not None else sequence - 1
+            self._heard[rank] = sequence
+        elif self._asked is not None and self._asked_rank not in (None, rank):
+            return
+        last = self._last.get(rank, sequence - 1)
+        if sequence <= last:
+            return
+        if sequence > last + 1:
+            if self._replay is not None and not again:
+                self._held = parts
+                self._ask_from(last + 1, rank)
+                return
+            self.num_lost += sequence - last - 1
         self._last[rank] = sequence
-        if before is not None and sequence <= before:  # it counts anew: it was started again, and has nothing
-            self._forget(rank)
-        elif before is not None and sequence > before + 1:
-            self.num_lost += sequence - before - 1
         for event in events:
             kind, fields = _fields(event)
             if kind == "BlockStored" and fields["medium"] in DEVICE:

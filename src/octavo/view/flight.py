@@ -43,7 +43,7 @@ from octavo.view.frozen import State, freeze, settings_of
 
 logger = logging.getLogger("octavo.flight")
 
-VERSION = 1
+VERSION = 2
 KEEP_S = 600.0
 LEG_S = 60.0
 """Between two copies of pool and queues."""
@@ -53,6 +53,8 @@ SHARE = 1000
 """A leg lasts at least so many times as long as the copy at its beginning took."""
 NAME_BYTES = 8
 """Of a block's name: among a million, two are the same by chance once in forty million recordings."""
+MOST_ENDS = 64
+"""Of beams' blocks whose names are kept, so that a name need not be made anew for each token behind it."""
 MOST_FILES = 20
 """Dumps kept in a folder: an engine that dies again and again does not fill the disk."""
 SUFFIX = ".flight"
@@ -88,11 +90,12 @@ class Op(IntEnum):
 
 class Sample(msgspec.Struct, array_like=True):
     """What was generated: so many tokens, the last of them perhaps a stop token; `names` of the blocks that these fill,
-    behind those of the prompt."""
+    behind those of the prompt; `marks` as an arrival has them, of the blocks behind the prompt's full ones."""
 
     num_tokens: int
     stopped: bool
     names: bytes
+    marks: dict[int, bytes] = {}
 
 
 class Arrival(msgspec.Struct, array_like=True):
@@ -100,9 +103,11 @@ class Arrival(msgspec.Struct, array_like=True):
 
     resumed   index -> tokens of an output that another engine had made
     samples   by index; of those that run yet, as far as they are. Of a beam search, none
-    choices   of a beam search: for each step how many continuations, and for each its parent's place, and the name of
-              the block that its token fills, `STOPS` if it ends the beam, or nothing
-    marks     block of the prompt -> names of its first tokens, as many as a pin's tail has of them
+    choices   of a beam search: for each step how many continuations, and for each its parent's place, and what its
+              token comes to: its mark; where it fills a block, the marks of the block and then its name; `STOPS` if it
+              ends the beam
+    marks     block of the prompt -> marks of its first tokens, as many as a pin's tail has of them; of the last block
+              of a beam search, of all. A mark names a token within a block, with those before it
     """
 
     number: int
@@ -201,9 +206,8 @@ class FlightRecorder:
         self._ended: deque[tuple[int, Request]] = deque()  # with the step up to which they are needed
         self._named: dict[str, Request] = {}
         self._num_arrivals = self._num_dumps = 0
-        self._tails: dict[
-            bytes, list[array[int]]
-        ] = {}  # behind the named block, tails of pins; these are few, and stay
+        self._tails: dict[bytes, list[array[int]]] = {}  # name before -> tails of pins; these are few, and stay
+        self._ends: dict[tuple[Request, bytes], bytes] = {}  # full blocks of beams -> the last one's name
         self._last_step: ev.Step | None = None
         self._legs: deque[_OpenLeg] = deque()
         self._stand_before(self._scheduler)
@@ -305,7 +309,7 @@ class FlightRecorder:
         elif isinstance(event, ev.Finished):
             request = self._named.pop(event.request_id)
             arrival = self._live[request]
-            arrival.samples = self._samples(request, arrival)
+            self._tell(request, arrival)
             self._legs[-1].num_names += sum(len(s.names) for s in arrival.samples.values()) // NAME_BYTES
             if request.request_id not in self._scheduler.cache.pins:
                 self._ended.append((self._scheduler.num_steps, request))
@@ -339,9 +343,9 @@ class FlightRecorder:
             {index: len(list(output)) for index, output in (request.resume or {}).items()},
         )
         arrival.samples, arrival.choices, arrival.marks = {}, [], {}
-        self._mark(request, arrival)
-        if request.pin:
-            self._pinned(request, arrival)
+        tail = request.prompt_token_ids[len(names) // NAME_BYTES * self._size :]
+        if request.pin and tail:
+            self._tails.setdefault(names[-NAME_BYTES:] or self._root(request.salt), []).append(tail)
         self._num_arrivals += 1
         self._named[request.request_id] = request
         if self._legs:  # else it was here before us
@@ -349,27 +353,39 @@ class FlightRecorder:
             self._legs[-1].num_names += len(names) // NAME_BYTES
         return arrival
 
-    def _mark(self, request: Request, arrival: Arrival) -> None:
-        """A pin's tail, what is behind its last full block, is shared token by token: there, marks stand for tokens."""
-        size, names = self._size, arrival.names
-        num_full = len(names) // NAME_BYTES
-        for block in range(num_full + 1) if self._tails else ():
+    def _tell(self, request: Request, arrival: Arrival) -> None:
+        """Write down what is known of it by now. A pin's tail, what is behind its last full block, is shared token by
+        token: there, marks stand for tokens."""
+        prompt, num_full = request.prompt_token_ids, len(arrival.names) // NAME_BYTES
+        arrival.marks = self._shared_marks(request, prompt, arrival.names, 0)
+        if arrival.decides:
+            end = arrival.names[-NAME_BYTES:] or self._root(request.salt)
+            arrival.marks[num_full] = self._marks(end, prompt[num_full * self._size :])
+            return
+        arrival.samples = {}
+        for seq in (*request.sequences, *request.done):
+            names = self._all_names(request, seq.token_ids)
+            arrival.samples[seq.index] = Sample(
+                len(seq.token_ids) - arrival.num_prompt,
+                seq.stop_token is not None,
+                names[len(arrival.names) :],
+                self._shared_marks(request, seq.token_ids, names, num_full),
+            )
+
+    def _shared_marks(self, request: Request, tokens: array[int], names: bytes, first: int) -> dict[int, bytes]:
+        """Of the blocks from `first` on, as many marks as any pin's tail has tokens in common with them."""
+        size, marks = self._size, {}
+        for block in range(first, len(names) // NAME_BYTES + 1) if self._tails else ():
             before = names[(block - 1) * NAME_BYTES : block * NAME_BYTES] if block else self._root(request.salt)
-            if marks := self._marks(before, request.prompt_token_ids[block * size : (block + 1) * size]):
-                arrival.marks[block] = marks
+            held = tokens[block * size : (block + 1) * size]
+            num = max([common(tail, held) for tail in self._tails.get(before, ())], default=0)
+            if num:
+                marks[block] = self._marks(before, held[:num])
+        return marks
 
     def _marks(self, before: bytes, tokens: array[int]) -> bytes:
-        """For the tokens of a block behind a named one: as many marks as any pin's tail has of them."""
-        num = max([common(tail, tokens) for tail in self._tails.get(before, ())], default=0)
-        return b"".join(self._digest(before, b"mark" + tokens[: i + 1].tobytes()) for i in range(num))
-
-    def _pinned(self, request: Request, arrival: Arrival) -> None:
-        """From now on, whoever begins as this pin does is marked; who is here already, too."""
-        tail = request.prompt_token_ids[len(arrival.names) // NAME_BYTES * self._size :]
-        if tail:
-            self._tails.setdefault(arrival.names[-NAME_BYTES:] or self._root(request.salt), []).append(tail)
-            for other, known in self._live.items():
-                self._mark(other, known)
+        """Of the first tokens of a block behind a named one."""
+        return b"".join(self._digest(before, b"mark" + tokens[: i + 1].tobytes()) for i in range(len(tokens)))
 
     def _names(self, tokens: array[int], parent: bytes, begin: int = 0) -> Iterator[bytes]:
         """Of the full blocks from one on: each is a digest of its tokens and the name before it."""
@@ -384,16 +400,6 @@ class FlightRecorder:
 
     def _digest(self, parent: bytes, data: bytes) -> bytes:
         return blake2b(parent + data, digest_size=NAME_BYTES, key=self._key).digest()
-
-    def _samples(self, request: Request, arrival: Arrival) -> dict[int, Sample]:
-        """What there is of each sample now."""
-        if arrival.decides:
-            return {}
-        found = {}
-        for seq in (*request.sequences, *request.done):
-            names = self._all_names(request, seq.token_ids)[len(arrival.names) :]
-            found[seq.index] = Sample(len(seq.token_ids) - arrival.num_prompt, seq.stop_token is not None, names)
-        return found
 
     def _noted_decide(self, request: Request) -> Decide:
         decide = request.decide
@@ -411,12 +417,23 @@ class FlightRecorder:
         return noted
 
     def _meaning(self, request: Request, before: array[int], token: int) -> bytes:
-        """What a beam's next token comes to: the name of the block that it fills, or that it stops; else nothing."""
+        """What a beam's next token comes to, see `Arrival.choices`."""
         if token in request.stop_ids:
             return STOPS
-        if (len(before) + 1) % self._size:
-            return b""
-        return self._all_names(request, before + array("i", (token,)))[-NAME_BYTES:]
+        begin = len(before) // self._size * self._size
+        end, tokens = self._end_of(request, before[:begin]), before[begin:] + array("i", (token,))
+        if len(tokens) < self._size:
+            return self._digest(end, b"mark" + tokens.tobytes())
+        return self._marks(end, tokens[:-1]) + self._digest(end, tokens.tobytes())
+
+    def _end_of(self, request: Request, tokens: array[int]) -> bytes:
+        """The name of the last of the full blocks that a beam has filled."""
+        key = request, tokens.tobytes()
+        if key not in self._ends:
+            if len(self._ends) >= MOST_ENDS:
+                self._ends.clear()
+            self._ends[key] = self._all_names(request, tokens)[-NAME_BYTES:] or self._root(request.salt)
+        return self._ends[key]
 
     def _all_names(self, request: Request, tokens: array[int]) -> bytes:
         names = self._live[request].names
@@ -435,7 +452,11 @@ class FlightRecorder:
             return arrival.number
 
         def said_by(seq: Sequence) -> bytes | None:
-            return None if seq.request.decide is None else self._all_names(seq.request, seq.token_ids)
+            if seq.request.decide is None:
+                return None
+            names = self._all_names(seq.request, seq.token_ids)
+            end = names[-NAME_BYTES:] or self._root(seq.request.salt)
+            return names + self._marks(end, seq.token_ids[len(names) // NAME_BYTES * self._size :])
 
         begin = freeze(self._scheduler, number_of, said_by)
         begin["num_choices"] = {number: len(arrival.choices) for number, arrival in present.items() if arrival.choices}
@@ -467,7 +488,7 @@ class FlightRecorder:
             name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{self._num_dumps}-{why}{SUFFIX}"
             path = self.directory / name
         for request in self._named.values():
-            self._live[request].samples = self._samples(request, self._live[request])
+            self._tell(request, self._live[request])
         arrivals = {a.number: a for a in self._legs[0].present}
         arrivals |= {a.number: a for leg in self._legs for a in leg.arrivals}
         about = {"max_model_len": self._engine.max_model_len, "overlap": self._engine.overlap}

@@ -5,7 +5,8 @@ the last token tells what it is:
 
     prompt, output   1 1 1 n1 | 1 1 1 n2 | 1 1 1 n3 | 1 1        n1, n2, ...: numbers for names
 
-Two samples that part within a block differ at its end, and only full blocks are ever compared.
+Two samples that part within a block differ at its end, and only full blocks are ever compared. But for the tails of
+pins: whatever begins as one of these, and all that beams say, has marks for tokens there, m1 m2 m3 n1.
 """
 
 from __future__ import annotations
@@ -58,20 +59,51 @@ class Flight:
         self.arrivals = {arrival.number: arrival for arrival in file.arrivals}
         self.block_size: int = file.settings["block_size"]
         self._numbers: dict[bytes, int] = {}
-        self._marks: dict[bytes, bytes] = {}  # of the full blocks that begin as a pin ends
-        for arrival in file.arrivals:
-            for block, marks in arrival.marks.items():
-                self._marks |= dict.fromkeys(self._names_at(arrival, block), marks)
+        self._marks: dict[bytes, bytes] = {}  # of full blocks, by name: of their first tokens
+        self._ends: dict[int, bytes] = {}  # of what is behind the full blocks of a prompt, by the request's number
+        self._learn_marks()
 
-    def _names_at(self, arrival: Arrival, block: int) -> Iterator[bytes]:
-        """What a block of a request is called once it is full: by its prompt, or by what each sample or beam says."""
-        begin = NAME_BYTES * block
-        every = [arrival.names, *(arrival.names + said.names for said in arrival.samples.values())]
-        yield from {names[begin : begin + NAME_BYTES] for names in every if len(names) > begin}
-        choices: Iterator[Any] = iter(arrival.choices)
-        for _ in range((block + 1) * self.block_size - arrival.num_prompt):
-            names = [(next(choices), next(choices))[1] for _ in range(next(choices, 0))]
-            yield from (name for name in names if len(name) == NAME_BYTES)
+    def _learn_marks(self) -> None:
+        """Whoever has a block has it with the same tokens, and whoever goes on from a prompt has its end.
+
+        prompt   a b . .        One who came before a pin has fewer marks than one who came after it with the same
+        sample   a b c d = n1   block: so they pass on what they know until nobody learns anything.
+        other    a b c d = n1
+        """
+        size = NAME_BYTES * self.block_size
+        ends: list[tuple[Arrival, list[bytes]]] = []
+        for arrival in self.file.arrivals:
+            num_full = len(arrival.names) // NAME_BYTES
+            told = [(arrival.names, arrival.marks)]
+            told += [(arrival.names + said.names, said.marks) for said in arrival.samples.values()]
+            for names, marks in told:
+                for block, some in marks.items():
+                    self._learn(names[block * NAME_BYTES : (block + 1) * NAME_BYTES], some)
+            for meaning in arrival.choices:
+                if isinstance(meaning, bytes) and len(meaning) == size:
+                    self._learn(meaning[-NAME_BYTES:], meaning[:-NAME_BYTES])
+            if num_end := NAME_BYTES * (arrival.num_prompt % self.block_size):
+                known = [marks.get(num_full, b"")[:num_end] for _, marks in told]
+                self._ends[arrival.number] = max(known, key=len)
+                followers = [said.names[:NAME_BYTES] for said in arrival.samples.values() if said.names]
+                if followers:
+                    ends.append((arrival, followers))
+        news = True
+        while news:
+            news = False
+            for arrival, followers in ends:
+                num_end = NAME_BYTES * (arrival.num_prompt % self.block_size)
+                known = [self._ends[arrival.number], *(self._marks.get(name, b"")[:num_end] for name in followers)]
+                end = self._ends[arrival.number] = max(known, key=len)
+                for name in followers:
+                    news |= self._learn(name, end)
+
+    def _learn(self, name: bytes, marks: bytes) -> bool:
+        """Whether that is more than was known; the marks of one block are the beginning of one another."""
+        more = bool(name) and len(marks) > len(self._marks.get(name, b""))
+        if more:
+            self._marks[name] = marks
+        return more
 
     @classmethod
     def load(cls, path: Path, *, every: bool = False) -> Flight:
@@ -105,27 +137,30 @@ class Flight:
     # -- tokens --------------------------------------------------------------------------------------------------------
 
     def prompt(self, arrival: Arrival) -> array[int]:
-        return self.of_names(arrival, arrival.names, arrival.num_prompt)
+        return self.of_names(arrival.names, self._ends.get(arrival.number, b""), arrival.num_prompt)
 
     def sample(self, arrival: Arrival, index: int) -> array[int]:
         """Prompt and output of one sample."""
         said = arrival.samples.get(index)
         if said is None:
             return self.prompt(arrival)
-        tokens = self.of_names(arrival, arrival.names + said.names, arrival.num_prompt + said.num_tokens)
+        names = arrival.names + said.names
+        marks = said.marks.get(len(names) // NAME_BYTES, b"")
+        if not said.names:
+            marks = max(marks, self._ends.get(arrival.number, b""), key=len)
+        tokens = self.of_names(names, marks, arrival.num_prompt + said.num_tokens)
         if said.stopped:
             tokens[-1] = STOP
         return tokens
 
-    def of_names(self, arrival: Arrival, names: bytes, length: int) -> array[int]:
-        """So many tokens that fill these blocks."""
-        size, tokens = self.block_size, array("i")
+    def of_names(self, names: bytes, marks: bytes, length: int) -> array[int]:
+        """So many tokens that fill these blocks, with these marks behind them."""
+        tokens = array("i")
         for i in range(0, len(names), NAME_BYTES):
             tokens += self.block(names[i : i + NAME_BYTES])
-        tokens += array("i", (FILL,)) * (length - len(tokens))
-        for block, marks in () if self._every else arrival.marks.items():
-            tokens[block * size : block * size + len(marks) // NAME_BYTES] = self._numbers_of(marks)
-        return tokens
+        if not self._every:
+            tokens += self._numbers_of(marks)
+        return tokens + array("i", (FILL,)) * (length - len(tokens))
 
     def block(self, name: bytes) -> array[int]:
         """The tokens of a full one."""
@@ -142,9 +177,7 @@ class Flight:
 
     def token(self, meaning: bytes) -> int:
         """A beam's."""
-        if meaning in (b"", STOPS):
-            return STOP if meaning else FILL
-        return self.number(meaning)
+        return STOP if meaning == STOPS else self.number(meaning[-NAME_BYTES:])
 
     def number(self, name: bytes) -> int:
         """A token for a name."""
@@ -289,7 +322,8 @@ class Replay:
         arrival = self.flight.arrivals[request["number"]]
         length = said["num_tokens"]
         if said["said"] is not None:
-            return self.flight.of_names(arrival, said["said"], length)
+            num_names = NAME_BYTES * (length // self.flight.block_size)
+            return self.flight.of_names(said["said"][:num_names], said["said"][num_names:], length)
         return array("i", self.flight.sample(arrival, said["index"])[:length])
 
     def _thawed(self, leg: Leg) -> Scheduler:

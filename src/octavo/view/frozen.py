@@ -77,7 +77,8 @@ def freeze(
     """All that decisions depend on, but tokens. `keys` has the content of each sealed block, as the pool packs it: it
     is for the recorder, who puts names in its place before anything is written.
 
-    said_by   the names of a sequence's blocks, where its request will not tell them: in a beam search
+    said_by   the names of a sequence's blocks and of the tokens behind them, where its request will not tell them: in a
+              beam search
     """
     cache = scheduler.cache
     pool, host = cache.pool, cache.swap_space

@@ -70,6 +70,11 @@ class _Told:
         self.num_entries, self.num_dropped = len(sequence.block_ids), sequence.num_dropped
         self.block_ids = None if sequence.request.solo is not None else sequence.block_ids[:]
 
+    def is_still(self, sequence: Sequence) -> bool:
+        """Nothing that no event tells of has changed, of a sequence alone in its request: tables grow with what is
+        computed."""
+        return self.num_computed == sequence.num_computed and self.num_tokens == len(sequence.token_ids)
+
     def changed_from(self, sequence: Sequence) -> int | None:
         """The first entry of its table that is not as it was told; None if all are. For one of a request that no event
         told of: it has grown, or its head fell behind the window. A tail that it shares is copied as it is admitted."""
@@ -184,8 +189,9 @@ class Tap:
             self._begin_s = self._clock()
         self._refs, self._seal_ids = (column.copy() for column in self._pool_arrays())
         self._old_seals = iter(np.nonzero(self._seal_ids)[0])
-        requests, _ = self._changed_requests(self._current())
-        sequences, _, _, _ = self._changed_sequences()
+        current = self._current()
+        requests, _ = self._changed_requests(current)
+        sequences, _, _, _ = self._changed_sequences(current)
         self._lines = self._lines_now()
         self._stats = cache.stats().as_dict()
         return Snapshot(
@@ -210,7 +216,7 @@ class Tap:
         self._frame += 1
         current = self._current()
         requests, gone = self._changed_requests(current)
-        sequences, tables, progress, gone_sequences = self._changed_sequences()
+        sequences, tables, progress, gone_sequences = self._changed_sequences(current)
         blocks, seals = self._changed_blocks()
         delta = Delta(
             self._epoch,
@@ -335,14 +341,20 @@ class Tap:
             told = self._sequences[sequence] = _Told(self._num_uids)
         return told
 
-    def _changed_sequences(self) -> tuple[list[SequenceView], list[TableChange], Progress | None, list[int]]:
+    def _changed_sequences(
+        self, current: dict[str, Request]
+    ) -> tuple[list[SequenceView], list[TableChange], Progress | None, list[int]]:
         """New ones, changes of tables, progress, and uids that are gone while their requests stay."""
         new: list[SequenceView] = []
         tables: list[TableChange] = []
         moved: tuple[array[int], array[int], array[int]] = array("I"), array("I"), array("I")
         seen: dict[Sequence, _Told] = {}
-        for name, request in self._current().items():
-            whole = name in self._dirty
+        known, dirty = self._sequences, self._dirty
+        for name, request in current.items():
+            whole, solo = name in dirty, request.solo
+            if solo is not None and not whole and (told := known.get(solo)) is not None and told.is_still(solo):
+                seen[solo] = told  # most of those who wait
+                continue
             for sequence in self._live(request):
                 told = seen[sequence] = self._told_of(sequence)
                 num_tokens, num_computed = len(sequence.token_ids), sequence.num_computed
@@ -359,9 +371,8 @@ class Tap:
                 elif start is None:
                     continue
                 told.note(sequence)
-        uids = {uid for view in self._requests.values() for uid in view.sequences}
         gone = [t.uid for s, t in self._sequences.items() if s not in seen and s.request.request_id in self._requests]
-        assert uids.isdisjoint(gone)
+        assert not gone or {uid for r in self._requests.values() for uid in r.sequences}.isdisjoint(gone)
         self._sequences = seen
         self._dirty.clear()
         return new, tables, Progress(*(_u32(column) for column in moved)) if moved[0] else None, gone

@@ -141,7 +141,7 @@ def move_s(server: Server, block_size: int, num_copies: int) -> float:
 class PaddedCost:
     """FasterTransformer's: every prompt of a batch is padded to the longest, and all run until the last is done."""
 
-    host_s = host_slice_s = move_s = 0.0
+    host_s = host_slice_s = host_chunk_s = move_s = 0.0
 
     def __init__(self, cost: LinearCost) -> None:
         self.cost = cost

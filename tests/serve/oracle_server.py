@@ -1,0 +1,28 @@
+"""`octavo serve` with an engine on the oracle: no device's time is spent, and every step checks all of memory.
+
+    python tests/serve/oracle_server.py '{"step_s": 0.01}' serve MODEL --port 0 ...
+
+The first argument is what `oracle_engine.py` takes. A shell's usual limit of open files holds at the start: what is
+beyond it the server has to raise itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import resource
+import sys
+from pathlib import Path
+
+from octavo.cli.main import run as command
+from octavo.serve import run
+from octavo.serve.client import EngineClient
+
+ENGINE = (sys.executable, str(Path(__file__).with_name("oracle_engine.py")), sys.argv[1])
+USUAL_FILES = 1024
+
+if __name__ == "__main__":
+    with contextlib.suppress(ValueError):  # it is lower already
+        resource.setrlimit(resource.RLIMIT_NOFILE, (USUAL_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    run.EngineClient = functools.partial(EngineClient, command=ENGINE)  # type: ignore[assignment,misc]
+    sys.exit(command(sys.argv[2:]))

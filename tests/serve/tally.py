@@ -1,0 +1,100 @@
+"""What a trial of `make reliability` works with, and what it saw."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo import SamplingParams
+from octavo.errors import OctavoError
+
+LONG_S = 60.0
+"""A request that takes longer, faults of its engine included, hangs."""
+
+
+@dataclass
+class Tally:
+    """What a trial saw. `late`: something is beyond its bound, and a note says what. `figures`: what else it found."""
+
+    name: str
+    runs: int = 0
+    lost: int = 0
+    hung: int = 0
+    wrong: int = 0
+    leaked: int = 0
+    noticed_s: float = 0.0
+    back_s: float = 0.0
+    late: bool = False
+    figures: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        return not (self.lost or self.hung or self.wrong or self.leaked or self.late)
+
+    def line(self) -> str:
+        times = f"{self.noticed_s:8.3f} s {self.back_s:6.2f} s" if self.back_s else " " * 19
+        text = f"{self.name:<40} {self.runs:>6} {self.lost:>6} {self.hung:>6} {self.wrong:>6} {self.leaked:>7} {times}"
+        return "\n    ".join([text, *filter(None, [self.figures])])
+
+    def miss(self, note: str) -> None:
+        """Something is beyond its bound."""
+        self.late = True
+        self.notes.append(note)
+
+    async def check(self, answer: Awaitable[Any], wanted: Any) -> None:
+        """One request, to its end."""
+        self.runs += 1
+        try:
+            got = await asyncio.wait_for(answer, LONG_S)
+        except TimeoutError:
+            self.hung += 1
+        except (OctavoError, OSError) as error:
+            self.lost += 1
+            self.notes.append(str(error))
+        else:
+            if got != wanted:
+                self.wrong += 1
+                self.notes.append(f"{got} is not {wanted}")
+
+    async def until(self, is_so: Callable[[], bool], limit_s: float) -> float:
+        """Seconds that it took."""
+        begin = time.monotonic()
+        while not is_so() and time.monotonic() - begin < max(limit_s, LONG_S):
+            await asyncio.sleep(0.005)
+        if (took := time.monotonic() - begin) > limit_s:
+            self.miss(f"{took:.1f} s, where {limit_s:.1f} s are the bound")
+        return took
+
+
+@dataclass(frozen=True)
+class World:
+    """A tiny model, what it says undisturbed, and how much of everything to do."""
+
+    model: str
+    wanted: dict[str, list[list[int]]]
+    scale: float
+
+    def times(self, number: int) -> int:
+        return max(1, round(number * self.scale))
+
+
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
+    SamplingParams(seed=1, max_tokens=60, ignore_eos=True),
+    SamplingParams(seed=2, n=3, max_tokens=40, ignore_eos=True),
+    SamplingParams(seed=3, max_tokens=60, repetition_penalty=1.2, stop=["qq", "3H"]),
+]
+PROMPTS = [f"{i}:tell-me" for i in range(16)]
+
+
+def params_of(prompt: str) -> SamplingParams:
+    return PARAMS[PROMPTS.index(prompt) % len(PARAMS)]
+
+
+def oracle_prompt(number: int) -> list[int]:
+    return random.Random(number).choices(range(5), k=3 + number % 20)
