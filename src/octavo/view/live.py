@@ -26,9 +26,9 @@ from octavo.view.tap import STOP
 
 logger = logging.getLogger("octavo.view")
 
-INTERVAL_S = 0.1
-SHARE = 200
-"""The engine is left alone for so many times as long as its last frame took: watching costs it half a percent."""
+INTERVAL_S = 0.2
+SHARE = 400
+"""The engine is left alone for so many times as long as its last frame took: watching costs it a quarter of a percent."""
 LONGEST_S = 2.0
 """But no longer than this."""
 MOST_BYTES = 16 << 20
