@@ -28,7 +28,7 @@ logger = logging.getLogger("octavo.view")
 
 INTERVAL_S = 0.2
 SHARE = 400
-"""The engine is left alone for so many times as long as its last frame took: watching costs it a quarter of a percent."""
+"""The engine is left alone for so many times as long as its last frame took: so watching costs it 1/4 percent."""
 LONGEST_S = 2.0
 """But no longer than this."""
 MOST_BYTES = 16 << 20
