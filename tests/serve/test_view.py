@@ -58,9 +58,11 @@ class Listener:
             self.parts.put_nowait(message["body"])
 
     async def event(self) -> tuple[str, bytes]:
-        while b"\n\n" not in self.rest:
-            self.rest += await self.parts.get()
-        event, _, self.rest = self.rest.partition(b"\n\n")
+        event = b":"
+        while event.startswith(b":"):  # a comment, to keep the connection
+            while b"\n\n" not in self.rest:
+                self.rest += await self.parts.get()
+            event, _, self.rest = self.rest.partition(b"\n\n")
         kind, data = event.split(b"\n")
         return kind.removeprefix(b"event: ").decode(), data.removeprefix(b"data: ")
 
@@ -100,7 +102,7 @@ def test_a_server_is_seen_while_it_works(model: str) -> None:
             await early.read()
             assert (early.status, early.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
             work = [asyncio.create_task(server.complete(f"Hello {i}", max_tokens=40)) for i in range(8)]
-            while early.picture is None or not early.picture.requests:
+            while early.picture is None or not early.picture.events:  # the requests may have left again by then
                 await early.read()
             late = Listener(server.app.asgi)
             await asyncio.gather(*work)
