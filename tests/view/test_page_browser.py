@@ -376,7 +376,10 @@ def test_live_equals_the_pool_under_load_and_at_rest(browser: Any, busy: Busy) -
     with window(browser, f"{busy.url}#live") as shown:
         work = busy.give(120)
         frames: set[int] = set()
-        while not work.done():
+        while len(frames) <= 5 or not work.done():
+            if work.done():
+                work.result()
+                work = busy.give(120)
             moment = shown.js(MOMENT)
             assert moment["seen"] == moment["told"] and moment["owned"], moment
             assert moment["sharing"] == moment["saved"]
@@ -384,7 +387,6 @@ def test_live_equals_the_pool_under_load_and_at_rest(browser: Any, busy: Busy) -
             if len(frames) == 3:  # a delta is lost: it begins anew, and nobody notices
                 shown.js("octavoView.stage.pool.frame += 5")
         work.result()
-        assert len(frames) > 5
         wanted = busy.stats()
         shown.until(f"octavoView.stage.pool.stats.num_hits === {wanted['num_hits']}")
         shown.until("octavoView.stage.pool.requests.size === 0")
