@@ -175,6 +175,13 @@ def test_with_a_fixed_split_a_sequence_gets_the_same_bits_in_any_batch(query_len
         begin += n
 
 
+def test_more_parts_than_are_merged_at_a_time() -> None:
+    """Of 18 pieces, 16 and then 2."""
+    case = make_case([1], [17 * 512 + 3], num_kv_heads=1, group_size=2, block_size=16)
+    case.batch = replace(case.batch, fixed_split=True)
+    check(case)
+
+
 @pytest.mark.parametrize("lens", [DECODE, MIXED], ids=["decode", "mixed"])
 def test_blocks_before_the_window_may_be_released(lens: tuple[list[int], list[int]]) -> None:
     """Their entries in the table are 0 then, the null block, which is NaN here."""

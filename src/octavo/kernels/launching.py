@@ -1,6 +1,7 @@
 """Launches that overlap on a GPU: a kernel starts while the one before it ends, and waits only where it must.
 
-Between two kernels of a CUDA graph lies about a microsecond in which the GPU does nothing, more than some of them take.
+Between two kernels of a CUDA graph lies more than half a microsecond in which the GPU does nothing, and some of them
+take little more than one.
 From Hopper on, a launch may begin before its predecessor has ended (programmatic dependent launch): such a kernel first
 calls `wait_for_predecessor`, after which all memory is as it would be otherwise, and all that it does before (fetching
 weights, which nobody writes) costs nothing. All of its programs wait, also those without work: a kernel that ended
