@@ -71,6 +71,7 @@ lint: $(DEV)
 	@echo '== lint'
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
+	@if [ -x $(BIN)/hadolint ]; then $(BIN)/hadolint deploy/Dockerfile; else echo 'deploy/Dockerfile not linted: no hadolint here'; fi
 
 types: $(DEV)
 	@echo '== types'

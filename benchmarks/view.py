@@ -174,7 +174,7 @@ def server(load: Load) -> Iterator[tuple[str, int, int]]:
 
     with tempfile.TemporaryDirectory() as folder:
         model = make_talking_checkpoint(Path(folder), **load.sizes)
-        command = [*load.command, "serve", str(model), "--port", "0", "--disable-log-stats"]
+        command = [*load.command, "serve", str(model), "--port", "0", "--disable-log-stats", "--device", "cpu"]
         for name, value in load.options.items():
             command += ["--" + name.replace("_", "-"), str(value)]
         env = os.environ | {"OMP_NUM_THREADS": "1"}  # the other core is for whoever talks to the engine

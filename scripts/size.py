@@ -17,8 +17,8 @@ BUDGETS: dict[str, int] = {
     "core": 2000,  # 1500, a failed step, attention windows, all of vLLM's parameters, preemption by cost, and pins
     "engine": 2250,  # 1200, every parameter's output, beams, constraints, a process of its own, and events for routers
     "text": 1400,  # 700, vocab.json with merges.txt, bounds of a stranger's template, grammars on trial, and tool calls
-    "kernels": 4350,  # 2200, prefill on Hopper, sampling and rows of a GPU, the CPU's packed and native kernels, layers
-    # of few tokens with all that is around their products, and decoding that merges in one launch
+    "kernels": 4450,  # 2200, prefill on Hopper, sampling and rows of a GPU, the CPU's packed and native kernels, layers
+    # of few tokens with all that is around their products, decoding that merges in one launch, and small blocks' swaps
     "models": 1200,
     "runner": 1800,
     "serve": 4350,  # 1800, the table of parameters, limits before a request, responses, restarts, traces, the viewer

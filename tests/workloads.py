@@ -95,6 +95,7 @@ class World:
         self.oracle = o.Oracle(self.cache, self.habits, seed)
         self.depth = rnd.choice([1, 2, 2, 3])
         self.failing = rnd.choice([0.0, 0.0, 0.0, 0.05])
+        self.short = random.Random(seed + 0.75)  # of memory, in some of the worlds where steps fail
         self.requests = self._requests()
         self.wanted = {r.request_id: r for r in self.requests}
         self.stopped: set[str] = set()
@@ -233,7 +234,9 @@ class World:
         need(not (left and (came or plan.swap_ins)), Invariant, "somebody came in in a step that preempted")
         need(not (came and scheduler.swapped), Invariant, "admitted while others are swapped")
         need(all(len(r.sequences) > 1 or r.sequences[0] in plan.sequences for r in came), Invariant, "came for nothing")
-        need(plan.num_tokens <= scheduler.max_num_batched_tokens, Invariant, "token budget")
+        most, alone = scheduler.step_limit, len({seq.request for seq in plan.sequences}) == 1
+        need(plan.num_tokens <= most or (alone and set(plan.counts) == {1}), Invariant, "token budget", most)
+        need(most <= scheduler.max_num_batched_tokens, Invariant, "limit", most)
         need(all(n <= scheduler.decode_window for n in plan.samples), Invariant, "window")
         self.was_out += len(plan.swap_outs)
         need(not self.cache.events.active or self.told_out == self.was_out, Invariant, "told of other blocks")
@@ -266,7 +269,12 @@ class World:
             totals["failed steps"] += 1
             void = [p for p, _ in self.flight]
             self.flight.clear()
-            redone = scheduler.fail(plan)
+            limit = 0
+            if self.seed % 3 == 0:
+                totals["out of memory"] += 1
+                limit = self.short.randint(1, max(1, plan.num_tokens // 2))
+            redone = scheduler.fail(plan, limit)
+            need(not limit or scheduler.step_limit == limit, Invariant, "limit", limit)
             self.oracle.fail(void)
             totals["recomputed after a failed step"] += len(redone)
             need(all(r.status is Status.WAITING and not r.num_pending for r in redone), Invariant, "not taken back")
@@ -280,6 +288,9 @@ class World:
                 break
         self.flight.popleft()
         self._take_in(scheduler.update(plan, running.result()))
+        if scheduler.step_limit < scheduler.max_num_batched_tokens and self.short.random() < 0.1:
+            totals["steps grow again"] += 1
+            scheduler.step_limit = min(scheduler.max_num_batched_tokens, 2 * scheduler.step_limit)
         o.check(scheduler)
 
     def _take_in(self, finished: list[Request]) -> None:

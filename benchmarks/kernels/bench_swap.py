@@ -1,72 +1,144 @@
 """Blocks to the host and back, beside one plain copy of as many bytes between the same two memories.
 
     PYTHONPATH=src python benchmarks/kernels/bench_swap.py
+    PYTHONPATH=src python benchmarks/kernels/bench_swap.py --sweep      the kernel, over how it can be spread
 
-GB/s each way, medians of rounds by turns: `plain` is one copy to or from pinned memory, `swap` is `Swapper.move` with
-blocks in shuffled order, so that every block is a move of its own. Blocks hold 16 tokens of all layers and heads.
+GB/s each way, medians of rounds by turns: `plain` is one copy to or from pinned memory, `engine` is a copy for each
+block, `kernel` is `swap_out` and `swap_in`, and `swap` is what `Swapper.move` makes of it. Blocks are in shuffled
+order, so that every block is a move of its own; they hold 16 tokens of all layers and heads.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
 
+from octavo.kernels import cuda, swap
+from octavo.kernels.swap import Grid
 from octavo.runner.swap import Swapper
 
-MODELS = {"Qwen2.5-0.5B": (24, 2, 64), "Qwen3-0.6B": (28, 8, 128), "Llama-3.1-8B": (32, 8, 128)}  # layers, heads, size
+MODELS = {  # layers, heads of K and V, their size: from small blocks to large ones
+    "Qwen2.5-0.5B": (24, 2, 64),
+    "Qwen2.5-1.5B": (28, 2, 128),
+    "Qwen2.5-7B": (28, 4, 128),
+    "Qwen3-0.6B": (28, 8, 128),
+    "Llama-3.1-8B": (32, 8, 128),
+}
 BLOCK_SIZE = 16
 TOTAL_BYTES = 1 << 30
 ROUNDS = 7
+SWEEP = [
+    Grid(num_programs, piece_bytes, num_warps)
+    for num_programs in (8, 16, 24, 32, 48, 64)
+    for piece_bytes, num_warps in ((8192, 4), (16384, 4), (16384, 8), (32768, 8), (65536, 16))
+]
+
+Ways = Mapping[str, Callable[[], object]]
 
 
-def gb_per_s(work: Callable[[], object], num_bytes: int) -> float:
+def gb_per_s(ways: Ways, num_bytes: int, rounds: int = ROUNDS) -> dict[str, float]:
+    """Of each way, the median over rounds in which all take turns; a first one is not counted."""
+    rates: dict[str, list[float]] = {way: [] for way in ways}
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    begin.record()
-    work()
-    end.record()
-    torch.cuda.synchronize()
-    return num_bytes / begin.elapsed_time(end) / 1e6
+    for attempt in range(rounds + 1):
+        for way, work in ways.items():
+            torch.cuda.synchronize()
+            begin.record()
+            work()
+            end.record()
+            torch.cuda.synchronize()
+            if attempt:
+                rates[way].append(num_bytes / begin.elapsed_time(end) / 1e6)
+    return {way: statistics.median(rate) for way, rate in rates.items()}
+
+
+def each(source: Tensor, target: Tensor, pairs: list[tuple[int, int]]) -> None:
+    for src, dst in pairs:
+        target[dst].copy_(source[src], non_blocking=True)
+
+
+def compare(kv: Tensor, host_kv: Tensor, pairs: list[tuple[int, int]]) -> None:
+    back = [(host, device) for device, host in pairs]
+    ids = torch.tensor(pairs, device="cuda").T.contiguous()
+    swapper, num_bytes = Swapper(kv, host_kv, cuda), host_kv.nbytes
+    found = gb_per_s(
+        {
+            "plain out": lambda: host_kv.copy_(kv, non_blocking=True),
+            "engine out": lambda: each(kv, host_kv, pairs),
+            "kernel out": lambda: cuda.swap_out(kv, host_kv, ids[0], ids[1]),
+            "swap out": lambda: swapper.move(pairs, []),
+            "plain in": lambda: kv.copy_(host_kv, non_blocking=True),
+            "engine in": lambda: each(host_kv, kv, back),
+            "kernel in": lambda: cuda.swap_in(host_kv, kv, ids[1], ids[0]),
+            "swap in": lambda: swapper.move([], back),
+        },
+        num_bytes,
+    )
+    for way in ("out", "in"):
+        plain = found[f"plain {way}"]
+        rates = ", ".join(
+            f"{how} {found[f'{how} {way}']:.1f} ({found[f'{how} {way}'] / plain:.2f})"
+            for how in ("engine", "kernel", "swap")
+        )
+        print(f"    {way:<4} plain {plain:.1f} GB/s; {rates}", flush=True)
+    before = kv.clone()
+    for move_out, move_in in (
+        (lambda: swapper.move(pairs, []), lambda: swapper.move([], back)),
+        (lambda: cuda.swap_out(kv, host_kv, ids[0], ids[1]), lambda: cuda.swap_in(host_kv, kv, ids[1], ids[0])),
+    ):
+        move_out()
+        kv.zero_()
+        move_in()
+        assert torch.equal(kv, before)
+
+
+def sweep(kv: Tensor, host_kv: Tensor, pairs: list[tuple[int, int]]) -> None:
+    ids = torch.tensor(pairs, device="cuda").T.contiguous()
+    plain = gb_per_s(
+        {
+            "out": lambda: host_kv.copy_(kv, non_blocking=True),
+            "in": lambda: kv.copy_(host_kv, non_blocking=True),
+        },
+        host_kv.nbytes,
+        rounds=3,
+    )
+    print(f"    plain {plain['out']:.1f} GB/s out, {plain['in']:.1f} in")
+    for grid in SWEEP:
+        found = gb_per_s(
+            {
+                "out": lambda grid=grid: swap.move(kv, host_kv, ids[0], ids[1], grid),
+                "in": lambda grid=grid: swap.move(host_kv, kv, ids[1], ids[0], grid),
+            },
+            host_kv.nbytes,
+            rounds=3,
+        )
+        print(
+            f"    {grid.num_programs:>3} programs of {grid.num_warps:>2} warps, {grid.piece_bytes >> 10:>2} KiB each: "
+            f"{found['out']:5.1f} GB/s out ({found['out'] / plain['out']:.2f}), "
+            f"{found['in']:5.1f} in ({found['in'] / plain['in']:.2f})",
+            flush=True,
+        )
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true")
+    args = parser.parse_args()
     torch.manual_seed(0)
-    for model, (num_layers, num_heads, head_dim) in MODELS.items():
+    for model, (num_layers, num_heads, head_dim) in list(MODELS.items())[: 1 if args.sweep else None]:
         shape = (num_layers, 2, num_heads, BLOCK_SIZE, head_dim)
         block_bytes = 2 * num_layers * 2 * num_heads * BLOCK_SIZE * head_dim
         num_blocks = TOTAL_BYTES // block_bytes
         kv = torch.randn(num_blocks, *shape, dtype=torch.bfloat16, device="cuda")
         host_kv = torch.empty(num_blocks, *shape, dtype=torch.bfloat16, pin_memory=True)
-        swapper, num_bytes = Swapper(kv, host_kv), num_blocks * block_bytes
         pairs = list(zip(torch.randperm(num_blocks).tolist(), torch.randperm(num_blocks).tolist(), strict=True))
-        back = [(host, device) for device, host in pairs]
-        ways = {
-            "plain out": lambda kv=kv, host_kv=host_kv: host_kv.copy_(kv, non_blocking=True),
-            "swap out": lambda swapper=swapper, pairs=pairs: swapper.move(pairs, []),
-            "plain in": lambda kv=kv, host_kv=host_kv: kv.copy_(host_kv, non_blocking=True),
-            "swap in": lambda swapper=swapper, back=back: swapper.move([], back),
-        }
-        rates: dict[str, list[float]] = {way: [] for way in ways}
-        for attempt in range(ROUNDS + 1):
-            for way, work in ways.items():
-                rate = gb_per_s(work, num_bytes)
-                if attempt:
-                    rates[way].append(rate)
-        found = {way: statistics.median(rate) for way, rate in rates.items()}
-        print(
-            f"{model}: {num_blocks} blocks of {block_bytes / 1024:.0f} KiB; "
-            + ", ".join(f"{way} {rate:.1f} GB/s" for way, rate in found.items())
-            + f"; swap over plain {found['swap out'] / found['plain out']:.2f} out,"
-            + f" {found['swap in'] / found['plain in']:.2f} in"
-        )
-        before = kv.clone()
-        swapper.move(pairs, [])
-        kv.zero_()
-        swapper.move([], back)
-        assert torch.equal(kv, before)
-        del kv, host_kv, before, swapper, ways
+        print(f"{model}: {num_blocks} blocks of {block_bytes / 1024:.0f} KiB")
+        (sweep if args.sweep else compare)(kv, host_kv, pairs)
+        del kv, host_kv
 
 
 if __name__ == "__main__":

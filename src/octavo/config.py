@@ -112,7 +112,7 @@ class EngineArgs(Checked):
     num_gpu_blocks_override   usable blocks on whatever device; None: what `kv_cache_memory_bytes` gives
     kv_cache_memory_bytes     bytes for the KV pool; None: on a CPU the smallest of 4 GiB, a quarter of the free memory
                               and what max_num_seqs sequences of max_model_len need
-    gpu_memory_utilization    share of the memory that this process may have, whatever the device, for weights and KV
+    gpu_memory_utilization    share of the memory that this engine may have, whatever the device, for weights and KV
                               pool together; None: 0.92 on a GPU, and on a CPU as said for kv_cache_memory_bytes, which
                               goes before it
     max_model_len             longest sequence, prompt and output; None: the model's, or what fits if that is less;

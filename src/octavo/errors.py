@@ -16,6 +16,7 @@ OctavoError                       anything that Octavo raises on purpose
 ├── MemoryBudgetError             weights, activations and KV blocks do not fit; the message prints the budget
 └── EngineError                   the engine failed
     ├── StepError                 a step raised on the device; the scheduler has taken back what it had promised
+    │   └── StepMemoryError       it took more memory than there is; those after it are smaller
     └── RequestFailedError        one request failed (numbers that are not finite, ...); no other was touched
 
 "No room now" is no exception but a value: the scheduler says what a request waits for (see `core.events.Waiting`).
@@ -107,6 +108,10 @@ class EngineError(OctavoError):
 
 class StepError(EngineError):
     code = "step_failed"
+
+
+class StepMemoryError(StepError):
+    code = "out_of_memory"
 
 
 class RequestFailedError(EngineError):

@@ -94,11 +94,11 @@ class Lab:
         i = next(i for i, s in enumerate(plan.sequences) if s.request is request)
         return self._took(self.scheduler.update(plan, StepResult(running.result().tokens, {i: "NaN"})))
 
-    def fail(self) -> list[str]:
+    def fail(self, limit: int = 0) -> list[str]:
         """The oldest in flight fails, and all after it."""
         void = [plan for plan, _ in self.flight]
         self.flight.clear()
-        redone = self.scheduler.fail(void[0])
+        redone = self.scheduler.fail(void[0], limit)
         self.oracle.fail(void)
         o.check(self.scheduler)
         return [r.request_id for r in redone]

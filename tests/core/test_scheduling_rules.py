@@ -797,6 +797,48 @@ def test_a_failed_step_takes_back_what_it_sealed() -> None:
     lab.run()
 
 
+def test_after_a_step_without_memory_the_next_ones_are_smaller() -> None:
+    """Who has no place in them waits; the first in line goes on, alone where it must be."""
+    lab = Lab(60, budget=32, window=4)
+    group = lab.add("G", [1, 2, 3], 8, width=3)
+    lab.add("A", [4, 5, 6, 7], 5)
+    lab.step()
+    lab.plan()
+    assert [plan.num_tokens for plan, _ in lab.flight] == [3 * 4 + 4]
+    assert lab.fail(limit=2) == ["G", "A"]
+    assert lab.told(ev.Recomputed) == [ev.Recomputed(name, 1, "out of memory", 16, 2) for name in ("G", "A")]
+    while group.status is not Status.FINISHED:
+        plan = lab.plan()
+        assert plan.num_tokens <= 2 or (plan.counts == [1, 1, 1] and {s.request for s in plan.sequences} == {group})
+        lab.land()
+        if len(plan.rows) == 3 and "B" not in lab.requests:
+            lab.add("B", [8, 9], 2)
+    assert "budget" in lab.reasons("B")
+    assert all(event.free >= 0 for event in lab.told(ev.Waiting))  # type: ignore[attr-defined]
+    assert sum(event.num_tokens for event in lab.told(ev.Step)) > 40  # type: ignore[attr-defined]
+    assert max(event.num_tokens for event in lab.told(ev.Step)[2:]) == 3  # type: ignore[attr-defined]
+    lab.scheduler.step_limit = 32
+    lab.run(depth=2)
+
+
+def test_beyond_the_limit_a_group_steps_only_if_nobody_else_does() -> None:
+    lab = Lab(60, budget=32)
+    lab.add("A", [4, 5], 9)
+    group = lab.add("G", [1, 2, 3], 6, width=3)
+    lab.step()
+    lab.plan()
+    lab.fail(limit=2)
+    alone = 0
+    while group.status is not Status.FINISHED:
+        plan = lab.plan()
+        if any(s.request is group for s in plan.sequences) and len(group.sequences) == 3 and len(plan.rows) == 3:
+            alone += 1
+            assert {s.request for s in plan.sequences} == {group}
+        lab.land()
+    assert alone and lab.requests["A"].status is Status.FINISHED  # it came first
+    lab.run()
+
+
 def test_a_failed_step_leaves_what_was_sealed_before_it() -> None:
     lab = Lab(20)
     a = lab.add("A", [1, 2, 3, 4, 5], 4)
@@ -885,6 +927,21 @@ def test_a_failed_step_with_its_victim_swapped_before() -> None:
     lab.land()
     lab.fail()
     assert lab.cache.swap_space.num_used == 0 and b.status is Status.WAITING
+    lab.run(depth=2)
+
+
+def test_a_failed_step_with_its_victim_waiting_already() -> None:
+    """B gave its blocks up with its result in flight; then that step fails: it keeps its place in line."""
+    lab = Lab(6, policy=RECOMPUTE)
+    lab.add("A", [1, 2, 3, 4], 6)
+    b = lab.add("B", [5, 6, 7, 8], 6)
+    lab.add("C", [1, 3], 2)
+    while b.status is not Status.WAITING or not b.num_pending:
+        lab.plan()
+        if len(lab.flight) > 2:
+            lab.land()
+    assert set(lab.fail()) == {"A", "B"} and not b.num_pending
+    assert [r.request_id for r in lab.scheduler.waiting] == ["A", "B", "C"]
     lab.run(depth=2)
 
 

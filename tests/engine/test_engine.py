@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,9 +17,11 @@ from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.scheduler import Scheduler
+from octavo.engine import step_limit
 from octavo.engine.engine import Engine
-from octavo.engine.outputs import RequestOutput
-from octavo.errors import ContextLengthError, EngineError, ParameterError, PromptError, StepError
+from octavo.engine.outputs import RequestOutput, failure
+from octavo.engine.step_limit import StepLimit, pass_size
+from octavo.errors import ContextLengthError, EngineError, ParameterError, PromptError, StepError, StepMemoryError
 from tests import oracle as o
 
 MAX_MODEL_LEN = 64
@@ -48,10 +52,17 @@ class Letters:
 
 
 class FlakyOracle:
-    """The oracle as an executor whose steps fail now and then, and with a step all behind it."""
+    """The oracle as an executor whose steps fail now and then, and with a step all behind it.
 
-    def __init__(self, oracle: o.Oracle, rng: random.Random, failing: float) -> None:
+    room   of a plan, how many positions its largest pass has memory for
+    """
+
+    def __init__(
+        self, oracle: o.Oracle, rng: random.Random, failing: float, room: Callable[[StepPlan], int] | None = None
+    ) -> None:
         self.oracle, self.random, self.failing = oracle, rng, failing
+        self.room = room or (lambda plan: 1 << 30)
+        self.too_large: list[int] = []
         self.queued: deque[_Flaky] = deque()
         self.closed = 0
 
@@ -83,6 +94,11 @@ class _Flaky:
             executor.oracle.fail([r.plan for r in executor.queued])
             executor.queued.clear()
             raise StepError("planted")
+        if (size := pass_size(self.plan)) > executor.room(self.plan):
+            executor.too_large.append(size)
+            executor.oracle.fail([r.plan for r in executor.queued])
+            executor.queued.clear()
+            raise StepMemoryError(f"no room for {size}")
         executor.queued.popleft()
         result: StepResult = self.running.result()
         return result
@@ -104,6 +120,7 @@ class World:
         )
         habits = o.Habits(*(rng.random() < 0.5 for _ in range(5)))
         self.executor = FlakyOracle(o.Oracle(self.cache, habits, seed), rng, failing)
+        self.limits: list[ev.Recomputed] = []
         self.clock = 0.0
         self.engine = Engine(
             self.scheduler,
@@ -127,6 +144,8 @@ class World:
 
     def _listen(self, event: ev.Event) -> None:
         self.seen[type(event).__name__ + (f" {event.how}" if isinstance(event, ev.Preempted) else "")] += 1
+        if isinstance(event, ev.Recomputed) and event.why == "out of memory":
+            self.limits.append(event)
 
     def run(self, num_requests: int) -> None:
         to_come, turns = list(range(num_requests)), 0
@@ -250,6 +269,120 @@ def test_steps_that_fail_lose_no_token(overlap: bool) -> None:
         )
     assert num_failed > 50
     assert 0 < num_given_up < num_finished // 4  # only those whose steps failed twice without a token between
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_without_memory_lose_no_token_and_no_request(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory comes and goes; there is always room for the samples of one request."""
+    monkeypatch.setattr(step_limit, "FIRST_PATIENCE", 4)
+    num_short = num_grown = 0
+    for seed in range(120):
+        world = World(seed + 2000, overlap=overlap, failing=0.01 if seed % 4 == 0 else 0.0)
+        rooms = random.Random(seed)
+        room = [1 << 30]
+
+        def has_room(plan: StepPlan, rooms: random.Random = rooms, room: list[int] = room) -> int:
+            if rooms.random() < 0.1:
+                room[0] = rooms.choice([3, 3, 4, 6, 9, 1 << 30])
+            return room[0]
+
+        world.executor.room = has_room
+        world.run(num_requests=world.random.randint(2, 12))
+        given_up = [c.stop_reason for x in world.finished.values() for c in x.outputs if c.finish_reason == "error"]
+        assert set(given_up) <= {"planted"} and (not given_up or seed % 4 == 0)
+        num_short += len(world.executor.too_large)
+        limits = [event.limit for event in world.limits]
+        assert all(event.limit < event.num_tokens for event in world.limits)
+        num_grown += any(later > before for before, later in itertools.pairwise(limits))  # and were too large again
+        assert world.executor.too_large or not limits
+    assert num_short > 100 and num_grown > 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_who_does_not_fit_alone_is_given_up_and_nobody_else(overlap: bool) -> None:
+    num_given_up = 0
+    for seed in range(60):
+        world = World(seed + 3000, overlap=overlap)
+        monster = "r1"
+
+        def has_room(plan: StepPlan, monster: str = monster) -> int:
+            return 0 if any(seq.request.request_id == monster for seq in plan.sequences) else 1 << 30
+
+        world.executor.room = has_room
+        world.run(num_requests=6)
+        if monster not in world.finished:
+            continue
+        for name, output in world.finished.items():
+            reasons = {c.finish_reason for c in output.outputs}
+            if name != monster:
+                assert "error" not in reasons
+                continue
+            if "error" not in reasons:  # all of it had landed before its last step was found to have failed
+                assert world.executor.oracle.habits.splits
+                continue
+            error = failure(output)
+            assert error.code == "out_of_memory"
+            assert "lower --gpu-memory-utilization or --max-num-batched-tokens" in str(error)
+            num_given_up += 1
+            assert world.scheduler.step_limit == world.scheduler.max_num_batched_tokens
+    assert num_given_up > 30
+
+
+def test_steps_are_halved_until_they_fit_and_grow_again() -> None:
+    """Four requests decode in windows; then there is room for one position only, and in the end for all again."""
+    engine, executor = make_engine(overlap=True, decode_window=2, max_num_batched_tokens=64)
+    told: list[Any] = []
+    engine.scheduler.events.subscribe(told.append)
+    for name in "abcd":
+        engine.add(name, [1, 2, 3], SamplingParams(max_tokens=12, ignore_eos=True))
+    wanted = {name: o.reference(request) for name, request in engine.scheduler.requests.items()}
+    outputs = {}
+    for _ in range(3):
+        engine.step()
+    executor.room = lambda plan: 1
+    sizes = []
+    while engine.num_requests > 1:
+        sizes.append(engine.scheduler.step_limit)
+        outputs |= {output.request_id: output for output in engine.step()}
+    assert executor.too_large == [4, 2]
+    assert [limit for limit, _ in itertools.groupby(sizes)][:3] == [64, 2, 1]
+    executor.room = lambda plan: 1 << 30
+    while engine.has_work:
+        outputs |= {output.request_id: output for output in engine.step()}
+    for name, output in outputs.items():
+        assert [(c.index, [1, 2, 3, *c.token_ids]) for c in output.outputs] == wanted[name]
+    recomputed = [event for event in told if isinstance(event, ev.Recomputed)]
+    assert {(e.why, e.limit) for e in recomputed} == {("out of memory", 2), ("out of memory", 1)}
+    waits = [event for event in told if isinstance(event, ev.Waiting) and event.reason == "budget"]
+    assert {event.request_id for event in waits} >= {"b", "c", "d"}
+    assert engine.stats.num_failed_steps == 2
+
+
+def test_patience_grows_with_tries_that_fail() -> None:
+    engine, _ = make_engine(max_num_batched_tokens=64)
+    scheduler, limit = engine.scheduler, StepLimit(engine.scheduler)
+    plan = StepPlan()
+    plan.rows, plan.counts, plan.samples = [0, 1, 2], [30, 8, 4], [0, 8, 1]
+    plan.sequences = [type("S", (), {"request": i})() for i in range(3)]
+
+    def steps_until_it_grows() -> int:
+        before, num = scheduler.step_limit, 0
+        while scheduler.step_limit == before:
+            limit.went_well()
+            num += 1
+        return num
+
+    assert pass_size(plan) == 35
+    for wanted in (17, 8, 4):
+        scheduler.step_limit = limit.below(plan)
+        assert scheduler.step_limit == wanted or wanted < 17
+        scheduler.step_limit = wanted
+    assert [steps_until_it_grows() for _ in range(2)] == [32, 32] and scheduler.step_limit == 16
+    scheduler.step_limit = limit.below(plan)
+    assert [steps_until_it_grows() for _ in range(3)] == [64] * 3 and scheduler.step_limit == 64
+    limit.went_well()
+    scheduler.step_limit = limit.below(plan)
+    assert steps_until_it_grows() == 32  # it had its full size
 
 
 def make_engine(**options: Any) -> tuple[Engine, FlakyOracle]:

@@ -11,9 +11,10 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, BeamSearchParams, SamplingParams
+from tests.engine.models import make_talking_checkpoint
 from tests.models.tiny import KINDS, make_tiny_checkpoint
-from tests.runner.test_cuda_runner import mixture, told
+from tests.runner.test_cuda_runner import constrained, demanding, mixture, told
 
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -54,6 +55,24 @@ def test_the_tokens_of_the_cpus_engine(kind: str, tmp_path: Path) -> None:
         tokens, num_preemptions = generate(directory, "cuda", **options)
         assert tokens == expected, way
         assert num_preemptions > 0 or way not in ("recompute", "swap")
+
+
+@pytest.mark.parametrize("way", ["eager", "graphs", "windows", "chunks", "swap"])
+def test_all_that_sampling_can_be_asked_for(way: str, tmp_path: Path) -> None:
+    """Grammars, rules, log-probabilities and beams, beside requests that ask for nothing."""
+    directory = str(make_talking_checkpoint(tmp_path))
+    params = [*constrained(), *mixture()[:4], *demanding(), *mixture()[4:]]
+    prompts = [[3 + (7 * i + j * j) % 90 for j in range(3 + 5 * i % 23)] for i in range(len(params))]
+    beams = BeamSearchParams(beam_width=3, max_tokens=9, ignore_eos=True)
+    options = OPTIONS | {"skip_tokenizer_init": False, "num_gpu_blocks_override": 40, "preemption_mode": "swap"}
+    found = []
+    for device, more in (("cpu", {}), ("cuda", WAYS[way])):
+        with LLM(directory, device=device, **(options | more)) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            best = llm.beam_search([{"prompt_token_ids": prompts[5]}], beams, use_tqdm=False)
+            found.append((told(outputs), [b.token_ids for b in best[0].outputs]))
+    assert found[1] == found[0]
+    assert all(reason != "error" for _, reason, *_ in found[1][0])
 
 
 def test_a_closed_engine_leaves_no_memory_behind(tmp_path: Path) -> None:

@@ -58,6 +58,13 @@ def test_the_last_block_of_a_pool_past_2_to_the_32_elements() -> None:
         assert relative_error(out, expected) < 1.5e-2
     cuda.block_copy(kv, torch.tensor([num_blocks], device="cuda"), torch.tensor([1], device="cuda"))
     assert torch.equal(kv[1, 0, :, :, :9], kv[num_blocks, 0, :, :, :9])
+    host = torch.zeros(2, *kv.shape[1:], dtype=torch.bfloat16, pin_memory=True)
+    cuda.swap_out(kv, host, torch.tensor([num_blocks], device="cuda"), torch.tensor([1], device="cuda"))
+    torch.cuda.synchronize()
+    assert torch.equal(host[1, 0, :, :, :9], kv[1, 0, :, :, :9].cpu()) and not host[0].any()
+    kv[num_blocks] = 0.0
+    cuda.swap_in(host, kv, torch.tensor([1], device="cuda"), torch.tensor([num_blocks], device="cuda"))
+    assert torch.equal(kv[1, 0, :, :, :9], kv[num_blocks, 0, :, :, :9])
 
 
 LONG = ([130, 1, 65, 140, 7], [130, 90, 65, 500, 300])

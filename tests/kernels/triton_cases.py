@@ -19,6 +19,7 @@ from octavo.kernels import cuda, reference
 from octavo.kernels.batch import RaggedBatch
 from octavo.kernels.prefill_gluon import _merge
 from octavo.kernels.query_tiles import query_tiles
+from octavo.kernels.swap import Grid, move
 from tests.kernels.pool import Case, make_case, naive_attention, relative_error
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -46,6 +47,12 @@ def on_device(batch: RaggedBatch) -> RaggedBatch:
         batch.max_seq_len,
         fixed_split=batch.fixed_split,
     )
+
+
+def synchronize() -> None:
+    """Before the host reads what the device writes into pinned memory."""
+    if not INTERPRETED:
+        torch.cuda.synchronize()
 
 
 def attend(case: Case, window: int = 0) -> tuple[Tensor, Tensor]:
@@ -307,6 +314,48 @@ def test_block_copy_reads_all_before_it_writes_any(dtype: torch.dtype) -> None:
     assert torch.equal(kv, expected)
     cuda.block_copy(kv, src[:0], dst[:0])
     assert torch.equal(kv, expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((3, 2, 2, 4, 8), torch.float16), ((2, 2, 1, 4, 6), torch.float32), ((1, 2, 1, 8, 8), torch.float16)],
+    ids=["pieces", "a rest", "one piece"],
+)
+def test_swaps_move_whole_blocks_and_nothing_else(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Of more pieces than programs, and of blocks that a piece does not divide; host_kv is larger and elsewhere."""
+    host = torch.full((12, *shape), -1.0, dtype=dtype, pin_memory=not INTERPRETED)
+    kv = torch.randn(9, *shape, device=DEVICE).to(dtype)
+    original, before = kv.clone(), host.clone()
+    ids = torch.tensor([[5, 2, 7, 1, 8], [11, 0, 3, 1, 6]], device=DEVICE)
+    for grid in (Grid(2, 512, 4), Grid(), Grid(64, 256, 1)):
+        host.copy_(before)
+        kv.copy_(original)
+        assert move(kv, host, ids[0], ids[1], grid)
+        synchronize()
+        assert torch.equal(host[ids[1].cpu()], original[ids[0]].cpu()) and torch.equal(kv, original)
+        others = torch.tensor([2, 4, 5, 7, 8, 9, 10])
+        assert torch.equal(host[others], before[others])
+        kv[ids[0]] = 0.0  # somebody else's now
+        expected = kv.clone()
+        targets = torch.tensor([0, 8, 3, 2, 6], device=DEVICE)
+        reference.swap_in(host, expected, ids[1], targets)
+        assert move(host, kv, ids[1], targets, grid)
+        assert torch.equal(kv, expected) and torch.equal(kv[targets], original[ids[0]])
+
+
+def test_swaps_that_the_kernel_leaves_to_torch() -> None:
+    """Blocks of no whole number of accesses; and nothing at all."""
+    kv, host = torch.randn(5, 1, 2, 1, 1, 3, device=DEVICE), torch.zeros(4, 1, 2, 1, 1, 3, pin_memory=not INTERPRETED)
+    original, ids = kv.clone(), torch.tensor([[4, 1], [0, 3]], device=DEVICE)
+    assert not move(kv, host, ids[0], ids[1], Grid())
+    cuda.swap_out(kv, host, ids[0], ids[1])
+    assert torch.equal(host[[0, 3]], original[[4, 1]].cpu())
+    cuda.swap_in(host, kv, ids[1], ids[0].flip(0))
+    assert torch.equal(kv[[1, 4]], original[[4, 1]])
+    kv, host = torch.randn(2, 5, 1, 2, 1, 4, 4, device=DEVICE)
+    before = kv.clone()
+    assert move(kv, host, ids[0, :0], ids[1, :0], Grid())
+    assert torch.equal(kv, before)
 
 
 def test_nothing_to_do_is_fine() -> None:

@@ -230,6 +230,24 @@ def test_a_row_that_is_not_finite_is_marked_and_no_other() -> None:
     assert torch.equal(reference.draw(logits, on_cpu(params)), expected)
 
 
+@pytest.mark.parametrize("num_left", [1, 3, 400])
+def test_masked_tokens_are_never_drawn(num_left: int) -> None:
+    """Of a vocabulary in several pieces, some of which have no token left; two of the rows have no mask."""
+    vocab = 9003
+    logits, params = torch.randn(8, vocab), make_params()
+    rows = torch.tensor([6, 0, 3, 5, 7, 2])
+    words = torch.zeros(len(rows), -(-vocab // 32), dtype=torch.int32)
+    for line in range(len(rows)):
+        for token in torch.randperm(vocab)[:num_left].tolist():
+            words[line, token // 32] |= (1 << token % 32) - ((1 << 32) if token % 32 == 31 else 0)
+    masked, mine = logits.clone(), logits.to(DEVICE)
+    reference.mask_tokens(masked, rows, words)
+    cuda.mask_tokens(mine, rows.to(DEVICE), words.to(DEVICE))
+    assert torch.equal(mine.cpu(), masked)
+    assert (masked[rows] > -math.inf).sum(1).tolist() == [num_left] * len(rows)
+    assert torch.equal(cuda.sample(mine, params).cpu(), reference.sample(masked, on_cpu(params)))
+
+
 def test_greedy_takes_the_first_of_equals_in_whatever_piece() -> None:
     logits = torch.zeros(3, 20_000)
     for row, first in enumerate((19_999, 4096, 4095)):

@@ -7,11 +7,12 @@ from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from octavo import LLM, RequestOutput, SamplingParams
+from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from octavo.core.plan import BlockCopy, RowSetup, StepPlan, SwapIn, SwapOut, TableWrite
 from octavo.errors import StepError
 from octavo.kernels import reference
@@ -136,40 +137,48 @@ def test_the_same_tokens_as_the_cpus_runner(model: str, case: str, recorded: boo
         assert llm.stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize("case", ["plain", "windows", "chunks", "recompute", "swap", "no overlap"])
-def test_constrained_requests(model: str, case: str) -> None:
-    """Beside the others. Their steps wait on the host for what may come next."""
-
-    def constrained(pattern: str, **words: Any) -> SamplingParams:
+def constrained() -> list[SamplingParams]:
+    def of(pattern: str, **words: Any) -> SamplingParams:
         return SamplingParams(max_tokens=12, structured_outputs={"regex": pattern}, **words)  # type: ignore[arg-type]
 
-    params = [
-        *mixture(),
-        constrained("[a-f]{5,9}", seed=1),
-        constrained("b+", seed=2),
-        constrained("x(yz)*", seed=3, n=3),
+    return [of("[a-f]{5,9}", seed=1), of("b+", seed=2, temperature=0), of("x(yz)*", seed=3, n=3)]
+
+
+def demanding() -> list[SamplingParams]:
+    """They ask for more than a row keeps."""
+    common: dict[str, Any] = {"ignore_eos": True}
+    return [
+        SamplingParams(temperature=0.7, seed=8, repetition_penalty=1.4, max_tokens=11, **common),
+        SamplingParams(temperature=0, logprobs=2, max_tokens=5, **common),
+        SamplingParams(temperature=1, seed=9, logit_bias={40: 30.0}, max_tokens=4, **common),
+        SamplingParams(temperature=1, seed=9, min_tokens=6, stop_token_ids=list(range(3, 97)), max_tokens=9),
+        SamplingParams(temperature=1, seed=9, presence_penalty=1.5, frequency_penalty=0.5, n=2, max_tokens=9, **common),
+        SamplingParams(temperature=1.3, seed=4, allowed_token_ids=[5, 17, 60], max_tokens=7, **common),
+        SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=3, **common),
     ]
-    options = CASES[case]
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("case", ["plain", "windows", "chunks", "recompute", "swap", "no overlap"])
+def test_constrained_requests(model: str, case: str, recorded: bool) -> None:
+    """Beside the others. Their steps wait on the host for what may come next."""
+    params, options = [*mixture(), *constrained()], CASES[case]
     _, expected = generate(model, params, rows=False, **options)
-    llm, outputs = generate(model, params, rows=True, **options)
+    llm, outputs = generate(model, params, rows=True, recorded=recorded, **options)
     assert told(outputs) == told(expected)
     assert re.fullmatch("[a-f]{5,9}", outputs[-3].outputs[0].text)
     if "num_gpu_blocks_override" in options:
         assert llm.stats().num_preemptions > 0
 
 
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("window", [1, 4])
-def test_requests_that_ask_for_more_than_a_row_keeps(model: str, window: int) -> None:
+def test_requests_that_ask_for_more_than_a_row_keeps(model: str, window: int, recorded: bool) -> None:
     """Beside others, with whom they take turns in the same rows."""
     params = mixture()
-    params[1:1] = [
-        SamplingParams(temperature=0.7, seed=8, repetition_penalty=1.4, max_tokens=11, ignore_eos=True),
-        SamplingParams(temperature=0, logprobs=2, max_tokens=5, ignore_eos=True),
-        SamplingParams(temperature=1, seed=9, logit_bias={40: 30.0}, max_tokens=4, ignore_eos=True),
-        SamplingParams(temperature=1, seed=9, min_tokens=6, stop_token_ids=list(range(3, 97)), max_tokens=9),
-    ]
+    params[1:1] = demanding()
     _, expected = generate(model, params, rows=False, decode_window=window)
-    _, outputs = generate(model, params, rows=True, decode_window=window)
+    _, outputs = generate(model, params, rows=True, recorded=recorded, decode_window=window)
     assert told(outputs) == told(expected)
     assert told(outputs)[3][0] == [40] * 4
     numbers, expected_numbers = (
@@ -177,6 +186,20 @@ def test_requests_that_ask_for_more_than_a_row_keeps(model: str, window: int) ->
         for those in (outputs, expected)
     )
     assert len(numbers) >= 10 and numbers == pytest.approx(expected_numbers, abs=1e-5)
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "graphs"])
+def test_beams(model: str, recorded: bool) -> None:
+    """Whose tokens the host chooses, from one line of logits each."""
+    params = BeamSearchParams(beam_width=3, max_tokens=9, ignore_eos=True, length_penalty=0.5)
+    prompts = [{"prompt_token_ids": [3 + (5 * i + j) % 90 for j in range(6 + i)]} for i in range(2)]
+    found = []
+    for rows in (False, True):
+        llm = LLM(model, **OPTIONS)
+        with on_rows(llm, recorded=recorded) if rows else llm:
+            found.append(llm.beam_search(prompts, params, use_tqdm=False))
+    expected, outputs = ([(b.token_ids, round(b.score or 0, 4)) for o in those for b in o.outputs] for those in found)
+    assert outputs == expected and len(outputs) == 6
 
 
 def test_a_stream_grows_while_a_window_runs(model: str) -> None:
@@ -361,8 +384,10 @@ def test_blocks_move_before_slices_and_in_order(executor: CudaExecutor) -> None:
 
 
 def test_ids_that_count_up_together_are_one_move() -> None:
-    assert list(runs([(1, 5), (2, 6), (3, 8), (4, 9), (5, 10), (1, 1)])) == [(1, 5, 2), (3, 8, 3), (1, 1, 1)]
-    assert list(runs([])) == []
+    begins, counts = runs(np.array([(1, 5), (2, 6), (3, 8), (4, 9), (5, 10), (1, 1)]))
+    assert (begins.tolist(), counts.tolist()) == ([0, 2, 5], [2, 3, 1])
+    begins, counts = runs(np.empty((0, 2), dtype=np.int64))
+    assert not len(begins) and not len(counts)
 
 
 def test_a_step_that_failed_takes_along_what_is_behind_it(executor: CudaExecutor, counting: Counting) -> None:

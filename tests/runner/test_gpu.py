@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,13 @@ from octavo.runner.gpu import GPUMemory, check_weights
 from octavo.runner.memory import plan_memory
 
 MEMORY = GPUMemory(
-    total=80 * GIB, utilization=0.9, foreign=1 * GIB, weights=15 * GIB, activations=2 * GIB, graphs=3 * GIB
+    total=80 * GIB,
+    utilization=0.9,
+    foreign=1 * GIB,
+    weights=15 * GIB,
+    activations=2 * GIB,
+    graphs=3 * GIB,
+    libraries=1 * GIB,
 )
 
 
@@ -25,19 +32,22 @@ def test_what_is_left_for_blocks() -> None:
     MEMORY.check()
 
 
+def test_a_share_is_of_the_engine_alone_and_no_more_than_others_leave() -> None:
+    assert replace(MEMORY, utilization=0.4, foreign=40 * GIB).left == 32 * GIB - 21 * GIB - gpu.SPARE_BYTES
+    assert replace(MEMORY, foreign=20 * GIB).left == 60 * GIB - 21 * GIB - gpu.SPARE_BYTES
+
+
 def test_too_little_names_a_utilization_that_would_do() -> None:
-    tight = GPUMemory(**({f: getattr(MEMORY, f) for f in MEMORY.__slots__} | {"utilization": 0.2}))
-    with pytest.raises(MemoryBudgetError, match=r"raise gpu_memory_utilization to 0\.28, or free some") as error:
+    tight = replace(MEMORY, utilization=0.2)
+    with pytest.raises(MemoryBudgetError, match=r"raise gpu_memory_utilization to 0\.28$") as error:
         tight.check()
-    enough = GPUMemory(**({f: getattr(MEMORY, f) for f in MEMORY.__slots__} | {"utilization": 0.28}))
-    enough.check()
+    replace(MEMORY, utilization=0.28).check()
     assert "0.2 of 80.00 GiB is 16.00 GiB" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_where_no_utilization_would_do() -> None:
-    full = GPUMemory(**({f: getattr(MEMORY, f) for f in MEMORY.__slots__} | {"foreign": 61 * GIB}))
     with pytest.raises(MemoryBudgetError, match="lower max_num_batched_tokens and max_num_seqs"):
-        full.check()
+        replace(MEMORY, foreign=61 * GIB).check()
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,10 +94,16 @@ class Unpinned(NamedTuple):
 
 
 class Recomputed(NamedTuple):
-    """A step failed on the device; what this request had in it and after it is computed again."""
+    """A step failed on the device; what this request had in it and after it is computed again.
+
+    why   "failed", or "out of memory": then the step had `num_tokens`, and those from now on have at most `limit`
+    """
 
     request_id: str
     step: int
+    why: str = "failed"
+    num_tokens: int = 0
+    limit: int = 0
 
 
 class Finished(NamedTuple):

@@ -35,7 +35,7 @@ class _Draft:
 
     def __init__(self, plan: StepPlan, budget: int) -> None:
         self.plan = plan
-        self.budget = budget  # tokens left of max_num_batched_tokens
+        self.budget = budget  # tokens left of the step's limit; below 0 where a group went beyond it
         self.preempted = False  # somebody was thrown out in this step: nobody comes in
         self.sealable: list[Sequence] = []  # sequences with blocks that this plan fills
         self.writes: set[Key] = set()  # the first block that each of those fills
@@ -48,6 +48,9 @@ class Scheduler:
     max_num_seqs            sequences that run at most: the rows of the cache
     decode_window           positions that the device may decode by itself in one step
     num_watermark_blocks    blocks that an admission leaves alone while anything runs, for the running to grow into
+
+    step_limit: positions that a step computes at most for now, fewer after one took more memory than there was. A
+    request's sequences go beyond it together, in a step of their own, rather than never.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class Scheduler:
     ) -> None:
         self.cache = cache
         self.max_num_seqs = cache.rows.num_rows
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_batched_tokens = self.step_limit = max_num_batched_tokens
         self.decode_window = decode_window
         self.num_watermark_blocks = num_watermark_blocks
         self.policy = policy or Policy()
@@ -177,7 +180,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """The next step; an empty plan (false) when there is nothing to do before a result has come."""
         plan = StepPlan(self.num_steps, self.cache.pool.last_seal_id)
-        draft = _Draft(plan, self.max_num_batched_tokens)
+        draft = _Draft(plan, self.step_limit)
         settled = self._plan_running(draft, self._window())
         if settled and not draft.preempted:
             while self.swapped and draft.budget > 0 and self._swap_in(self.swapped[0], draft):
@@ -269,7 +272,9 @@ class Scheduler:
                 return rebuild
             window = min(window, budget // len(sequences))  # all of them step together, or none
             if window < 1:
-                return None
+                if budget < self.step_limit:
+                    return None
+                window = 1
         if request.must_wait:
             window = 1
         picks = []
@@ -643,13 +648,16 @@ class Scheduler:
 
     # -- a step that failed --------------------------------------------------------------------------------------------
 
-    def fail(self, plan: StepPlan) -> list[Request]:
+    def fail(self, plan: StepPlan, limit: int = 0) -> list[Request]:
         """A step failed on the device, and with it all that was queued after it.
 
         What these plans sealed is taken back, and every request in them is recomputed from what the host knows: its
         blocks, wherever they are, are not to be trusted. Returns those requests; the engine may abort any of them.
+
+        limit   what it failed for was memory: steps are to compute so many positions at most from now on
         """
         assert plan in self.in_flight
+        self.step_limit = limit or self.step_limit
         touched: dict[Request, None] = {}
         void: StepPlan | None = None
         while void is not plan:
@@ -662,10 +670,10 @@ class Scheduler:
         for seq in self.cache.unseal_after(plan.seal_mark):  # with no slice in these plans, but with blocks of theirs
             touched[seq.request] = None
         for request in touched:
-            self._recompute(request, plan.step)
+            self._recompute(request, plan, limit)
         return list(touched)
 
-    def _recompute(self, request: Request, step: int) -> None:
+    def _recompute(self, request: Request, plan: StepPlan, limit: int) -> None:
         if request.status is Status.RUNNING:
             self.running.remove(request)
             self.num_rows_taken -= request.width
@@ -678,7 +686,8 @@ class Scheduler:
         self._to_waiting(request)
         request.waits_for = ""
         if self.events.active:
-            self.events.emit(ev.Recomputed(request.request_id, step))
+            said = ("out of memory", plan.num_tokens, limit) if limit else ()
+            self.events.emit(ev.Recomputed(request.request_id, plan.step, *said))
 
     # -- telling -------------------------------------------------------------------------------------------------------
 
@@ -689,7 +698,7 @@ class Scheduler:
             ev.Step(
                 plan.step,
                 len(plan.rows),
-                self.max_num_batched_tokens - draft.budget,
+                self.step_limit - draft.budget,
                 len(self.running),
                 len(self.waiting),
                 len(self.swapped),
@@ -712,4 +721,4 @@ class Scheduler:
                 self._wait_for_blocks(request, needs + self._headroom(request))
             else:
                 num_due = len(request.sequences[0].token_ids) - request.sequences[0].num_computed
-                self._wait(request, "budget", num_due, draft.budget)
+                self._wait(request, "budget", num_due, max(0, draft.budget))

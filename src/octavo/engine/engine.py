@@ -24,12 +24,17 @@ from octavo.engine.garbage import QuietGarbage
 from octavo.engine.inspect import Timelines
 from octavo.engine.outputs import MakeDetokenizer, RequestMetrics, RequestOutput, RequestState
 from octavo.engine.stats import EngineStats
-from octavo.errors import ContextLengthError, EngineError, ParameterError, PromptError, StepError
+from octavo.engine.step_limit import StepLimit
+from octavo.errors import ContextLengthError, EngineError, ParameterError, PromptError, StepError, StepMemoryError
 
 logger = logging.getLogger("octavo.engine")
 
 POLL_S = 0.1
 """How long one wait for the device lasts before the loop looks around (for Ctrl-C)."""
+TOO_LARGE = (
+    "takes more memory than the device has beside the weights and the KV pool; lower --gpu-memory-utilization or "
+    "--max-num-batched-tokens, or shorten the request"
+)
 PIN_PARAMS = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
 """Of a request that is there for its prompt alone."""
 
@@ -84,7 +89,7 @@ class Engine:
         self._clock = clock
         self._seeds = random.Random(seed)
         self.overlap = overlap
-        self._depth = 2 if overlap else 1
+        self._step_limit = StepLimit(scheduler)
         self._flight: deque[tuple[StepPlan, Running]] = deque()
         self._states: dict[str, RequestState] = {}
         self._num_incremental = 0
@@ -276,6 +281,11 @@ class Engine:
         return len(self._states)
 
     @property
+    def _depth(self) -> int:
+        """Steps in flight at most. `overlap` may change while there is none."""
+        return 2 if self.overlap else 1
+
+    @property
     def num_in_flight(self) -> int:
         """Steps that the device has not finished."""
         return len(self._flight)
@@ -360,6 +370,7 @@ class Engine:
         now = self._clock()
         if last:
             self._learn(plan, now)
+            self._step_limit.went_well()
         finished = self.scheduler.update(plan, result, last=last)
         for i in plan.host_tokens:  # the slices of prompts, and of what was recomputed
             state = self._state_of(plan.sequences[i])
@@ -432,6 +443,8 @@ class Engine:
         """
         self._flight.clear()
         self.stats.num_failed_steps += 1
+        if isinstance(error, StepMemoryError) and plan.rows:
+            return self._out_of_memory(plan, error)
         self.scheduler.fail(plan)
         given_up: list[RequestState] = []
         for request_id in dict.fromkeys(seq.request.request_id for seq in plan.sequences):
@@ -444,10 +457,33 @@ class Engine:
             return []
         logger.error("step %d failed again; %d requests are given up: %s", plan.step, len(given_up), error)
         for state in given_up:
-            state.request.error = str(error)
-            self.scheduler.abort(state.request.request_id, "error")
-            self._close(state.request.request_id)
+            self._give_up(state, str(error))
         return given_up
+
+    def _out_of_memory(self, plan: StepPlan, error: StepMemoryError) -> list[RequestState]:
+        """A step took more memory than the device has. All that was in flight is computed again, in smaller steps: who
+        has no place in them waits. Given up is who does not fit even alone, with a position at a time."""
+        limit, num_tokens = self._step_limit.below(plan), plan.num_tokens
+        requests = dict.fromkeys(seq.request.request_id for seq in plan.sequences)
+        self.scheduler.fail(plan, limit)
+        if limit:
+            logger.warning(
+                "step %d, %d tokens of %d requests, took more memory than there is; it is computed again in steps of "
+                "at most %d: %s",
+                *(plan.step, num_tokens, len(requests), limit, error),
+            )
+            return []
+        given_up = [state for name in requests if (state := self._states.get(name)) is not None]
+        for state in given_up:
+            logger.error("request %s takes more memory than there is: %s", state.request.request_id, error)
+            self._give_up(state, f"out_of_memory: a step of its own, {num_tokens} tokens, {TOO_LARGE}: {error}")
+        self._step_limit.lift()
+        return given_up
+
+    def _give_up(self, state: RequestState, why: str) -> None:
+        state.request.error = why
+        self.scheduler.abort(state.request.request_id, "error")
+        self._close(state.request.request_id)
 
     def _listen(self, event: ev.Event) -> None:
         if isinstance(event, ev.Admitted | ev.Preempted):

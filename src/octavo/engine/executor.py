@@ -35,6 +35,7 @@ class Running(Protocol):
         """Wait for the rest: all that `poll` has not given yet.
 
         Raises `octavo.errors.StepError` when the step failed; then everything submitted after it fails too.
+        `StepMemoryError` where it took more memory than there was.
         """
 
 

@@ -447,5 +447,5 @@ def _decoded(text: _Text | None, token: int) -> str | None:
 def failure(output: RequestOutput) -> RequestFailedError:
     """What a reader gets in the place of an output with an error."""
     reason = next(c.stop_reason for c in output.outputs if c.finish_reason == "error")
-    code = "no_allowed_token" if str(reason).startswith("no_allowed_token") else None
+    code = next((code for code in ("no_allowed_token", "out_of_memory") if str(reason).startswith(code)), None)
     return RequestFailedError(f"request {output.request_id} failed: {reason}", code=code)

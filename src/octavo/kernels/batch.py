@@ -110,6 +110,10 @@ class SamplingTensors:
         """Those rows alone; row_ids int64. The host's flags stay: they say what may be, not what is."""
         return replace(self, **{name: getattr(self, name)[row_ids] for name in PER_ROW})
 
+    def first(self, num_rows: int) -> SamplingTensors:
+        """Those rows, as views."""
+        return replace(self, **{name: getattr(self, name)[:num_rows] for name in PER_ROW})
+
     @classmethod
     def from_lists(
         cls,

@@ -17,12 +17,11 @@ from octavo.kernels.reference import (
     layer_norm,
     merge_attention,
     rope_table,
-    swap_in,
-    swap_out,
     token_logprobs,
 )
 from octavo.kernels.rope import apply_rope
-from octavo.kernels.sampling import draw, sample
+from octavo.kernels.sampling import draw, mask_tokens, sample
+from octavo.kernels.swap import swap_in, swap_out
 from octavo.kernels.thin_linear import add_linear, begin_stream, max_thin_tokens, norm_linear
 
 __all__ = [
@@ -39,6 +38,7 @@ __all__ = [
     "gelu_mul",
     "kv_write",
     "layer_norm",
+    "mask_tokens",
     "max_thin_tokens",
     "merge_attention",
     "norm_linear",

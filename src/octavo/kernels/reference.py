@@ -489,6 +489,16 @@ def exponential_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
 # -- before sampling: rules for some tokens, and what the model thought -----------------------------------------------
 
 
+def mask_tokens(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    """Rule out, in place, by -inf: of logits' row rows[m], each token t whose bit t % 32 of words[m, t // 32] is 0.
+
+    rows [num_masks] int64, words [num_masks, ceil(vocab_size / 32)] int32
+    """
+    bits = (words.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
+    forbidden = bits.flatten(1)[:, : logits.shape[1]] == 0
+    logits[rows] = logits[rows].masked_fill(forbidden, -math.inf)
+
+
 def apply_rules(logits: Tensor, rules: LogitRules) -> None:
     """Change logits [num_rows, vocab_size] in place: tokens ruled out become -inf, then biases, then penalties."""
     if rules.limited is not None and rules.allowed is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from octavo.kernels.batch import PER_ROW, RaggedBatch, SamplingTensors
+from octavo.kernels.batch import RaggedBatch, SamplingTensors
 
 MAX_STOP_IDS = 10
 """Stop ids that a row keeps on the device. The host has the last word, so more of them only end later there."""
@@ -131,6 +131,6 @@ class DecodeStep:
             batch.max_query_len,
             batch.max_seq_len,
         )
-        sampling = replace(self.sampling, **{name: getattr(self.sampling, name)[:n] for name in PER_ROW})
+        sampling = self.sampling.first(n)
         rows, starts, ends = self.rows[:n], self.starts[:n], self.ends[:n]
         return DecodeStep(self.clock, rows, starts, ends, self.live_rows[:n], self.token_ids[:n], part, sampling)

@@ -32,11 +32,25 @@ MAX_PIECES = 64
 def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
     """See `reference.sample`; logits of any float dtype, rows contiguous. Differs from it where two tokens' scores are
     within float32's rounding of each other, or a filter's border runs as close by a token. Captures into a graph."""
-    return draw(logits, params).clamp_(min=0)
+    return _sample(logits, params, all_finite=False)
 
 
 def draw(logits: Tensor, params: SamplingTensors) -> Tensor:
     """See `reference.draw`."""
+    return _sample(logits, params, all_finite=True)
+
+
+def mask_tokens(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    """See `reference.mask_tokens`; logits' rows contiguous."""
+    assert logits.stride(1) == 1 and words.is_contiguous(), (logits.stride(), words.stride())
+    if len(rows):
+        _mask_tokens[(len(rows), triton.cdiv(logits.shape[1], TILE))](
+            logits, rows, words, logits.shape[1], logits.stride(0), words.shape[1], TILE=TILE, num_warps=4
+        )
+
+
+def _sample(logits: Tensor, params: SamplingTensors, *, all_finite: bool) -> Tensor:
+    """all_finite: -1 for a row with a logit that is not; otherwise -inf is a token that is ruled out."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1, logits.stride()
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -60,6 +74,7 @@ def draw(logits: Tensor, params: SamplingTensors) -> Tensor:
         vocab_size,
         logits.stride(0),
         piece,
+        ALL_FINITE=all_finite,
         TILE=TILE,
         num_warps=4,
     )
@@ -179,9 +194,10 @@ def _race(
     vocab_size,
     row_stride,
     piece,
+    ALL_FINITE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One piece of one row: its winner, or -1 where a logit is not finite, and its largest logit."""
+    """One piece of one row: its winner, or with ALL_FINITE -1 where a logit is not, and its largest logit."""
     row = tl.program_id(0)
     part = tl.program_id(1)
     heat = tl.load(temperature + row)
@@ -202,7 +218,8 @@ def _race(
         token_ids = start + lane
         here = token_ids < end
         raw = tl.load(line + token_ids, mask=here, other=0.0).to(tl.float32)
-        finite &= (tl.abs(raw) < float("inf")).to(tl.int32)
+        if ALL_FINITE:
+            finite &= (tl.abs(raw) < float("inf")).to(tl.int32)
         raw = tl.where(here, raw, -float("inf"))
         scores = _scores(raw * cold, lane_state + tl.cast(start, tl.uint64) * GOLDEN_WORD, warm)
         best_id = tl.where(scores > best, token_ids, best_id)
@@ -213,6 +230,17 @@ def _race(
     tl.store(best_scores + place, score)
     tl.store(best_ids + place, tl.where(tl.min(finite, 0) > 0, token, -1))
     tl.store(highest + place, tl.max(high, 0))
+
+
+@triton.jit(do_not_specialize=["vocab_size", "num_words"])
+def _mask_tokens(logits, rows, words, vocab_size, row_stride, num_words, TILE: tl.constexpr):
+    """A tile of one mask."""
+    mask = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    here = token < vocab_size
+    word = tl.load(words + mask * num_words + token // 32, mask=here, other=-1)
+    here &= ((word >> (token % 32)) & 1) == 0
+    tl.store(logits + tl.load(rows + mask) * row_stride + token, -float("inf"), mask=here)
 
 
 @triton.jit(do_not_specialize=["vocab_size", "pieces"])

@@ -1,21 +1,50 @@
 """The way round for requests that ask more of sampling than a row on the device keeps: penalties, biases, tokens ruled
-out, log-probabilities. A step that holds one of them is run as on a CPU, pass by pass, each waiting for its tokens.
+out, log-probabilities, beams. A step that holds one of them computes its logits as any other does, and the host draws
+from them, pass by pass, each waiting for its tokens. What the model thought of a prompt is asked for but once, so a
+step that has to tell runs as on a CPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo.core.plan import StepPlan, StepResult
 from octavo.engine.executor import Masks
-from octavo.kernels.batch import RaggedBatch
+from octavo.kernels.batch import RaggedBatch, SamplingTensors
 from octavo.kernels.rows import RowState
 from octavo.runner.replay import Model
 from octavo.runner.runner import ModelRunner
-from octavo.runner.sampler import Sampler
+from octavo.runner.sampler import Draw, Sampler, there
+
+
+class Logits(NamedTuple):
+    """What a pass has computed, or will have: for each draw that may follow it one line of
+
+    logits    [num_draws or more, vocab_size] float32
+    rows      [num_draws or more] int64, on the device as the others are
+    sampling  likewise
+    """
+
+    logits: Tensor
+    rows: Tensor
+    sampling: SamplingTensors
+
+    def lines(self, ids: Tensor) -> Logits:
+        return Logits(self.logits[ids], self.rows[ids], self.sampling.rows(ids))
+
+
+class Drawn(NamedTuple):
+    """A column for the host, and for the rows that go on: which they are, and their tokens, -1 where something is wrong
+    with a row; both [num_rows] int64 on the device."""
+
+    column: StepResult
+    rows: Tensor
+    tokens: Tensor
 
 
 class _OnDevice:
@@ -51,6 +80,7 @@ class CarefulRunner(ModelRunner):
         self.sampler = Sampler(num_rows, max_model_len + 1, ops, kv.device)
         self._state = state
         self._asking: set[int] = set()  # rows whose requests ask for it
+        self.is_behind = False  # the device has computed what this has not seen
 
     def apply(self, plan: StepPlan) -> None:
         """Of every plan, what has to be known when one wants this way."""
@@ -66,12 +96,63 @@ class CarefulRunner(ModelRunner):
     def wants(self, plan: StepPlan) -> bool:
         return bool(plan.masked) or (bool(self._asking) and not self._asking.isdisjoint(plan.rows))
 
+    def tells_prompts(self, plan: StepPlan) -> bool:
+        wanted = self.sampler.prompt_logits_wanted
+        return any(wanted(plan.rows[i], plan.starts[i], plan.counts[i]) for i in plan.host_tokens)
+
+    def draws(self, plan: StepPlan, slices: Seq[int], column: int) -> list[Draw | None]:
+        """What follows the pass that computes this column of these slices, line by line of its logits; None where a row
+        is done. The rows' own word on that was read before the first."""
+        if not column:
+            for i in plan.host_tokens:
+                self.rows.done[plan.rows[i]] = False
+        wanted: list[Draw | None] = []
+        for i in slices:
+            if plan.samples[i] <= column:
+                wanted.append(None)
+                continue
+            position = plan.starts[i] + plan.counts[i] - plan.samples[i] + column + 1
+            draws = self._draws_of(plan, i, position)
+            wanted += [None] * len(draws) if self.rows.done[plan.rows[i]] else draws
+        return wanted
+
+    def decides(self, row: int) -> bool:
+        """Whether the host chooses its tokens: a beam's."""
+        return self._setup_of(row).decides
+
+    def read_done(self) -> None:
+        """Which rows are done, if the device has been left alone with them; this waits for what is queued."""
+        if self.is_behind:
+            self.rows.done = self._state.done[:-1].tolist()
+            self.is_behind = False
+
+    def draw(self, plan: StepPlan, made: Logits, wanted: list[Draw | None], masks: Masks) -> Drawn:
+        """Waits for the logits."""
+        told: list[list[Any]] = [[] for _ in plan.rows]
+        column = StepResult(told)
+        alive = [line for line, draw in enumerate(wanted) if draw is not None]
+        draws = [draw for draw in wanted if draw is not None]
+        device = made.logits.device
+        if len(alive) == len(wanted):
+            n = len(wanted)
+            made = Logits(made.logits[:n], made.rows[:n], made.sampling.first(n))
+        else:
+            made = made.lines(there(torch.tensor(alive, dtype=torch.int64), device))
+        if not draws:
+            return Drawn(column, made.rows, made.rows)
+        self._sample(made.logits, draws, masks, told, column, made.sampling)
+        going = [line for line, draw in enumerate(draws) if draw.goes_on]
+        tokens = [-1 if i in column.errors else told[i][-1] for i in (draws[k].slice_index for k in going)]
+        on_device = there(torch.tensor([going, tokens], dtype=torch.int64), device)
+        return Drawn(column, made.rows[on_device[0]], on_device[1])
+
+    @torch.inference_mode()
     def columns(self, plan: StepPlan, masks: Masks) -> list[StepResult]:
-        """Run the plan's slices; what they gave, column by column. The rows are read before and written afterwards."""
+        """Of a step that tells of prompts: all of it, column by column. The rows are read before and written after."""
         state, rows = self._state, self.rows
         rows.block_tables = state.block_tables[:-1].cpu()
         rows.last_token = state.last_token[:-1].tolist()
-        rows.done = state.done[:-1].tolist()
+        rows.done, self.is_behind = state.done[:-1].tolist(), False
         landed: list[StepResult] = []
         self._first_pass(plan, landed.append, lambda: masks)
         for column in range(1, max(plan.samples)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -29,8 +30,15 @@ class Chunks:
     """
 
     def __init__(
-        self, plan: StepPlan, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, samples: np.ndarray
+        self,
+        plan: StepPlan,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        samples: np.ndarray,
+        draws: Mapping[int, int],
     ) -> None:
+        """draws: of the slices that draw several tokens, how many."""
         counts = counts - np.maximum(samples - 1, 0)  # without what the device feeds itself
         query_start = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=query_start[1:])
@@ -38,8 +46,8 @@ class Chunks:
         for i, tokens in plan.host_tokens.items():
             known[query_start[i] : query_start[i + 1]] = tokens[: counts[i]]
         drawn = np.flatnonzero(samples)
-        if plan.draws:
-            num_draws = [plan.draws.get(i, 1) for i in drawn.tolist()]
+        if draws:
+            num_draws = [draws.get(i, 1) for i in drawn.tolist()]
             drawn = np.repeat(drawn, num_draws)
             indices = np.array([j for n in num_draws for j in (range(n) if n > 1 else (-1,))], dtype=np.int64)
         else:
@@ -55,7 +63,7 @@ class Chunks:
     def nothing(cls) -> Chunks:
         """Of no slices: all padding."""
         none = np.empty(0, dtype=np.int64)
-        return cls(StepPlan(), none, none, none, none)
+        return cls(StepPlan(), none, none, none, none, {})
 
     def words(self, size: ChunkSize, null_row: int) -> np.ndarray:
         """All of it as `ChunkStep` reads it, padded to a size that is at least its own.

@@ -6,13 +6,13 @@ import time
 
 from octavo.core.plan import StepPlan, StepResult
 from octavo.engine.executor import Masks
-from octavo.errors import StepError
-from octavo.runner.cuda_runner import CudaRunner
+from octavo.errors import StepError, StepMemoryError
+from octavo.runner.cuda_runner import CudaRunner, Finish
+from octavo.runner.executor import step_error
 from octavo.runner.landing import Landing
 
 NAP_S = 5e-5
 """How long a wait that has a limit sleeps between two looks at the device."""
-MAX_MESSAGE = 300
 
 
 class CudaRunning:
@@ -23,18 +23,22 @@ class CudaRunning:
 
     def __init__(self, executor: CudaExecutor, plan: StepPlan) -> None:
         self._executor = executor
-        self._plan = plan
         self._landing: Landing | None = None
         self._error: Exception | None = None
         self._num_read = 0
+        try:
+            self._finish = executor.launch(plan)
+        except Exception as error:
+            self._error = error
         if not plan.masked:
             self.put({})
 
     def put(self, masks: Masks) -> None:
-        try:
-            self._landing = self._executor.launch(self._plan, masks)
-        except Exception as error:
-            self._error = error
+        if self._error is None:
+            try:
+                self._landing = self._executor.finish(self._finish, masks)
+            except Exception as error:
+                self._error = error
 
     @property
     def done(self) -> bool:
@@ -66,8 +70,9 @@ class CudaRunning:
                 return self._landing.read(self._num_read, len(self._landing.slice_ids))
             except RuntimeError as cause:  # what CUDA found out only now
                 error = cause
-        self._executor.recover()
-        raise StepError(f"{type(error).__name__}: {_one_line(error)}") from error
+        told = step_error(error or StepError("it was asked for what it gives before it had its masks"))
+        self._executor.recover(out_of_memory=isinstance(told, StepMemoryError))
+        raise told from error
 
 
 class CudaExecutor:
@@ -82,25 +87,29 @@ class CudaExecutor:
         assert not self._closed
         return CudaRunning(self, plan)
 
-    def launch(self, plan: StepPlan, masks: Masks) -> Landing:
+    def launch(self, plan: StepPlan) -> Finish:
         if self._failed:
             raise StepError("a step before it failed")
         try:
-            return self.runner.launch(plan, masks)
+            return self.runner.launch(plan)
         except Exception:
             self._failed = True
             raise
 
-    def recover(self) -> None:
+    def finish(self, finish: Finish, masks: Masks) -> Landing:
+        try:
+            return finish(masks)
+        except Exception:
+            self._failed = True
+            raise
+
+    def recover(self, *, out_of_memory: bool = False) -> None:
         """The caller has seen a failure, and drops what was queued behind it."""
         self._failed = False
+        if out_of_memory:
+            self.runner.let_go()
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             del self.runner  # weights and pool, whoever still holds the executor
-
-
-def _one_line(error: BaseException | None) -> str:
-    """CUDA's messages go on with advice for debugging, compilers' with the source."""
-    return " ".join(str(error).split())[:MAX_MESSAGE]

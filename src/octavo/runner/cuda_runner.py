@@ -9,7 +9,9 @@ It runs on a CPU, too, without streams and graphs: that is how its logic is test
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from itertools import chain
 from types import ModuleType
 
@@ -17,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.core.plan import RowSetup, StepPlan, TableWrite
+from octavo.core.plan import RowSetup, StepPlan, StepResult, TableWrite
 from octavo.engine.executor import Masks
+from octavo.kernels.batch import SamplingTensors
 from octavo.kernels.rows import (
     FIRST_STOP_ID,
     MAX_STOP_IDS,
@@ -32,16 +35,19 @@ from octavo.kernels.rows import (
     DecodeStep,
     RowState,
 )
-from octavo.runner.careful import CarefulRunner
+from octavo.runner.careful import CarefulRunner, Logits
 from octavo.runner.chunks import Chunks, ChunkSize, ChunkSizes, ChunkStep, split
 from octavo.runner.graphs import Graphs, decode_sizes
 from octavo.runner.inbox import Inbox
 from octavo.runner.landing import Landing, Ring
 from octavo.runner.memory import time_moves
 from octavo.runner.replay import Model
+from octavo.runner.sampler import Draw
 from octavo.runner.swap import Swapper
 
+Finish = Callable[[Masks], Landing]
 NO_WORDS = np.empty(0, dtype=np.int64)
+NO_TOKENS = NO_WORDS, NO_WORDS
 
 
 class CudaRunner:
@@ -77,7 +83,7 @@ class CudaRunner:
         self.inbox = Inbox(num_rows, self.device)
         # Beams draw two candidates a row; graphs draw for padding, too.
         self.ring = Ring(max_window, max(2 * num_rows, num_rows + 2, ChunkSizes.FEW), self.device)
-        self.swapper = Swapper(kv, host_kv)
+        self.swapper = Swapper(kv, host_kv, ops)
         self.careful = CarefulRunner(model, self.state, kv, max_model_len=max_model_len, ops=ops)
         self._step = DecodeStep.over(
             self.inbox.clock,
@@ -90,7 +96,8 @@ class CudaRunner:
         self.graphs = Graphs(self.inbox.clock) if graphs else None
         self._decode_sizes = decode_sizes(num_rows)
         self._chunk_sizes = ChunkSizes(num_rows, max_num_tokens, max_model_len)
-        self._chunk_words: dict[ChunkSize, Tensor] = {}  # where a graph reads them
+        self._chunk_words: dict[ChunkSize, Tensor] = {}  # where graphs read them
+        self._kept = torch.empty(0, 0)  # [num_draws at most, vocab_size] float32: see `_keep`
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -102,13 +109,23 @@ class CudaRunner:
                 self._capture_decode(self.graphs, num_slices)
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, masks: Masks | None = None) -> Landing:
-        """Queue all that the plan says, in stream order; what it gives lands later."""
+    def launch(self, plan: StepPlan) -> Finish:
+        """Queue what the plan says, in stream order. What is left to do once its masks are there, if it waits for any,
+        is called with them, before the next plan; what it all gives lands later."""
         num_columns = max(plan.samples, default=0)
         assert num_columns <= self.ring.num_columns, (num_columns, self.ring.num_columns)
         rows, starts, counts, samples = (_words(x) for x in (plan.rows, plan.starts, plan.counts, plan.samples))
         # What the passes after the first compute; where nothing comes from the host, the first as well.
-        chunks = Chunks(plan, rows, starts, counts, samples) if plan.host_tokens else None
+        self.careful.apply(plan)
+        carefully = self.careful.wants(plan)
+        # The host looks at one line of logits for all that it wants of a beam.
+        draws = {i: n for i, n in plan.draws.items() if not (carefully and self.careful.decides(plan.rows[i]))}
+        chunks, told = None, NO_TOKENS
+        if plan.host_tokens:
+            if draws or not _is_single(counts, samples):
+                chunks = Chunks(plan, rows, starts, counts, samples, draws)
+            else:  # the next token of rows that decode
+                told = _tokens_told(plan)
         again: Seq[int] = range(len(rows)) if chunks is None else np.flatnonzero(samples > 1).tolist()
         ends = starts + counts
         first = ends - samples  # pass p computes first + p
@@ -118,25 +135,62 @@ class CudaRunner:
             *_setups(plan.row_setups),
             *table_writes(plan.table_writes, self.state.block_tables.shape[1]),
             *_columns(plan.copies),
+            *told,
         ]
         size = None
         if chunks is not None:
             size = (self._chunk_sizes.holding(chunks.size) if self.graphs is not None else None) or chunks.size
             parts.append(chunks.words(size, self.state.null_row))
         received = self.inbox.send(self.ring.begin(), rows, first, ends, self.state.null_row, parts)
-        self._apply(plan, received[:6])
-        if self.careful.wants(plan):
-            return Landing.of(len(plan.rows), self.careful.columns(plan, masks or {}))
+        self._apply(plan, received[:8])
+        if carefully:
+            return self._launch_carefully(plan, chunks, size, received[8:], again)
+        self.careful.is_behind = True
         landing = self.ring.landing(len(plan.rows), num_columns)
         if chunks is not None and size is not None:
-            self._run_chunks(size, received[6])
+            self._run_chunks(size, received[8])
             if chunks.draw_slices:
                 self.ring.land(landing, chunks.draw_slices)
         for _ in range(0 if chunks is None else 1, num_columns):
             self._run_decode(len(again))
             self.ring.land(landing, again)
         self.ring.end(landing)
-        return landing
+        return lambda masks: landing
+
+    def _launch_carefully(
+        self, plan: StepPlan, chunks: Chunks | None, size: ChunkSize | None, words: Seq[Tensor], again: Seq[int]
+    ) -> Finish:
+        """The first pass, and what the host does after it."""
+        careful = self.careful
+        if careful.tells_prompts(plan):
+            return lambda masks: Landing.of(len(plan.rows), careful.columns(plan, masks))
+        careful.read_done()
+        made: Logits | None = None
+        slices = again
+        if chunks is not None and size is not None:
+            slices = list(dict.fromkeys(chunks.draw_slices))
+            made = self._chunk_logits(size, words[0])
+        elif plan.rows:
+            made = self._decode_logits(len(again))
+
+        @torch.inference_mode()
+        def finish(masks: Masks) -> Landing:
+            columns: list[StepResult] = []
+            if made is not None:
+                self._draw(plan, made, careful.draws(plan, slices, 0), masks, columns)
+            for column in range(1, max(plan.samples, default=0)):
+                wanted = careful.draws(plan, again, column)
+                self._draw(plan, self._decode_logits(len(again)), wanted, {}, columns)
+            return Landing.of(len(plan.rows), columns)
+
+        return finish
+
+    def _draw(
+        self, plan: StepPlan, made: Logits, wanted: list[Draw | None], masks: Masks, columns: list[StepResult]
+    ) -> None:
+        drawn = self.careful.draw(plan, made, wanted, masks)
+        self.ops.settle(self.state, drawn.rows, drawn.tokens, self.ring.columns, self.inbox.clock)
+        columns.append(drawn.column)
 
     def measure_move(self) -> float:
         """See `memory.time_moves`; before anything is computed."""
@@ -148,14 +202,21 @@ class CudaRunner:
 
         return time_moves(move, len(self.swapper.host_kv) - 1)
 
+    def let_go(self) -> None:
+        """Give the device back what passes have taken and nobody holds: in pieces, it may not do for another pass."""
+        if self.kv.is_cuda:
+            torch.cuda.empty_cache()
+
     def _apply(self, plan: StepPlan, words: Seq[Tensor]) -> None:
         """What the plan does to rows and blocks."""
-        setup_rows, setups, places, block_ids, copy_src, copy_dst = words
-        self.careful.apply(plan)
+        setup_rows, setups, places, block_ids, copy_src, copy_dst, told_rows, told = words
         if len(setup_rows):
             self.state.setup.index_copy_(0, setup_rows, setups.view(-1, NUM_COLUMNS))
         if len(places):
             self.state.block_tables.view(-1).index_copy_(0, places, block_ids.int())
+        if len(told_rows):
+            self.state.last_token.index_copy_(0, told_rows, told)
+            self.state.done.index_fill_(0, told_rows, False)
         if plan.swap_outs or plan.swap_ins:
             self.swapper.move(plan.swap_outs, plan.swap_ins)
         if plan.copies:
@@ -167,24 +228,58 @@ class CudaRunner:
         if self.graphs is None:
             self._decode(num_slices)
             return
-        size = self._decode_sizes[bisect_left(self._decode_sizes, num_slices)]
+        size = self._decode_size(num_slices)
         if size not in self.graphs:
             self._capture_decode(self.graphs, size)
         self.graphs.replay(size)
 
+    def _decode_logits(self, num_slices: int) -> Logits:
+        """Those of a pass that nothing is drawn after, until `settle` says what was."""
+        if self.graphs is None:
+            step = self._step.first(num_slices)
+            return Logits(self._forward_decode(step).float(), step.live_rows, step.sampling)
+        size = self._decode_size(num_slices)
+        step = self._step.first(size)
+        name = ("logits", size)
+        if name not in self.graphs:
+            with self._idle():
+                self.graphs.capture(name, lambda: self._keep(self._forward_decode(self._step.first(size))))
+        self.graphs.replay(name)
+        return Logits(self._kept, step.live_rows, step.sampling)
+
+    def _decode_size(self, num_slices: int) -> int:
+        return self._decode_sizes[bisect_left(self._decode_sizes, num_slices)]
+
     def _capture_decode(self, graphs: Graphs, num_slices: int) -> None:
+        with self._idle():
+            graphs.capture(num_slices, lambda: self._decode(num_slices))
+
+    @contextmanager
+    def _idle(self) -> Iterator[None]:
+        """A decode pass has nothing to do."""
         ends = self._step.ends.clone()
-        self._step.ends.zero_()  # nothing to do
-        graphs.capture(num_slices, lambda: self._decode(num_slices))
-        self._step.ends.copy_(ends)
+        self._step.ends.zero_()
+        try:
+            yield
+        finally:
+            self._step.ends.copy_(ends)
 
     def _decode(self, num_slices: int) -> None:
         """Nothing here looks at anything on the device."""
         step = self._step.first(num_slices)
-        self.ops.begin_decode(self.state, step, self.block_size)
-        logits = self.model.forward(step.token_ids, step.batch, self.kv, None)
-        tokens = self.ops.draw(logits, step.sampling)
+        tokens = self.ops.draw(self._forward_decode(step), step.sampling)
         self.ops.settle(self.state, step.live_rows, tokens, self.ring.columns, self.inbox.clock)
+
+    def _forward_decode(self, step: DecodeStep) -> Tensor:
+        self.ops.begin_decode(self.state, step, self.block_size)
+        return self.model.forward(step.token_ids, step.batch, self.kv, None)
+
+    def _keep(self, logits: Tensor) -> None:
+        """In memory that no other graph writes to, as all do to each other's. Made when it is first needed."""
+        if self._kept.shape[1] != logits.shape[1]:
+            num_lines = max(self.state.null_row + 2, ChunkSizes.FEW)
+            self._kept = torch.empty(num_lines, logits.shape[1], dtype=torch.float32, device=self.device)
+        self._kept[: len(logits)].copy_(logits)
 
     # -- slices of any length -----------------------------------------------------------------------------------------
 
@@ -197,25 +292,60 @@ class CudaRunner:
         self._chunk_words[size].copy_(words)
         self.graphs.replay(size)
 
+    def _chunk_logits(self, size: ChunkSize, words: Tensor) -> Logits:
+        step = ChunkStep(*split(words, size))
+        if self.graphs is None or size not in self._chunk_sizes.sizes:
+            return Logits(self._forward_chunks(size, words).float(), step.draw_rows, self._sampling(step))
+        name = ("logits", size)
+        if name not in self.graphs:
+            own = self._words_of(size)
+            self.graphs.capture(name, lambda: self._keep(self._forward_chunks(size, own)))
+        self._chunk_words[size].copy_(words)
+        self.graphs.replay(name)
+        return Logits(self._kept, step.draw_rows, self._sampling(step))
+
     def _capture_chunks(self, graphs: Graphs, size: ChunkSize) -> None:
-        nothing = torch.from_numpy(Chunks.nothing().words(size, self.state.null_row))
-        words = self._chunk_words[size] = nothing.to(self.device)
+        words = self._words_of(size)
         graphs.capture(size, lambda: self._compute_chunks(size, words))
 
+    def _words_of(self, size: ChunkSize) -> Tensor:
+        """Where graphs of that size read them, which say that there is nothing to do."""
+        nothing = torch.from_numpy(Chunks.nothing().words(size, self.state.null_row))
+        if size not in self._chunk_words:
+            self._chunk_words[size] = torch.empty_like(nothing, device=self.device)
+        return self._chunk_words[size].copy_(nothing)
+
     def _compute_chunks(self, size: ChunkSize, words: Tensor) -> None:
-        """Nor here. A batch of its own each time: what kernels derive from it belongs to the graph."""
+        """Nor here."""
+        logits = self._forward_chunks(size, words)
+        if size.num_draws:
+            step = ChunkStep(*split(words, size))
+            tokens = self.ops.draw(logits, self._sampling(step))
+            self.ops.settle(self.state, step.draw_rows, tokens, self.ring.columns, self.inbox.clock)
+
+    def _forward_chunks(self, size: ChunkSize, words: Tensor) -> Tensor:
+        """A batch of its own each time: what kernels derive from it belongs to the graph."""
         step = ChunkStep(*split(words, size))
         batch, token_ids = step.batch(size, self.block_size), torch.empty_like(step.known)
         self.ops.begin_chunks(self.state, step.rows, step.starts, step.known, batch, token_ids, self.block_size)
-        logits = self.model.forward(token_ids, batch, self.kv, step.draw_tokens)
-        if size.num_draws:
-            sampling = self.state.sampling(step.draw_rows, step.draw_indices, step.draw_positions, any_filter=True)
-            tokens = self.ops.draw(logits, sampling)
-            self.ops.settle(self.state, step.draw_rows, tokens, self.ring.columns, self.inbox.clock)
+        return self.model.forward(token_ids, batch, self.kv, step.draw_tokens)
+
+    def _sampling(self, step: ChunkStep) -> SamplingTensors:
+        return self.state.sampling(step.draw_rows, step.draw_indices, step.draw_positions, any_filter=True)
 
 
 def _words(numbers: Seq[int]) -> np.ndarray:
     return np.array(numbers, dtype=np.int64)
+
+
+def _is_single(counts: np.ndarray, samples: np.ndarray) -> bool:
+    """Whether the first pass computes one position of each slice, and draws after it."""
+    return bool(((counts - samples == 0) & (samples > 0)).all())
+
+
+def _tokens_told(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, what each goes on from)."""
+    return _words([plan.rows[i] for i in plan.host_tokens]), _words([tokens[0] for tokens in plan.host_tokens.values()])
 
 
 def _setups(setups: Seq[RowSetup]) -> tuple[np.ndarray, np.ndarray]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import queue
 import threading
+import traceback
 from collections import deque
+
+import torch
 
 from octavo.core.plan import StepPlan, StepResult
 from octavo.engine.executor import Masks
-from octavo.errors import StepError
+from octavo.errors import StepError, StepMemoryError
 from octavo.runner.runner import ModelRunner
 
 WAIT_S = 0.2
 """How long one wait lasts before the caller's thread may see a signal."""
-
-
+NO_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+"""In the messages of errors that torch, on a CPU, CUDA's driver and its libraries have no type of their own for."""
 CLOSE_S = 60.0
 """How long closing waits for the step that runs."""
 
@@ -49,7 +52,7 @@ class LocalRunning:
             if self._error is None:
                 return self._gather() or StepResult([[] for _ in self.plan.rows])
         self._executor.recover()
-        raise StepError(f"{type(self._error).__name__}: {self._error}") from self._error
+        raise step_error(self._error) from self._error
 
     def put(self, masks: Masks) -> None:
         with self._landed:
@@ -85,6 +88,33 @@ class LocalRunning:
         with self._landed:
             self._error, self._done = error, True
             self._landed.notify_all()
+
+
+MAX_MESSAGE = 300
+"""Of an error: CUDA's messages go on with advice for debugging, compilers' with the source."""
+
+
+def step_error(error: BaseException) -> StepError:
+    """What the engine is told of what went wrong in a step. Of a lack of memory nothing else is kept: what the step had
+    already made hangs on the error's frames."""
+    kind = StepMemoryError if _is_memory(error) else StepError
+    if kind is StepMemoryError:
+        at: BaseException | None = error
+        while at is not None:
+            traceback.clear_frames(at.__traceback__)
+            at = at.__cause__ or at.__context__
+    return kind(f"{type(error).__name__}: {' '.join(str(error).split())[:MAX_MESSAGE]}")
+
+
+def _is_memory(error: BaseException | None) -> bool:
+    """Whether it is a lack of memory, or what came of one: what failed may have failed once more on its way out."""
+    while error is not None:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            return True
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def append(whole: StepResult, column: StepResult) -> None:

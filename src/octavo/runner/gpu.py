@@ -52,11 +52,12 @@ class GPUMemory:
     """Where a GPU's memory goes, in bytes.
 
     total       all there is
-    utilization share of it that this engine may have
+    utilization share of it that this engine may have; what others have is not its own
     foreign     what other processes and the CUDA context hold
     weights     the model's, and its tables
     activations the most that one pass takes beside them
     graphs      what decode steps take once more, captured
+    libraries   what CUDA's libraries and the kernels took when they were first used
     """
 
     total: int
@@ -65,32 +66,36 @@ class GPUMemory:
     weights: int
     activations: int
     graphs: int
+    libraries: int
 
     @property
     def left(self) -> int:
         """For K and V."""
-        taken = self.foreign + self.weights + self.activations + self.graphs + SPARE_BYTES
-        return int(self.total * self.utilization) - taken
+        return min(int(self.total * self.utilization), self.total - self.foreign) - self._taken
+
+    @property
+    def _taken(self) -> int:
+        return self.weights + self.activations + self.graphs + self.libraries + SPARE_BYTES
 
     def check(self) -> None:
         """Raises `MemoryBudgetError`, with a utilization that would do, when nothing is left."""
         if self.left > 0:
             return
-        needed = (self.total * self.utilization - self.left + GIB) / self.total
+        needed = self._taken + GIB
         remedy = (
-            f"raise gpu_memory_utilization to {needed:.2f}, or free some memory"
-            if needed < 0.99
+            f"raise gpu_memory_utilization to {needed / self.total:.2f}"
+            if needed < min(0.99 * self.total, self.total - self.foreign)
             else "free some memory, lower max_num_batched_tokens and max_num_seqs, or take a smaller model"
         )
         raise MemoryBudgetError(
             f"No available memory for the cache blocks: gpu_memory_utilization {self.utilization:g} of "
-            f"{_gib(self.total)} is {_gib(self.total * self.utilization)}, and {self}; {remedy}"
+            f"{_gib(self.total)} is {_gib(self.total * self.utilization)}, and the engine takes {self}; {remedy}"
         )
 
     def __str__(self) -> str:
         return (
             f"weights {_gib(self.weights)}, activations {_gib(self.activations)}, CUDA graphs {_gib(self.graphs)}, "
-            f"other processes and CUDA itself {_gib(self.foreign)}"
+            f"libraries {_gib(self.libraries)}; other processes and CUDA itself have {_gib(self.foreign)}"
         )
 
     def table(self, budget: Budget) -> str:
@@ -100,7 +105,7 @@ class GPUMemory:
         lengths = [n for n in (1024, 4096, 16384, 65536) if n < budget.max_model_len] + [budget.max_model_len]
         at_once = ", ".join(f"{tokens / n:,.1f} of {n:,} tokens" for n in lengths)
         return (
-            f"GPU memory: {self}, KV pool {_gib(kv_bytes)}: {budget.num_blocks:,} blocks of {budget.block_size}, "
+            f"GPU memory: {self}; KV pool {_gib(kv_bytes)}: {budget.num_blocks:,} blocks of {budget.block_size}, "
             f"{tokens:,} tokens; requests at once: {at_once}"
         )
 
@@ -115,7 +120,7 @@ def measure(
     """
     num_tokens, num_rows = args.max_num_batched_tokens or 1, args.max_num_seqs or 1
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before, foreign = torch.cuda.memory_allocated(), _not_torchs()
     kv = torch.zeros((2, *kv_shape), dtype=dtype, device="cuda")
     singles = [1] * min(num_rows, num_tokens)
     _pass(model, kv, singles, ops)
@@ -128,15 +133,21 @@ def measure(
     graphs = 0 if args.enforce_eager else activations + num_graphs * GRAPH_BYTES
     del kv
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
     return GPUMemory(
-        total=total,
+        total=torch.cuda.mem_get_info()[1],
         utilization=args.gpu_memory_utilization or GPU_MEMORY_UTILIZATION,
-        foreign=max(0, total - free - torch.cuda.memory_reserved()),
+        foreign=foreign,
         weights=before,
         activations=activations,
         graphs=graphs,
+        libraries=max(0, _not_torchs() - foreign),
     )
+
+
+def _not_torchs() -> int:
+    """Bytes in use that torch's allocator does not have."""
+    free, total = torch.cuda.mem_get_info()
+    return max(0, total - free - torch.cuda.memory_reserved())
 
 
 @torch.inference_mode()

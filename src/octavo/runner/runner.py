@@ -12,6 +12,7 @@ from torch import Tensor
 
 from octavo.core.plan import RowSetup, StepPlan, StepResult
 from octavo.engine.executor import Masks
+from octavo.kernels.batch import SamplingTensors
 from octavo.runner.inputs import Rows, make_batch
 from octavo.runner.memory import time_moves
 from octavo.runner.replay import Model, Replays
@@ -129,13 +130,15 @@ class ModelRunner:
         """What is sampled after the last token of a part."""
         if not plan.samples[part.slice_index] or not part.complete:
             return []
-        setup = self._setup_of(part.row)
-        position, num_draws = part.start + len(part.token_ids), plan.draws.get(part.slice_index)
+        return self._draws_of(plan, part.slice_index, part.start + len(part.token_ids))
+
+    def _draws_of(self, plan: StepPlan, slice_index: int, position: int) -> list[Draw]:
+        setup, num_draws = self._setup_of(plan.rows[slice_index]), plan.draws.get(slice_index)
         if num_draws is None:
-            return [Draw(part.slice_index, setup, setup.sample_index, position)]
+            return [Draw(slice_index, setup, setup.sample_index, position)]
         if setup.decides:
-            return [Draw(part.slice_index, setup, 0, position, goes_on=False, num_candidates=num_draws)]
-        return [Draw(part.slice_index, setup, j, position, goes_on=False) for j in range(num_draws)]
+            return [Draw(slice_index, setup, 0, position, goes_on=False, num_candidates=num_draws)]
+        return [Draw(slice_index, setup, j, position, goes_on=False) for j in range(num_draws)]
 
     def _setup_of(self, row: int) -> RowSetup:
         setup = self.rows.setup[row]
@@ -182,9 +185,15 @@ class ModelRunner:
                 result.prompt_logprobs[part.slice_index] = (part.start + 1, entries)
 
     def _sample(
-        self, logits: Tensor, draws: list[Draw], masks: Masks, tokens: list[list[Any]], result: StepResult
+        self,
+        logits: Tensor,
+        draws: list[Draw],
+        masks: Masks,
+        tokens: list[list[Any]],
+        result: StepResult,
+        sampling: SamplingTensors | None = None,
     ) -> None:
-        drawn = self.sampler.draw(logits, draws, masks)
+        drawn = self.sampler.draw(logits, draws, masks, sampling)
         for draw, token, error, logprobs in zip(draws, *drawn, strict=True):
             if isinstance(token, list):
                 tokens[draw.slice_index] = token

@@ -127,41 +127,62 @@ class Sampler:
                 self._write(plan.rows[i], plan.starts[i], token_ids)
 
     def _write(self, row: int, start: int, token_ids: array[int]) -> None:
-        self.history[row, start : start + len(token_ids)] = torch.tensor(token_ids, dtype=torch.int32)
+        told = there(torch.tensor(token_ids, dtype=torch.int32), self.device)
+        self.history[row, start : start + len(token_ids)] = told
 
     # -- drawing -------------------------------------------------------------------------------------------------------
 
-    def draw(self, logits: Tensor, draws: Seq[Draw], masks: Masks | None = None) -> Drawn:
+    def draw(
+        self,
+        logits: Tensor,
+        draws: Seq[Draw],
+        masks: Masks | None = None,
+        sampling: SamplingTensors | None = None,
+    ) -> Drawn:
         """One token for each row of logits [num_draws, vocab_size] float32, which are changed on the way; from the
-        tokens that the mask of its slice allows, where there is one."""
-        errors = [""] * len(draws)
+        tokens that the mask of its slice allows, where there is one.
+
+        sampling  the draws' parameters, where they are on the device already
+        """
         finite = self.ops.finite_rows(logits)
-        if not bool(finite.all()):
+        if logits.is_cuda:  # all is queued before the first look at the device
+            logits.masked_fill_(~finite.unsqueeze(1), 0.0)
+        elif not bool(finite.all()):
             logits = logits.nan_to_num(0.0, 0.0, 0.0)  # such a row's token is thrown away; the sampler must survive it
-            for i in (~finite).nonzero().flatten().tolist():
-                errors[i] = NOT_FINITE
         ruled = [(i, rules) for i, draw in enumerate(draws) if (rules := self.rules[draw.setup.row]) is not None]
         wanted = [i for i, rules in ruled if rules.num_logprobs is not None]
-        raw = logits[wanted] if wanted else logits  # before anything is done to them
+        wanted_ids = self._ids(wanted)
+        raw = logits[wanted_ids] if wanted else logits  # before anything is done to them
         deciding = [i for i, draw in enumerate(draws) if draw.num_candidates]
+        deciding_ids = self._ids(deciding)
         if deciding:  # rules work on log-probabilities here, as in Transformers' beam search
-            logits[deciding] = logits[deciding].log_softmax(-1)
+            logits[deciding_ids] = logits[deciding_ids].log_softmax(-1)
         if masked := _by_draw(masks, draws):
-            logits.masked_fill_(self._forbidden(masked, logits.shape), -torch.inf)
+            words = np.frombuffer(bytearray().join(masked.values()), dtype=np.int32).reshape(len(masked), -1)
+            self.ops.mask_tokens(logits, self._ids(list(masked)), there(torch.from_numpy(words), self.device))
         if ruled:
             self.ops.apply_rules(logits, self._gathered(draws, ruled))
-        chosen: Tensor = self.ops.sample(logits, self._tensors(draws))
-        for i in self._without_token(logits, [*masked, *(i for i, rules in ruled if rules.rules_out)], chosen):
-            errors[i] = errors[i] or NO_ALLOWED_TOKEN
+        chosen: Tensor = self.ops.sample(logits, sampling or self._tensors(draws))
         self._remember(draws, ruled, chosen)
+        # Of draws that tokens are ruled out for, those that all are: then even the one that was sampled is.
+        limited = [*masked, *(i for i, rules in ruled if rules.rules_out)]
+        rows = self._ids(limited)
+        stuck = logits[rows, chosen[rows]] == -torch.inf if limited else finite[:0]
+        told: list[int] = torch.cat([chosen, finite.long(), stuck.long()]).tolist()
+        tokens: list[int | Candidates] = list(told[: len(draws)])
+        errors = ["" if fine else NOT_FINITE for fine in told[len(draws) : 2 * len(draws)]]
+        for i, is_stuck in zip(limited, told[2 * len(draws) :], strict=True):
+            if is_stuck:
+                errors[i] = errors[i] or NO_ALLOWED_TOKEN
         logprobs: list[TokenLogprobs | None] = [None] * len(draws)
         if wanted:
             nums = [rules.num_logprobs for _, rules in ruled if rules.num_logprobs is not None]
-            for i, entry in zip(wanted, self._logprobs(raw, chosen[wanted], nums), strict=True):
+            for i, entry in zip(wanted, self._logprobs(raw, chosen[wanted_ids], nums), strict=True):
                 logprobs[i] = entry
-        tokens: list[int | Candidates] = chosen.tolist()
-        for i in deciding:
-            tokens[i] = _candidates(logits[i], draws[i].num_candidates)
+        if deciding:
+            nums = [draws[i].num_candidates for i in deciding]
+            for i, best in zip(deciding, _candidates(logits[deciding_ids], nums), strict=True):
+                tokens[i] = best
         return Drawn(tokens, errors, logprobs)
 
     def _tensors(self, draws: Seq[Draw]) -> SamplingTensors:
@@ -176,21 +197,6 @@ class Sampler:
             [draw.position for draw in draws],
             device=self.device,
         )
-
-    def _forbidden(self, masked: dict[int, bytes | bytearray], shape: torch.Size) -> Tensor:
-        """[num_draws, vocab_size] bool, from the masks of some of the draws."""
-        words = np.frombuffer(b"".join(masked.values()), dtype=np.uint8).reshape(len(masked), -1)
-        forbidden = np.unpackbits(~words, axis=1, count=shape[1], bitorder="little").view(np.bool_)
-        if len(masked) < shape[0]:
-            some, forbidden = forbidden, np.zeros(shape, dtype=np.bool_)
-            forbidden[list(masked)] = some
-        return torch.from_numpy(forbidden).to(self.device)
-
-    def _without_token(self, logits: Tensor, limited: list[int], chosen: Tensor) -> list[int]:
-        """Of the draws that tokens are ruled out for, those that all are: then even the one that was sampled is."""
-        rows = self._ids(limited)
-        stuck: list[int] = rows[logits[rows, chosen[rows]] == -torch.inf].tolist() if limited else []
-        return stuck
 
     def _remember(self, draws: Seq[Draw], ruled: list[tuple[int, RowRules]], chosen: Tensor) -> None:
         kept = [i for i, rules in ruled if rules.needs_history and draws[i].goes_on]
@@ -228,9 +234,8 @@ class Sampler:
             num_tokens=self._ids(num_tokens),
         )
         if any(r.penalizes for _, r in back):
-            rules.repetition, rules.presence, rules.frequency = torch.tensor(
-                [r.penalties for _, r in back], dtype=torch.float32, device=self.device
-            ).unbind(1)
+            penalties = torch.tensor([r.penalties for _, r in back], dtype=torch.float32)
+            rules.repetition, rules.presence, rules.frequency = there(penalties, self.device).unbind(1)
         words = [(j, r.words) for j, (_, r) in enumerate(back) if r.words is not None]
         if words:
             longest = max(w.shape[1] for _, w in words)
@@ -272,7 +277,8 @@ class Sampler:
         for num in dict.fromkeys(num_top):
             mine = [i for i, n in enumerate(num_top) if n == num]
             alike = len(mine) == len(num_top)
-            part, ids = (logits, token_ids) if alike else (logits[mine], token_ids[mine])
+            at = self._ids(mine)
+            part, ids = (logits, token_ids) if alike else (logits[at], token_ids[at])
             found = self.ops.token_logprobs(part, ids, logits.shape[1] if num < 0 else num)
             for i, *entry in zip(mine, *(x.tolist() for x in found), strict=True):
                 entries[i] = TokenLogprobs(*entry)
@@ -284,11 +290,22 @@ def _by_draw(masks: Masks | None, draws: Seq[Draw]) -> dict[int, bytes | bytearr
     return {i: masks[draw.slice_index] for i, draw in enumerate(draws) if draw.slice_index in masks} if masks else {}
 
 
-def _candidates(logprobs: Tensor, num: int) -> Candidates:
-    best = logprobs.topk(min(num, len(logprobs)))
-    pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
-    return [(logprob, token) for logprob, token in pairs if logprob > -torch.inf]
+def _candidates(logprobs: Tensor, nums: Seq[int]) -> Iterable[Candidates]:
+    """Of each row of logprobs [len(nums), vocab_size], so many."""
+    best = logprobs.topk(min(max(nums), logprobs.shape[1]))
+    for num, values, tokens in zip(nums, best.values.tolist(), best.indices.tolist(), strict=True):
+        pairs = zip(values[:num], tokens[:num], strict=True)
+        yield [(logprob, token) for logprob, token in pairs if logprob > -torch.inf]
+
+
+def there(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A tensor of the host on a device; on a GPU without waiting for what is queued there."""
+    if torch.device(device).type != "cuda":
+        return tensor
+    if not tensor.numel():
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _ids(values: Seq[int], device: torch.device | str) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)
+    return there(torch.tensor(values, dtype=torch.int64), device)

@@ -43,7 +43,7 @@ from octavo.view.frozen import State, freeze, settings_of
 
 logger = logging.getLogger("octavo.flight")
 
-VERSION = 2
+VERSION = 3
 KEEP_S = 600.0
 LEG_S = 60.0
 """Between two copies of pool and queues."""
@@ -73,7 +73,8 @@ class Op(IntEnum):
     RESULT        nothing: all of the oldest plan in flight came back
     UNEVEN, PART  the number of slices, for each how many tokens came; the number of those that failed, and which. Of a
                   PART more is to come
-    FAIL          which of the plans in flight failed
+    FAIL          which of the plans in flight failed, and what steps are limited to if that was for memory, else 0
+    LIMIT         what steps are limited to from here on
     """
 
     ADD = 0
@@ -86,6 +87,7 @@ class Op(IntEnum):
     UNEVEN = 7
     PART = 8
     FAIL = 9
+    LIMIT = 10
 
 
 class Sample(msgspec.Struct, array_like=True):
@@ -209,6 +211,7 @@ class FlightRecorder:
         self._tails: dict[bytes, list[array[int]]] = {}  # name before -> tails of pins; these are few, and stay
         self._ends: dict[tuple[Request, bytes], bytes] = {}  # full blocks of beams -> the last one's name
         self._last_step: ev.Step | None = None
+        self._limit = self._scheduler.step_limit  # as the recording has it
         self._legs: deque[_OpenLeg] = deque()
         self._stand_before(self._scheduler)
         self._unsubscribe = self._scheduler.events.subscribe(self._listen)
@@ -254,6 +257,9 @@ class FlightRecorder:
             leg = self._legs[-1]
             if now - leg.begin_s > self.leg_s or leg.num_noted_bytes > self.most_bytes // 8:
                 leg = self._new_leg(now)
+            if scheduler.step_limit != self._limit:
+                self._limit = scheduler.step_limit
+                self._note(Op.LIMIT, now, self._limit)
             costs = scheduler.policy.costs
             leg.costs.extend((costs.token_s, costs.step_s, costs.move_s))
             self._note(Op.PLAN, now)
@@ -272,9 +278,10 @@ class FlightRecorder:
             self._forget_ended()
             return finished
 
-        def noted_fail(plan: StepPlan) -> list[Request]:
-            self._note(Op.FAIL, self._clock(), scheduler.in_flight.index(plan))
-            return fail(plan)
+        def noted_fail(plan: StepPlan, limit: int = 0) -> list[Request]:
+            self._note(Op.FAIL, self._clock(), scheduler.in_flight.index(plan), limit)
+            self._limit = limit or self._limit
+            return fail(plan, limit)
 
         mine: dict[str, Any] = {
             "add": noted_add,

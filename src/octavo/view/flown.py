@@ -261,7 +261,9 @@ class Replay:
         elif op is Op.RESET:
             scheduler.cache.reset_prefix_cache()
         elif op is Op.FAIL:
-            scheduler.fail(scheduler.in_flight[next(numbers)])
+            scheduler.fail(scheduler.in_flight[next(numbers)], next(numbers))
+        elif op is Op.LIMIT:
+            scheduler.step_limit = next(numbers)
         return Turn(op, time_s)
 
     def _listen(self, event: ev.Event) -> None:

@@ -38,7 +38,7 @@ CACHE = (
     "num_swapped_in",
     "num_pinned",
 )
-SCHEDULER = ("num_rows_taken", "num_steps", "num_preemptions", "_num_arrivals")
+SCHEDULER = ("num_rows_taken", "num_steps", "num_preemptions", "_num_arrivals", "step_limit")
 COSTS = ("token_s", "move_s", "step_s", "kept")
 REQUEST = (
     "arrival",

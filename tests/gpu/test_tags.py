@@ -1,0 +1,43 @@
+"""The tag check of tests/tags.py where the GPU's kernels write, copy and swap, and steps overlap."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+from octavo import LLM
+from octavo.kernels import cuda
+from tests import tags as t
+from tests.models.tiny import make_tiny_checkpoint
+from tests.runner.test_tags import CASES, OPTIONS, PLANTS, Plant, notices
+
+ON_GPU = {**OPTIONS, "device": "cuda", "gpu_memory_utilization": 0.3}
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", list(CASES))
+def test_every_slot_that_a_pass_reads_is_its_sequences(tmp_path: Path, case: str, dtype: str, graphs: bool) -> None:
+    model = str(make_tiny_checkpoint("llama", tmp_path / "llama"))
+    seen: Counter[str] = Counter()
+    with LLM(model, **(ON_GPU | CASES[case] | {"dtype": dtype, "enforce_eager": True})) as llm:
+        tags = t.tag(llm, cuda, rows_on_device=True, graphs=graphs)
+        for seed in range(24):
+            outputs, more = t.serve(llm, seed)
+            assert outputs
+            seen += more
+        assert tags.check() > 50_000 and tags.num_lost > 300
+        stats = llm.engine.scheduler.stats()
+    assert stats.num_hits and stats.num_copied and seen["Preempted"] and seen["Evicted"]
+    assert bool(stats.num_swapped_out and stats.num_swapped_in) == (case != "recompute")
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_planted_bug_is_noticed(tmp_path: Path, plant: Plant) -> None:
+    notices(str(make_tiny_checkpoint("llama", tmp_path / "llama")), plant, cuda, **ON_GPU, enforce_eager=True)

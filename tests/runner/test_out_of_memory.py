@@ -1,0 +1,168 @@
+"""Steps that take more memory than there is: made smaller, nothing lost, and nothing of them kept."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo import LLM, SamplingParams
+from octavo.core import events as ev
+from octavo.core.plan import StepPlan
+from octavo.engine.outputs import failure
+from octavo.errors import StepError, StepMemoryError
+from octavo.kernels import reference
+from octavo.runner.cuda_executor import CudaExecutor
+from octavo.runner.cuda_runner import CudaRunner
+from octavo.runner.executor import LocalExecutor, step_error
+from tests.models.tiny import make_tiny_checkpoint
+from tests.runner.test_cuda_runner import SIZE, Counting, Plan, mixture, on_rows, told
+
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "block_size": 4,
+    "num_gpu_blocks_override": 120,
+    "max_num_seqs": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_checkpoint("llama", tmp_path_factory.mktemp("memory") / "llama"))
+
+
+class Hungry:
+    """A model that has memory for so many tokens at a time; none where the token is among them."""
+
+    def __init__(self, inner: Any, room: int, never: int = -1) -> None:
+        self.inner, self.room, self.never = inner, room, never
+        self.made: list[weakref.ref[Tensor]] = []
+
+    def forward(self, token_ids: Tensor, *rest: Any) -> Tensor:
+        hidden = torch.zeros(len(token_ids), 7)
+        self.made.append(weakref.ref(hidden))
+        if len(token_ids) > self.room or self.never in token_ids.tolist():
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {len(token_ids)} GiB.\nAdvice follows")
+        logits: Tensor = self.inner.forward(token_ids, *rest)
+        return logits
+
+
+def hungry(llm: LLM, room: int, never: int = -1) -> Hungry:
+    runner: Any = llm.engine.executor.runner  # type: ignore[attr-defined]
+    found = Hungry(runner.model, room, never)
+    runner.model = found
+    if hasattr(runner, "careful"):
+        runner.careful.model.model = found
+    return found
+
+
+def prompts(num: int) -> list[list[int]]:
+    return [[3 + (7 * i + j * j) % 90 for j in range(3 + 5 * i % 23)] for i in range(num)]
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["cpu", "rows"])
+@pytest.mark.parametrize("options", [{}, {"decode_window": 4}, {"async_scheduling": False}], ids=str)
+def test_smaller_steps_give_the_same_tokens(model: str, options: dict[str, Any], rows: bool) -> None:
+    params = [*mixture(), SamplingParams(temperature=0, logprobs=1, max_tokens=9, ignore_eos=True)]
+    params = [replace(p, detokenize=False) for p in params]
+    with LLM(model, **OPTIONS, **options) as llm:
+        expected = told(llm.generate(prompts(len(params)), params, use_tqdm=False))
+    with LLM(model, **OPTIONS, **options) as llm:
+        if rows:
+            on_rows(llm)
+        hungry(llm, room=5)
+        events: list[ev.Event] = []
+        llm.engine.scheduler.events.subscribe(events.append)
+        outputs = told(llm.generate(prompts(len(params)), params, use_tqdm=False))
+        recomputed = [event for event in events if isinstance(event, ev.Recomputed)]
+        assert llm.engine.stats.num_failed_steps > 1
+    assert [tokens for tokens, *_ in outputs] == [tokens for tokens, *_ in expected]
+    assert recomputed and all(e.why == "out of memory" and 0 < e.limit < e.num_tokens for e in recomputed)
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["cpu", "rows"])
+def test_who_does_not_fit_alone_is_told_what_would_help(model: str, rows: bool) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
+    few = prompts(4)
+    with LLM(model, **OPTIONS) as llm:
+        expected = told(llm.generate(few, params, use_tqdm=False))
+        others = {t for tokens, *_ in expected for t in tokens}.union(*few[:2], few[3])
+        never = min(set(few[2]) - others)
+    with LLM(model, **OPTIONS) as llm:
+        if rows:
+            on_rows(llm)
+        hungry(llm, room=1000, never=never)
+        for i, prompt in enumerate(few):
+            llm.engine.add(str(i), prompt, params)
+        outputs = {}
+        while llm.engine.has_work:
+            outputs |= {output.request_id: output for output in llm.engine.step()}
+        assert told([outputs[name] for name in "013"]) == [expected[i] for i in (0, 1, 3)]
+        assert outputs["2"].outputs[0].finish_reason == "error"
+        error = failure(outputs["2"])
+        assert error.code == "out_of_memory" and "\n" not in str(error)
+        assert "lower --gpu-memory-utilization or --max-num-batched-tokens" in str(error)
+        assert "Tried to allocate 1 GiB" in str(error)
+
+
+def test_what_the_step_had_made_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, kv = Hungry(Counting(), room=2), torch.zeros(9, 1, 2, 1, SIZE, 1)
+    sizes = {"num_rows": 4, "max_model_len": 8, "max_num_tokens": 16, "max_window": 4}
+    runner = CudaRunner(found, kv, torch.zeros_like(kv), ops=reference, graphs=False, **sizes)
+    let_go: list[bool] = []
+    monkeypatch.setattr(runner, "let_go", lambda: let_go.append(all(made() is None for made in found.made)))
+    executor = CudaExecutor(runner)
+    assert executor.submit(Plan().give(0, (1, 2)).slice(0, 0, 2, 1, [3, 4])).result().tokens == [[5]]
+    failed = executor.submit(Plan().give(1, (3, 4)).slice(1, 0, 3, 1, [3, 4, 5]))
+    behind = executor.submit(Plan().slice(0, 2, 1, 1))
+    with pytest.raises(
+        StepMemoryError, match=r"^OutOfMemoryError: CUDA out of memory.*GiB\. Advice follows$"
+    ) as told_of:
+        failed.result()
+    assert told_of.value.code == "out_of_memory" and let_go == [True]
+    with pytest.raises(StepError, match="a step before it failed") as other:
+        behind.result()
+    assert not isinstance(other.value, StepMemoryError) and let_go == [True]
+    assert executor.submit(Plan().give(0, (1, 2)).slice(0, 0, 2, 1, [3, 4])).result().tokens == [[5]]
+
+
+class Raising:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def run(self, *_: Any) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("so much"),
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+    ids=lambda e: str(e)[:20],
+)
+def test_what_is_a_lack_of_memory(error: Exception) -> None:
+    executor = LocalExecutor(Raising(error))  # type: ignore[arg-type]
+    plan = StepPlan()
+    plan.rows = [0]
+    with pytest.raises(StepMemoryError):
+        executor.submit(plan).result()
+    executor.close()
+    later = RuntimeError("capture was not ended")
+    later.__context__ = error  # what fails on the way out
+    assert isinstance(step_error(later), StepMemoryError)
+
+
+def test_what_is_not() -> None:
+    for error in (RuntimeError("CUDA error: an illegal memory access was encountered"), ValueError("out of memory")):
+        assert type(step_error(error)) is StepError

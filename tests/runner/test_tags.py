@@ -1,0 +1,131 @@
+"""Memory under a real runner, slot by slot: the oracle's requests, each pass looking at all that it reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import pytest
+from torch import Tensor
+
+from octavo import LLM
+from octavo.kernels import cpu, reference
+from tests import tags as t
+from tests.models.tiny import make_tiny_checkpoint
+from tests.oracle import ReadBack
+from tests.runner.test_cuda_runner import Recorded
+
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "max_num_seqs": 8,
+    "max_model_len": 96,
+    "swap_space": 0.001,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "swap": {"block_size": 4, "num_gpu_blocks_override": 28, "preemption_mode": "swap", "decode_window": 3},
+    "recompute": {"block_size": 2, "num_gpu_blocks_override": 50, "preemption_mode": "recompute"},
+    "chunks": {"block_size": 8, "num_gpu_blocks_override": 18, "max_num_batched_tokens": 12, "decode_window": 4},
+}
+SEEDS = range(8)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_checkpoint("llama", tmp_path_factory.mktemp("tags") / "llama"))
+
+
+@pytest.fixture(scope="module")
+def plain(model: str) -> dict[int, dict[str, list[list[int]]]]:
+    """What comes of each seed's requests with room for all."""
+    with LLM(model, block_size=16, num_gpu_blocks_override=200, **OPTIONS) as llm:
+        return {seed: t.serve(llm, seed)[0] for seed in SEEDS}
+
+
+@pytest.mark.parametrize("way", ["cpu", "rows", "graphs"])
+@pytest.mark.parametrize("case", list(CASES))
+def test_every_slot_that_a_pass_reads_is_its_sequences(
+    model: str, plain: dict[int, dict[str, list[list[int]]]], case: str, way: str
+) -> None:
+    seen: Counter[str] = Counter()
+    with LLM(model, **OPTIONS, **CASES[case]) as llm:
+        tags = t.tag(
+            llm,
+            cpu if way == "cpu" else reference,
+            rows_on_device=way != "cpu",
+            graphs=Recorded if way == "graphs" else False,
+        )
+        for seed in SEEDS:
+            outputs, more = t.serve(llm, seed)
+            seen += more
+            assert tags.check() > 0
+            both = outputs.keys() & plain[seed].keys()
+            assert len(both) > 0 and all(outputs[name] == plain[seed][name] for name in both)
+        stats = llm.engine.scheduler.stats()
+    assert tags.check() > 10_000 and tags.num_lost > 100
+    assert stats.num_hits and stats.num_copied and seen["Preempted"] and seen["Evicted"]
+    assert bool(stats.num_swapped_out and stats.num_swapped_in) == (case != "recompute")
+
+
+# -- what it must notice ----------------------------------------------------------------------------------------------
+
+Plant: TypeAlias = Callable[[t.Tags, Any], None]
+
+
+def lose_a_copy(tags: t.Tags, runner: Any) -> None:
+    copy = runner.ops.block_copy
+    runner.ops.block_copy = lambda kv, src, dst: copy(kv, src[:-1], dst[:-1])
+
+
+def swap_to_the_wrong_block(tags: t.Tags, runner: Any) -> None:
+    move = runner.swapper.move
+
+    def wrong(outs: list[tuple[int, int]], ins: list[tuple[int, int]]) -> None:
+        move(outs, [(src, dst % (len(runner.kv) - 1) + 1) for src, dst in ins[:1]] + ins[1:])
+
+    runner.swapper.move = wrong
+
+
+def write_one_slot_off(tags: t.Tags, runner: Any) -> None:
+    """In slices of several tokens: the last of them."""
+    look = tags.look
+
+    def wrong(token_ids: Tensor, batch: Any) -> None:
+        if batch.max_query_len > 1:
+            batch.slot_mapping[-1] += 1
+        look(token_ids, batch)
+
+    tags.look = wrong  # type: ignore[method-assign]
+
+
+def share_what_is_not_its_own(tags: t.Tags, runner: Any) -> None:
+    """A table whose first block is another's."""
+    begin = runner.ops.begin_decode
+
+    def wrong(state: Any, step: Any, block_size: int) -> None:
+        begin(state, step, block_size)
+        if len(step.rows) > 1:
+            step.batch.block_tables[0, 0] = step.batch.block_tables[1, 0]
+
+    runner.ops.begin_decode = wrong
+
+
+PLANTS: list[Plant] = [lose_a_copy, swap_to_the_wrong_block, write_one_slot_off, share_what_is_not_its_own]
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_planted_bug_is_noticed(model: str, plant: Plant) -> None:
+    notices(model, plant, reference)
+
+
+def notices(model: str, plant: Plant, ops: ModuleType, **options: Any) -> None:
+    with LLM(model, **(OPTIONS | CASES["swap"] | options)) as llm:
+        tags = t.tag(llm, ops, rows_on_device=True)
+        plant(tags, llm.engine.executor.executor.runner)  # type: ignore[attr-defined]
+        for seed in SEEDS:
+            t.serve(llm, seed)
+        with pytest.raises(ReadBack, match="first the slot at"):
+            tags.check()
