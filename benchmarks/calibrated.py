@@ -6,6 +6,9 @@ their share of a machine now more, now less. What is compared is throughput and 
 real; of several rounds the median counts. Loads are shares of the rate of an engine that has everything at once, as the
 latest calibration has it.
 
+`--mixed` is for a GPU: the workload mixed256, everything at once, and then its requests as Poisson arrivals at 50 and
+90 % of the rate that the engine reached with it.
+
 Where others keep the machine busy, `--processor-time` counts the time that this process has a core, in place of the
 wall's, and skips idle time: what a quiet machine would take, on one thread.
 """
@@ -18,18 +21,19 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from octavo.bench.throughput import WORKLOADS
 from octavo.build import Built, build
 from octavo.config import EngineArgs
 from octavo.core.sampling_params import SamplingParams
-from octavo.simulate.calibrate import Measured, error, fit, measure
+from octavo.simulate.calibrate import MOST_BATCH, Measured, error, fit, measure
 from octavo.simulate.cost import DEVICES, LinearCost
 from octavo.simulate.live import Call, Stopwatch, run_calls
 from octavo.simulate.models import ModelShape
@@ -38,6 +42,7 @@ from octavo.simulate.simulation import Records, Setup, simulate
 from octavo.simulate.traces import FIRST_TOKEN, Arrival
 
 LOADS = (0.3, 0.6, 0.9)
+MIXED, MIXED_LOADS = "mixed256", (0.5, 0.9)
 TINY = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -54,9 +59,42 @@ TINY = {
 """Steps of a millisecond, most of it Python."""
 
 
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """requests: (when, tokens of the prompt, tokens to generate) of each, in order of time."""
+
+    requests: list[tuple[float, int, int]]
+    temperature: float = 0.0
+
+    def arrivals(self) -> list[Arrival]:
+        return [Arrival(t, ((FIRST_TOKEN + i, p),), o) for i, (t, p, o) in enumerate(self.requests)]
+
+    def at_once(self) -> Trace:
+        return replace(self, requests=[(0.0, p, o) for _, p, o in self.requests])
+
+    def poisson(self, rate: float, seed: int, times: int = 1) -> Trace:
+        """The same requests so many times over, `rate` of them a second."""
+        rnd, now, made = random.Random(seed), 0.0, []
+        for _, prompt, output in self.requests * times:
+            now += rnd.expovariate(rate)
+            made.append((now, prompt, output))
+        return replace(self, requests=made)
+
+
+def small(num: int, longest: int, seed: int) -> Trace:
+    rnd = random.Random(seed)
+    return Trace([(0.0, rnd.randint(4, longest // 4), rnd.randint(4, longest // 4)) for _ in range(num)])
+
+
+def mixed(vocab_size: int) -> Trace:
+    workload = WORKLOADS[MIXED]
+    prompts, outputs = workload.make(vocab_size)
+    return Trace([(0.0, len(p), o) for p, o in zip(prompts, outputs, strict=True)], workload.temperature)
+
+
 @contextmanager
 def engine(model: str, **options: Any) -> Iterator[Built]:
-    options |= {"enable_prefix_caching": False, "max_num_seqs": 64, "skip_tokenizer_init": True}
+    options |= {"enable_prefix_caching": False, "skip_tokenizer_init": True}
     with tempfile.TemporaryDirectory() as folder:
         if model == "tiny":
             (Path(folder) / "config.json").write_text(json.dumps(TINY))
@@ -66,19 +104,6 @@ def engine(model: str, **options: Any) -> Iterator[Built]:
         yield built
     finally:
         built.engine.close()
-
-
-def requests(num: int, longest: int, rate: float, seed: int) -> list[tuple[float, int, int]]:
-    """(time, prompt, output) of each."""
-    rnd, now, made = random.Random(seed), 0.0, []
-    for _ in range(num):
-        now += rnd.expovariate(rate)
-        made.append((now, rnd.randint(4, longest // 4), rnd.randint(4, longest // 4)))
-    return made
-
-
-def arrivals(trace: list[tuple[float, int, int]]) -> list[Arrival]:
-    return [Arrival(t, ((FIRST_TOKEN + i, p),), o) for i, (t, p, o) in enumerate(trace)]
 
 
 class ProcessorTime(Stopwatch):
@@ -97,22 +122,27 @@ class ProcessorTime(Stopwatch):
 
 def fitted(steps: list[Measured]) -> LinearCost:
     cost = fit(steps)
+    prompts, alone = ([s for s in steps if (s.work.num_new > 0) is has and s.step_s] for has in (True, False))
     print(
         f"{cost.pass_s * 1e3:.3f} ms + {cost.new_s * 1e6:.1f} us a token of a prompt + {cost.decode_s * 1e6:.1f} us a "
-        f"sequence, host {cost.host_s * 1e6:.0f} us; {len(steps)} steps met within {error(cost, steps):.1%}",
+        f"sequence + {cost.kv_s * 1e9:.2f} ns a token of its context, host {cost.host_s * 1e6:.0f} us; "
+        f"{len(prompts)} steps with prompts met within {error(cost, prompts):.1%}, {len(alone)} without within "
+        f"{error(cost, alone):.1%}",
         flush=True,
     )
     return cost
 
 
-def real(built: Built, trace: list[tuple[float, int, int]], watch: Stopwatch) -> dict[str, float]:
+def real(built: Built, trace: Trace, make_watch: Callable[[], Stopwatch]) -> dict[str, float]:
     rnd = random.Random(2)
     calls = []
-    for i, (time_s, prompt, output) in enumerate(trace):
+    for i, (time_s, prompt, output) in enumerate(trace.requests):
         tokens = [rnd.randrange(built.spec.vocab_size) for _ in range(prompt)]
-        params = SamplingParams(max_tokens=output, ignore_eos=True, detokenize=False, temperature=0.0, seed=i)
+        params = SamplingParams(
+            max_tokens=output, ignore_eos=True, detokenize=False, temperature=trace.temperature, seed=i
+        )
         calls.append(Call(time_s, str(i), tokens, params))
-    built.engine._clock = watch
+    built.engine._clock = watch = make_watch()
     with built.engine.garbage:
         outputs = run_calls(built.engine, calls, watch)
     records = Records()
@@ -136,55 +166,114 @@ def told(records: Records) -> dict[str, float]:
     }
 
 
+class Bench:
+    """One engine, which is calibrated, runs traces, and is compared with what is simulated of them."""
+
+    def __init__(self, built: Built, options: argparse.Namespace) -> None:
+        self.built, self.options = built, options
+        self._watch, self._clock = (
+            (ProcessorTime, time.process_time) if options.processor_time else (Stopwatch, time.perf_counter)
+        )
+        spec, config = built.spec, built.config
+        shape = ModelShape(
+            "this", 1, spec.num_layers, 1, spec.num_heads, spec.num_kv_heads, spec.head_dim, config.max_model_len
+        )
+        args = replace(config.args, num_gpu_blocks_override=config.num_blocks)
+        self._setup = Setup(shape, DEVICES["h100"], args)  # the device has no say beside a cost
+        self._steps = self._measure(warm_up=True)
+        self.pairs: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        """(load, what) -> of each round what the engine reached, and what the simulation."""
+
+    def run(self) -> None:
+        # The first round meets batches that the engine has not prepared for yet.
+        for number in range(self.options.rounds + 1):
+            if self.options.mixed:
+                self._mixed(number)
+            else:
+                self._small(number)
+
+    def _small(self, number: int) -> None:
+        num, longest = self.options.requests, self.options.longest
+        whole = small(num, longest, 0).arrivals()
+        for load in LOADS:
+            rate = load * num / simulate(replace(self._setup, cost=fit(self._steps)), whole).end_s
+            self._compare(f"{load:.0%}", small(num, longest, 1 + number).poisson(rate, 1 + number), keep=number > 0)
+
+    def _mixed(self, number: int) -> None:
+        whole = mixed(self.built.spec.vocab_size)
+        if not number:
+            real(self.built, whole, self._watch)
+            return
+        tokens_a_second = self._compare(MIXED, whole)["tokens/s"]
+        rate = tokens_a_second / statistics.mean(output for _, _, output in whole.requests)
+        for load in MIXED_LOADS:  # twice as many where there are more at a time: for long enough to be steady
+            self._compare(f"{load:.0%}", whole.poisson(load * rate, number, times=round(2 * load)))
+
+    def _compare(self, load: str, trace: Trace, *, keep: bool = True) -> dict[str, float]:
+        here = real(self.built, trace, self._watch)
+        before, self._steps = self._steps, self._measure(warm_up=self.built.config.device == "cpu")
+        cost = fitted(before + self._steps)
+        there = told(simulate(replace(self._setup, cost=cost), trace.arrivals(), sample_s=1e9))
+        for name in here if keep else ():
+            self.pairs.setdefault((load, name), []).append((here[name], there[name]))
+        return here
+
+    def _measure(self, *, warm_up: bool) -> list[Measured]:
+        device = self.built.config.device
+        return measure(self.built.engine, device=device, repeats=1, warm_up=warm_up, clock=self._clock)
+
+
+def show(pairs: dict[tuple[str, str], list[tuple[float, float]]]) -> None:
+    print(f"{'load':>8} {'':20}{'engine':>10}{'simulated':>10}   over the engine's: median (each round)")
+    for (load, name), of_rounds in pairs.items():
+        here, there, ratio = middle(of_rounds)
+        rounds = ", ".join(f"{b / a - 1:+.0%}" for a, b in of_rounds)
+        print(f"{load:>8} {name:20}{here:>10.1f}{there:>10.1f}{ratio - 1:>+8.1%}   ({rounds})")
+
+
+def middle(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """Medians of the engine's, of the simulation's, and of one over the other."""
+    here, there = zip(*pairs, strict=True)
+    return statistics.median(here), statistics.median(there), statistics.median(b / a for a, b in pairs)
+
+
+def rows(pairs: dict[tuple[str, str], list[tuple[float, float]]]) -> list[dict[str, Any]]:
+    return [
+        {"load": load, "what": name, **dict(zip(("engine", "simulated", "ratio"), middle(each), strict=True)),
+         "rounds": each}
+        for (load, name), each in pairs.items()
+    ]  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="a model, or tiny")
+    parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"))
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--longest", type=int, default=256, help="of prompt and output, four times the most of each")
+    parser.add_argument("--mixed", action="store_true", help="mixed256, and its requests one by one")
+    parser.add_argument("--max-num-seqs", type=int, help=f"default: {MOST_BATCH}, with --mixed the engine's own")
+    parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--overlap", action="store_true", help="plan a step while the one before is computed")
     parser.add_argument("--processor-time", action="store_true", help="count this process's own time")
+    parser.add_argument("--json", action="store_true", help="end with a line of JSON")
     options = parser.parse_args()
     if options.processor_time:
         torch.set_num_threads(1)
-    watch, clock = (ProcessorTime, time.process_time) if options.processor_time else (Stopwatch, time.perf_counter)
-    ratios: dict[tuple[float, str], list[tuple[float, float]]] = {}
-    with (
-        engine(options.model, async_scheduling=False) as quiet,
-        engine(options.model, async_scheduling=options.overlap) as built,
-    ):
-        spec = built.spec
-        shape = ModelShape("this", 1, spec.num_layers, 1, 1, spec.num_kv_heads, spec.head_dim, 2048)
-        args = EngineArgs(
-            model="this",
-            num_gpu_blocks_override=built.config.num_blocks,
-            enable_prefix_caching=False,
-            max_num_seqs=64,
-            async_scheduling=options.overlap,
-        ).settled("cpu")
-        whole = [a._replace(time_s=0.0) for a in arrivals(requests(options.requests, options.longest, 1.0, 0))]
-        before = measure(quiet.engine, repeats=1, clock=clock)
-        for number in range(options.rounds + 1):
-            for load in LOADS:
-                setup = Setup(shape, DEVICES["h100"], args, cost=fit(before))
-                rate = load * options.requests / simulate(setup, whole).end_s
-                trace = requests(options.requests, options.longest, rate, 1 + number)
-                here = real(built, trace, watch())
-                after = measure(quiet.engine, repeats=1, clock=clock)
-                setup = replace(setup, cost=fitted(before + after))
-                there = told(simulate(setup, arrivals(trace), sample_s=1e9))
-                before = after
-                if number:  # the first meets batches that the engine has not prepared for yet
-                    for name in here:
-                        ratios.setdefault((load, name), []).append((here[name], there[name]))
-    print(f"{'load':>5} {'':20}{'engine':>10}{'simulated':>10}   over the engine's: median (each round)")
-    for (load, name), pairs in ratios.items():
-        middle = [statistics.median(column) for column in zip(*pairs, strict=True)]
-        each = [b / a - 1 for a, b in pairs]
-        rounds = ", ".join(f"{x:+.0%}" for x in each)
-        print(
-            f"{load:>5.0%} {name:20}{middle[0]:>10.1f}{middle[1]:>10.1f}{statistics.median(each):>+8.0%}   ({rounds})"
-        )
+    settings = {
+        "load_format": options.load_format,
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": options.max_num_seqs or (None if options.mixed else MOST_BATCH),
+        "async_scheduling": options.overlap,
+    }
+    with engine(options.model, **settings) as built:
+        bench = Bench(built, options)
+        bench.run()
+        about = {"model": options.model, "device": built.config.device, **settings, "rounds": options.rounds}
+    show(bench.pairs)
+    if options.json:
+        print(json.dumps(about | {"rows": rows(bench.pairs)}))
 
 
 if __name__ == "__main__":

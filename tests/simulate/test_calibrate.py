@@ -9,6 +9,7 @@ import pytest
 
 from octavo.config import EngineArgs
 from octavo.core.plan import StepPlan
+from octavo.errors import UsageError
 from octavo.simulate.calibrate import (
     HOST_TERMS,
     ROUNDS,
@@ -19,6 +20,7 @@ from octavo.simulate.calibrate import (
     fit,
     measure,
     nonnegative,
+    rounds_of,
 )
 from octavo.simulate.clock import VirtualClock
 from octavo.simulate.cost import DEVICES, LinearCost, Work
@@ -102,6 +104,60 @@ def test_an_engine_is_measured_by_its_own_clock() -> None:
     cost = fit(found)
     assert error(cost, found) < 0.01
     assert cost.new_s == pytest.approx(TRUE.new_s, rel=0.02) and cost.kv_s == pytest.approx(TRUE.kv_s, rel=0.02)
+
+
+def on_a_gpu(num_blocks: int, max_num_seqs: int, cost: LinearCost = TRUE) -> Replica:
+    args = EngineArgs(model="x", num_gpu_blocks_override=num_blocks, async_scheduling=False, max_num_seqs=max_num_seqs,
+                      enable_prefix_caching=False)  # fmt: skip
+    replica = Replica(Setup(MODELS["opt-13b"], DEVICES["h100"], args, cost=cost), Records(), sample_s=1e9)
+    replica.engine.vocab_size = 1000
+    return replica
+
+
+def test_of_two_steps_in_flight_each_has_its_own_time() -> None:
+    """What the host does passes beside them: neither is in the other, in windows and in chunks of a whole budget."""
+    replica = on_a_gpu(9000, 96)
+    found = measure(replica.engine, device="cuda", repeats=1, warm_up=False, clock=replica.clock)
+    assert not replica.engine.overlap and not replica.engine.has_work
+    assert len(found) > 100 and sum(s.step_s > 0 for s in found) > 0.9 * len(found)
+    assert max(s.work.num_new for s in found) > 8000 and max(s.work.num_decoding for s in found) == 4 * 96
+    assert max(s.work.num_passes for s in found) == 4 and max(s.work.kv_tokens for s in found) > 9000 * 16
+    cost = fit(found)
+    for name in (*TERMS, *HOST_TERMS):
+        assert getattr(cost, name) == pytest.approx(getattr(TRUE, name), rel=1e-6), name
+
+
+def test_a_result_that_lay_ready_is_no_time_of_the_device() -> None:
+    """A host that takes ten times as long as the steps: none of them can be told, and the host can."""
+    slow = LinearCost(1e-4, 0, 0, host_s=1e-2)
+    replica = on_a_gpu(9000, 8, slow)
+    found = measure(replica.engine, device="cuda", repeats=1, warm_up=False, clock=replica.clock)
+    assert not any(s.step_s for s in found)
+    with pytest.raises(UsageError, match=f"all of {len(found)} steps"):
+        fit(found)
+    assert fit([*found, Measured(found[0].work, 1e-4, 0.0)]).host_s == pytest.approx(1e-2)
+
+
+def test_after_the_host_was_late_two_results_must_be_waited_for() -> None:
+    clock = VirtualClock()
+    timed = TimedExecutor(SimulatedExecutor(LinearCost(1.0, 0, 0), clock), clock, overlap=True)
+    flight = [timed.submit(StepPlan(0)), timed.submit(StepPlan(1))]
+    for number in range(2, 7):
+        flight.pop(0).result()
+        if number == 4:
+            clock.advance_to(clock.now + 1.5)  # the third is done meanwhile, and the fourth begins late
+        flight.append(timed.submit(StepPlan(number)))
+    assert [s.step_s for s in timed.steps] == [0.0, 1.0, 1.0, 0.0, 0.0]
+    assert [s.host_s for s in timed.steps[2:]] == [0.0, 0.0, 1.5]
+
+
+def test_on_a_gpu_all_fit_into_the_pool() -> None:
+    for num_blocks, max_num_seqs in ((1, 256), (40, 256), (3000, 256), (60_000, 512)):
+        replica = on_a_gpu(num_blocks, max_num_seqs)
+        for batch, prompt, output in rounds_of(replica.engine, "cuda"):
+            assert 1 <= batch <= max_num_seqs and prompt >= 1 and output >= 1
+            assert prompt + output <= replica.engine.max_model_len
+            assert batch * -(-(prompt + output) // 16) <= num_blocks
 
 
 def test_time_before_a_round_is_nobodys() -> None:

@@ -108,6 +108,16 @@ def test_what_is_stored_is_shown_until_it_is_removed(attached: Attached, encode:
     assert watcher.look().num_cached == 0 and attached.num_lost == attached.num_malformed == 0
 
 
+def test_a_batch_may_be_a_map_as_well(attached: Attached) -> None:
+    """So newer vLLM encodes it; what has its default value is left out."""
+    watcher = Watcher(attached)
+    for number, more in enumerate(({}, {"data_parallel_rank": 3})):
+        batch = {"ts": 1.5, "events": [stored([1, 2])], **more}
+        attached._take([b"kv-events", struct.pack(">q", number), msgspec.msgpack.encode(batch)])
+    assert watcher.look().num_cached == 4 and attached.num_malformed == 0
+    assert sorted(attached._stored) == [(0, 1), (0, 2), (3, 1), (3, 2)]
+
+
 def test_what_an_engine_publishes_is_what_it_has(attached: Attached) -> None:
     """Event by event, through the publisher's own words, with evictions."""
     rnd = random.Random(5)

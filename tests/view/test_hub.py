@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 import pytest
 
 from octavo.errors import EngineError
@@ -233,6 +234,35 @@ def test_a_frame_tells_why_somebody_waits_and_how_a_step_went() -> None:
     assert [e["event"] for e in delta.events] == ["arrived", "arrived", "admitted", "waiting"]
     lab.run()
     assert not tap._waits  # whoever has finished is forgotten
+
+
+def test_an_event_has_its_own_time_and_what_it_tells() -> None:
+    """Though it becomes part of a frame only later."""
+    now = 10.0
+    lab = Lab(4, 2, rows=4, listen=False)
+    tap = Tap(lab.scheduler, clock=lambda: now)
+    tap.frame()
+    known: dict[int, int] = {}
+    num_evicted = 0
+    for number in range(1, 6):
+        now = 10.0 + number
+        lab.add(f"r{number}", [number, number + 1, number + 2, number + 3, 0], 1)
+        lab.run()
+        now += 0.5
+        delta = tap.frame(tap.last)
+        assert isinstance(delta, Delta) and delta.seals is not None and delta.counts.tokens == 5 * number
+        assert {step[1] for step in delta.steps} == {number}
+        for event in delta.events:
+            if event["event"] == "evicted":  # which is found when the frame is made
+                assert event["time_s"] == number + 0.5 and known[event["block_id"]] == event["seal_id"]
+                num_evicted += event["seal_id"] != event["block_id"]
+            else:
+                assert event["time_s"] == number and event["request_id"] == f"r{number}"
+        finished = {"event": "finished", "time_s": number, "request_id": f"r{number}"}
+        assert finished | {"reason": "length", "num_tokens": 1} in delta.events
+        columns = np.frombuffer(delta.seals.block_ids, "<u4"), np.frombuffer(delta.seals.seal_ids, "<f8")
+        known |= dict(zip(*(column.tolist() for column in columns), strict=True))
+    assert num_evicted
 
 
 def test_a_frame_is_bounded_and_says_what_it_leaves_out() -> None:

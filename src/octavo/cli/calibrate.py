@@ -29,11 +29,13 @@ def calibrate(
 
     from octavo.simulate.calibrate import error, fit, measure
 
-    quiet = {"async_scheduling": False, "enable_prefix_caching": False}  # else a step's time is not its own
-    with load(model, engine | quiet) as llm, Console(stderr=True).status("measuring") as status:
-        steps = measure(llm.engine, repeats=repeats, progress=status.update)
-        move_s = llm.engine.scheduler.policy.costs.move_s
+    with (
+        load(model, engine | {"enable_prefix_caching": False}) as llm,
+        Console(stderr=True).status("measuring") as status,
+    ):
         device, dtype = llm.config.device, llm.config.dtype
+        steps = measure(llm.engine, device=device, repeats=repeats, progress=status.update)
+        move_s = llm.engine.scheduler.policy.costs.move_s
     cost = fit(steps, move_s=move_s)
     off = error(cost, steps)
     cost.save(output, model=model, device=device, dtype=dtype, num_steps=len(steps), median_error=round(off, 4))

@@ -82,22 +82,19 @@ def find_model(name: str) -> ModelShape:
 
 def _from_config(path: Path) -> ModelShape:
     from octavo.checkpoint import open_checkpoint
-    from octavo.models.spec import DecoderSpec, spec_from_config
+    from octavo.models.sizes import num_params
+    from octavo.models.spec import spec_from_config
 
     checkpoint = open_checkpoint(path, download=False, weights=False)
     spec = spec_from_config(checkpoint.config, checkpoint.generation_config)
-    hidden, head_dim = spec.hidden_size, spec.head_dim
-    attention = 2 * hidden * head_dim * (spec.num_heads + spec.num_kv_heads)
-    mlp = (3 if isinstance(spec, DecoderSpec) else 2) * hidden * spec.intermediate_size
-    embeddings = spec.vocab_size * hidden * (1 if spec.tie_word_embeddings else 2)
     return ModelShape(
         path.name or str(path),
-        spec.num_layers * (attention + mlp) + embeddings,
+        num_params(spec),
         spec.num_layers,
-        hidden,
+        spec.hidden_size,
         spec.num_heads,
         spec.num_kv_heads,
-        head_dim,
+        spec.head_dim,
         spec.max_position_embeddings,
         4 if spec.dtype == "float32" else 2,
     )

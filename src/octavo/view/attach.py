@@ -4,8 +4,9 @@ together.
 The events name no requests, no references and no places. So every block that is stored is shown as cached, in a place
 that is made up here; who runs and who waits comes from the server's /metrics, if that is given.
 
-Both encodings are understood: events as maps with their class's name as `type` (vLLM from 0.33, SGLang), and as arrays
-with the name first (before that). Nothing that arrives is trusted: what is malformed is counted and left out.
+Both encodings are understood: events as maps with their class's name as `type` (vLLM since June 2026, SGLang), and as
+arrays with the name first (before that); and so is a batch of them, as an array or as a map. Nothing that arrives is
+trusted: what is malformed is counted and left out.
 
 A publisher's messages are numbered. Where it has a replay socket, it is asked for those from before we came that it
 keeps, and for those that a gap in the numbers shows to be missing; until they are there, what is published waits.
@@ -248,7 +249,10 @@ class Attached:
         if len(parts) != 3 or len(parts[1]) != 8:
             raise _Malformed
         sequence = int.from_bytes(parts[1], "big")
-        _, events, *more = msgspec.msgpack.decode(parts[2])
+        batch = msgspec.msgpack.decode(parts[2])
+        if isinstance(batch, dict):
+            batch = [batch.get("ts"), batch["events"], batch.get("data_parallel_rank")]
+        _, events, *more = batch
         rank = int(more[0] or 0) if more else 0
         if not again:
             if sequence <= self._heard.get(rank, -1):  # it counts anew: it was started again, and has nothing

@@ -34,12 +34,17 @@ class FrameLostError(EngineError):
 
 @dataclass(slots=True)
 class Table:
-    """A sequence, and `block_ids` i32[num_entries]."""
+    """A sequence, and its `entries` as they travel: they change with every frame, and are rarely looked at."""
 
     index: int
     num_tokens: int
     num_computed: int
-    block_ids: np.ndarray
+    entries: bytes
+
+    @property
+    def block_ids(self) -> np.ndarray:
+        """i32[num_entries]"""
+        return np.frombuffer(self.entries, dtype="<i4")
 
 
 class Picture:
@@ -110,7 +115,7 @@ class Picture:
             self.tables[view.uid] = _table(view)
         for change in delta.tables:
             table = self.tables[change.uid]
-            table.block_ids = np.concatenate((table.block_ids[: change.start], _i32(change.block_ids)))
+            table.entries = table.entries[: 4 * change.start] + change.block_ids
         if delta.progress is not None:
             for uid, num_tokens, num_computed in zip(*_columns(delta.progress), strict=True):
                 self.tables[uid].num_tokens, self.tables[uid].num_computed = num_tokens, num_computed
@@ -139,10 +144,7 @@ class Picture:
                 self.parent_ids[sealed].astype("<f8").tobytes(),
             ),
             [self.requests[name] for name in names],
-            [
-                SequenceView(uid, t.index, t.num_tokens, t.num_computed, t.block_ids.astype("<i4").tobytes())
-                for uid, t in self.tables.items()
-            ],
+            [SequenceView(uid, t.index, t.num_tokens, t.num_computed, t.entries) for uid, t in self.tables.items()],
             dict(self.stats),
             self.counts,
             list(self.steps),
@@ -189,11 +191,7 @@ class Picture:
 
 
 def _table(view: SequenceView) -> Table:
-    return Table(view.index, view.num_tokens, view.num_computed, _i32(view.block_ids))
-
-
-def _i32(data: bytes) -> np.ndarray:
-    return np.frombuffer(data, dtype="<i4")
+    return Table(view.index, view.num_tokens, view.num_computed, view.block_ids)
 
 
 def _columns(progress: Progress) -> list[list[int]]:

@@ -12,6 +12,7 @@ However often a block changes hands in between, it is told once, and what is tol
 from __future__ import annotations
 
 import secrets
+import sys
 import time
 from array import array
 from collections import deque
@@ -114,8 +115,8 @@ class Tap:
         self._sequences: dict[Sequence, _Told] = {}
         self._lines: dict[str, list[str]] = {}
         self._stats: dict[str, Any] = {}
-        self._events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
-        self._steps: deque[list[int | float]] = deque(maxlen=MOST_EVENTS)
+        self._happened: deque[tuple[float, ev.Event] | dict[str, Any]] = deque(maxlen=MOST_EVENTS)
+        self._steps: deque[tuple[float, ev.Step, int]] = deque(maxlen=MOST_EVENTS)  # with the tokens that are sampled
         self._num_events = self._num_steps = 0
 
     @property
@@ -148,29 +149,26 @@ class Tap:
     # -- events --------------------------------------------------------------------------------------------------------
 
     def _listen(self, event: ev.Event) -> None:
+        """Between any two steps: only what happened, and when, is kept. What it looks like in a frame is made with it,
+        and most of what happens never gets into one."""
         if isinstance(event, ev.Step):
-            self._note_step(event)
+            plan = self._scheduler.in_flight[-1]  # that the event tells of
+            self._num_steps += 1
+            self._num_tokens += event.num_tokens
+            self._steps.append((self._clock(), event, sum(plan.samples)))
+            for src, dst in plan.copies:
+                self._note({"event": "copied", "time_s": self._time_s(), "src": src, "dst": dst})
             return
         self._dirty.add(event.request_id)  # type: ignore[union-attr]  # blocks' events are not asked for
         if isinstance(event, ev.Waiting):
             self._waits[event.request_id] = event
         elif isinstance(event, ev.Finished):
             self._waits.pop(event.request_id, None)
-        self._tell(type(event).__name__.lower(), **event._asdict())
+        self._note((self._clock(), event))
 
-    def _note_step(self, step: ev.Step) -> None:
-        self._num_steps += 1
-        self._num_tokens += step.num_tokens
-        plan = self._scheduler.in_flight[-1]  # that the event tells of
-        lines = step.num_running, step.num_waiting, step.num_swapped
-        pool = step.used, step.cached, step.free
-        self._steps.append([step.step, self._time_s(), step.num_tokens, sum(plan.samples), *lines, *pool])
-        for src, dst in plan.copies:
-            self._tell("copied", src=src, dst=dst)
-
-    def _tell(self, event: str, **fields: Any) -> None:
+    def _note(self, happened: tuple[float, ev.Event] | dict[str, Any]) -> None:
         self._num_events += 1
-        self._events.append({"event": event, "time_s": self._time_s(), **fields})
+        self._happened.append(happened)
 
     # -- frames --------------------------------------------------------------------------------------------------------
 
@@ -247,10 +245,12 @@ class Tap:
         return Counts(len(scheduler.running), len(scheduler.waiting), len(scheduler.swapped), self._num_tokens)
 
     def _tell_events(self, delta: Delta) -> None:
-        delta.events = list(self._events)
-        delta.steps = list(self._steps)
-        delta.num_left_out = self._num_events + self._num_steps - len(self._events) - len(self._steps)
-        self._events.clear()
+        begin_s = self._begin_s
+        assert begin_s is not None
+        delta.events = [h if isinstance(h, dict) else _event(round(h[0] - begin_s, 6), h[1]) for h in self._happened]
+        delta.steps = [_step(round(at - begin_s, 6), step, num_sampled) for at, step, num_sampled in self._steps]
+        delta.num_left_out = self._num_events + self._num_steps - len(self._happened) - len(self._steps)
+        self._happened.clear()
         self._steps.clear()
         self._num_events = self._num_steps = 0
 
@@ -267,9 +267,10 @@ class Tap:
         ids = np.nonzero((refs != self._refs) | (seal_ids != self._seal_ids))[0]
         newly = ids[seal_ids[ids] != self._seal_ids[ids]]
         gone = newly[self._seal_ids[newly] != 0]
-        self._num_events += len(gone[:-MOST_EVENTS])
-        for block in gone[-MOST_EVENTS:].tolist():
-            self._tell("evicted", block_id=block, seal_id=int(self._seal_ids[block]))
+        time_s, told = self._time_s(), gone[-MOST_EVENTS:]
+        self._num_events += len(gone) - len(told)
+        for block, seal in zip(told.tolist(), self._seal_ids[told].tolist(), strict=True):
+            self._note({"event": "evicted", "time_s": time_s, "block_id": block, "seal_id": seal})
         self._refs[ids], self._seal_ids[ids] = refs[ids], seal_ids[ids]
         seals = self._seals_of(newly[seal_ids[newly] != 0].tolist())
         if not len(ids):
@@ -347,7 +348,7 @@ class Tap:
         """New ones, changes of tables, progress, and uids that are gone while their requests stay."""
         new: list[SequenceView] = []
         tables: list[TableChange] = []
-        moved: tuple[array[int], array[int], array[int]] = array("I"), array("I"), array("I")
+        moved: list[tuple[int, int, int]] = []
         seen: dict[Sequence, _Told] = {}
         known, dirty = self._sequences, self._dirty
         for name, request in current.items():
@@ -366,8 +367,7 @@ class Tap:
                 if start is not None:
                     tables.append(TableChange(told.uid, start, _ids(sequence, start)))
                 if (told.num_tokens, told.num_computed) != (num_tokens, num_computed):
-                    for column, value in zip(moved, (told.uid, num_tokens, num_computed), strict=True):
-                        column.append(value)
+                    moved.append((told.uid, num_tokens, num_computed))
                 elif start is None:
                     continue
                 told.note(sequence)
@@ -375,7 +375,8 @@ class Tap:
         assert not gone or {uid for r in self._requests.values() for uid in r.sequences}.isdisjoint(gone)
         self._sequences = seen
         self._dirty.clear()
-        return new, tables, Progress(*(_u32(column) for column in moved)) if moved[0] else None, gone
+        columns = np.array(moved, dtype="<u4").T
+        return new, tables, Progress(*(column.tobytes() for column in columns)) if moved else None, gone
 
     def _lines_now(self) -> dict[str, list[str]]:
         scheduler = self._scheduler
@@ -395,11 +396,20 @@ def words_of(refs: np.ndarray, seal_ids: np.ndarray) -> bytes:
 
 
 def _ids(sequence: Sequence, start: int = 0) -> bytes:
-    return np.array(sequence.block_ids[start:], dtype="<i4").tobytes()
+    """i32[num_entries - start]. Mostly of one or two, where an array is made sooner than one of numpy's."""
+    ids = array("i", sequence.block_ids[start:])
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tobytes()
 
 
-def _u32(column: array[int]) -> bytes:
-    return np.frombuffer(column, dtype=np.uint32).astype("<u4").tobytes()
+def _event(time_s: float, event: ev.Event) -> dict[str, Any]:
+    return {"event": type(event).__name__.lower(), "time_s": time_s, **event._asdict()}
+
+
+def _step(time_s: float, step: ev.Step, num_sampled: int) -> list[int | float]:
+    lines = step.num_running, step.num_waiting, step.num_swapped
+    return [step.step, time_s, step.num_tokens, num_sampled, *lines, step.used, step.cached, step.free]
 
 
 def questions() -> dict[str, Question]:
