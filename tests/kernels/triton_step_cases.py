@@ -230,6 +230,21 @@ def test_a_row_that_is_not_finite_is_marked_and_no_other() -> None:
     assert torch.equal(reference.draw(logits, on_cpu(params)), expected)
 
 
+@pytest.mark.parametrize("num_top", [0, 1, 20, 300, 5003])
+def test_what_the_model_likes_best(num_top: int) -> None:
+    """Also where many are equal, the lowest ids first, and where a zero has a sign."""
+    logits = torch.cat([torch.randn(3, 5003), torch.randn(2, 5003).round(), torch.zeros(1, 5003)])
+    logits[5, ::3] = -0.0
+    logits[1, 7:90] = -math.inf
+    token_ids = torch.tensor([3, 50, 5002, 0, 9, 4000])
+    mine = cuda.token_logprobs(logits.to(DEVICE), token_ids.to(DEVICE), num_top)
+    for x, expected in zip(mine, reference.token_logprobs(logits, token_ids, num_top), strict=True):
+        if x.is_floating_point():
+            assert torch.allclose(x.cpu(), expected, atol=1e-5)
+        else:
+            assert torch.equal(x.cpu(), expected)
+
+
 @pytest.mark.parametrize("num_left", [1, 3, 400])
 def test_masked_tokens_are_never_drawn(num_left: int) -> None:
     """Of a vocabulary in several pieces, some of which have no token left; two of the rows have no mask."""

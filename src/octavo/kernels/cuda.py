@@ -17,10 +17,9 @@ from octavo.kernels.reference import (
     layer_norm,
     merge_attention,
     rope_table,
-    token_logprobs,
 )
 from octavo.kernels.rope import apply_rope
-from octavo.kernels.sampling import draw, mask_tokens, sample
+from octavo.kernels.sampling import draw, mask_tokens, sample, token_logprobs
 from octavo.kernels.swap import swap_in, swap_out
 from octavo.kernels.thin_linear import add_linear, begin_stream, max_thin_tokens, norm_linear
 

@@ -438,7 +438,7 @@ def keep_of_ordered(
 def finite_rows(logits: Tensor) -> Tensor:
     """[num_rows] bool: rows without NaN and infinity. Look before masks put -inf into them."""
     low, high = logits.aminmax(dim=-1)  # both are NaN where any element is
-    return low.isfinite() & high.isfinite()
+    return (low > -math.inf) & (high < math.inf)
 
 
 # The noise is a counter-based generator: SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number

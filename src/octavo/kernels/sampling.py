@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
+from octavo.kernels import reference
 from octavo.kernels.batch import SamplingTensors
 from octavo.kernels.reference import GOLDEN, MIX_1, MIX_2
 
@@ -27,6 +28,9 @@ NUM_PIECES = 512
 """In which a step's logits are cut, all rows together, where there are fewer rows than that."""
 MAX_PIECES = 64
 """Of one row."""
+MOST_FOUND = 256
+"""Of the likeliest tokens; to find more, all are sorted."""
+LOW_BITS = (1 << 31) - 1
 
 
 def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
@@ -47,6 +51,23 @@ def mask_tokens(logits: Tensor, rows: Tensor, words: Tensor) -> None:
         _mask_tokens[(len(rows), triton.cdiv(logits.shape[1], TILE))](
             logits, rows, words, logits.shape[1], logits.stride(0), words.shape[1], TILE=TILE, num_warps=4
         )
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `reference.token_logprobs`. The top are found, not sorted out, by keys that no two tokens share: a logit's
+    bits in the order of floats, then how low the id is."""
+    if num_top > MOST_FOUND or num_top > logits.shape[1]:
+        return reference.token_logprobs(logits, token_ids, num_top)
+    wide = logits.float() + 0.0  # which makes -0 a 0
+    chosen = wide.gather(1, token_ids.unsqueeze(1))
+    ranks = (wide > chosen).sum(1) + 1
+    bits = wide.view(torch.int32).long()
+    keys = (torch.where(bits < 0, bits ^ LOW_BITS, bits) << 32) + torch.arange(
+        LOW_BITS, LOW_BITS - wide.shape[1], -1, device=wide.device
+    )
+    top_ids = LOW_BITS - (keys.topk(num_top).values & LOW_BITS)
+    log_total = wide.logsumexp(1, keepdim=True)
+    return (chosen - log_total).squeeze(1), ranks, top_ids, wide.gather(1, top_ids) - log_total
 
 
 def _sample(logits: Tensor, params: SamplingTensors, *, all_finite: bool) -> Tensor:

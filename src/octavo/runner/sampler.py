@@ -8,11 +8,11 @@ A request that asks for none of the first three steps pays for none of them.
 
 from __future__ import annotations
 
+import itertools
 from array import array
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -168,22 +168,20 @@ class Sampler:
         limited = [*masked, *(i for i, rules in ruled if rules.rules_out)]
         rows = self._ids(limited)
         stuck = logits[rows, chosen[rows]] == -torch.inf if limited else finite[:0]
-        told: list[int] = torch.cat([chosen, finite.long(), stuck.long()]).tolist()
-        tokens: list[int | Candidates] = list(told[: len(draws)])
-        errors = ["" if fine else NOT_FINITE for fine in told[len(draws) : 2 * len(draws)]]
-        for i, is_stuck in zip(limited, told[2 * len(draws) :], strict=True):
-            if is_stuck:
-                errors[i] = errors[i] or NO_ALLOWED_TOKEN
-        logprobs: list[TokenLogprobs | None] = [None] * len(draws)
-        if wanted:
-            nums = [rules.num_logprobs for _, rules in ruled if rules.num_logprobs is not None]
-            for i, entry in zip(wanted, self._logprobs(raw, chosen[wanted_ids], nums), strict=True):
-                logprobs[i] = entry
-        if deciding:
-            nums = [draws[i].num_candidates for i in deciding]
-            for i, best in zip(deciding, _candidates(logits[deciding_ids], nums), strict=True):
-                tokens[i] = best
-        return Drawn(tokens, errors, logprobs)
+        nums = [draws[i].num_candidates for i in deciding]
+        best = logits[deciding_ids].topk(min(max(nums), logits.shape[1])) if deciding else ()
+        told = Thoughts(wanted, [r.num_logprobs for _, r in ruled if r.num_logprobs is not None])
+        thoughts = told.of(raw, chosen[wanted_ids], self.ops)
+
+        tokens, are_fine, are_stuck, *rest = fetched([chosen, finite, stuck, *best, *thoughts])
+        errors = ["" if fine else NOT_FINITE for fine in are_fine]
+        for i in itertools.compress(limited, are_stuck):
+            errors[i] = errors[i] or NO_ALLOWED_TOKEN
+        for i, num, values, ids in zip(deciding, nums, *rest[: len(best)], strict=True) if deciding else ():
+            pairs = zip(values[:num], ids[:num], strict=True)
+            tokens[i] = [(logprob, token) for logprob, token in pairs if logprob > -torch.inf]
+        entries = told.entries(rest[len(best) :])
+        return Drawn(tokens, errors, [entries.get(i) for i in range(len(draws))])
 
     def _tensors(self, draws: Seq[Draw]) -> SamplingTensors:
         params = [draw.setup.sampling_params for draw in draws]
@@ -269,33 +267,56 @@ class Sampler:
         assert rules is not None and rules.num_prompt_logprobs is not None
         num = len(logits)
         next_ids = self.history[row, start + 1 : start + 1 + num].long()
-        return list(self._logprobs(logits, next_ids, [rules.num_prompt_logprobs] * num))
+        told = Thoughts(range(num), [rules.num_prompt_logprobs] * num)
+        return list(told.entries(fetched(told.of(logits, next_ids, self.ops))).values())
 
-    def _logprobs(self, logits: Tensor, token_ids: Tensor, num_top: Seq[int]) -> Iterable[TokenLogprobs]:
-        """One entry for each row of logits, with as many of the likeliest tokens as the row asks for; -1: all."""
-        entries: list[TokenLogprobs | None] = [None] * len(num_top)
-        for num in dict.fromkeys(num_top):
-            mine = [i for i, n in enumerate(num_top) if n == num]
-            alike = len(mine) == len(num_top)
-            at = self._ids(mine)
-            part, ids = (logits, token_ids) if alike else (logits[at], token_ids[at])
-            found = self.ops.token_logprobs(part, ids, logits.shape[1] if num < 0 else num)
-            for i, *entry in zip(mine, *(x.tolist() for x in found), strict=True):
-                entries[i] = TokenLogprobs(*entry)
-        return (entry for entry in entries if entry is not None)
+
+class Thoughts:
+    """What the model thought, of some lines of logits: of each the token that came, and as many of the likeliest as are
+    asked for; -1: all."""
+
+    def __init__(self, names: Seq[int], num_top: Seq[int]) -> None:
+        """names: what each line is called."""
+        self._names = names
+        self._lines = {num: [i for i, n in enumerate(num_top) if n == num] for num in dict.fromkeys(num_top)}
+
+    def of(self, logits: Tensor, token_ids: Tensor, ops: ModuleType) -> list[Tensor]:
+        """logits [num_lines, vocab_size], token_ids [num_lines] -> tensors to be fetched."""
+        tensors: list[Tensor] = []
+        for num, lines in self._lines.items():
+            part, ids = logits, token_ids
+            if len(self._lines) > 1:
+                at = _ids(lines, logits.device)
+                part, ids = logits[at], token_ids[at]
+            tensors += ops.token_logprobs(part, ids, logits.shape[1] if num < 0 else num)
+        return tensors
+
+    def entries(self, fetched: Seq[list[Any]]) -> dict[int, TokenLogprobs]:
+        """By name."""
+        found: dict[int, TokenLogprobs] = {}
+        for group, lines in enumerate(self._lines.values()):
+            for i, *entry in zip(lines, *fetched[4 * group : 4 * group + 4], strict=True):
+                found[self._names[i]] = TokenLogprobs(*entry)
+        return dict(sorted(found.items()))
+
+
+def fetched(tensors: Seq[Tensor]) -> list[list[Any]]:
+    """All of them as lists. A GPU is waited for once."""
+    if not any(tensor.is_cuda for tensor in tensors):
+        return [tensor.tolist() for tensor in tensors]
+    words = torch.cat(
+        [(t.double().view(torch.int64) if t.is_floating_point() else t.long()).flatten() for t in tensors]
+    )
+    parts = torch.split(words.cpu(), [t.numel() for t in tensors])
+    return [
+        (part.view(torch.float64) if t.is_floating_point() else part).view(t.shape).tolist()
+        for t, part in zip(tensors, parts, strict=True)
+    ]
 
 
 def _by_draw(masks: Masks | None, draws: Seq[Draw]) -> dict[int, bytes | bytearray]:
     """The draws of a slice share its mask."""
     return {i: masks[draw.slice_index] for i, draw in enumerate(draws) if draw.slice_index in masks} if masks else {}
-
-
-def _candidates(logprobs: Tensor, nums: Seq[int]) -> Iterable[Candidates]:
-    """Of each row of logprobs [len(nums), vocab_size], so many."""
-    best = logprobs.topk(min(max(nums), logprobs.shape[1]))
-    for num, values, tokens in zip(nums, best.values.tolist(), best.indices.tolist(), strict=True):
-        pairs = zip(values[:num], tokens[:num], strict=True)
-        yield [(logprob, token) for logprob, token in pairs if logprob > -torch.inf]
 
 
 def there(tensor: Tensor, device: torch.device | str) -> Tensor:
