@@ -215,10 +215,12 @@ class Scheduler:
         while i < len(running) and budget > 0:
             request = running[i]
             seq = request.solo
-            if seq is not None and seq.row_has_last and not request.must_wait:
+            if seq is not None and seq.row_has_last:
                 # The hot path: one sequence that decodes. Nothing here looks at more than the end of it.
                 start = seq.num_computed
                 count = seq.limit - 1 - start
+                if request.must_wait:
+                    count = 0 if seq.num_pending else min(count, 1)
                 if count <= 0:  # all planned: waits for its last result
                     i += 1
                     continue
@@ -235,6 +237,8 @@ class Scheduler:
                             break
                         continue
                     cache.grow(seq, count, plan)
+                if request.constrained:
+                    plan.masked.append(len(rows))
                 rows.append(seq.row)
                 starts.append(start)
                 counts.append(count)
@@ -327,7 +331,8 @@ class Scheduler:
             plan.sequences.append(seq)
             seq.num_computed = start + count
             seq.num_pending += num_sampled
-            seq.row_has_last = num_sampled > 0 and not request.must_wait
+            # Of a sequence among several the host chooses the token, or says it once more.
+            seq.row_has_last = num_sampled > 0 and (request.solo is not None or not request.must_wait)
             if min(len(seq.token_ids), seq.num_computed) >= seq.seal_at:
                 draft.sealable.append(seq)
                 draft.writes.add(cache.next_key(seq, seq.seal_ids))
