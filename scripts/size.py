@@ -17,10 +17,11 @@ BUDGETS: dict[str, int] = {
     "core": 2000,  # 1500, a failed step, attention windows, all of vLLM's parameters, preemption by cost, and pins
     "engine": 2250,  # 1200, every parameter's output, beams, constraints, a process of its own, and events for routers
     "text": 1400,  # 700, vocab.json with merges.txt, bounds of a stranger's template, grammars on trial, and tool calls
-    "kernels": 4450,  # 2200, prefill on Hopper, sampling and rows of a GPU, the CPU's packed and native kernels, layers
-    # of few tokens with all that is around their products, decoding that merges in one launch, and small blocks' swaps
+    "kernels": 4700,  # 2200, prefill on Hopper, sampling and rows of a GPU, the CPU's packed and native kernels, layers
+    # of few tokens with all that is around their products, decoding that merges in one launch, small blocks' swaps, and
+    # what requests ask of their logits, kept by rows
     "models": 1200,
-    "runner": 1800,
+    "runner": 1950,  # 1800, and what requests ask of their logits on a GPU: its own part of it, and the host's
     "serve": 4350,  # 1800, the table of parameters, limits before a request, responses, restarts, traces, the viewer
     "cluster": 500,
     "simulate": 2750,  # 1800, the nine figures of the paper as a file each, calibration, and pictures without a library

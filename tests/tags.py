@@ -241,6 +241,7 @@ def tag(llm: LLM, ops: Any, *, rows_on_device: bool, graphs: bool | Callable[[Te
             max_model_len=max_len,
             max_num_tokens=args.max_num_batched_tokens or 1,
             max_window=args.decode_window or 1,
+            vocab_size=engine.vocab_size,
             ops=TaggedOps(ops, tags),  # type: ignore[arg-type]
             graphs=graphs is True,
         )

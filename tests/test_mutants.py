@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from scripts.mutants import stale
+
 from tests.mutants import MUTANTS
 
 

@@ -237,6 +237,7 @@ def _executor(
             max_model_len=config.max_model_len,
             max_num_tokens=args.max_num_batched_tokens,
             max_window=args.decode_window,
+            vocab_size=decoder.spec.vocab_size,
             ops=ops,
             graphs=not args.enforce_eager,
         )

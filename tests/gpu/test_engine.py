@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
 from octavo import LLM, BeamSearchParams, SamplingParams
+from octavo.runner.careful import CarefulRunner
 from tests.engine.models import make_talking_checkpoint
 from tests.models.tiny import KINDS, make_tiny_checkpoint
-from tests.runner.test_cuda_runner import constrained, demanding, mixture, told
+from tests.runner.test_cuda_runner import constrained, demanding, mixture, ruled, told
 
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -61,7 +63,7 @@ def test_the_tokens_of_the_cpus_engine(kind: str, tmp_path: Path) -> None:
 def test_all_that_sampling_can_be_asked_for(way: str, tmp_path: Path) -> None:
     """Grammars, rules, log-probabilities and beams, beside requests that ask for nothing."""
     directory = str(make_talking_checkpoint(tmp_path))
-    params = [*constrained(), *mixture()[:4], *demanding(), *mixture()[4:]]
+    params = [*constrained(), *mixture()[:4], *demanding(), *mixture()[4:], *ruled()]
     prompts = [[3 + (7 * i + j * j) % 90 for j in range(3 + 5 * i % 23)] for i in range(len(params))]
     beams = BeamSearchParams(beam_width=3, max_tokens=9, ignore_eos=True)
     options = OPTIONS | {"skip_tokenizer_init": False, "num_gpu_blocks_override": 40, "preemption_mode": "swap"}
@@ -73,6 +75,20 @@ def test_all_that_sampling_can_be_asked_for(way: str, tmp_path: Path) -> None:
             found.append((told(outputs), [b.token_ids for b in best[0].outputs]))
     assert found[1] == found[0]
     assert all(reason != "error" for _, reason, *_ in found[1][0])
+
+
+@pytest.mark.parametrize("way", ["eager", "windows", "chunks", "recompute", "swap"])
+def test_rules_that_need_no_host(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = make_tiny_checkpoint("llama", tmp_path / "llama")
+    params = [replace(p, detokenize=False) for p in [*ruled(), *mixture(), *ruled()]]
+    prompts = [[3 + (7 * i + j * j) % 90 for j in range(3 + 5 * i % 23)] for i in range(len(params))]
+    found = []
+    for device, more in (("cpu", {}), ("cuda", WAYS[way])):
+        if device == "cuda":
+            monkeypatch.delattr(CarefulRunner, "draw")
+        with LLM(str(directory), device=device, **(OPTIONS | more)) as llm:
+            found.append(told(llm.generate(prompts, params, use_tqdm=False)))
+    assert found[1] == found[0]
 
 
 def test_a_closed_engine_leaves_no_memory_behind(tmp_path: Path) -> None:

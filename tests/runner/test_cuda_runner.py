@@ -18,6 +18,7 @@ from octavo.errors import StepError
 from octavo.kernels import reference
 from octavo.kernels.batch import RaggedBatch
 from octavo.kernels.rows import MAX_STOP_IDS
+from octavo.runner.careful import CarefulRunner
 from octavo.runner.chunks import ChunkSize, ChunkSizes
 from octavo.runner.cuda_executor import CudaExecutor
 from octavo.runner.cuda_runner import CudaRunner, table_writes
@@ -72,6 +73,7 @@ def on_rows(llm: LLM, *, recorded: bool = False) -> LLM:
         max_model_len=llm.config.max_model_len,
         max_num_tokens=llm.config.args.max_num_batched_tokens or 0,
         max_window=llm.config.args.decode_window or 1,
+        vocab_size=llm.engine.vocab_size,
         ops=reference,
         graphs=False,
     )
@@ -137,6 +139,28 @@ def test_the_same_tokens_as_the_cpus_runner(model: str, case: str, recorded: boo
         assert llm.stats().num_preemptions > 0
 
 
+def ruled() -> list[SamplingParams]:
+    """They ask for what a row does keep, beyond noise and filters."""
+    common: dict[str, Any] = {"ignore_eos": True}
+    return [
+        SamplingParams(temperature=0.7, seed=8, repetition_penalty=1.4, max_tokens=21, **common),
+        SamplingParams(temperature=1, seed=9, n=3, presence_penalty=1.5, frequency_penalty=0.5, max_tokens=9, **common),
+        SamplingParams(temperature=0, frequency_penalty=2.0, logit_bias={40: 30.0, 41: 28.0}, max_tokens=14, **common),
+        SamplingParams(temperature=1.2, seed=3, min_tokens=6, stop_token_ids=list(range(3, 12)), max_tokens=25),
+        SamplingParams(temperature=1.3, seed=4, allowed_token_ids=[5, 17, 60, 61], max_tokens=17, **common),
+        SamplingParams(
+            temperature=1.1,
+            seed=5,
+            repetition_penalty=0.8,
+            allowed_token_ids=list(range(3, 90, 2)),
+            logit_bias={5: -3.0, 7: 4.0},
+            min_tokens=11,
+            stop_token_ids=[7, 9],
+            max_tokens=20,
+        ),
+    ]
+
+
 def constrained() -> list[SamplingParams]:
     def of(pattern: str, **words: Any) -> SamplingParams:
         return SamplingParams(max_tokens=12, structured_outputs={"regex": pattern}, **words)  # type: ignore[arg-type]
@@ -186,6 +210,29 @@ def test_requests_that_ask_for_more_than_a_row_keeps(model: str, window: int, re
         for those in (outputs, expected)
     )
     assert len(numbers) >= 10 and numbers == pytest.approx(expected_numbers, abs=1e-5)
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("case", ["plain", "windows", "chunks", "recompute", "swap", "few rows"])
+def test_rules_that_need_no_host(model: str, case: str, recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside others; rows that kept rules go to some that have none, and back."""
+    params, options = [*ruled(), *mixture(), *ruled()], CASES[case]
+    _, expected = generate(model, params, rows=False, **options)
+    monkeypatch.delattr(CarefulRunner, "draw")
+    llm, outputs = generate(model, params, rows=True, recorded=recorded, **options)
+    assert told(outputs) == told(expected)
+    assert all(reason in ("length", "stop") for _, reason, *_ in told(outputs))
+    if "num_gpu_blocks_override" in options:
+        assert llm.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("case", ["windows", "chunks", "recompute"])
+def test_rules_of_rows_that_the_host_samples_now_and_then(model: str, case: str) -> None:
+    """While somebody in the same step asks for more, tokens are sampled and counted the other way."""
+    params, options = [*ruled(), *constrained(), *demanding(), *ruled()], CASES[case]
+    _, expected = generate(model, params, rows=False, **options)
+    _, outputs = generate(model, params, rows=True, **options)
+    assert told(outputs) == told(expected)
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["eager", "graphs"])
@@ -277,6 +324,7 @@ def executor(counting: Counting) -> Iterator[CudaExecutor]:
             max_model_len=8,
             max_num_tokens=16,
             max_window=4,
+            vocab_size=VOCAB,
             ops=reference,
             graphs=False,
         )

@@ -113,7 +113,7 @@ def test_who_does_not_fit_alone_is_told_what_would_help(model: str, rows: bool) 
 
 def test_what_the_step_had_made_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     found, kv = Hungry(Counting(), room=2), torch.zeros(9, 1, 2, 1, SIZE, 1)
-    sizes = {"num_rows": 4, "max_model_len": 8, "max_num_tokens": 16, "max_window": 4}
+    sizes = {"num_rows": 4, "max_model_len": 8, "max_num_tokens": 16, "max_window": 4, "vocab_size": 11}
     runner = CudaRunner(found, kv, torch.zeros_like(kv), ops=reference, graphs=False, **sizes)
     let_go: list[bool] = []
     monkeypatch.setattr(runner, "let_go", lambda: let_go.append(all(made() is None for made in found.made)))

@@ -19,6 +19,7 @@ from octavo.kernels.reference import (
     rope_table,
 )
 from octavo.kernels.rope import apply_rope
+from octavo.kernels.row_rules import apply_row_rules, note_tokens, tell_tokens
 from octavo.kernels.sampling import draw, mask_tokens, sample, token_logprobs
 from octavo.kernels.swap import swap_in, swap_out
 from octavo.kernels.thin_linear import add_linear, begin_stream, max_thin_tokens, norm_linear
@@ -27,6 +28,7 @@ __all__ = [
     "add_linear",
     "add_rms_norm",
     "apply_rope",
+    "apply_row_rules",
     "apply_rules",
     "begin_chunks",
     "begin_decode",
@@ -41,6 +43,7 @@ __all__ = [
     "max_thin_tokens",
     "merge_attention",
     "norm_linear",
+    "note_tokens",
     "paged_attention",
     "rms_norm",
     "rope_kv_write",
@@ -50,5 +53,6 @@ __all__ = [
     "silu_mul",
     "swap_in",
     "swap_out",
+    "tell_tokens",
     "token_logprobs",
 ]

@@ -244,7 +244,7 @@ def _settle(
     stops = token < 0
     for k in tl.static_range(STOP_IDS):
         stops |= tl.load(setup + row * COLUMNS + STOPS_AT + k, mask=here, other=-1) == token
-    told = tl.where(alive, tl.where(is_number, token, NOT_FINITE_MARK), NOTHING_MARK)
+    told = tl.where(alive, tl.where(is_number, token, token + (NOT_FINITE_MARK + 1)), NOTHING_MARK)
     tl.debug_barrier()  # all of this program's threads have read
     tl.store(ring + column * ring_stride + i, told.to(ring.dtype.element_ty), mask=here)
     tl.store(last_token + row, token, mask=alive & is_number)

@@ -20,7 +20,19 @@ from torch import Tensor
 
 from octavo.errors import UnsupportedModelError
 from octavo.kernels.batch import PER_ROW, LogitRules, RaggedBatch, SamplingTensors
-from octavo.kernels.rows import FIRST_STOP_ID, NOT_FINITE, NOTHING_SAMPLED, DecodeStep, RowState
+from octavo.kernels.rows import (
+    BIASED,
+    FIRST_STOP_ID,
+    IN_PROMPT,
+    LIMITED,
+    NOT_FINITE,
+    NOTHING_SAMPLED,
+    PATIENT,
+    PENALIZED,
+    DecodeStep,
+    RowState,
+    RuleState,
+)
 
 Gate = Literal["", "silu", "gelu"]
 
@@ -625,15 +637,67 @@ def draw(logits: Tensor, params: SamplingTensors) -> Tensor:
     return torch.where(finite, tokens, -1)
 
 
+def tell_tokens(rules: RuleState, rows: Tensor, starts: Tensor, begins: Tensor, token_ids: Tensor) -> None:
+    """The host says tokens of penalized rows; those at positions that are counted already change nothing.
+
+    rows, starts [num_slices] int64, no row twice: the row's tokens from position `starts` on are
+    token_ids[begins[i] : begins[i + 1]]; begins [num_slices + 1], token_ids int64
+    """
+    ends = zip(begins[:-1].tolist(), begins[1:].tolist(), strict=True)
+    for row, start, (begin, end) in zip(rows.tolist(), starts.tolist(), ends, strict=True):
+        known, prompt = int(rules.counted[row]), int(rules.num_prompt[row])
+        for position, token in enumerate(token_ids[begin:end].tolist(), start):
+            if position >= known:
+                if position < prompt:
+                    rules.counts[row, token] |= IN_PROMPT
+                else:
+                    rules.counts[row, token] += 1
+        rules.counted[row] = max(known, start + end - begin)
+
+
+def note_tokens(rules: RuleState, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
+    """Of what was sampled, each token at its position, what rows that ask for anything will have to know; not of
+    tokens below 0. All [num_draws] int64, and no row that asks twice."""
+    asks = rules.asks[rows]
+    good = (tokens >= 0) & (asks != 0)
+    rules.history[rows[good], positions[good]] = tokens[good].int()
+    good &= (asks & PENALIZED) != 0
+    rows = rows[good]
+    rules.counts[rows, tokens[good]] += 1
+    rules.counted[rows] = positions[good].int() + 1
+
+
+def apply_row_rules(logits: Tensor, rows: Tensor, positions: Tensor, state: RowState, rules: RuleState) -> None:
+    """Change logits [num_draws, vocab_size] float32 in place as each one's row asks: biases, then penalties, and -inf
+    for tokens that are ruled out. rows, positions [num_draws] int64, the latter those that the draws' tokens will
+    have."""
+    for line, row, position in zip(logits, rows.tolist(), positions.tolist(), strict=True):
+        asks = int(rules.asks[row])
+        if asks & BIASED:
+            ids = rules.bias_ids[row]
+            line[ids[ids >= 0].long()] += rules.bias[row][ids >= 0]
+        if asks & PATIENT and position < int(rules.min_length[row]):
+            stops = state.setup[row, FIRST_STOP_ID:]
+            line[stops[stops >= 0]] = -math.inf
+        if asks & PENALIZED:
+            repetition, presence, frequency = rules.penalties[row]
+            num_output = rules.counts[row] & (IN_PROMPT - 1)
+            penalized = torch.where(line > 0, line / repetition, line * repetition)
+            line.copy_(torch.where(rules.counts[row] != 0, penalized, line))
+            line -= frequency * num_output + presence * (num_output > 0)
+        if asks & LIMITED:
+            mask_tokens(line.unsqueeze(0), torch.zeros(1, dtype=torch.int64), rules.allowed[row].unsqueeze(0))
+
+
 def settle(state: RowState, rows: Tensor, tokens: Tensor, ring: Tensor, clock: Tensor) -> None:
     """From the tokens of a pass to the rows, and into the ring for the host; moves the clock on.
 
     rows    [num_draws] int64, whose each token is; several draws may be of one row, which the host goes on with
-    tokens  [num_draws] int64 from `draw`
+    tokens  [num_draws] int64 from `draw`; -2 where all were ruled out
     ring    [num_columns, at least num_draws] int32; column clock[0] is filled: the token, or a mark of `kernels.rows`
     """
     alive = ~state.done[rows]
-    told = torch.where(tokens < 0, NOT_FINITE, tokens)
+    told = torch.where(tokens < 0, tokens + (NOT_FINITE + 1), tokens)
     ring[clock[0], : len(rows)] = torch.where(alive, told, NOTHING_SAMPLED).to(ring.dtype)
     stops = (tokens < 0) | (state.setup[rows, FIRST_STOP_ID:] == tokens.unsqueeze(1)).any(1)
     good = alive & (tokens >= 0)

@@ -17,8 +17,14 @@ MAX_STOP_IDS = 10
 """Stop ids that a row keeps on the device. The host has the last word, so more of them only end later there."""
 TEMPERATURE, TOP_P, MIN_P, TOP_K, SEED, SAMPLE_INDEX, FIRST_STOP_ID = range(7)
 NUM_COLUMNS = FIRST_STOP_ID + MAX_STOP_IDS
-NOTHING_SAMPLED, NOT_FINITE = -1, -2
-"""In the ring, in a token's place: the row was done, or had nothing to do; its logits were no numbers."""
+NOTHING_SAMPLED, NOT_FINITE, NO_TOKEN_LEFT = -1, -2, -3
+"""In the ring, in a token's place: the row was done, or had nothing to do; its logits were no numbers; all tokens were
+ruled out."""
+PENALIZED, BIASED, LIMITED, PATIENT = 1, 2, 4, 8
+"""What a row asks of its logits, see `RuleState`."""
+MAX_BIAS = 304
+"""Tokens with a bias that a row keeps on the device."""
+IN_PROMPT = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,54 @@ class RowState:
             position=positions,
             all_greedy=False,
             any_filter=any_filter,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RuleState:
+    """What rows ask of their logits, and which tokens they have had. A line a row, and one for the null row, which asks
+    for nothing. Made when the first row asks for something: most of it is as wide as the vocabulary.
+
+    asks        [num_rows + 1] int32: PENALIZED, BIASED, LIMITED (allowed_token_ids), PATIENT (min_tokens); 0 for most
+    num_prompt  [num_rows + 1] int32
+    min_length  [num_rows + 1] int32, the first position of a token that may end the output
+    penalties   [num_rows + 1, 3] float32: repetition, presence, frequency
+    bias_ids    [num_rows + 1, MAX_BIAS] int32, -1 where there are fewer
+    bias        [num_rows + 1, MAX_BIAS] float32
+    allowed     [num_rows + 1, ceil(vocab_size / 32)] int32, bits as in `reference.mask_tokens`
+    counted     [num_rows + 1] int32, positions whose tokens are in `counts`
+    counts      [num_rows + 1, vocab_size] int32, of penalized rows: how often a token came in the output, and the bit
+                IN_PROMPT if it came in the prompt
+    history     [num_rows + 1, max_len] int32, tokens by position, for whoever samples on the host
+    """
+
+    asks: Tensor
+    num_prompt: Tensor
+    min_length: Tensor
+    penalties: Tensor
+    bias_ids: Tensor
+    bias: Tensor
+    allowed: Tensor
+    counted: Tensor
+    counts: Tensor
+    history: Tensor
+
+    @classmethod
+    def empty(cls, num_rows: int, vocab_size: int, history: Tensor) -> RuleState:
+        def make(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(num_rows + 1, *shape, dtype=dtype, device=history.device)
+
+        return cls(
+            asks=make(),
+            num_prompt=make(),
+            min_length=make(),
+            penalties=make(3, dtype=torch.float32),
+            bias_ids=make(MAX_BIAS),
+            bias=make(MAX_BIAS, dtype=torch.float32),
+            allowed=make(-(-vocab_size // 32)),
+            counted=make(),
+            counts=make(vocab_size),
+            history=history,
         )
 
 

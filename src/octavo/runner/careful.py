@@ -1,4 +1,4 @@
-"""The way round for requests that ask more of sampling than a row on the device keeps: penalties, biases, tokens ruled
+"""The way round for requests that ask more of sampling than a row on the device keeps: grammars, words that are ruled
 out, log-probabilities, beams. A step that holds one of them computes its logits as any other does, and the host draws
 from them, pass by pass, each waiting for its tokens. What the model thought of a prompt is asked for but once, so a
 step that has to tell runs as on a CPU.
@@ -18,6 +18,7 @@ from octavo.engine.executor import Masks
 from octavo.kernels.batch import RaggedBatch, SamplingTensors
 from octavo.kernels.rows import RowState
 from octavo.runner.replay import Model
+from octavo.runner.rules import is_for_device
 from octavo.runner.runner import ModelRunner
 from octavo.runner.sampler import Draw, Sampler, there
 
@@ -39,12 +40,13 @@ class Logits(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A column for the host, and for the rows that go on: which they are, and their tokens, -1 where something is wrong
-    with a row; both [num_rows] int64 on the device."""
+    """A column for the host, and for the rows that go on: which they are, and their tokens and these ones' positions,
+    -1 for a token where something is wrong with a row; all [num_rows] int64 on the device."""
 
     column: StepResult
     rows: Tensor
     tokens: Tensor
+    positions: Tensor
 
 
 class _OnDevice:
@@ -77,7 +79,7 @@ class CarefulRunner(ModelRunner):
         super().__init__(
             _OnDevice(model, kv.device), kv, kv[:0], num_rows=num_rows, max_model_len=max_model_len, ops=ops
         )
-        self.sampler = Sampler(num_rows, max_model_len + 1, ops, kv.device)
+        self.sampler = Sampler(num_rows + 1, max_model_len + 1, ops, kv.device)  # one for the null row
         self._state = state
         self._asking: set[int] = set()  # rows whose requests ask for it
         self.is_behind = False  # the device has computed what this has not seen
@@ -88,10 +90,11 @@ class CarefulRunner(ModelRunner):
             self.rows.setup[setup.row] = setup
         self.sampler.apply(plan)
         for setup in plan.row_setups:
-            if self.sampler.rules[setup.row] is None and not setup.decides:
-                self._asking.discard(setup.row)
-            else:
+            rules = self.sampler.rules[setup.row]
+            if setup.decides or (rules is not None and not is_for_device(rules)):
                 self._asking.add(setup.row)
+            else:
+                self._asking.discard(setup.row)
 
     def wants(self, plan: StepPlan) -> bool:
         return bool(plan.masked) or (bool(self._asking) and not self._asking.isdisjoint(plan.rows))
@@ -139,12 +142,23 @@ class CarefulRunner(ModelRunner):
         else:
             made = made.lines(there(torch.tensor(alive, dtype=torch.int64), device))
         if not draws:
-            return Drawn(column, made.rows, made.rows)
+            return Drawn(column, made.rows, made.rows, made.rows)
         self._sample(made.logits, draws, masks, told, column, made.sampling)
         going = [line for line, draw in enumerate(draws) if draw.goes_on]
         tokens = [-1 if i in column.errors else told[i][-1] for i in (draws[k].slice_index for k in going)]
         on_device = there(torch.tensor([going, tokens], dtype=torch.int64), device)
-        return Drawn(column, made.rows[on_device[0]], on_device[1])
+        return Drawn(column, made.rows[on_device[0]], on_device[1], made.sampling.position[on_device[0]])
+
+    def went_on(self, plan: StepPlan, columns: list[StepResult]) -> tuple[Tensor, Tensor, Tensor]:
+        """(rows, tokens' positions, tokens) of all that `columns` gave and rows go on with, [num] int64."""
+        noted: list[tuple[int, int, int]] = []
+        for number, column in enumerate(columns):
+            for i, tokens in enumerate(column.tokens):
+                if tokens and i not in plan.draws and i not in column.errors:
+                    position = plan.starts[i] + plan.counts[i] - plan.samples[i] + number + 1
+                    noted.append((plan.rows[i], position, tokens[0]))
+        table = there(torch.tensor(noted, dtype=torch.int64).reshape(-1, 3), self._state.done.device)
+        return table[:, 0], table[:, 1], table[:, 2]
 
     @torch.inference_mode()
     def columns(self, plan: StepPlan, masks: Masks) -> list[StepResult]:

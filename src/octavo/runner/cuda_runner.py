@@ -42,6 +42,7 @@ from octavo.runner.inbox import Inbox
 from octavo.runner.landing import Landing, Ring
 from octavo.runner.memory import time_moves
 from octavo.runner.replay import Model
+from octavo.runner.rules import DeviceRules
 from octavo.runner.sampler import Draw
 from octavo.runner.swap import Swapper
 
@@ -57,6 +58,7 @@ class CudaRunner:
     host_kv     the swap space, likewise, in pinned memory
     max_num_tokens  positions that one plan computes at most
     max_window  positions that one plan decodes at most of a row
+    vocab_size  of the model's logits
     graphs      capture passes and replay them; only on a GPU, and with operations that can be captured
     """
 
@@ -70,6 +72,7 @@ class CudaRunner:
         max_model_len: int,
         max_num_tokens: int,
         max_window: int,
+        vocab_size: int,
         ops: ModuleType,
         graphs: bool,
     ) -> None:
@@ -85,6 +88,7 @@ class CudaRunner:
         self.ring = Ring(max_window, max(2 * num_rows, num_rows + 2, ChunkSizes.FEW), self.device)
         self.swapper = Swapper(kv, host_kv, ops)
         self.careful = CarefulRunner(model, self.state, kv, max_model_len=max_model_len, ops=ops)
+        self.rules = DeviceRules(self.state, self.careful.sampler, vocab_size, ops)
         self._step = DecodeStep.over(
             self.inbox.clock,
             self.inbox.rows,
@@ -117,7 +121,9 @@ class CudaRunner:
         rows, starts, counts, samples = (_words(x) for x in (plan.rows, plan.starts, plan.counts, plan.samples))
         # What the passes after the first compute; where nothing comes from the host, the first as well.
         self.careful.apply(plan)
+        self.rules.apply(plan)
         carefully = self.careful.wants(plan)
+        ruled = self.rules.concern(plan)
         # The host looks at one line of logits for all that it wants of a beam.
         draws = {i: n for i, n in plan.draws.items() if not (carefully and self.careful.decides(plan.rows[i]))}
         chunks, told = None, NO_TOKENS
@@ -148,11 +154,11 @@ class CudaRunner:
         self.careful.is_behind = True
         landing = self.ring.landing(len(plan.rows), num_columns)
         if chunks is not None and size is not None:
-            self._run_chunks(size, received[8])
+            self._run_chunks(size, received[8], ruled)
             if chunks.draw_slices:
                 self.ring.land(landing, chunks.draw_slices)
         for _ in range(0 if chunks is None else 1, num_columns):
-            self._run_decode(len(again))
+            self._run_decode(len(again), ruled)
             self.ring.land(landing, again)
         self.ring.end(landing)
         return lambda masks: landing
@@ -163,7 +169,7 @@ class CudaRunner:
         """The first pass, and what the host does after it."""
         careful = self.careful
         if careful.tells_prompts(plan):
-            return lambda masks: Landing.of(len(plan.rows), careful.columns(plan, masks))
+            return lambda masks: self._tell_prompts(plan, masks)
         careful.read_done()
         made: Logits | None = None
         slices = again
@@ -185,10 +191,17 @@ class CudaRunner:
 
         return finish
 
+    @torch.inference_mode()
+    def _tell_prompts(self, plan: StepPlan, masks: Masks) -> Landing:
+        columns = self.careful.columns(plan, masks)
+        self.rules.note(*self.careful.went_on(plan, columns))
+        return Landing.of(len(plan.rows), columns)
+
     def _draw(
         self, plan: StepPlan, made: Logits, wanted: list[Draw | None], masks: Masks, columns: list[StepResult]
     ) -> None:
         drawn = self.careful.draw(plan, made, wanted, masks)
+        self.rules.note(drawn.rows, drawn.positions, drawn.tokens)
         self.ops.settle(self.state, drawn.rows, drawn.tokens, self.ring.columns, self.inbox.clock)
         columns.append(drawn.column)
 
@@ -224,14 +237,14 @@ class CudaRunner:
 
     # -- one position of some rows ------------------------------------------------------------------------------------
 
-    def _run_decode(self, num_slices: int) -> None:
+    def _run_decode(self, num_slices: int, ruled: bool) -> None:
         if self.graphs is None:
-            self._decode(num_slices)
+            self._decode(num_slices, ruled)
             return
         size = self._decode_size(num_slices)
-        if size not in self.graphs:
-            self._capture_decode(self.graphs, size)
-        self.graphs.replay(size)
+        if (("ruled", size) if ruled else size) not in self.graphs:
+            self._capture_decode(self.graphs, size, ruled)
+        self.graphs.replay(("ruled", size) if ruled else size)
 
     def _decode_logits(self, num_slices: int) -> Logits:
         """Those of a pass that nothing is drawn after, until `settle` says what was."""
@@ -250,9 +263,10 @@ class CudaRunner:
     def _decode_size(self, num_slices: int) -> int:
         return self._decode_sizes[bisect_left(self._decode_sizes, num_slices)]
 
-    def _capture_decode(self, graphs: Graphs, num_slices: int) -> None:
+    def _capture_decode(self, graphs: Graphs, num_slices: int, ruled: bool = False) -> None:
         with self._idle():
-            graphs.capture(num_slices, lambda: self._decode(num_slices))
+            name = ("ruled", num_slices) if ruled else num_slices
+            graphs.capture(name, lambda: self._decode(num_slices, ruled))
 
     @contextmanager
     def _idle(self) -> Iterator[None]:
@@ -264,10 +278,15 @@ class CudaRunner:
         finally:
             self._step.ends.copy_(ends)
 
-    def _decode(self, num_slices: int) -> None:
+    def _decode(self, num_slices: int, ruled: bool) -> None:
         """Nothing here looks at anything on the device."""
         step = self._step.first(num_slices)
-        tokens = self.ops.draw(self._forward_decode(step), step.sampling)
+        logits = self._forward_decode(step)
+        if ruled:
+            tokens = self.rules.draw(logits, step.live_rows, step.sampling)
+            self.rules.note(step.live_rows, step.sampling.position, tokens)
+        else:
+            tokens = self.ops.draw(logits, step.sampling)
         self.ops.settle(self.state, step.live_rows, tokens, self.ring.columns, self.inbox.clock)
 
     def _forward_decode(self, step: DecodeStep) -> Tensor:
@@ -283,14 +302,14 @@ class CudaRunner:
 
     # -- slices of any length -----------------------------------------------------------------------------------------
 
-    def _run_chunks(self, size: ChunkSize, words: Tensor) -> None:
+    def _run_chunks(self, size: ChunkSize, words: Tensor, ruled: bool) -> None:
         if self.graphs is None or size not in self._chunk_sizes.sizes:
-            self._compute_chunks(size, words)
+            self._compute_chunks(size, words, ruled)
             return
-        if size not in self.graphs:
-            self._capture_chunks(self.graphs, size)
+        if (("ruled", size) if ruled else size) not in self.graphs:
+            self._capture_chunks(self.graphs, size, ruled)
         self._chunk_words[size].copy_(words)
-        self.graphs.replay(size)
+        self.graphs.replay(("ruled", size) if ruled else size)
 
     def _chunk_logits(self, size: ChunkSize, words: Tensor) -> Logits:
         step = ChunkStep(*split(words, size))
@@ -304,9 +323,10 @@ class CudaRunner:
         self.graphs.replay(name)
         return Logits(self._kept, step.draw_rows, self._sampling(step))
 
-    def _capture_chunks(self, graphs: Graphs, size: ChunkSize) -> None:
+    def _capture_chunks(self, graphs: Graphs, size: ChunkSize, ruled: bool = False) -> None:
         words = self._words_of(size)
-        graphs.capture(size, lambda: self._compute_chunks(size, words))
+        name = ("ruled", size) if ruled else size
+        graphs.capture(name, lambda: self._compute_chunks(size, words, ruled))
 
     def _words_of(self, size: ChunkSize) -> Tensor:
         """Where graphs of that size read them, which say that there is nothing to do."""
@@ -315,12 +335,17 @@ class CudaRunner:
             self._chunk_words[size] = torch.empty_like(nothing, device=self.device)
         return self._chunk_words[size].copy_(nothing)
 
-    def _compute_chunks(self, size: ChunkSize, words: Tensor) -> None:
+    def _compute_chunks(self, size: ChunkSize, words: Tensor, ruled: bool) -> None:
         """Nor here."""
         logits = self._forward_chunks(size, words)
         if size.num_draws:
             step = ChunkStep(*split(words, size))
-            tokens = self.ops.draw(logits, self._sampling(step))
+            if ruled:
+                tokens = self.rules.draw(logits, step.draw_rows, self._sampling(step))
+                goes_on = (step.draw_indices < 0) & ~self.state.done[step.draw_rows]
+                self.rules.note(step.draw_rows, step.draw_positions, torch.where(goes_on, tokens, -1))
+            else:
+                tokens = self.ops.draw(logits, self._sampling(step))
             self.ops.settle(self.state, step.draw_rows, tokens, self.ring.columns, self.inbox.clock)
 
     def _forward_chunks(self, size: ChunkSize, words: Tensor) -> Tensor:

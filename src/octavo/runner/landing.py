@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from octavo.core.plan import StepResult
+from octavo.kernels.rows import NO_TOKEN_LEFT
 from octavo.kernels.rows import NOT_FINITE as NOT_FINITE_MARK
 from octavo.runner.executor import append
-from octavo.runner.sampler import NOT_FINITE
+from octavo.runner.sampler import NO_ALLOWED_TOKEN, NOT_FINITE
 from octavo.runner.streams import Event, SideStream, mark
 
 
@@ -66,7 +67,8 @@ class Landing:
             for slice_ids, column in zip(columns, self.tokens[first:last], strict=True):
                 for i, token in zip(slice_ids, column[: len(slice_ids)].tolist(), strict=True):
                     tokens[i].append(token)
-        errors = {i: NOT_FINITE for i, told in enumerate(tokens) if NOT_FINITE_MARK in told}
+        errors = {i: NO_ALLOWED_TOKEN for i, told in enumerate(tokens) if NO_TOKEN_LEFT in told}
+        errors |= {i: NOT_FINITE for i, told in enumerate(tokens) if NOT_FINITE_MARK in told}
         return StepResult([[token for token in told if token >= 0] for told in tokens], errors)
 
 

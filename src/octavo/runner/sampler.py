@@ -73,6 +73,7 @@ class RowRules:
         self.needs_history = params.needs_history
         self.penalizes = params.penalizes
         self.penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        self.allowed_token_ids = params.allowed_token_ids
         self.allowed = None if params.allowed_token_ids is None else _ids(params.allowed_token_ids, device)
         self.stops = _ids(sorted(setup.stop_ids), device) if params.min_tokens and setup.stop_ids else None
         self.words = self.bias = self.bias_values = None
