@@ -1,9 +1,10 @@
-"""Tokens a second with and without a JSON schema, in one engine and by turns; for README's figures and issue 5's bar.
+"""Tokens a second of requests that are held to a JSON schema, have penalties, or ask for log-probabilities, beside
+those that are free; in one engine and by turns.
 
     python benchmarks/constraints.py [MODEL] [--num-requests 32] [--num-tokens 64] [--runs 7]
 
-All requests decode the same number of tokens: the schema's document is longer than that, and nothing ends early. Both
-kinds draw with noise, so that what differs is the constraint alone. Prints one JSON object.
+All requests decode the same number of tokens: the schema's document is longer than that, and nothing ends early. All
+kinds draw with noise, so that what differs is what they ask for alone. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -42,14 +43,19 @@ def main() -> None:
     options = {"max_num_seqs": args.num_requests, "max_model_len": 512, "load_format": args.load_format}
     with LLM(args.model, enable_prefix_caching=False, **options) as llm:
         prompts = [PROMPT.format(i) for i in range(args.num_requests)]
-        forms: dict[str, Any] = {"free": None, "json": {"json": SCHEMA}}
-        speeds: dict[str, list[float]] = {name: [] for name in forms}
+        kinds: dict[str, dict[str, Any]] = {
+            "free": {},
+            "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.5},
+            "logprobs": {"logprobs": 5},
+            "json": {"structured_outputs": {"json": SCHEMA}},
+        }
+        speeds: dict[str, list[float]] = {name: [] for name in kinds}
         for run in range(-1, args.runs):  # the first warms up
-            for name, form in list(forms.items())[:: -1 if run % 2 else 1]:
-                speed = measure(llm, prompts, args.num_tokens, form)
+            for name, asked in list(kinds.items())[:: -1 if run % 2 else 1]:
+                speed = measure(llm, prompts, args.num_tokens, asked)
                 if run >= 0:
                     speeds[name].append(speed)
-    ratios = [j / f for j, f in zip(speeds["json"], speeds["free"], strict=True)]
+    ratios = {name: [s / f for s, f in zip(found, speeds["free"], strict=True)] for name, found in speeds.items()}
     print(
         json.dumps(
             {
@@ -57,24 +63,23 @@ def main() -> None:
                 "num_requests": args.num_requests,
                 "num_tokens": args.num_tokens,
                 **{f"{name}_tokens_per_s": [round(s, 1) for s in found] for name, found in speeds.items()},
-                "ratios": [round(r, 3) for r in ratios],
-                "median_ratio": round(statistics.median(ratios), 3),
+                "median_ratios": {name: round(statistics.median(r), 3) for name, r in ratios.items()},
             }
         )
     )
 
 
-def measure(llm: LLM, prompts: list[str], num_tokens: int, form: Any) -> float:
+def measure(llm: LLM, prompts: list[str], num_tokens: int, asked: dict[str, Any]) -> float:
     """Tokens a second, over prompts and all."""
     params = [
-        SamplingParams(temperature=0.8, seed=i, max_tokens=num_tokens, ignore_eos=True, structured_outputs=form)
+        SamplingParams(temperature=0.8, seed=i, max_tokens=num_tokens, ignore_eos=True, **asked)
         for i in range(len(prompts))
     ]
     begin = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - begin
     assert all(len(o.outputs[0].token_ids) == num_tokens for o in outputs)
-    if form is not None:
+    if "structured_outputs" in asked:
         assert all(o.outputs[0].text.lstrip().startswith("[") for o in outputs)
     return len(prompts) * num_tokens / seconds
 
