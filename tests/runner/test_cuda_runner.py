@@ -17,7 +17,7 @@ from octavo.core.plan import BlockCopy, RowSetup, StepPlan, SwapIn, SwapOut, Tab
 from octavo.errors import StepError
 from octavo.kernels import reference
 from octavo.kernels.batch import RaggedBatch
-from octavo.kernels.rows import MAX_STOP_IDS
+from octavo.kernels.rows import IN_PROMPT, MAX_STOP_IDS
 from octavo.runner.careful import CarefulRunner
 from octavo.runner.chunks import ChunkSize, ChunkSizes
 from octavo.runner.cuda_executor import CudaExecutor
@@ -507,3 +507,32 @@ def test_buckets_hold_every_number_of_slices() -> None:
     for most in (1, 3, 4, 100, 256, 300, 1000):
         sizes = decode_sizes(most)
         assert sizes == sorted(set(sizes)) and sizes[-1] == most and sizes[0] == 1
+
+
+def test_a_row_that_goes_on_elsewhere_is_looked_at_again(executor: CudaExecutor) -> None:
+    """It ended under the host's eyes, was given to another request, and decodes beside one that asks for the host."""
+    plan = Plan().give(0, (1, 2), stops=(4,), logprobs=1).slice(0, 0, 1, 1, [3])
+    assert tokens_of(executor, plan) == [[4]]
+    assert tokens_of(executor, Plan().give(0, (3, 4)).slice(0, 0, 2, 1, [6, 7])) == [[8]]
+    plan = Plan().give(1, (5,), logprobs=1).slice(0, 2, 1, 1).slice(1, 0, 1, 1, [1])
+    assert tokens_of(executor, plan) == [[9], [2]]
+    assert tokens_of(executor, Plan().slice(0, 3, 1, 1).slice(1, 1, 1, 1)) == [[10], [3]]
+
+
+def test_what_a_penalized_row_has_had(executor: CudaExecutor) -> None:
+    """Its prompt, what it samples, what the host says; not draws of which the host chooses, nor those of a done row."""
+
+    def had() -> dict[int, int]:
+        counts = executor.runner.rules._made().counts[0]
+        return {token: int(counts[token]) for token in counts.nonzero().flatten().tolist()}
+
+    plan = Plan().give(0, (1, 2), stops=(9,), presence_penalty=0.1).slice(0, 0, 2, 1, [5, 6], draws=3)
+    plan.row_setups[0] = plan.row_setups[0]._replace(num_prompt=2, token_ids=array("i", [5, 6]))
+    prompt = {5: IN_PROMPT, 6: IN_PROMPT}
+    assert tokens_of(executor, plan) == [[7, 7, 7]] and had() == prompt
+    assert tokens_of(executor, Plan().slice(0, 2, 1, 1, [7])) == [[8]] and had() == prompt | {7: 1, 8: 1}
+    assert tokens_of(executor, Plan().slice(0, 2, 1, 1, [7])) == [[8]]  # it is said once more, and sampled again
+    assert tokens_of(executor, Plan().slice(0, 3, 1, 1)) == [[9]]
+    ended = had()
+    plan = Plan().give(1, (4,)).slice(0, 4, 1, 1).slice(1, 0, 2, 1, [1, 2])
+    assert tokens_of(executor, plan) == [[], [3]] and had() == ended
