@@ -23,7 +23,7 @@ from octavo.runner.chunks import ChunkSize, ChunkSizes
 from octavo.runner.cuda_executor import CudaExecutor
 from octavo.runner.cuda_runner import CudaRunner, table_writes
 from octavo.runner.graphs import decode_sizes
-from octavo.runner.sampler import NOT_FINITE
+from octavo.runner.sampler import NO_ALLOWED_TOKEN, NOT_FINITE
 from octavo.runner.swap import runs
 from tests.engine.models import make_talking_checkpoint
 
@@ -536,3 +536,14 @@ def test_what_a_penalized_row_has_had(executor: CudaExecutor) -> None:
     ended = had()
     plan = Plan().give(1, (4,)).slice(0, 4, 1, 1).slice(1, 0, 2, 1, [1, 2])
     assert tokens_of(executor, plan) == [[], [3]] and had() == ended
+
+
+def test_rules_that_leave_no_token_and_numbers_that_are_none(executor: CudaExecutor, counting: Counting) -> None:
+    """Each ends its own request, with its own reason; the row between them goes on."""
+    plan = Plan().give(0, (1,), stops=(4,), allowed_token_ids=[4], min_tokens=3).slice(0, 0, 2, 2, [3])
+    plan.give(1, (2,), presence_penalty=0.5).slice(1, 0, 2, 2, [6]).give(2, (3,), frequency_penalty=0.5)
+    plan.slice(2, 0, 2, 2, [9])
+    counting.poison = {9}
+    result = executor.submit(plan).result()
+    assert [list(tokens) for tokens in result.tokens] == [[], [7, 8], []]
+    assert result.errors == {0: NO_ALLOWED_TOKEN, 2: NOT_FINITE}

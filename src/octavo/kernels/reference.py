@@ -657,7 +657,8 @@ def tell_tokens(rules: RuleState, rows: Tensor, starts: Tensor, begins: Tensor, 
 
 def note_tokens(rules: RuleState, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
     """Of what was sampled, each token at its position, what rows that ask for anything will have to know; not of
-    tokens below 0. All [num_draws] int64, and no row that asks twice."""
+    tokens below 0. All [num_draws] int64, contiguous, and no row that asks twice."""
+    assert rows.is_contiguous() and positions.is_contiguous() and tokens.is_contiguous()
     asks = rules.asks[rows]
     good = (tokens >= 0) & (asks != 0)
     rules.history[rows[good], positions[good]] = tokens[good].int()

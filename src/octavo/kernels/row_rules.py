@@ -44,6 +44,7 @@ def tell_tokens(rules: RuleState, rows: Tensor, starts: Tensor, begins: Tensor, 
 
 def note_tokens(rules: RuleState, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
     """See `reference.note_tokens`."""
+    assert rows.is_contiguous() and positions.is_contiguous() and tokens.is_contiguous()
     if len(rows):
         _note_tokens[(len(rows),)](
             rules.asks,

@@ -22,8 +22,8 @@ NOTHING_SAMPLED, NOT_FINITE, NO_TOKEN_LEFT = -1, -2, -3
 ruled out."""
 PENALIZED, BIASED, LIMITED, PATIENT = 1, 2, 4, 8
 """What a row asks of its logits, see `RuleState`."""
-MAX_BIAS = 304
-"""Tokens with a bias that a row keeps on the device."""
+MAX_BIAS = 300
+"""Tokens with a bias that a row keeps on the device. A request with more of them is the host's."""
 IN_PROMPT = 1 << 30
 
 

@@ -20,7 +20,7 @@ from octavo.kernels.rows import RowState
 from octavo.runner.replay import Model
 from octavo.runner.rules import is_for_device
 from octavo.runner.runner import ModelRunner
-from octavo.runner.sampler import Draw, Sampler, there
+from octavo.runner.sampler import Draw, Sampler, to_device
 
 
 class Logits(NamedTuple):
@@ -39,7 +39,7 @@ class Logits(NamedTuple):
         return Logits(self.logits[ids], self.rows[ids], self.sampling.rows(ids))
 
 
-class Drawn(NamedTuple):
+class DrawnColumn(NamedTuple):
     """A column for the host, and for the rows that go on: which they are, and their tokens and these ones' positions,
     -1 for a token where something is wrong with a row; all [num_rows] int64 on the device."""
 
@@ -57,7 +57,7 @@ class _OnDevice:
         self.device = device
 
     def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
-        there = RaggedBatch(
+        own = RaggedBatch(
             batch.positions.to(self.device),
             batch.slot_mapping.to(self.device),
             batch.query_start.to(self.device),
@@ -67,7 +67,7 @@ class _OnDevice:
             batch.max_seq_len,
         )
         rows = None if logits_rows is None else logits_rows.to(self.device)
-        logits = self.model.forward(token_ids.to(self.device), there, kv, rows)
+        logits = self.model.forward(token_ids.to(self.device), own, kv, rows)
         return logits.float()
 
 
@@ -129,7 +129,7 @@ class CarefulRunner(ModelRunner):
             self.rows.done = self._state.done[:-1].tolist()
             self.is_behind = False
 
-    def draw(self, plan: StepPlan, made: Logits, wanted: list[Draw | None], masks: Masks) -> Drawn:
+    def draw(self, plan: StepPlan, made: Logits, wanted: list[Draw | None], masks: Masks) -> DrawnColumn:
         """Waits for the logits."""
         told: list[list[Any]] = [[] for _ in plan.rows]
         column = StepResult(told)
@@ -140,14 +140,14 @@ class CarefulRunner(ModelRunner):
             n = len(wanted)
             made = Logits(made.logits[:n], made.rows[:n], made.sampling.first(n))
         else:
-            made = made.lines(there(torch.tensor(alive, dtype=torch.int64), device))
+            made = made.lines(to_device(torch.tensor(alive, dtype=torch.int64), device))
         if not draws:
-            return Drawn(column, made.rows, made.rows, made.rows)
+            return DrawnColumn(column, made.rows, made.rows, made.rows)
         self._sample(made.logits, draws, masks, told, column, made.sampling)
         going = [line for line, draw in enumerate(draws) if draw.goes_on]
         tokens = [-1 if i in column.errors else told[i][-1] for i in (draws[k].slice_index for k in going)]
-        on_device = there(torch.tensor([going, tokens], dtype=torch.int64), device)
-        return Drawn(column, made.rows[on_device[0]], on_device[1], made.sampling.position[on_device[0]])
+        on_device = to_device(torch.tensor([going, tokens], dtype=torch.int64), device)
+        return DrawnColumn(column, made.rows[on_device[0]], on_device[1], made.sampling.position[on_device[0]])
 
     def went_on(self, plan: StepPlan, columns: list[StepResult]) -> tuple[Tensor, Tensor, Tensor]:
         """(rows, tokens' positions, tokens) of all that `columns` gave and rows go on with, [num] int64."""
@@ -157,8 +157,10 @@ class CarefulRunner(ModelRunner):
                 if tokens and i not in plan.draws and i not in column.errors:
                     position = plan.starts[i] + plan.counts[i] - plan.samples[i] + number + 1
                     noted.append((plan.rows[i], position, tokens[0]))
-        table = there(torch.tensor(noted, dtype=torch.int64).reshape(-1, 3), self._state.done.device)
-        return table[:, 0], table[:, 1], table[:, 2]
+        # Transposed here: kernels take each of the three for contiguous.
+        table = torch.tensor(noted, dtype=torch.int64).reshape(-1, 3).T.contiguous()
+        rows, positions, told = to_device(table, self._state.done.device)
+        return rows, positions, told
 
     @torch.inference_mode()
     def columns(self, plan: StepPlan, masks: Masks) -> list[StepResult]:

@@ -22,7 +22,7 @@ from octavo.kernels.rows import (
     RowState,
     RuleState,
 )
-from octavo.runner.sampler import RowRules, Sampler, there
+from octavo.runner.sampler import RowRules, Sampler, to_device
 
 NO_TOKEN = -2
 """Of a draw for which all tokens were ruled out; see `reference.settle`."""
@@ -88,14 +88,14 @@ class DeviceRules:
     def _write(self, rules: dict[int, RowRules | None]) -> None:
         """What these rows ask from now on; None: nothing."""
         state, device = self._made(), self._row_state.done.device
-        rows = there(torch.tensor(list(rules), dtype=torch.int64), device)
+        rows = to_device(torch.tensor(list(rules), dtype=torch.int64), device)
         asks = [0 if r is None else asks_of(r) for r in rules.values()]
         ints = torch.tensor([asks, *zip(*(_lengths(r) for r in rules.values()), strict=True)], dtype=torch.int32)
         targets = state.asks, state.num_prompt, state.min_length, state.counted
-        for target, values in zip(targets, there(ints, device), strict=True):
+        for target, values in zip(targets, to_device(ints, device), strict=True):
             target.index_copy_(0, rows, values)
         penalties = torch.tensor([(1.0, 0.0, 0.0) if r is None else r.penalties for r in rules.values()])
-        state.penalties.index_copy_(0, rows, there(penalties, device))
+        state.penalties.index_copy_(0, rows, to_device(penalties, device))
         state.counts.index_fill_(0, rows, 0)
         for row, r in rules.items():
             if r is not None and r.bias is not None and r.bias_values is not None:
@@ -103,13 +103,13 @@ class DeviceRules:
                 state.bias_ids[row, :num], state.bias_ids[row, num:] = r.bias.int(), -1
                 state.bias[row, :num] = r.bias_values
             if r is not None and r.allowed_token_ids is not None:
-                state.allowed[row] = there(torch.from_numpy(bits_of(r.allowed_token_ids, self._vocab_size)), device)
+                state.allowed[row] = to_device(torch.from_numpy(bits_of(r.allowed_token_ids, self._vocab_size)), device)
 
     def _tell(self, rows: list[int], starts: list[int], token_ids: list[Seq[int]]) -> None:
         begins = [0, *accumulate(map(len, token_ids))]
         tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in token_ids])
         numbers = torch.tensor([*rows, *starts, *begins], dtype=torch.int64)
-        words = there(torch.cat([numbers, torch.from_numpy(tokens)]), self._row_state.done.device)
+        words = to_device(torch.cat([numbers, torch.from_numpy(tokens)]), self._row_state.done.device)
         parts = torch.split(words, [len(rows), len(rows), len(begins), len(tokens)])
         self._ops.tell_tokens(self._made(), *parts)
 

@@ -128,7 +128,7 @@ class Sampler:
                 self._write(plan.rows[i], plan.starts[i], token_ids)
 
     def _write(self, row: int, start: int, token_ids: array[int]) -> None:
-        told = there(torch.tensor(token_ids, dtype=torch.int32), self.device)
+        told = to_device(torch.tensor(token_ids, dtype=torch.int32), self.device)
         self.history[row, start : start + len(token_ids)] = told
 
     # -- drawing -------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class Sampler:
             logits[deciding_ids] = logits[deciding_ids].log_softmax(-1)
         if masked := _by_draw(masks, draws):
             words = np.frombuffer(bytearray().join(masked.values()), dtype=np.int32).reshape(len(masked), -1)
-            self.ops.mask_tokens(logits, self._ids(list(masked)), there(torch.from_numpy(words), self.device))
+            self.ops.mask_tokens(logits, self._ids(list(masked)), to_device(torch.from_numpy(words), self.device))
         if ruled:
             self.ops.apply_rules(logits, self._gathered(draws, ruled))
         chosen: Tensor = self.ops.sample(logits, sampling or self._tensors(draws))
@@ -171,17 +171,17 @@ class Sampler:
         stuck = logits[rows, chosen[rows]] == -torch.inf if limited else finite[:0]
         nums = [draws[i].num_candidates for i in deciding]
         best = logits[deciding_ids].topk(min(max(nums), logits.shape[1])) if deciding else ()
-        told = Thoughts(wanted, [r.num_logprobs for _, r in ruled if r.num_logprobs is not None])
-        thoughts = told.of(raw, chosen[wanted_ids], self.ops)
+        asked = WantedLogprobs(wanted, [r.num_logprobs for _, r in ruled if r.num_logprobs is not None])
+        logprobs = asked.of(raw, chosen[wanted_ids], self.ops)
 
-        tokens, are_fine, are_stuck, *rest = fetched([chosen, finite, stuck, *best, *thoughts])
+        tokens, are_fine, are_stuck, *rest = fetched([chosen, finite, stuck, *best, *logprobs])
         errors = ["" if fine else NOT_FINITE for fine in are_fine]
         for i in itertools.compress(limited, are_stuck):
             errors[i] = errors[i] or NO_ALLOWED_TOKEN
         for i, num, values, ids in zip(deciding, nums, *rest[: len(best)], strict=True) if deciding else ():
             pairs = zip(values[:num], ids[:num], strict=True)
             tokens[i] = [(logprob, token) for logprob, token in pairs if logprob > -torch.inf]
-        entries = told.entries(rest[len(best) :])
+        entries = asked.entries(rest[len(best) :])
         return Drawn(tokens, errors, [entries.get(i) for i in range(len(draws))])
 
     def _tensors(self, draws: Seq[Draw]) -> SamplingTensors:
@@ -234,7 +234,7 @@ class Sampler:
         )
         if any(r.penalizes for _, r in back):
             penalties = torch.tensor([r.penalties for _, r in back], dtype=torch.float32)
-            rules.repetition, rules.presence, rules.frequency = there(penalties, self.device).unbind(1)
+            rules.repetition, rules.presence, rules.frequency = to_device(penalties, self.device).unbind(1)
         words = [(j, r.words) for j, (_, r) in enumerate(back) if r.words is not None]
         if words:
             longest = max(w.shape[1] for _, w in words)
@@ -268,11 +268,11 @@ class Sampler:
         assert rules is not None and rules.num_prompt_logprobs is not None
         num = len(logits)
         next_ids = self.history[row, start + 1 : start + 1 + num].long()
-        told = Thoughts(range(num), [rules.num_prompt_logprobs] * num)
-        return list(told.entries(fetched(told.of(logits, next_ids, self.ops))).values())
+        asked = WantedLogprobs(range(num), [rules.num_prompt_logprobs] * num)
+        return list(asked.entries(fetched(asked.of(logits, next_ids, self.ops))).values())
 
 
-class Thoughts:
+class WantedLogprobs:
     """What the model thought, of some lines of logits: of each the token that came, and as many of the likeliest as are
     asked for; -1: all."""
 
@@ -320,7 +320,7 @@ def _by_draw(masks: Masks | None, draws: Seq[Draw]) -> dict[int, bytes | bytearr
     return {i: masks[draw.slice_index] for i, draw in enumerate(draws) if draw.slice_index in masks} if masks else {}
 
 
-def there(tensor: Tensor, device: torch.device | str) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """A tensor of the host on a device; on a GPU without waiting for what is queued there."""
     if torch.device(device).type != "cuda":
         return tensor
@@ -330,4 +330,4 @@ def there(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def _ids(values: Seq[int], device: torch.device | str) -> Tensor:
-    return there(torch.tensor(values, dtype=torch.int64), device)
+    return to_device(torch.tensor(values, dtype=torch.int64), device)
