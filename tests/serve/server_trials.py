@@ -19,13 +19,15 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from octavo import SamplingParams
 
 from .engines import answers, children_of, is_alive, residue
 from .tally import LONG_S, PROMPTS, Tally, World, oracle_prompt, params_of
 from .wire import KEY, Answer, Wire, ask_once
+
+Found = TypeVar("Found")
 
 ROOT = Path(__file__).parents[2]
 LEFT_S = 2.0
@@ -166,6 +168,21 @@ def check(tally: Tally, answer: Answer, number: int, max_tokens: int, *, refusal
         tally.wrong += "retry-after" not in answer.headers
 
 
+async def landed(tally: Tally, tasks: Sequence[asyncio.Future[Found]], seconds: float) -> list[Found | None]:
+    """What became of each, in order; None, and counted, for those that still run by then or have failed."""
+    _, pending = await asyncio.wait(tasks, timeout=seconds)
+    found: list[Found | None] = []
+    for task in tasks:
+        if task in pending:
+            tally.hung += 1
+            task.cancel()
+        elif (error := task.exception()) is not None:
+            tally.lost += 1
+            tally.notes.append(str(error))
+        found.append(None if task in pending or task.exception() is not None else task.result())
+    return found
+
+
 # -- draining ----------------------------------------------------------------------------------------------------------
 
 STREAMS = 64
@@ -205,17 +222,10 @@ async def drains(tally: Tally, world: World) -> None:
                 server.process.send_signal(signal.SIGTERM)
             over_s = begin + (0.0 if twice else timeout_s)
             tally.runs += STREAMS
-            _, pending = await asyncio.wait(streams, timeout=LONG_S)
-            for (prompt, max_tokens), task in zip(sizes, streams, strict=True):
-                if task in pending:
-                    tally.hung += 1
-                    task.cancel()
-                elif (error := task.exception()) is not None:
-                    tally.lost += 1
-                    tally.notes.append(str(error))
-                else:
-                    cut = None if timeout_s == 30 and not twice else "shutting_down"
-                    check(tally, task.result(), prompt, max_tokens, refusal=cut)
+            cut = None if timeout_s == 30 and not twice else "shutting_down"
+            for (prompt, max_tokens), answer in zip(sizes, await landed(tally, streams, LONG_S), strict=True):
+                if answer is not None:
+                    check(tally, answer, prompt, max_tokens, refusal=cut)
             if await server.left(LONG_S) is None:
                 tally.hung += 1
             worst_s = max(worst_s, late_s := time.monotonic() - over_s)
@@ -376,16 +386,9 @@ async def crowd(tally: Tally, world: World) -> None:
                 tally.miss(f"{here} of {number} are here and {refused[0]} are refused, where {expected} should be here")
             os.unlink(hold.name)
             begin = time.monotonic()
-            _, pending = await asyncio.wait(tasks, timeout=2 * LONG_S)
-            for task in tasks:
-                if task in pending:
-                    tally.hung += 1
-                    task.cancel()
-                elif (error := task.exception()) is not None:
-                    tally.lost += 1
-                    tally.notes.append(str(error))
-                else:
-                    i, answer = task.result()
+            for found in await landed(tally, tasks, 2 * LONG_S):
+                if found is not None:
+                    i, answer = found
                     check(tally, answer, i % 50, 8, refusal="queue_full")
             took.append(
                 f"{number:,} within {arrived_s:.0f} s, {refused[0]:,} refused, /health in {health_ms:.0f} ms, the "
