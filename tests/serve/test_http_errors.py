@@ -226,6 +226,14 @@ CHATS: list[tuple[dict[str, Any], str, str | None]] = [
         "invalid_value",
         "messages[0].tool_calls[0].function.arguments",
     ),
+    *(
+        (
+            {"messages": [{"role": role, "content": "", "tool_calls": calls}]},
+            "invalid_type",
+            "messages[0].tool_calls",
+        )
+        for role, calls in (("tool", False), ("assistant", 0), ("assistant", ""), ("user", {}))
+    ),
     ({"messages": [{"role": "user", "content": "a" * 200}]}, "context_length_exceeded", "messages"),
     ({"messages": [{"role": "user", "content": "a" * 100}], "max_tokens": 50}, "context_length_exceeded", "max_tokens"),
     ({"chat_template": "{{ 1 }}"}, "template_not_allowed", "chat_template"),

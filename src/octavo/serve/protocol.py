@@ -403,8 +403,12 @@ def _message(item: Any, path: str) -> dict[str, Any]:
             if not isinstance(value, str):
                 raise bad("invalid_type", f"{path}.{name} must be a string", f"{path}.{name}")
             message["reasoning_content" if name == "reasoning" else name] = value
-    if role == "assistant" and item.get("tool_calls"):
-        message["tool_calls"] = _calls(item["tool_calls"], f"{path}.tool_calls")
+    if (calls := item.get("tool_calls")) is not None:
+        if not isinstance(calls, list):
+            text = f"{path}.tool_calls must be an array, not {fields.brief(calls)}"
+            raise bad("invalid_type", text, f"{path}.tool_calls")
+        if role == "assistant" and calls:
+            message["tool_calls"] = _calls(calls, f"{path}.tool_calls")
     return message
 
 
@@ -429,9 +433,9 @@ def _content(value: Any, path: str, *, may_lack: bool) -> str:
     return "\n".join(texts)
 
 
-def _calls(value: Any, path: str) -> list[dict[str, Any]]:
+def _calls(value: list[Any], path: str) -> list[dict[str, Any]]:
     calls = []
-    for i, call in enumerate(value if isinstance(value, list) else [None]):
+    for i, call in enumerate(value):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise bad("invalid_value", f"{path}[{i}] must be a call with a function and its name", f"{path}[{i}]")
