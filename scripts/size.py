@@ -21,7 +21,8 @@ BUDGETS: dict[str, int] = {
     # of few tokens with all that is around their products, decoding that merges in one launch, small blocks' swaps, and
     # what requests ask of their logits, kept by rows
     "models": 1200,
-    "runner": 1950,  # 1800, and what requests ask of their logits on a GPU: its own part of it, and the host's
+    "runner": 2050,  # 1800, and what requests ask of their logits on a GPU: its own part of it, and the host's; masks
+    # and beams from graphs
     "serve": 4350,  # 1800, the table of parameters, limits before a request, responses, restarts, traces, the viewer
     "cluster": 500,
     "simulate": 2750,  # 1800, the nine figures of the paper as a file each, calibration, and pictures without a library

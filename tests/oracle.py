@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from octavo.core.kv_cache import KVCache
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.scheduler import Scheduler
+from octavo.engine.executor import Masks
 
 VOCAB = 5
 GARBAGE = "garbage"
@@ -146,20 +147,25 @@ class _Running:
     def poll(self, timeout_s: float = 0.0) -> StepResult | None:
         if self.done:
             return None
-        if self._whole is None:
-            self._whole = self.oracle.finish(self.plan)
-        column = [t[self._given : self._given + 1] for t in self._whole]
+        column = [t[self._given : self._given + 1] for t in self._tokens()]
         self._given += 1
         return StepResult(column)
 
-    def put(self, masks: Mapping[int, bytes | bytearray]) -> None:
+    def put(self, masks: Masks | None) -> None:
         """What it gives comes of the slots alone."""
 
     def result(self) -> StepResult:
-        if self._whole is None:
-            self._whole = self.oracle.finish(self.plan)
-        rest = zip(self._whole, self.plan.samples, strict=True)
+        rest = zip(self._tokens(), self.plan.samples, strict=True)
         return StepResult([tokens[self._given :] if n > 0 else [] for tokens, n in rest])
+
+    def _tokens(self) -> list[list[Any]]:
+        if self._whole is None:
+            for i in self.plan.masked:
+                seq, end = self.plan.sequences[i], self.plan.starts[i] + self.plan.counts[i]
+                known = len(seq.token_ids) == end and self.plan.samples[i] == 1
+                need(known or seq.finish_reason, Invariant, "a mask of what nobody knows yet", seq)
+            self._whole = self.oracle.finish(self.plan)
+        return self._whole
 
 
 class Oracle:
@@ -284,6 +290,7 @@ class Oracle:
         self.counts["windows"] += num_sampled > 1
         self.counts["fed by the row"] += known is None
         seq = plan.sequences[i]
+        need((i in plan.masked) == bool(seq.request.constrained and num_sampled), Invariant, "masked", seq)
         fed = self._fed.setdefault(seq, {})
         h = self._get(row, start - 1) if start else root(seq.request.salt)
         out: list[Any] = []

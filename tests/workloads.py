@@ -155,7 +155,7 @@ class World:
                 width=width,
                 num_draws=width,
                 decide=o.keep_best(width) if beam else None,
-                host_wait=rnd.random() < 0.1,
+                constrained=rnd.random() < 0.15,
             )
             todo.append(request)
         self._add_pins(todo, prefixes)

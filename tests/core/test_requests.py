@@ -237,7 +237,7 @@ def test_a_request_begins_with_its_prompt() -> None:
     ("options", "must_wait", "forked", "num_draws"),
     [
         ({}, False, True, 1),
-        ({"host_wait": True}, True, True, 1),
+        ({"constrained": True}, False, True, 1),
         ({"width": 3}, True, False, 3),
         ({"width": 1, "decide": o.keep_best(1)}, True, True, 2),
         ({"width": 2, "decide": o.keep_best(2)}, True, True, 4),

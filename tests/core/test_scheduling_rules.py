@@ -538,17 +538,16 @@ def test_a_window_does_not_shrink_for_those_who_wait_for_others_to_end() -> None
         lab.run()
 
 
-def test_windows_are_one_where_the_host_has_a_say() -> None:
-    for options in ({"host_wait": True}, {"beam": 2}):
-        lab = Lab(40, window=4)
-        request = lab.add("A", [1, 2], 6, **options)
-        while lab.scheduler.has_work:
-            plan = lab.plan()
-            assert set(plan.samples) == {1}
-            assert not lab.plan(), "nothing is planned while anything of it is pending"
-            assert request.num_pending
-            lab.land()
-        lab.at_rest()
+def test_windows_are_one_where_the_host_chooses() -> None:
+    lab = Lab(40, window=4)
+    request = lab.add("A", [1, 2], 6, beam=2)
+    while lab.scheduler.has_work:
+        plan = lab.plan()
+        assert set(plan.samples) == {1}
+        assert not lab.plan(), "nothing is planned while anything of it is pending"
+        assert request.num_pending
+        lab.land()
+    lab.at_rest()
 
 
 def test_samples_wait_for_their_fork_and_part_from_one_row_of_logits() -> None:
@@ -574,13 +573,19 @@ def test_a_chunk_draws_nothing() -> None:
         lab.run()
 
 
-def test_samples_that_the_host_watches_wait_after_their_fork_too() -> None:
+@pytest.mark.parametrize("width", [1, 2])
+def test_constrained_sequences_are_a_step_ahead_and_never_a_window(width: int) -> None:
+    """The pass that comes next needs their tokens, which rows have; only drawing waits for what the host makes of
+    them."""
     lab = Lab(40, window=4)
-    lab.add("A", [1, 2, 3], 5, width=2, host_wait=True)
-    lab.step()
-    assert lab.plan().samples == [1, 1]
-    assert not lab.plan()
-    lab.run()
+    request = lab.add("A", [1, 2, 3], 5, width=width, constrained=True)
+    assert lab.step().masked == [0]
+    first, second = lab.plan(), lab.plan()
+    every = list(range(width))
+    assert first.samples == second.samples == [1] * width and first.masked == second.masked == every
+    assert list(first.host_tokens) == ([] if width == 1 else every) and not second.host_tokens
+    assert request.num_pending == 2 * width
+    lab.run(depth=2)
 
 
 def test_candidates_of_a_beam_are_drawn_from_every_sequence() -> None:
@@ -883,7 +888,7 @@ def test_requests_without_a_part_in_a_failed_step_are_left_alone() -> None:
     lab = Lab(20, budget=3)
     a = lab.add("A", [1, 2, 3], 3)
     lab.step()
-    w = lab.add("W", [4, 5], 3, host_wait=True)
+    w = lab.add("W", [4, 5], 3, beam=1)
     lab.plan()
     lab.plan()
     lab.abort("A")

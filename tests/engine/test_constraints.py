@@ -10,13 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from octavo import LLM, AsyncEngine, BeamSearchParams, RequestOutput, SamplingParams
+from octavo.core.plan import StepPlan
 from octavo.core.request import Request
-from octavo.engine.constraints import Constraint
-from octavo.engine.engine import Engine
+from octavo.engine.constraints import Constraint, Wanted, work_out
+from octavo.engine.executor import Masks
 from octavo.errors import ParameterError, RequestFailedError
+from octavo.runner.executor import LocalExecutor, LocalRunning
 from octavo.text import grammar
 from octavo.text.grammar import Matcher
 
@@ -234,18 +237,15 @@ class Word:
     def may_end(self) -> bool:
         return self.at == len(self.word)
 
-    def mask(self) -> bytearray:
-        mask = bytearray(4)
-        if not self.may_end:
-            mask[self.word[self.at] // 8] |= 1 << self.word[self.at] % 8
-        return mask
+    error = ""
+
+    def masks(self, matchers: list[Word]) -> np.ndarray:
+        left = [0 if m.may_end else 1 << m.word[m.at] for m in matchers]
+        return np.array(left, dtype=np.uint32).view(np.int32).reshape(-1, 1)
 
 
 def test_ends_in_masks() -> None:
     """Ends that the model has no logit for are none, and an end in the middle of the word is no letter."""
-
-    def tokens(mask: bytearray) -> set[int]:
-        return {i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1}
 
     request = Request("x", [1, 1, 1], SamplingParams())
     request.begin(0, (0, 0), 9)
@@ -258,8 +258,9 @@ def test_ends_in_masks() -> None:
         sequence.token_ids.extend(known)
         for constraint, allowed in zip((stopped, ignored, filled), wanted, strict=True):
             if allowed is not None:
-                constraint.follow([sequence])
-                assert tokens(constraint.mask(sequence)) == allowed
+                masks, errors = work_out([Wanted(7, sequence, constraint)])
+                assert masks is not None and masks.slices == [7] and not errors
+                assert {i for i in range(32) if masks.words[0, 0] >> i & 1} == allowed
 
 
 def test_an_end_is_allowed_exactly_where_the_output_is_complete(llm: LLM) -> None:
@@ -335,20 +336,51 @@ def test_one_batch_of_everything(talking: Path) -> None:
 def test_only_masked_slices_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step without a constrained slice is never put any masks, and one with some gets one for each."""
     seen: list[tuple[int, int]] = []
-    put = Engine._put_masks
+    put = LocalRunning.put
 
-    def spied(self: Engine, plan: Any, running: Any) -> Any:
-        class Running:
-            def put(self, masks: Any) -> None:
-                seen.append((len(plan.rows), len(masks)))
-                running.put(masks)
+    def spied(self: LocalRunning, masks: Masks | None) -> None:
+        slices = () if masks is None else masks.slices
+        seen.append((len(self.plan.rows), len(slices)))
+        for i in slices:
+            sequence, position = self.plan.sequences[i], self.plan.starts[i] + self.plan.counts[i]
+            assert len(sequence.token_ids) == position, "of all tokens before it, and of no others"
+        put(self, masks)
 
-        return put(self, plan, Running())  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Engine, "_put_masks", spied)
+    monkeypatch.setattr(LocalRunning, "put", spied)
     llm.generate(["abc", "defg"], [params(None, max_tokens=30), params({"regex": "[ab]{5}"})], use_tqdm=False)
-    assert [num for _, num in seen] == [1] * 6  # five letters and the end
+    # Five letters and the end; and the step behind that, which was planned before the end was known.
+    assert [num for _, num in seen] == [1] * 6 + [0]
     assert max(rows for rows, _ in seen) == 2
+
+
+def test_steps_are_planned_ahead_of_their_masks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has the next position to compute while the host makes a mask of the token before."""
+    pending: list[int] = []
+    submit = LocalExecutor.submit
+
+    def spied(self: LocalExecutor, plan: StepPlan) -> LocalRunning:
+        pending.append(plan.sequences[0].num_pending)
+        return submit(self, plan)
+
+    monkeypatch.setattr(LocalExecutor, "submit", spied)
+    llm.generate(["abc"], params({"regex": "[ab]{5}"}), use_tqdm=False)
+    assert pending == [1] + [2] * 6
+
+
+def test_who_is_aborted_needs_no_mask(llm: LLM) -> None:
+    """It ends while a step with a slice of it, and one of another, waits for masks of both."""
+    engine, asked = llm.engine, [params({"regex": "[ab]{9}"}, ignore_eos=True), params({"regex": "[cd]{9}"})]
+    expected = one(llm, "x", asked[1]).outputs[0].token_ids
+    for i, request in enumerate(asked):
+        engine.add(str(i), llm.get_tokenizer().encode("x"), request, grammar=llm._prompts.grammar(request))
+    told: list[RequestOutput] = []
+    for step in range(60):
+        if step == 4:
+            assert engine.num_in_flight and (aborted := engine.abort("0")) is not None and aborted.outputs[0].token_ids
+        told += engine.step()
+        if not engine.has_work:
+            break
+    assert [o.request_id for o in told] == ["1"] and told[0].outputs[0].token_ids == expected
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
@@ -375,11 +407,11 @@ def test_no_token_left_is_that_requests_end(llm: LLM) -> None:
 
 def test_a_grammar_that_breaks_on_the_way_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one does that becomes too complex; in its mask, or while a token is taken in."""
-    calls = {"mask": 0, "advance": 0}
-    for name in calls:
-        inner = getattr(Matcher, name)
+    calls = {"finish": 0, "advance": 0}
+    for owner, name in ((Constraint, "finish"), (Matcher, "advance")):
+        inner = getattr(owner, name)
 
-        def broken(self: Matcher, *args: Any, name: str = name, inner: Any = inner) -> Any:
+        def broken(self: Any, *args: Any, name: str = name, inner: Any = inner) -> Any:
             if "Q" in str(getattr(self, "mark", "")) or calls[name] == 7:
                 calls[name] += 1
                 raise RuntimeError(f"cannot {name}")
@@ -387,7 +419,7 @@ def test_a_grammar_that_breaks_on_the_way_fails_alone(llm: LLM, monkeypatch: pyt
             return inner(self, *args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Matcher, name, broken)
+            patch.setattr(owner, name, broken)
             outputs = llm.generate(
                 ["one", "two", "free"],
                 [params({"regex": "[ab]{12}"}), params({"regex": "[cd]{12}"}, n=2), params(None, max_tokens=15)],

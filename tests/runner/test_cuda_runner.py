@@ -165,7 +165,13 @@ def constrained() -> list[SamplingParams]:
     def of(pattern: str, **words: Any) -> SamplingParams:
         return SamplingParams(max_tokens=12, structured_outputs={"regex": pattern}, **words)  # type: ignore[arg-type]
 
-    return [of("[a-f]{5,9}", seed=1), of("b+", seed=2, temperature=0), of("x(yz)*", seed=3, n=3)]
+    return [
+        of("[a-f]{5,9}", seed=1),
+        of("b+", seed=2, temperature=0),
+        of("x(yz)*", seed=3, n=3),
+        of("[a-z]{12}", seed=4, repetition_penalty=1.5, presence_penalty=0.7, n=2),
+        of("[a-c]+", seed=5, logit_bias={68: 3.0}, min_tokens=8),
+    ]
 
 
 def demanding() -> list[SamplingParams]:
@@ -184,13 +190,14 @@ def demanding() -> list[SamplingParams]:
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("case", ["plain", "windows", "chunks", "recompute", "swap", "no overlap"])
-def test_constrained_requests(model: str, case: str, recorded: bool) -> None:
-    """Beside the others. Their steps wait on the host for what may come next."""
-    params, options = [*mixture(), *constrained()], CASES[case]
+def test_constrained_requests(model: str, case: str, recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the others. Their steps wait for what may come next, and the host for no token."""
+    params, options = [*mixture(), *constrained(), *ruled()], CASES[case]
     _, expected = generate(model, params, rows=False, **options)
+    monkeypatch.delattr(CarefulRunner, "draw")
     llm, outputs = generate(model, params, rows=True, recorded=recorded, **options)
     assert told(outputs) == told(expected)
-    assert re.fullmatch("[a-f]{5,9}", outputs[-3].outputs[0].text)
+    assert re.fullmatch("[a-f]{5,9}", outputs[len(mixture())].outputs[0].text)
     if "num_gpu_blocks_override" in options:
         assert llm.stats().num_preemptions > 0
 

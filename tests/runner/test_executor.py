@@ -7,9 +7,11 @@ import time
 from array import array
 from typing import Any
 
+import numpy as np
 import pytest
 
 from octavo.core.plan import StepPlan, StepResult, TokenLogprobs
+from octavo.engine.executor import Masks
 from octavo.errors import StepError
 from octavo.runner.executor import LocalExecutor
 
@@ -151,16 +153,16 @@ def test_what_is_submitted_before_the_failure_is_seen_fails_too(executor: LocalE
 def test_a_masked_plan_waits_for_its_masks_and_those_behind_it_for_it(
     executor: LocalExecutor, runner: FakeRunner
 ) -> None:
-    masked, behind = plan_of(0), plan_of(1)
+    masked, behind, masks = plan_of(0), plan_of(1), Masks([0], np.zeros((1, 2), dtype=np.int32))
     masked.masked = [0]
     first = executor.submit(masked)
     second = executor.submit(behind)
     assert first.poll(0.1) is None and not first.done and not second.done
-    first.put({0: b"mask"})
+    first.put(masks)
     assert first.result().tokens == [[0]] and second.result().tokens == [[1]]
-    assert runner.masks == [{0: b"mask"}]
+    assert runner.masks == [masks]
     again = executor.submit(masked)
-    again.put({})  # nothing to say is an answer, too
+    again.put(None)  # nothing to say is an answer, too
     assert again.result().tokens == [[0]]
 
 

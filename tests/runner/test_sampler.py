@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
 from octavo.core.plan import RowSetup
 from octavo.core.sampling_params import SamplingParams
+from octavo.engine.executor import Masks
 from octavo.kernels import cpu, reference
 from octavo.runner.sampler import NO_ALLOWED_TOKEN, NOT_FINITE, Draw, Sampler
 
@@ -46,11 +48,11 @@ def test_a_row_that_is_not_finite_spoils_no_other(ops: ModuleType, bad: float, w
         assert 0 <= tokens[victim] < 50
 
 
-def mask_of(allowed: list[int], vocab_size: int) -> bytes:
-    mask = bytearray(-(-vocab_size // 32) * 4)
-    for token in allowed:
-        mask[token // 8] |= 1 << token % 8
-    return bytes(mask)
+def masks_of(allowed: dict[int, list[int]], vocab_size: int) -> Masks:
+    bits = np.zeros((len(allowed), -(-vocab_size // 32) * 32), dtype=np.bool_)
+    for line, ids in zip(bits, allowed.values(), strict=True):
+        line[ids] = True
+    return Masks(list(allowed), np.packbits(bits, axis=1, bitorder="little").view(np.int32))
 
 
 @pytest.mark.parametrize("ops", [cpu, reference], ids=["cpu", "reference"])
@@ -62,7 +64,7 @@ def test_masks_rule_out_and_change_nothing_else(ops: ModuleType) -> None:
     free = Sampler(10, 8, ops).draw(logits.clone(), draws).tokens
     allowed = {10 + i: [7, 31, 32, 49] for i in (0, 3, 4, 8)}
     allowed[15], allowed[12] = [], list(range(50))
-    masks = {i: mask_of([*ids, 50, 60, 63], 50) for i, ids in allowed.items()}
+    masks = masks_of({i: [*ids, 50, 60, 63] for i, ids in allowed.items()}, 50)
     drawn = Sampler(10, 8, ops).draw(logits.clone(), draws, masks)
     for i, (token, error) in enumerate(zip(drawn.tokens, drawn.errors, strict=True)):
         ids = allowed.get(10 + i)
@@ -80,7 +82,7 @@ def test_draws_of_one_slice_share_its_mask_and_candidates_keep_to_it() -> None:
     setup = RowSetup(0, SamplingParams(temperature=1.5, n=5), 3, 0, frozenset())
     draws = [Draw(4, setup, j, 7, goes_on=False) for j in range(5)]
     beam = Draw(2, RowSetup(1, SamplingParams(temperature=0), 3, 0, frozenset(), decides=True), 0, 7, False, 8)
-    masks = {4: mask_of([3, 5, 8], 40), 2: mask_of([1, 39, 20], 40)}
+    masks = masks_of({4: [3, 5, 8], 2: [1, 39, 20]}, 40)
     drawn = Sampler(10, 8, cpu).draw(logits.clone(), [*draws, beam], masks)
     assert set(drawn.tokens[:5]) <= {3, 5, 8} and len(set(drawn.tokens[:5])) > 1
     expected = logits[0].log_softmax(0)

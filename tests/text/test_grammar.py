@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 from conftest import make_sentencepiece, train_byte_level
@@ -25,6 +26,7 @@ from octavo.text.grammar import (
     Matcher,
     choice_grammar,
     json_grammar,
+    masks_of,
     regex_grammar,
 )
 from octavo.text.tokenizer import Tokenizer
@@ -46,8 +48,8 @@ def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
 
 
 def allowed(matcher: Matcher) -> set[int]:
-    mask = matcher.mask()
-    return {i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1}
+    octets = masks_of([matcher])[0].view(np.uint8)
+    return {i for i in range(8 * len(octets)) if octets[i // 8] >> i % 8 & 1}
 
 
 def check_masks(tokenizer: Tokenizer, matcher: Matcher, texts: list[bytes], prefix: bytes = b"") -> int:
@@ -74,8 +76,27 @@ def check_masks(tokenizer: Tokenizer, matcher: Matcher, texts: list[bytes], pref
 def test_a_mask_has_exactly_the_tokens_that_may_come_next(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     texts = ["the dog", "the dogs", "then", 'a"b\\c\n/', "漢é", "漢", "<|im_end|>x"]
     made = compiler.compile(choice_grammar(texts))
-    assert len(made.start().mask()) == 4 * -(-(tokenizer.vocab_size + PADDING) // 32)
+    assert masks_of([made.start()]).shape == (1, -(-(tokenizer.vocab_size + PADDING) // 32))
     assert check_masks(tokenizer, made.start(), [t.encode() for t in texts]) > 70
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_masks_of_many(num_threads: int, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several grammars, ended and broken ones among them: each as by itself, whoever works it out."""
+    monkeypatch.setattr(grammar.os, "sched_getaffinity", lambda pid: set(range(2 * num_threads)))
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size + PADDING)
+    texts = [regex_grammar("[ab]{4}"), choice_grammar(["cat", "car", "dog"]), json_grammar('{"type": "integer"}')]
+    made = [compiler.compile(text) for text in texts]
+    matchers = [made[i % 3].start() for i in range(12)]
+    said = ["ab", "ca", "-1", "abba", "dog", "7", "x", "do", "1", "a", "", ""]
+    for matcher, text in zip(matchers, said, strict=True):
+        matcher.advance(tokenizer.encode(text))
+    alone = [masks_of([matcher.fork()])[0].tolist() for matcher in matchers]
+    assert made[1].masks(matchers).tolist() == alone and len({str(mask) for mask in alone}) > 6
+    assert not any(alone[3]) and not any(alone[6]) and matchers[6].error and not matchers[3].error
+    assert (compiler._mask_threads._inner is None) == (num_threads == 1)
+    assert made[0].masks(matchers[:2]).tolist() == alone[:2]
+    compiler.close()
 
 
 def test_of_sentencepieces(compiler: GrammarCompiler) -> None:
@@ -150,7 +171,7 @@ def test_white_space_in_json(tokenizer: Tokenizer, compiler: GrammarCompiler) ->
 def test_a_token_that_is_not_allowed_is_an_error_from_then_on(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     matcher = compiler.compile(regex_grammar("abc")).start()
     matcher.advance(tokenizer.encode("x"))
-    assert matcher.error and not any(matcher.mask()) and not matcher.may_end
+    assert matcher.error and not masks_of([matcher]).any() and not matcher.may_end
 
 
 def test_what_becomes_too_complex_on_the_way_is_an_error(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
@@ -158,12 +179,12 @@ def test_what_becomes_too_complex_on_the_way_is_an_error(tokenizer: Tokenizer, c
     matcher = compiler.compile(regex_grammar("(" * 30 + "a" + "{1,9})" * 30)).start()
     begin = time.perf_counter()
     for _ in range(100):
-        mask = matcher.mask()
+        mask = masks_of([matcher])
         if matcher.error:
             break
         matcher.advance(tokenizer.encode("a"))
     assert "too many expressions" in matcher.error and "\n" not in matcher.error
-    assert not any(mask) and time.perf_counter() - begin < 40
+    assert not mask.any() and time.perf_counter() - begin < 40
 
 
 # -- what cannot be compiled -------------------------------------------------------------------------------------------
@@ -281,7 +302,7 @@ def test_a_failure_is_not_kept(compiler: GrammarCompiler, monkeypatch: pytest.Mo
         patch.setattr(grammar._Trials, "run", lambda *args: "no time")
         with pytest.raises(ParameterError, match="no time"):
             compiler.compile(source)
-    assert compiler.compile(source).start().mask()
+    assert masks_of([compiler.compile(source).start()]).any()
 
 
 @pytest.mark.parametrize("forgotten", [False, True])

@@ -104,7 +104,8 @@ class StepPlan:
     rows, starts, counts   the slice's row, first position and number of positions
     samples                tokens that come back: 0 for a chunk, 1, or a window's length
     draws                  slice -> tokens drawn from its last row of logits, where that is not 1
-    masked                 slices whose tokens are drawn from what a mask allows; it is put while the step runs
+    masked                 slices whose token is drawn from what a mask allows; it is put while the step runs, once all
+                           results before it are in
     host_tokens            slice -> its first tokens; absent: the row's own last token. They clear the row's done flag
     sequences              the owner at plan time: results go to it, never to the row's present owner. For the
                            scheduler alone; an executor does not look at it

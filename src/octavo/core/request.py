@@ -102,9 +102,9 @@ class Request:
     width        rows that it takes from admission to finish: its n, or its beam width
     decide       chooses among candidates on the host after every token (beam search); then `num_draws` candidates come
                  back from each sequence instead of one token
-    host_wait    the host has a say after every token: nothing is planned while anything of it is pending
-    constrained  its tokens are drawn from those that a mask allows, which the host works out for each position; implies
-                 host_wait
+    constrained  its tokens are drawn from those that a mask allows, which the host works out for each position once it
+                 knows all tokens before: no windows, but a step is planned while the last token is on its way
+    must_wait    nothing is planned while anything of it is pending: the host chooses, or it is yet to fork
     salt         requests of different salts share no blocks
     pin          its prompt is computed to stay: when it ends, after its one token, its blocks are kept for others that
                  begin with it, under its name
@@ -121,7 +121,6 @@ class Request:
         "done",
         "error",
         "forked",
-        "host_wait",
         "left_behind",
         "max_tokens",
         "must_wait",
@@ -159,7 +158,6 @@ class Request:
         width: int | None = None,
         num_draws: int | None = None,
         decide: Decide | None = None,
-        host_wait: bool = False,
         constrained: bool = False,
         pin: bool = False,
         resume: Mapping[int, Iterable[int]] | None = None,
@@ -178,10 +176,9 @@ class Request:
         self.num_draws = (self.width if decide is None else 2 * self.width) if num_draws is None else num_draws
         self.constrained = constrained
         self.pin = pin
-        self.host_wait = host_wait or constrained or decide is not None
         self.resume = resume
         self.forked = self.width == 1 or decide is not None or bool(resume)
-        self.must_wait = self.host_wait or not self.forked
+        self.must_wait = decide is not None or not self.forked
         # Filled in by the scheduler:
         self.arrival = -1
         self.order: tuple[int, int] = (0, -1)

@@ -219,12 +219,12 @@ class Scheduler:
                 # The hot path: one sequence that decodes. Nothing here looks at more than the end of it.
                 start = seq.num_computed
                 count = seq.limit - 1 - start
-                if request.must_wait:
-                    count = 0 if seq.num_pending else min(count, 1)
                 if count <= 0:  # all planned: waits for its last result
                     i += 1
                     continue
-                if count > window:
+                if request.constrained:
+                    count = 1
+                elif count > window:
                     count = window
                 if count > budget:
                     count = budget
@@ -253,7 +253,7 @@ class Scheduler:
             if picks is None:  # its sequences do not fit together into what is left of the budget
                 break
             # Not in groups: rebuilding one, a sibling's head may be needed that it has itself gone beyond.
-            if cache.attention_window and seq is not None and picks:
+            if cache.attention_window and seq is not None:
                 cache.drop_unseen(seq, plan)
             needs = cache.blocks_needed((p.sequence, p.num_positions) for p in picks)
             if needs > pool.num_available:
@@ -279,7 +279,7 @@ class Scheduler:
                 if budget < self.step_limit:
                     return None
                 window = 1
-        if request.must_wait:
+        if request.must_wait or request.constrained:
             window = 1
         picks = []
         for seq in sequences:
@@ -548,7 +548,7 @@ class Scheduler:
     def _fork(self, parent: Sequence, draws: Any) -> Any:
         """The samples part: one draw stays with the parent, each other one starts a sequence over the same blocks."""
         request = parent.request
-        request.forked, request.must_wait = True, request.host_wait
+        request.forked, request.must_wait = True, False
         children = []
         for index in range(1, request.width):
             child = Sequence(request, index, parent.token_ids[:], parent.limit)

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from octavo.core.request import Sequence
+from octavo.engine.executor import Masks
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Matcher(Protocol):
@@ -26,13 +30,14 @@ class Matcher(Protocol):
     @property
     def error(self) -> str: ...
 
-    def mask(self) -> bytearray: ...
-
 
 class Grammar(Protocol):
     """What outputs have to follow."""
 
     def start(self) -> Matcher: ...
+
+    def masks(self, matchers: Seq[Any]) -> np.ndarray:
+        """What may come next of each, of this grammar or another of the same model's: `Masks.words`."""
 
 
 class _Place:
@@ -55,7 +60,7 @@ class Constraint:
     def __init__(
         self, grammar: Grammar, num_prompt: int, stop_ids: Iterable[int], ignored_ids: Iterable[int] = ()
     ) -> None:
-        self._grammar = grammar
+        self.grammar = grammar
         self._num_prompt = num_prompt
         self._stop_ids = frozenset(stop_ids)
         self._ignored_ids = frozenset(ignored_ids) - self._stop_ids
@@ -69,20 +74,23 @@ class Constraint:
         for place in places.values():
             self._advance(place)
 
-    def mask(self, sequence: Sequence) -> bytearray:
-        """The tokens that may come next: token i is bit i % 8 of byte i // 8.
+    def matcher(self, sequence: Sequence) -> Matcher:
+        """Where a sequence is that was followed."""
+        return self._places[sequence].matcher
+
+    def finish(self, matcher: Matcher, mask: np.ndarray) -> None:
+        """Say of ends what the grammar knows nothing of; mask [num_words] int32, see `Masks`, has just been made.
 
         Raises `ValueError` when the grammar has become too complex to go on.
         """
-        place = self._places[sequence]
-        mask, may_end = place.matcher.mask(), place.matcher.may_end
-        if error := place.matcher.error:
+        if error := matcher.error:
             raise ValueError(error)
-        _put(mask, self._stop_ids, may_end)
+        may_end = matcher.may_end
+        octets = memoryview(mask).cast("B")  # type: ignore[arg-type]
+        _put(octets, self._stop_ids, may_end)
         if self._ignored_ids:
-            _put(mask, self._ignored_ids, False)
-            _put(mask, self._ignored_ids, may_end and not any(mask))
-        return mask
+            _put(octets, self._ignored_ids, False)
+            _put(octets, self._ignored_ids, may_end and not mask.any())
 
     def _begin(self, sequence: Sequence) -> _Place:
         """Where the sequence that shares most of this one's tokens is; failing that, at the beginning."""
@@ -92,7 +100,7 @@ class Constraint:
             if (best is None or n > best.num_known) and place.sequence.token_ids[:n] == sequence.token_ids[:n]:
                 best = place
         if best is None:
-            return _Place(sequence, self._grammar.start(), self._num_prompt)
+            return _Place(sequence, self.grammar.start(), self._num_prompt)
         return _Place(sequence, best.matcher.fork(), best.num_known)
 
     def _advance(self, place: _Place) -> None:
@@ -102,8 +110,40 @@ class Constraint:
             place.matcher.advance(seen)
 
 
-def _put(mask: bytearray, token_ids: Iterable[int], allowed: bool) -> None:
+class Wanted(NamedTuple):
+    """A mask: for which slice, by whose constraint."""
+
+    slice_index: int
+    sequence: Sequence
+    constraint: Constraint
+
+
+def work_out(wanted: Seq[Wanted]) -> tuple[Masks | None, dict[int, Exception]]:
+    """The masks, and why there is none: slice -> what is wrong with its request alone."""
+    followed: set[Constraint] = set()
+    found: list[tuple[Wanted, Matcher]] = []
+    errors: dict[int, Exception] = {}
+    for want in wanted:
+        try:
+            if want.constraint not in followed:
+                followed.add(want.constraint)
+                want.constraint.follow(want.sequence.request.sequences)
+            found.append((want, want.constraint.matcher(want.sequence)))
+        except Exception as error:
+            errors[want.slice_index] = error
+    if not found:
+        return None, errors
+    words = found[0][0].constraint.grammar.masks([matcher for _, matcher in found])
+    for (want, matcher), mask in zip(found, words, strict=True):
+        try:
+            want.constraint.finish(matcher, mask)
+        except Exception as error:
+            errors[want.slice_index] = error
+    return Masks([want.slice_index for want, _ in found], words), errors
+
+
+def _put(octets: memoryview, token_ids: Iterable[int], allowed: bool) -> None:
     for token in token_ids:
-        byte, bit = token // 8, 1 << token % 8
-        if byte < len(mask):  # a tokenizer may name an end that the model has no logit for
-            mask[byte] = mask[byte] | bit if allowed else mask[byte] & ~bit
+        octet, bit = token // 8, 1 << token % 8
+        if octet < len(octets):  # a tokenizer may name an end that the model has no logit for
+            octets[octet] = octets[octet] | bit if allowed else octets[octet] & (255 ^ bit)

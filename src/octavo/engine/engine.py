@@ -18,8 +18,8 @@ from octavo.core.request import Request, Sequence
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.engine.beam_search import BeamSearch, BeamSearchParams
-from octavo.engine.constraints import Constraint, Grammar
-from octavo.engine.executor import Executor, Running
+from octavo.engine.constraints import Constraint, Grammar, Wanted, work_out
+from octavo.engine.executor import Executor, Masks, Running
 from octavo.engine.garbage import QuietGarbage
 from octavo.engine.inspect import Timelines
 from octavo.engine.outputs import MakeDetokenizer, RequestMetrics, RequestOutput, RequestState
@@ -309,7 +309,7 @@ class Engine:
                 if not self._flight:
                     self._device_since = self._clock()
                 self._flight.append((plan, self.executor.submit(plan)))
-                if plan.masked and (given_up := self._put_masks(*self._flight[-1])):
+                if len(self._flight) == 1 and (given_up := self._put_masks()):
                     return given_up
         if not self._flight or (plan and len(self._flight) < self._depth):
             return []
@@ -323,8 +323,7 @@ class Engine:
             result = running.result()
         except StepError as error:
             return self._failed(plan, error)
-        self._flight.popleft()
-        return self._take_in(plan, result, last=True)
+        return self._landed(result)
 
     def drain(self) -> list[RequestOutput]:
         """Take in all that is in flight and plan nothing more: for leaving in the middle of something."""
@@ -336,34 +335,38 @@ class Engine:
             except StepError as error:
                 outputs += _outputs(self._failed(plan, error))
             else:
-                self._flight.popleft()
-                outputs += _outputs(self._take_in(plan, result, last=True))
+                outputs += _outputs(self._landed(result))
         return outputs
 
-    def _put_masks(self, plan: StepPlan, running: Running) -> list[RequestState]:
-        """Work out what may come next in constrained outputs, while the device computes. Returns the requests that are
-        given up, because their grammars cannot be followed any further."""
-        masks: dict[int, bytearray] = {}
-        given_up: dict[str, RequestState] = {}
-        followed: set[str] = set()
+    def _landed(self, result: StepResult) -> list[RequestState]:
+        """The rest of the oldest step in flight is here; what the one behind it waits for can be worked out."""
+        plan, _ = self._flight.popleft()
+        states = self._take_in(plan, result, last=True)
+        given_up = self._put_masks()
+        return [state for state in states if state not in given_up] + given_up if given_up else states
+
+    def _put_masks(self) -> list[RequestState]:
+        """Work out what may come next in the constrained outputs of the oldest step in flight, all of whose tokens are
+        known, while the device computes. Returns the requests that are given up, because their grammars cannot be
+        followed any further."""
+        if not self._flight or not (plan := self._flight[0][0]).masked:
+            return []
+        wanted = []
+        for i in plan.masked:
+            state = self._state_of(plan.sequences[i])
+            if state is not None and state.constraint is not None and not plan.sequences[i].finish_reason:
+                wanted.append(Wanted(i, plan.sequences[i], state.constraint))
+        masks: Masks | None = None
         try:
-            for i in plan.masked:
-                sequence = plan.sequences[i]
-                state = self._states[sequence.request.request_id]
-                assert state.constraint is not None
-                try:
-                    if sequence.request.request_id not in followed:
-                        followed.add(sequence.request.request_id)
-                        state.constraint.follow(sequence.request.sequences)
-                    masks[i] = state.constraint.mask(sequence)
-                except Exception as error:  # this request's alone
-                    state.request.error = f"its structured_outputs cannot be followed: {error}"
-                    given_up[state.request.request_id] = state
+            masks, errors = work_out(wanted)
         finally:
-            running.put(masks)  # whatever happens: the device waits for them
-        for request_id in given_up:
-            self.scheduler.abort(request_id, "error")
-            self._close(request_id)
+            self._flight[0][1].put(masks)  # whatever happens: the device waits for them
+        given_up: dict[str, RequestState] = {}
+        for i, error in errors.items():
+            request_id = plan.sequences[i].request.request_id
+            if (state := self._states.get(request_id)) is not None:
+                self._give_up(state, f"its structured_outputs cannot be followed: {error}")
+                given_up[request_id] = state
         return list(given_up.values())
 
     def _take_in(self, plan: StepPlan, result: StepResult, *, last: bool) -> list[RequestState]:

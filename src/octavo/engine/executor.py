@@ -6,14 +6,25 @@ writes, swaps out, swaps in, copies and slices happen in that order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol, TypeAlias
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from octavo.core.plan import StepPlan, StepResult
 
-Masks: TypeAlias = Mapping[int, bytes | bytearray]
-"""Slice -> the tokens that may come next in it: token i is bit i % 8 of byte i // 8. As many bytes as whole words of 32
-tokens take; bits past the vocabulary mean nothing."""
+if TYPE_CHECKING:  # clients, too, import what imports this
+    import numpy as np
+
+
+class Masks(NamedTuple):
+    """Which tokens may come next in slices.
+
+    slices   those that have a mask
+    words    [len(slices), num_words] int32: token t is bit t % 32 of word t // 32. Bits past the
+             vocabulary mean nothing
+    """
+
+    slices: Seq[int]
+    words: np.ndarray
 
 
 class Running(Protocol):
@@ -27,9 +38,10 @@ class Running(Protocol):
         """The columns of tokens that have landed since the last call, before the last of them; waits at most that long
         for one. None when there is nothing of the kind: then either nothing has landed, or all has."""
 
-    def put(self, masks: Masks) -> None:
-        """What the plan's `masked` slices wait for before they sample; once for each plan that has some. A slice that
-        is left out is sampled from all tokens."""
+    def put(self, masks: Masks | None) -> None:
+        """What the plan's `masked` slices wait for before they sample; once for each plan that has some, when all
+        results before it are in, and before the plan after it is submitted. A slice that is left out is sampled from
+        all tokens, with None all are."""
 
     def result(self) -> StepResult:
         """Wait for the rest: all that `poll` has not given yet.

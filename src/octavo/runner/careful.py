@@ -29,11 +29,14 @@ class Logits(NamedTuple):
     logits    [num_draws or more, vocab_size] float32
     rows      [num_draws or more] int64, on the device as the others are
     sampling  likewise
+    indices   [num_draws] int64: which of several draws of its row it is, -1 of a row that goes on with its draw. None:
+              all do
     """
 
     logits: Tensor
     rows: Tensor
     sampling: SamplingTensors
+    indices: Tensor | None = None
 
     def lines(self, ids: Tensor) -> Logits:
         return Logits(self.logits[ids], self.rows[ids], self.sampling.rows(ids))
@@ -97,7 +100,7 @@ class CarefulRunner(ModelRunner):
                 self._asking.discard(setup.row)
 
     def wants(self, plan: StepPlan) -> bool:
-        return bool(plan.masked) or (bool(self._asking) and not self._asking.isdisjoint(plan.rows))
+        return bool(self._asking) and not self._asking.isdisjoint(plan.rows)
 
     def tells_prompts(self, plan: StepPlan) -> bool:
         wanted = self.sampler.prompt_logits_wanted
@@ -129,7 +132,7 @@ class CarefulRunner(ModelRunner):
             self.rows.done = self._state.done[:-1].tolist()
             self.is_behind = False
 
-    def draw(self, plan: StepPlan, made: Logits, wanted: list[Draw | None], masks: Masks) -> DrawnColumn:
+    def draw(self, plan: StepPlan, made: Logits, wanted: list[Draw | None], masks: Masks | None) -> DrawnColumn:
         """Waits for the logits."""
         told: list[list[Any]] = [[] for _ in plan.rows]
         column = StepResult(told)
@@ -163,7 +166,7 @@ class CarefulRunner(ModelRunner):
         return rows, positions, told
 
     @torch.inference_mode()
-    def columns(self, plan: StepPlan, masks: Masks) -> list[StepResult]:
+    def columns(self, plan: StepPlan, masks: Masks | None) -> list[StepResult]:
         """Of a step that tells of prompts: all of it, column by column. The rows are read before and written after."""
         state, rows = self._state, self.rows
         rows.block_tables = state.block_tables[:-1].cpu()

@@ -31,9 +31,9 @@ class CudaRunning:
         except Exception as error:
             self._error = error
         if not plan.masked:
-            self.put({})
+            self.put(None)
 
-    def put(self, masks: Masks) -> None:
+    def put(self, masks: Masks | None) -> None:
         if self._error is None:
             try:
                 self._landing = self._executor.finish(self._finish, masks)
@@ -96,7 +96,7 @@ class CudaExecutor:
             self._failed = True
             raise
 
-    def finish(self, finish: Finish, masks: Masks) -> Landing:
+    def finish(self, finish: Finish, masks: Masks | None) -> Landing:
         try:
             return finish(masks)
         except Exception:

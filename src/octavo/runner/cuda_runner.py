@@ -42,11 +42,11 @@ from octavo.runner.inbox import Inbox
 from octavo.runner.landing import Landing, Ring
 from octavo.runner.memory import time_moves
 from octavo.runner.replay import Model
-from octavo.runner.rules import DeviceRules
-from octavo.runner.sampler import Draw
+from octavo.runner.rules import DeviceRules, Masked
+from octavo.runner.sampler import Draw, masked_of, to_device
 from octavo.runner.swap import Swapper
 
-Finish = Callable[[Masks], Landing]
+Finish = Callable[[Masks | None], Landing]
 NO_WORDS = np.empty(0, dtype=np.int64)
 NO_TOKENS = NO_WORDS, NO_WORDS
 
@@ -152,16 +152,52 @@ class CudaRunner:
         if carefully:
             return self._launch_carefully(plan, chunks, size, received[8:], again)
         self.careful.is_behind = True
+        if plan.masked:
+            return self._launch_masked(plan, chunks, size, received[8:], again, ruled)
         landing = self.ring.landing(len(plan.rows), num_columns)
         if chunks is not None and size is not None:
             self._run_chunks(size, received[8], ruled)
             if chunks.draw_slices:
                 self.ring.land(landing, chunks.draw_slices)
-        for _ in range(0 if chunks is None else 1, num_columns):
-            self._run_decode(len(again), ruled)
-            self.ring.land(landing, again)
-        self.ring.end(landing)
+        self._run_window(landing, again, num_columns - (chunks is not None), ruled)
         return lambda masks: landing
+
+    def _run_window(self, landing: Landing, slices: Seq[int], num_columns: int, ruled: bool) -> None:
+        """The columns that come of one position of some rows each, and the end of the plan."""
+        for _ in range(num_columns):
+            self._run_decode(len(slices), ruled)
+            self.ring.land(landing, slices)
+        self.ring.end(landing)
+
+    def _launch_masked(
+        self,
+        plan: StepPlan,
+        chunks: Chunks | None,
+        size: ChunkSize | None,
+        words: Seq[Tensor],
+        again: Seq[int],
+        ruled: bool,
+    ) -> Finish:
+        """The first pass; what follows it is queued once the masks are there, and nobody waits for the device."""
+        slices = again
+        if chunks is not None and size is not None:
+            slices, made = chunks.draw_slices, self._chunk_logits(size, words[0])
+        else:
+            made = self._decode_logits(len(again))
+
+        @torch.inference_mode()
+        def finish(masks: Masks | None) -> Landing:
+            num_columns = max(plan.samples)
+            landing = self.ring.landing(len(plan.rows), num_columns)
+            draws, allowed = masked_of(masks, slices)
+            ids = torch.tensor(draws, dtype=torch.int64)
+            masked = (to_device(ids, self.device), to_device(allowed, self.device)) if draws else None
+            self._sample(made, ruled, masked)
+            self.ring.land(landing, slices)
+            self._run_window(landing, again, num_columns - 1, ruled)
+            return landing
+
+        return finish
 
     def _launch_carefully(
         self, plan: StepPlan, chunks: Chunks | None, size: ChunkSize | None, words: Seq[Tensor], again: Seq[int]
@@ -180,25 +216,25 @@ class CudaRunner:
             made = self._decode_logits(len(again))
 
         @torch.inference_mode()
-        def finish(masks: Masks) -> Landing:
+        def finish(masks: Masks | None) -> Landing:
             columns: list[StepResult] = []
             if made is not None:
                 self._draw(plan, made, careful.draws(plan, slices, 0), masks, columns)
             for column in range(1, max(plan.samples, default=0)):
                 wanted = careful.draws(plan, again, column)
-                self._draw(plan, self._decode_logits(len(again)), wanted, {}, columns)
+                self._draw(plan, self._decode_logits(len(again)), wanted, None, columns)
             return Landing.of(len(plan.rows), columns)
 
         return finish
 
     @torch.inference_mode()
-    def _tell_prompts(self, plan: StepPlan, masks: Masks) -> Landing:
+    def _tell_prompts(self, plan: StepPlan, masks: Masks | None) -> Landing:
         columns = self.careful.columns(plan, masks)
         self.rules.note(*self.careful.went_on(plan, columns))
         return Landing.of(len(plan.rows), columns)
 
     def _draw(
-        self, plan: StepPlan, made: Logits, wanted: list[Draw | None], masks: Masks, columns: list[StepResult]
+        self, plan: StepPlan, made: Logits, wanted: list[Draw | None], masks: Masks | None, columns: list[StepResult]
     ) -> None:
         drawn = self.careful.draw(plan, made, wanted, masks)
         self.rules.note(drawn.rows, drawn.positions, drawn.tokens)
@@ -281,17 +317,26 @@ class CudaRunner:
     def _decode(self, num_slices: int, ruled: bool) -> None:
         """Nothing here looks at anything on the device."""
         step = self._step.first(num_slices)
-        logits = self._forward_decode(step)
-        if ruled:
-            tokens = self.rules.draw(logits, step.live_rows, step.sampling)
-            self.rules.note(step.live_rows, step.sampling.position, tokens)
-        else:
-            tokens = self.ops.draw(logits, step.sampling)
-        self.ops.settle(self.state, step.live_rows, tokens, self.ring.columns, self.inbox.clock)
+        self._sample(Logits(self._forward_decode(step), step.live_rows, step.sampling), ruled)
 
     def _forward_decode(self, step: DecodeStep) -> Tensor:
         self.ops.begin_decode(self.state, step, self.block_size)
         return self.model.forward(step.token_ids, step.batch, self.kv, None)
+
+    def _sample(self, made: Logits, ruled: bool, masked: Masked | None = None) -> None:
+        """A token from each line, for its row and the host."""
+        rows, sampling = made.rows, made.sampling
+        logits = made.logits[: len(rows)]
+        if ruled or masked is not None:
+            tokens = self.rules.draw(logits, rows if ruled else None, sampling, masked)
+        else:
+            tokens = self.ops.draw(logits, sampling)
+        if ruled:
+            noted = tokens
+            if made.indices is not None:
+                noted = torch.where((made.indices < 0) & ~self.state.done[rows], tokens, -1)
+            self.rules.note(rows, sampling.position, noted)
+        self.ops.settle(self.state, rows, tokens, self.ring.columns, self.inbox.clock)
 
     def _keep(self, logits: Tensor) -> None:
         """In memory that no other graph writes to, as all do to each other's. Made when it is first needed."""
@@ -314,14 +359,15 @@ class CudaRunner:
     def _chunk_logits(self, size: ChunkSize, words: Tensor) -> Logits:
         step = ChunkStep(*split(words, size))
         if self.graphs is None or size not in self._chunk_sizes.sizes:
-            return Logits(self._forward_chunks(size, words).float(), step.draw_rows, self._sampling(step))
+            logits = self._forward_chunks(size, words).float()
+            return Logits(logits, step.draw_rows, self._sampling(step), step.draw_indices)
         name = ("logits", size)
         if name not in self.graphs:
             own = self._words_of(size)
             self.graphs.capture(name, lambda: self._keep(self._forward_chunks(size, own)))
         self._chunk_words[size].copy_(words)
         self.graphs.replay(name)
-        return Logits(self._kept, step.draw_rows, self._sampling(step))
+        return Logits(self._kept, step.draw_rows, self._sampling(step), step.draw_indices)
 
     def _capture_chunks(self, graphs: Graphs, size: ChunkSize, ruled: bool = False) -> None:
         words = self._words_of(size)
@@ -340,13 +386,7 @@ class CudaRunner:
         logits = self._forward_chunks(size, words)
         if size.num_draws:
             step = ChunkStep(*split(words, size))
-            if ruled:
-                tokens = self.rules.draw(logits, step.draw_rows, self._sampling(step))
-                goes_on = (step.draw_indices < 0) & ~self.state.done[step.draw_rows]
-                self.rules.note(step.draw_rows, step.draw_positions, torch.where(goes_on, tokens, -1))
-            else:
-                tokens = self.ops.draw(logits, self._sampling(step))
-            self.ops.settle(self.state, step.draw_rows, tokens, self.ring.columns, self.inbox.clock)
+            self._sample(Logits(logits, step.draw_rows, self._sampling(step), step.draw_indices), ruled)
 
     def _forward_chunks(self, size: ChunkSize, words: Tensor) -> Tensor:
         """A batch of its own each time: what kernels derive from it belongs to the graph."""

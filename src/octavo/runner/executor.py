@@ -33,6 +33,7 @@ class LocalRunning:
         self._error: BaseException | None = None
         self._done = False
         self._masks: Masks | None = None
+        self._has_masks = False
 
     @property
     def done(self) -> bool:
@@ -54,15 +55,15 @@ class LocalRunning:
         self._executor.recover()
         raise step_error(self._error) from self._error
 
-    def put(self, masks: Masks) -> None:
+    def put(self, masks: Masks | None) -> None:
         with self._landed:
-            self._masks = masks
+            self._masks, self._has_masks = masks, True
             self._landed.notify_all()
 
-    def wait_for_masks(self) -> Masks:
+    def wait_for_masks(self) -> Masks | None:
         """On the executor's thread."""
         with self._landed:
-            while self._masks is None:
+            while not self._has_masks:
                 if self._executor.closed:
                     raise StepError("the executor was closed before the step had all it waits for")
                 self._landed.wait(WAIT_S)

@@ -24,6 +24,8 @@ from octavo.kernels.rows import (
 )
 from octavo.runner.sampler import RowRules, Sampler, to_device
 
+Masked = tuple[Tensor, Tensor]
+"""Draws that have a mask, and the masks: `rows` and `words` of `reference.mask_tokens`."""
 NO_TOKEN = -2
 """Of a draw for which all tokens were ruled out; see `reference.settle`."""
 
@@ -64,13 +66,22 @@ class DeviceRules:
         if told:
             self._tell(list(told), [start for start, _ in told.values()], [ids or () for _, ids in told.values()])
 
-    def draw(self, logits: Tensor, rows: Tensor, sampling: SamplingTensors) -> Tensor:
-        """`reference.draw`, but from what each row's rules leave; `NO_TOKEN` where that is nothing. Can be captured."""
-        ops, state = self._ops, self._made()
-        logits = logits.to(torch.float32, copy=True)
+    def draw(
+        self, logits: Tensor, rows: Tensor | None, sampling: SamplingTensors, masked: Masked | None = None
+    ) -> Tensor:
+        """`reference.draw`, but from what masks, and each row's rules, leave; `NO_TOKEN` where that is nothing. Changes
+        the logits, if they are float32. Can be captured.
+
+        rows   None: none of them has rules
+        """
+        ops = self._ops
+        logits = logits.float()
         finite = ops.finite_rows(logits)
         logits.masked_fill_(~finite.unsqueeze(1), 0.0)
-        ops.apply_row_rules(logits, rows, sampling.position, self._row_state, state)
+        if masked is not None:
+            ops.mask_tokens(logits, *masked)
+        if rows is not None:
+            ops.apply_row_rules(logits, rows, sampling.position, self._row_state, self._made())
         tokens = ops.sample(logits, sampling)
         is_left = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) > -torch.inf
         return torch.where(finite, torch.where(is_left, tokens, NO_TOKEN), -1)

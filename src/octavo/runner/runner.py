@@ -20,7 +20,13 @@ from octavo.runner.sampler import Draw, Sampler
 
 Land = Callable[[StepResult], None]
 """Takes one column of tokens: at most one more for each slice."""
-WaitForMasks = Callable[[], Masks]
+WaitForMasks = Callable[[], Masks | None]
+
+
+def no_masks() -> None:
+    """Of a plan without masked slices."""
+
+
 """Gives what a plan's masked slices wait for; asked only once there are logits to mask."""
 
 
@@ -71,7 +77,7 @@ class ModelRunner:
         self.sampler = Sampler(num_rows, max_model_len + 1, ops)  # a last token is sampled and never computed
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, land: Land, wait_for_masks: WaitForMasks = dict) -> None:
+    def run(self, plan: StepPlan, land: Land, wait_for_masks: WaitForMasks = no_masks) -> None:
         """Do what the plan says, in stream order; hand every column of tokens to `land` as soon as it is there."""
         self.rows.apply(plan)
         self.sampler.apply(plan)
@@ -145,7 +151,7 @@ class ModelRunner:
         assert setup is not None
         return setup
 
-    def _pass(self, plan: StepPlan, parts: list[Part], land: Land, wait_for_masks: WaitForMasks = dict) -> None:
+    def _pass(self, plan: StepPlan, parts: list[Part], land: Land, wait_for_masks: WaitForMasks = no_masks) -> None:
         """Compute these parts, and sample for the slices that are complete with them."""
         tokens: list[list[Any]] = [[] for _ in plan.rows]
         result = StepResult(tokens)
@@ -172,7 +178,7 @@ class ModelRunner:
                 if len(draws) > len(sampled):
                     place = {i: at for at, i in enumerate(sampled)}
                     logits = logits[[place[d.slice_index] for d in draws]]
-                masks = wait_for_masks() if not set(plan.masked).isdisjoint(sampled) else {}
+                masks = wait_for_masks() if not set(plan.masked).isdisjoint(sampled) else None
                 self._sample(logits, draws, masks, tokens, result)
         land(result)
 
@@ -188,7 +194,7 @@ class ModelRunner:
         self,
         logits: Tensor,
         draws: list[Draw],
-        masks: Masks,
+        masks: Masks | None,
         tokens: list[list[Any]],
         result: StepResult,
         sampling: SamplingTensors | None = None,

@@ -158,9 +158,9 @@ class Sampler:
         deciding_ids = self._ids(deciding)
         if deciding:  # rules work on log-probabilities here, as in Transformers' beam search
             logits[deciding_ids] = logits[deciding_ids].log_softmax(-1)
-        if masked := _by_draw(masks, draws):
-            words = np.frombuffer(bytearray().join(masked.values()), dtype=np.int32).reshape(len(masked), -1)
-            self.ops.mask_tokens(logits, self._ids(list(masked)), to_device(torch.from_numpy(words), self.device))
+        masked, words = masked_of(masks, [draw.slice_index for draw in draws])
+        if masked:
+            self.ops.mask_tokens(logits, self._ids(masked), to_device(words, self.device))
         if ruled:
             self.ops.apply_rules(logits, self._gathered(draws, ruled))
         chosen: Tensor = self.ops.sample(logits, sampling or self._tensors(draws))
@@ -315,9 +315,16 @@ def fetched(tensors: Seq[Tensor]) -> list[list[Any]]:
     ]
 
 
-def _by_draw(masks: Masks | None, draws: Seq[Draw]) -> dict[int, bytes | bytearray]:
-    """The draws of a slice share its mask."""
-    return {i: masks[draw.slice_index] for i, draw in enumerate(draws) if draw.slice_index in masks} if masks else {}
+def masked_of(masks: Masks | None, slices: Seq[int]) -> tuple[list[int], Tensor]:
+    """Which draws have a mask, and the masks [num_masked, num_words] int32. The draws of a slice share one.
+
+    slices   draw -> the slice that it is for
+    """
+    line_of = {} if masks is None else {slice_index: line for line, slice_index in enumerate(masks.slices)}
+    masked = [draw for draw, slice_index in enumerate(slices) if slice_index in line_of]
+    if masks is None or not masked:
+        return [], torch.empty(0, 0, dtype=torch.int32)
+    return masked, torch.from_numpy(masks.words[[line_of[slices[draw]] for draw in masked]])
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -160,7 +160,7 @@ class TimedRunning:
     def poll(self, timeout_s: float = 0.0) -> StepResult | None:
         return self._inner.poll(timeout_s)
 
-    def put(self, masks: Masks) -> None:
+    def put(self, masks: Masks | None) -> None:
         self._inner.put(masks)
 
     def result(self) -> StepResult:

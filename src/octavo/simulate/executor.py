@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
 from octavo.core.ids import Row
 from octavo.core.plan import RowSetup, StepPlan, StepResult
+from octavo.engine.executor import Masks
 from octavo.simulate.clock import VirtualClock
 from octavo.simulate.cost import CostModel
 
@@ -41,7 +41,7 @@ class SimulatedRunning:
         self._clock.advance_to(min(self.done_s, self._clock.now + timeout_s))
         return None
 
-    def put(self, masks: Mapping[int, bytes | bytearray]) -> None:
+    def put(self, masks: Masks | None) -> None:
         """Its tokens are not drawn."""
 
     def result(self) -> StepResult:

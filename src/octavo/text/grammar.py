@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -20,7 +21,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from llguidance import LLMatcher, LLTokenizer, regex_to_lark
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLTokenizer, regex_to_lark
 
 from octavo.errors import EngineError, ParameterError
 from octavo.text import grammar_trial
@@ -34,6 +36,10 @@ START_S = 60.0
 NUM_TRIALS = 4
 """Grammars that are compiled at the same time."""
 NUM_CACHED = 256
+MOST_THREADS = 8
+"""That work masks out: one takes 30 us."""
+FEW = 4
+"""Masks that are not worth waking a thread for."""
 MAX_MESSAGE = 300
 SOURCE_LINES = re.compile(r"\n *\d+ \| ")
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
@@ -66,48 +72,80 @@ def choice_grammar(choices: Sequence[str]) -> str:
 class Matcher:
     """Where one sequence is in its grammar."""
 
-    def __init__(self, inner: LLMatcher, num_bytes: int) -> None:
-        self._inner = inner
-        self._num_bytes = num_bytes
+    def __init__(self, inner: LLMatcher, num_words: int) -> None:
+        self.inner = inner
+        self.num_words = num_words  # of 32 tokens, of a mask
 
     def fork(self) -> Matcher:
-        return Matcher(self._inner.deep_copy(), self._num_bytes)
+        return Matcher(self.inner.deep_copy(), self.num_words)
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        self._inner.consume_tokens(list(token_ids))
+        self.inner.consume_tokens(list(token_ids))
 
     @property
     def may_end(self) -> bool:
         """Whether what has come so far is an output, whole."""
-        return bool(self._inner.is_accepting())
+        return bool(self.inner.is_accepting())
 
     @property
     def error(self) -> str:
         """Why there is no going on: a token came that the grammar does not allow, or it has become too complex. ""."""
-        error = self._inner.get_error()
+        error = self.inner.get_error()
         return "" if error.startswith("NoExtension") else _one_line(error)
 
-    def mask(self) -> bytearray:
-        """The tokens that may come next: token i is bit i % 8 of byte i // 8. No end token is ever among them.
 
-        All zero where nothing can come, which is no `error`: the output may end there, or cannot go on.
-        """
-        bits = bytearray(self._inner.compute_bitmask()[: self._num_bytes])
+class _Threads:
+    """That work masks out, where there are enough of these and of processors. They start when they are first needed."""
+
+    def __init__(self) -> None:
+        self.most = min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2)
+        self._inner: LLExecutor | None = None
+
+    def of(self, num_masks: int) -> LLExecutor | None:
+        if num_masks < FEW or self.most < 2:
+            return None
+        if self._inner is None:
+            self._inner = LLExecutor(self.most)
+        return self._inner
+
+
+def masks_of(matchers: Sequence[Matcher], threads: LLExecutor | None = None) -> np.ndarray:
+    """The tokens that may come next, of each.
+
+    [len(matchers), num_words] int32: token t is bit t % 32 of word t // 32. No end token is ever among them. All zero
+    where nothing can come, which is no `error`: the output may end there, or cannot go on.
+    """
+    num_words = matchers[0].num_words
+    words = np.empty((len(matchers), num_words + 1), dtype=np.int32)  # one for what stands for an end
+    size = words.shape[1] * words.itemsize
+    if threads is None:
+        for matcher, mask in zip(matchers, words, strict=True):
+            matcher.inner.unsafe_compute_mask_ptr(mask.ctypes.data, size)
+    else:
+        numbered = [(matcher.inner, i) for i, matcher in enumerate(matchers)]
+        threads.unsafe_compute_mask_ptr(numbered, words.ctypes.data, size, len(words))
+    for matcher, mask in zip(matchers, words, strict=True):
         # Where it has come to an end, by an error too, llguidance allows its end token, and nothing else.
-        return bytearray(self._num_bytes) if self._inner.is_stopped() else bits
+        if matcher.inner.is_stopped():
+            mask[:] = 0
+    return words[:, :num_words]
 
 
 class Grammar:
     """A compiled grammar, for any number of sequences. Safe to use from several threads."""
 
-    def __init__(self, beginning: LLMatcher, num_bytes: int) -> None:
+    def __init__(self, beginning: Matcher, threads: _Threads) -> None:
         self._beginning = beginning
-        self._num_bytes = num_bytes
+        self._threads = threads
         self._lock = threading.Lock()
 
     def start(self) -> Matcher:
         with self._lock:
-            return Matcher(self._beginning.deep_copy(), self._num_bytes)
+            return self._beginning.fork()
+
+    def masks(self, matchers: Sequence[Matcher]) -> np.ndarray:
+        """`masks_of` these, of this grammar or others of the same compiler's."""
+        return masks_of(matchers, self._threads.of(len(matchers)))
 
 
 class GrammarCompiler:
@@ -126,7 +164,7 @@ class GrammarCompiler:
             )
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._num_bytes = -(-vocab_size // 32) * 4
+        self._mask_threads = _Threads()
         self._lock = threading.Lock()
         self._futures: OrderedDict[str, Future[Grammar]] = OrderedDict()  # of late last
         self._threads = ThreadPoolExecutor(NUM_TRIALS, thread_name_prefix="octavo-grammar")
@@ -172,7 +210,7 @@ class GrammarCompiler:
             if error.startswith("NoExtension"):
                 error = "no output of this model's tokens follows it"
             raise ParameterError(f"structured_outputs: {_one_line(error)}", param="structured_outputs", code=code)
-        return Grammar(beginning, self._num_bytes)
+        return Grammar(Matcher(beginning, -(-self._vocab_size // 32)), self._mask_threads)
 
     def _prepared(self) -> tuple[LLTokenizer, Vocabulary]:
         """Made when the first grammar comes: a tenth of a second for fifty thousand tokens."""

@@ -119,7 +119,6 @@ class Arrival(msgspec.Struct, array_like=True):
     num_draws: int
     decides: bool
     constrained: bool
-    host_wait: bool
     pin: bool
     priority: int
     skips: bool
@@ -341,7 +340,6 @@ class FlightRecorder:
             request.num_draws,
             request.decide is not None,
             request.constrained,
-            request.host_wait,
             request.pin,
             request.priority,
             request.sampling_params.skip_reading_prefix_cache,

@@ -307,7 +307,7 @@ class Replay:
         request = self._make(said, arrival)
         if arrival.resumed:
             request.resume = {i: self._output(arrival, i, length) for i, length in arrival.resumed.items()}
-            request.forked, request.must_wait = True, request.host_wait
+            request.forked, request.must_wait = True, False
         return request
 
     def _output(self, arrival: Arrival, index: int, length: int) -> array[int]:
