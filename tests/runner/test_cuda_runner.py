@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from array import array
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from octavo.errors import StepError
 from octavo.kernels import reference
 from octavo.kernels.batch import RaggedBatch
 from octavo.kernels.rows import IN_PROMPT, MAX_STOP_IDS
-from octavo.runner.careful import CarefulRunner
+from octavo.runner.careful import CarefulRunner, best_tokens
 from octavo.runner.chunks import ChunkSize, ChunkSizes
 from octavo.runner.cuda_executor import CudaExecutor
 from octavo.runner.cuda_runner import CudaRunner, table_writes
@@ -254,6 +255,19 @@ def test_beams(model: str, recorded: bool) -> None:
             found.append(llm.beam_search(prompts, params, use_tqdm=False))
     expected, outputs = ([(b.token_ids, round(b.score or 0, 4)) for o in those for b in o.outputs] for those in found)
     assert outputs == expected and len(outputs) == 6
+
+
+def test_candidates_of_lines_that_are_broken_or_short() -> None:
+    """Of each as many as its request wants; a line with a NaN is an error, its neighbour none; a vocabulary may have
+    fewer tokens than are asked for."""
+    logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+    logits[1, 4] = math.nan
+    plan = StepPlan()
+    plan.rows, plan.draws = [4, 9], {0: 2, 1: 8}
+    found = CarefulRunner.candidates(None, plan, best_tokens(logits.bfloat16(), 8))  # type: ignore[arg-type]
+    expected = logits[0].bfloat16().float().log_softmax(0).topk(2)
+    assert found.tokens[0] == list(zip(expected.values.tolist(), expected.indices.tolist(), strict=True))
+    assert found.errors == {1: NOT_FINITE} and len(found.tokens) == 2 and len(found.tokens[1]) == 6
 
 
 def test_a_stream_grows_while_a_window_runs(model: str) -> None:

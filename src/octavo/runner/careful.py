@@ -15,12 +15,13 @@ from torch import Tensor
 
 from octavo.core.plan import StepPlan, StepResult
 from octavo.engine.executor import Masks
+from octavo.kernels import reference
 from octavo.kernels.batch import RaggedBatch, SamplingTensors
 from octavo.kernels.rows import RowState
 from octavo.runner.replay import Model
 from octavo.runner.rules import is_for_device
 from octavo.runner.runner import ModelRunner
-from octavo.runner.sampler import Draw, Sampler, to_device
+from octavo.runner.sampler import NOT_FINITE, Draw, Sampler, to_device
 
 
 class Logits(NamedTuple):
@@ -50,6 +51,15 @@ class DrawnColumn(NamedTuple):
     rows: Tensor
     tokens: Tensor
     positions: Tensor
+
+
+def best_tokens(logits: Tensor, num: int) -> Tensor:
+    """Of each line of logits [num_lines, vocab_size]: whether all are finite, the highest `num` log-probabilities as
+    bits of float64, and their tokens, best first; [num_lines, 1 + 2 * num] int64."""
+    logits = logits.float()
+    finite = reference.finite_rows(logits)
+    best = logits.log_softmax(-1).topk(min(num, logits.shape[1]))
+    return torch.cat([finite.long().unsqueeze(1), best.values.double().view(torch.int64), best.indices], 1)
 
 
 class _OnDevice:
@@ -125,6 +135,22 @@ class CarefulRunner(ModelRunner):
     def decides(self, row: int) -> bool:
         """Whether the host chooses its tokens: a beam's."""
         return self._setup_of(row).decides
+
+    def candidates_wanted(self, plan: StepPlan) -> int:
+        """How many of the likeliest tokens to find for every slice, where that is all that a decode step is for; else
+        0."""
+        if plan.masked or len(plan.draws) < len(plan.rows):
+            return 0
+        free = all(self._setup_of(row).decides and self.sampler.rules[row] is None for row in plan.rows)
+        return max(plan.draws.values()) if free else 0
+
+    def candidates(self, plan: StepPlan, best: Tensor) -> StepResult:
+        """best [num_slices, 1 + 2 * num]: see `best_tokens`. Waits for it."""
+        words = best.cpu()[: len(plan.rows)]  # graphs draw for padding, too
+        half = 1 + words.shape[1] // 2
+        logprobs, tokens = words[:, 1:half].view(torch.float64).tolist(), words[:, half:].tolist()
+        told = [list(zip(logprobs[i], tokens[i], strict=True))[: plan.draws[i]] for i in range(len(plan.rows))]
+        return StepResult(told, {i: NOT_FINITE for i, fine in enumerate(words[:, 0].tolist()) if not fine})
 
     def read_done(self) -> None:
         """Which rows are done, if the device has been left alone with them; this waits for what is queued."""

@@ -35,7 +35,7 @@ from octavo.kernels.rows import (
     DecodeStep,
     RowState,
 )
-from octavo.runner.careful import CarefulRunner, Logits
+from octavo.runner.careful import CarefulRunner, Logits, best_tokens
 from octavo.runner.chunks import Chunks, ChunkSize, ChunkSizes, ChunkStep, split
 from octavo.runner.graphs import Graphs, decode_sizes
 from octavo.runner.inbox import Inbox
@@ -47,6 +47,8 @@ from octavo.runner.sampler import Draw, masked_of, to_device
 from octavo.runner.swap import Swapper
 
 Finish = Callable[[Masks | None], Landing]
+MOST_CANDIDATES = 64
+"""Of a beam, that a graph finds."""
 NO_WORDS = np.empty(0, dtype=np.int64)
 NO_TOKENS = NO_WORDS, NO_WORDS
 
@@ -101,6 +103,7 @@ class CudaRunner:
         self._decode_sizes = decode_sizes(num_rows)
         self._chunk_sizes = ChunkSizes(num_rows, max_num_tokens, max_model_len)
         self._chunk_words: dict[ChunkSize, Tensor] = {}  # where graphs read them
+        self._best: dict[tuple[str, int, int], Tensor] = {}  # where graphs write them
         self._kept = torch.empty(0, 0)  # [num_draws at most, vocab_size] float32: see `_keep`
 
     @torch.inference_mode()
@@ -206,6 +209,9 @@ class CudaRunner:
         careful = self.careful
         if careful.tells_prompts(plan):
             return lambda masks: self._tell_prompts(plan, masks)
+        if chunks is None and 0 < (num := careful.candidates_wanted(plan)) <= MOST_CANDIDATES:
+            best = self._best_tokens(len(again), num)
+            return lambda masks: Landing.of(len(plan.rows), [careful.candidates(plan, best)])
         careful.read_done()
         made: Logits | None = None
         slices = again
@@ -295,6 +301,23 @@ class CudaRunner:
                 self.graphs.capture(name, lambda: self._keep(self._forward_decode(self._step.first(size))))
         self.graphs.replay(name)
         return Logits(self._kept, step.live_rows, step.sampling)
+
+    def _best_tokens(self, num_slices: int, num: int) -> Tensor:
+        """`best_tokens` of such a pass, to be read before the next one."""
+        size = num_slices if self.graphs is None else self._decode_size(num_slices)
+        name = ("best", size, num)
+
+        def work() -> None:
+            self._best[name] = best_tokens(self._forward_decode(self._step.first(size)), num)
+
+        if self.graphs is None:
+            work()
+        else:
+            if name not in self.graphs:
+                with self._idle():
+                    self.graphs.capture(name, work)
+            self.graphs.replay(name)
+        return self._best[name]
 
     def _decode_size(self, num_slices: int) -> int:
         return self._decode_sizes[bisect_left(self._decode_sizes, num_slices)]
