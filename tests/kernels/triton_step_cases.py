@@ -308,16 +308,16 @@ def test_masked_tokens_are_never_drawn(num_left: int) -> None:
     """Of a vocabulary in several pieces, some of which have no token left; two of the rows have no mask."""
     vocab = 9003
     logits, params = torch.randn(8, vocab), make_params()
-    rows = torch.tensor([6, 0, 3, 5, 7, 2])
-    words = torch.zeros(len(rows), -(-vocab // 32), dtype=torch.int32)
-    for line in range(len(rows)):
+    which = torch.tensor([1, -1, 5, 2, -1, 3, 0, 3], dtype=torch.int32)  # two share one, one is nobody's
+    words = torch.zeros(6, -(-vocab // 32), dtype=torch.int32)
+    for line in range(len(words)):
         for token in torch.randperm(vocab)[:num_left].tolist():
             words[line, token // 32] |= (1 << token % 32) - ((1 << 32) if token % 32 == 31 else 0)
     masked, mine = logits.clone(), logits.to(DEVICE)
-    reference.mask_tokens(masked, rows, words)
-    cuda.mask_tokens(mine, rows.to(DEVICE), words.to(DEVICE))
+    reference.mask_tokens(masked, which, words)
+    cuda.mask_tokens(mine, which.to(DEVICE), words.to(DEVICE))
     assert torch.equal(mine.cpu(), masked)
-    assert (masked[rows] > -math.inf).sum(1).tolist() == [num_left] * len(rows)
+    assert (masked > -math.inf).sum(1).tolist() == [vocab if i < 0 else num_left for i in which.tolist()]
     assert torch.equal(cuda.sample(mine, params).cpu(), reference.sample(masked, on_cpu(params)))
 
 

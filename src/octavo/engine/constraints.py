@@ -68,10 +68,10 @@ class Constraint:
 
     def follow(self, sequences: Seq[Sequence]) -> None:
         """Go along with all live sequences of the request, before masks of any are asked for."""
-        # All forks are made before anyone moves on: a sequence begins where the one that it was forked from had been.
-        places = {s: self._places.get(s) or self._begin(s) for s in sequences}
-        self._places = places
-        for place in places.values():
+        if len(sequences) != len(self._places) or any(s not in self._places for s in sequences):
+            # All forks are made before anyone moves on: a sequence begins where the one it was forked from had been.
+            self._places = {s: self._places.get(s) or self._begin(s) for s in sequences}
+        for place in self._places.values():
             self._advance(place)
 
     def matcher(self, sequence: Sequence) -> Matcher:
@@ -105,9 +105,9 @@ class Constraint:
 
     def _advance(self, place: _Place) -> None:
         new = place.sequence.token_ids[place.num_known :].tolist()
-        place.num_known += len(new)
-        if seen := [token for token in new if token not in self._ignored_ids]:
-            place.matcher.advance(seen)
+        if new:
+            place.num_known += len(new)
+            place.matcher.advance([token for token in new if token not in self._ignored_ids])
 
 
 class Wanted(NamedTuple):

@@ -461,12 +461,13 @@ def _tiles(span: _Span, staircase: Tensor, window: int) -> Iterator[tuple[slice,
 # -- before sampling: rules for some tokens, and what the model thought -----------------------------------------------
 
 
-def mask_tokens(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+def mask_tokens(logits: Tensor, which: Tensor, words: Tensor) -> None:
     """See `reference.mask_tokens`; in numpy, which has an instruction's worth of code for bits."""
     octets = words.numpy().view(np.uint8)
     forbidden = np.unpackbits(~octets, axis=1, count=logits.shape[1], bitorder="little").view(np.bool_)
-    for row, out in zip(rows.tolist(), torch.from_numpy(forbidden), strict=True):
-        logits[row].masked_fill_(out, -torch.inf)
+    for row, mask in zip(logits, which.tolist(), strict=True):
+        if mask >= 0:
+            row.masked_fill_(torch.from_numpy(forbidden[mask]), -torch.inf)
 
 
 def apply_rules(logits: Tensor, rules: LogitRules) -> None:

@@ -501,14 +501,16 @@ def exponential_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
 # -- before sampling: rules for some tokens, and what the model thought -----------------------------------------------
 
 
-def mask_tokens(logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    """Rule out, in place, by -inf: of logits' row rows[m], each token t whose bit t % 32 of words[m, t // 32] is 0.
+def mask_tokens(logits: Tensor, which: Tensor, words: Tensor) -> None:
+    """Rule out, in place, by -inf: of logits' row i, each token t whose bit t % 32 of words[which[i], t // 32] is 0;
+    none where which[i] is -1.
 
-    rows [num_masks] int64, words [num_masks, ceil(vocab_size / 32)] int32
+    which [num_rows] int32, words [num_masks, ceil(vocab_size / 32)] int32
     """
     bits = (words.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
     forbidden = bits.flatten(1)[:, : logits.shape[1]] == 0
-    logits[rows] = logits[rows].masked_fill(forbidden, -math.inf)
+    rows = torch.nonzero(which >= 0).squeeze(1)
+    logits[rows] = logits[rows].masked_fill(forbidden[which[rows].long()], -math.inf)
 
 
 def apply_rules(logits: Tensor, rules: LogitRules) -> None:
@@ -687,7 +689,7 @@ def apply_row_rules(logits: Tensor, rows: Tensor, positions: Tensor, state: RowS
             line.copy_(torch.where(rules.counts[row] != 0, penalized, line))
             line -= frequency * num_output + presence * (num_output > 0)
         if asks & LIMITED:
-            mask_tokens(line.unsqueeze(0), torch.zeros(1, dtype=torch.int64), rules.allowed[row].unsqueeze(0))
+            mask_tokens(line.unsqueeze(0), torch.zeros(1, dtype=torch.int32), rules.allowed[row].unsqueeze(0))
 
 
 def settle(state: RowState, rows: Tensor, tokens: Tensor, ring: Tensor, clock: Tensor) -> None:

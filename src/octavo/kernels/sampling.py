@@ -44,12 +44,12 @@ def draw(logits: Tensor, params: SamplingTensors) -> Tensor:
     return _sample(logits, params, all_finite=True)
 
 
-def mask_tokens(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+def mask_tokens(logits: Tensor, which: Tensor, words: Tensor) -> None:
     """See `reference.mask_tokens`; logits' rows contiguous."""
     assert logits.stride(1) == 1 and words.is_contiguous(), (logits.stride(), words.stride())
-    if len(rows):
-        _mask_tokens[(len(rows), triton.cdiv(logits.shape[1], TILE))](
-            logits, rows, words, logits.shape[1], logits.stride(0), words.shape[1], TILE=TILE, num_warps=4
+    if len(which):
+        _mask_tokens[(len(which), triton.cdiv(logits.shape[1], TILE))](
+            logits, which, words, logits.shape[1], logits.stride(0), words.shape[1], TILE=TILE, num_warps=4
         )
 
 
@@ -254,14 +254,16 @@ def _race(
 
 
 @triton.jit(do_not_specialize=["vocab_size", "num_words"])
-def _mask_tokens(logits, rows, words, vocab_size, row_stride, num_words, TILE: tl.constexpr):
-    """A tile of one mask."""
-    mask = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    here = token < vocab_size
-    word = tl.load(words + mask * num_words + token // 32, mask=here, other=-1)
-    here &= ((word >> (token % 32)) & 1) == 0
-    tl.store(logits + tl.load(rows + mask) * row_stride + token, -float("inf"), mask=here)
+def _mask_tokens(logits, which, words, vocab_size, row_stride, num_words, TILE: tl.constexpr):
+    """A tile of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    mask = tl.load(which + row).to(tl.int64)
+    if mask >= 0:
+        token = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        here = token < vocab_size
+        word = tl.load(words + mask * num_words + token // 32, mask=here, other=-1)
+        here &= ((word >> (token % 32)) & 1) == 0
+        tl.store(logits + row * row_stride + token, -float("inf"), mask=here)
 
 
 @triton.jit(do_not_specialize=["vocab_size", "pieces"])

@@ -9,7 +9,7 @@ It runs on a CPU, too, without streams and graphs: that is how its logic is test
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from itertools import chain
@@ -40,10 +40,11 @@ from octavo.runner.chunks import Chunks, ChunkSize, ChunkSizes, ChunkStep, split
 from octavo.runner.graphs import Graphs, decode_sizes
 from octavo.runner.inbox import Inbox
 from octavo.runner.landing import Landing, Ring
+from octavo.runner.masks import MaskSpace
 from octavo.runner.memory import time_moves
 from octavo.runner.replay import Model
-from octavo.runner.rules import DeviceRules, Masked
-from octavo.runner.sampler import Draw, masked_of, to_device
+from octavo.runner.rules import DeviceRules
+from octavo.runner.sampler import Draw
 from octavo.runner.swap import Swapper
 
 Finish = Callable[[Masks | None], Landing]
@@ -83,6 +84,7 @@ class CudaRunner:
         self.block_size = kv.shape[4]
         self.ops = ops
         self.device = kv.device
+        self._vocab_size = vocab_size
         max_blocks = -(-max_model_len // self.block_size)
         self.state = RowState.empty(num_rows, max_blocks, self.device)
         self.inbox = Inbox(num_rows, self.device)
@@ -103,6 +105,8 @@ class CudaRunner:
         self._decode_sizes = decode_sizes(num_rows)
         self._chunk_sizes = ChunkSizes(num_rows, max_num_tokens, max_model_len)
         self._chunk_words: dict[ChunkSize, Tensor] = {}  # where graphs read them
+        self._num_lines = max(num_rows + 2, ChunkSizes.FEW)  # of logits, that a graph makes
+        self._masks: MaskSpace | None = None
         self._best: dict[tuple[str, int, int], Tensor] = {}  # where graphs write them
         self._kept = torch.empty(0, 0)  # [num_draws at most, vocab_size] float32: see `_keep`
 
@@ -165,6 +169,13 @@ class CudaRunner:
         self._run_window(landing, again, num_columns - (chunks is not None), ruled)
         return lambda masks: landing
 
+    @property
+    def masks(self) -> MaskSpace:
+        """Made when it is first needed."""
+        if self._masks is None:
+            self._masks = MaskSpace(self._num_lines, self._vocab_size, self.device)
+        return self._masks
+
     def _run_window(self, landing: Landing, slices: Seq[int], num_columns: int, ruled: bool) -> None:
         """The columns that come of one position of some rows each, and the end of the plan."""
         for _ in range(num_columns):
@@ -182,25 +193,43 @@ class CudaRunner:
         ruled: bool,
     ) -> Finish:
         """The first pass; what follows it is queued once the masks are there, and nobody waits for the device."""
-        slices = again
-        if chunks is not None and size is not None:
-            slices, made = chunks.draw_slices, self._chunk_logits(size, words[0])
-        else:
-            made = self._decode_logits(len(again))
+        slices: Seq[int] = again if chunks is None else chunks.draw_slices
+        name = ("masked", size or self._decode_size(len(again)), ruled)
+        if self.graphs is not None and name not in self.graphs and (size is None or size in self._chunk_sizes.sizes):
+            self._capture_masked(self.graphs, name, size, len(again), ruled)
+        made = self._decode_logits(len(again)) if size is None else self._chunk_logits(size, words[0])
 
         @torch.inference_mode()
         def finish(masks: Masks | None) -> Landing:
             num_columns = max(plan.samples)
             landing = self.ring.landing(len(plan.rows), num_columns)
-            draws, allowed = masked_of(masks, slices)
-            ids = torch.tensor(draws, dtype=torch.int64)
-            masked = (to_device(ids, self.device), to_device(allowed, self.device)) if draws else None
-            self._sample(made, ruled, masked)
+            self.masks.fill(masks, slices)
+            if self.graphs is not None and name in self.graphs:
+                self.graphs.replay(name)
+            else:
+                self._sample(made, ruled, self.masks)
             self.ring.land(landing, slices)
             self._run_window(landing, again, num_columns - 1, ruled)
             return landing
 
         return finish
+
+    def _capture_masked(
+        self, graphs: Graphs, name: Hashable, size: ChunkSize | None, num_slices: int, ruled: bool
+    ) -> None:
+        """The draw behind such a pass, by itself: when it is captured, a pass has been that had nothing to do."""
+        self.masks.fill(None, ())
+        if size is not None:
+            self._chunk_logits(size, self._words_of(size))
+            step = ChunkStep(*split(self._chunk_words[size], size))
+            rows, indices = step.draw_rows, step.draw_indices
+            graphs.capture(
+                name, lambda: self._sample(Logits(self._kept, rows, self._sampling(step), indices), ruled, self.masks)
+            )
+        else:
+            with self._idle():
+                made = self._decode_logits(num_slices)
+                graphs.capture(name, lambda: self._sample(made, ruled, self.masks))
 
     def _launch_carefully(
         self, plan: StepPlan, chunks: Chunks | None, size: ChunkSize | None, words: Seq[Tensor], again: Seq[int]
@@ -346,11 +375,12 @@ class CudaRunner:
         self.ops.begin_decode(self.state, step, self.block_size)
         return self.model.forward(step.token_ids, step.batch, self.kv, None)
 
-    def _sample(self, made: Logits, ruled: bool, masked: Masked | None = None) -> None:
+    def _sample(self, made: Logits, ruled: bool, masks: MaskSpace | None = None) -> None:
         """A token from each line, for its row and the host."""
         rows, sampling = made.rows, made.sampling
         logits = made.logits[: len(rows)]
-        if ruled or masked is not None:
+        if ruled or masks is not None:
+            masked = None if masks is None else (masks.which[: len(rows)], masks.words)
             tokens = self.rules.draw(logits, rows if ruled else None, sampling, masked)
         else:
             tokens = self.ops.draw(logits, sampling)
@@ -364,8 +394,7 @@ class CudaRunner:
     def _keep(self, logits: Tensor) -> None:
         """In memory that no other graph writes to, as all do to each other's. Made when it is first needed."""
         if self._kept.shape[1] != logits.shape[1]:
-            num_lines = max(self.state.null_row + 2, ChunkSizes.FEW)
-            self._kept = torch.empty(num_lines, logits.shape[1], dtype=torch.float32, device=self.device)
+            self._kept = torch.empty(self._num_lines, logits.shape[1], dtype=torch.float32, device=self.device)
         self._kept[: len(logits)].copy_(logits)
 
     # -- slices of any length -----------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from octavo.kernels.rows import (
 from octavo.runner.sampler import RowRules, Sampler, to_device
 
 Masked = tuple[Tensor, Tensor]
-"""Draws that have a mask, and the masks: `rows` and `words` of `reference.mask_tokens`."""
+"""`which` mask each draw has, and their `words`: see `reference.mask_tokens`."""
 NO_TOKEN = -2
 """Of a draw for which all tokens were ruled out; see `reference.settle`."""
 

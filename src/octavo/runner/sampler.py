@@ -158,9 +158,12 @@ class Sampler:
         deciding_ids = self._ids(deciding)
         if deciding:  # rules work on log-probabilities here, as in Transformers' beam search
             logits[deciding_ids] = logits[deciding_ids].log_softmax(-1)
-        masked, words = masked_of(masks, [draw.slice_index for draw in draws])
-        if masked:
-            self.ops.mask_tokens(logits, self._ids(masked), to_device(words, self.device))
+        masked: list[int] = []
+        if masks is not None:
+            which = which_of(masks, [draw.slice_index for draw in draws])
+            masked = np.flatnonzero(which >= 0).tolist()
+            on_device = [torch.from_numpy(np.ascontiguousarray(words)) for words in (which, masks.words)]
+            self.ops.mask_tokens(logits, *(to_device(words, self.device) for words in on_device))
         if ruled:
             self.ops.apply_rules(logits, self._gathered(draws, ruled))
         chosen: Tensor = self.ops.sample(logits, sampling or self._tensors(draws))
@@ -315,16 +318,13 @@ def fetched(tensors: Seq[Tensor]) -> list[list[Any]]:
     ]
 
 
-def masked_of(masks: Masks | None, slices: Seq[int]) -> tuple[list[int], Tensor]:
-    """Which draws have a mask, and the masks [num_masked, num_words] int32. The draws of a slice share one.
+def which_of(masks: Masks, slices: Seq[int]) -> np.ndarray:
+    """The mask of each draw, -1 without one: [num_draws] int32. The draws of a slice share one.
 
     slices   draw -> the slice that it is for
     """
-    line_of = {} if masks is None else {slice_index: line for line, slice_index in enumerate(masks.slices)}
-    masked = [draw for draw, slice_index in enumerate(slices) if slice_index in line_of]
-    if masks is None or not masked:
-        return [], torch.empty(0, 0, dtype=torch.int32)
-    return masked, torch.from_numpy(masks.words[[line_of[slices[draw]] for draw in masked]])
+    line_of = {slice_index: line for line, slice_index in enumerate(masks.slices)}
+    return np.array([line_of.get(slice_index, -1) for slice_index in slices], dtype=np.int32)
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -91,7 +91,7 @@ class Matcher:
     def error(self) -> str:
         """Why there is no going on: a token came that the grammar does not allow, or it has become too complex. ""."""
         error = self.inner.get_error()
-        return "" if error.startswith("NoExtension") else _one_line(error)
+        return "" if not error or error.startswith("NoExtension") else _one_line(error)
 
 
 class _Threads:
