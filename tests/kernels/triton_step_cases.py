@@ -321,6 +321,25 @@ def test_masked_tokens_are_never_drawn(num_left: int) -> None:
     assert torch.equal(cuda.sample(mine, params).cpu(), reference.sample(masked, on_cpu(params)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("vocab", "num"), [(2, 2), (1024, 1), (3001, 8), (9003, 64), (300, 300)])
+def test_the_best_tokens_of_each_row(vocab: int, num: int, dtype: torch.dtype) -> None:
+    """Of several pieces, in which there are equals, in one also and between two; a row with a NaN is told of."""
+    logits = 3 * torch.randn(5, vocab, generator=torch.Generator().manual_seed(vocab))
+    logits[1] = logits[1].round()
+    logits[2, :: max(1, vocab // 3)] = 9.0
+    logits = logits.to(dtype)
+    logits[3, vocab - 1] = math.nan
+    logits[4, 0] = math.inf
+    expected = reference.best_tokens(logits, num)
+    found = cuda.best_tokens(logits.to(DEVICE), num).cpu()
+    assert found[:, 0].tolist() == expected[:, 0].tolist() == [1, 1, 1, 0, 0]
+    assert torch.equal(found[:3, 1 + num :], expected[:3, 1 + num :])
+    values, wanted = (x[:3, 1 : 1 + num].contiguous().view(torch.float64) for x in (found, expected))
+    assert torch.allclose(values, wanted, atol=1e-5)
+    assert (found[:, 1 + num :] >= 0).all() and (found[:, 1 + num :] < vocab).all()
+
+
 def test_greedy_takes_the_first_of_equals_in_whatever_piece() -> None:
     logits = torch.zeros(3, 20_000)
     for row, first in enumerate((19_999, 4096, 4095)):

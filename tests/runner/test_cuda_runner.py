@@ -19,7 +19,7 @@ from octavo.errors import StepError
 from octavo.kernels import reference
 from octavo.kernels.batch import RaggedBatch
 from octavo.kernels.rows import IN_PROMPT, MAX_STOP_IDS
-from octavo.runner.careful import CarefulRunner, best_tokens
+from octavo.runner.careful import CarefulRunner
 from octavo.runner.chunks import ChunkSize, ChunkSizes
 from octavo.runner.cuda_executor import CudaExecutor
 from octavo.runner.cuda_runner import CudaRunner, table_writes
@@ -264,7 +264,7 @@ def test_candidates_of_lines_that_are_broken_or_short() -> None:
     logits[1, 4] = math.nan
     plan = StepPlan()
     plan.rows, plan.draws = [4, 9], {0: 2, 1: 8}
-    found = CarefulRunner.candidates(None, plan, best_tokens(logits.bfloat16(), 8))  # type: ignore[arg-type]
+    found = CarefulRunner.candidates(None, plan, reference.best_tokens(logits.bfloat16(), 8))  # type: ignore[arg-type]
     expected = logits[0].bfloat16().float().log_softmax(0).topk(2)
     assert found.tokens[0] == list(zip(expected.values.tolist(), expected.indices.tolist(), strict=True))
     assert found.errors == {1: NOT_FINITE} and len(found.tokens) == 2 and len(found.tokens[1]) == 6

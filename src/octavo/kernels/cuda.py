@@ -20,7 +20,7 @@ from octavo.kernels.reference import (
 )
 from octavo.kernels.rope import apply_rope
 from octavo.kernels.row_rules import apply_row_rules, note_tokens, tell_tokens
-from octavo.kernels.sampling import draw, mask_tokens, sample, token_logprobs
+from octavo.kernels.sampling import best_tokens, draw, mask_tokens, sample, token_logprobs
 from octavo.kernels.swap import swap_in, swap_out
 from octavo.kernels.thin_linear import add_linear, begin_stream, max_thin_tokens, norm_linear
 
@@ -33,6 +33,7 @@ __all__ = [
     "begin_chunks",
     "begin_decode",
     "begin_stream",
+    "best_tokens",
     "block_copy",
     "draw",
     "finite_rows",

@@ -29,6 +29,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from octavo.kernels.attention_rows import LN_2, LOG2_E, NOTHING, load_rows, store_nothing
 from octavo.kernels.batch import RaggedBatch
@@ -49,20 +50,23 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
-    """tile: keys read at a time; a program's stretch is at least min_tiles of them."""
+    """tile: keys read at a time; a program's stretch is at least min_tiles of them. early: programs start before the
+    kernel before them has ended, if it is a layer's; not where a multiprocessor has room for more than its share of
+    them, since those that start early would crowd."""
 
     tile: int
     num_warps: int
     num_stages: int
     programs_per_multiprocessor: int
     min_tiles: int = 1
+    early: bool = True
 
 
 def decode_tuning(q: Tensor, num_seqs: int) -> DecodeTuning:
     """What was fastest on an H200; see benchmarks/kernels/gpu_check.py."""
     row_bytes = triton.next_power_of_2(q.shape[2]) * q.element_size()
     if row_bytes <= 128 and num_seqs > 32:
-        return DecodeTuning(tile=128, num_warps=4, num_stages=3, programs_per_multiprocessor=2)
+        return DecodeTuning(tile=128, num_warps=4, num_stages=3, programs_per_multiprocessor=2, early=False)
     tile = min(max(8192 // row_bytes, 16), 64)  # short tiles are shared out more evenly, and more of them are in flight
     if num_seqs > 32:
         return DecodeTuning(tile, num_warps=2, num_stages=3, programs_per_multiprocessor=6)
@@ -121,6 +125,8 @@ def decode_attention(
     split = SPLIT // tuning.tile if batch.fixed_split else 0  # tiles of a piece
     key = ("paged_attention.decode", tuning, num_kv_heads, group_size, head_dim, window)
     schedule: _Schedule | None = batch.derived.get(key)
+    # An earlier layer has made it: there is something to do before q is there.
+    early = schedule is not None and tuning.early
     if schedule is None:
         schedule = batch.derived[key] = _make_schedule(
             batch, tuning, split, num_kv_heads, group_size, head_dim, window, q.device
@@ -170,6 +176,7 @@ def decode_attention(
         KV_HEADS_PADDED=triton.next_power_of_2(num_kv_heads),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tuning.num_warps,
+        **(overlapped(q.device) if early else {"OVERLAPPED": False}),
     )
     if merging:
         return
@@ -373,8 +380,10 @@ def _decode(
     GROUP_PADDED: tl.constexpr,
     KV_HEADS_PADDED: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
-    """One program's stretch of tiles. scale is for scores in base 2.
+    """One program's stretch of tiles. scale is for scores in base 2. OVERLAPPED: it starts before its predecessor has
+    ended, finds out what it is to read, and waits then.
 
     Written for the pipeliner: one inner loop, no mask on its loads (a mask cost 1 to 10 %).
     """
@@ -414,6 +423,9 @@ def _decode(
         low = first_tile * TILE
         high = tl.minimum(low + take * TILE, seq_len)
 
+        if OVERLAPPED:  # noqa: SIM102 (one is known to the compiler, the other is not)
+            if at == begin:
+                gdc_wait()
         heads = head * GROUP + row
         queries = tl.load(
             q + token * q_token_stride + heads[:, None] * q_head_stride + column[None, :],
@@ -481,6 +493,9 @@ def _decode(
                     )
                     tl.store(arrivals + first, 0)
         at += take
+    if OVERLAPPED:  # noqa: SIM102
+        if begin >= end:  # those without work wait, too: see `kernels.launching`
+            gdc_wait()
     if MERGING and ALONE:
         idle = program
         while idle < num_seqs:

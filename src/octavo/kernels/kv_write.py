@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.launching import overlapped, wait_for_predecessor
+from octavo.kernels.launching import overlapped, wait_before_successor
 from octavo.kernels.rope import turn_heads
 
 
@@ -159,7 +159,7 @@ def _rope_kv_write(
     OVERLAPPED: tl.constexpr,
 ):
     """One token: all its heads."""
-    wait_for_predecessor(OVERLAPPED)
+    wait_before_successor(OVERLAPPED)
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, HALF_PADDED)
     in_half = (pair < HALF)[None, :]

@@ -27,6 +27,15 @@ def overlapped(device: torch.device) -> dict[str, bool]:
 
 
 @triton.jit
+def wait_before_successor(OVERLAPPED: tl.constexpr):
+    """`wait_for_predecessor` of a kernel whose successor fills the GPU: started while this one waits itself, that would
+    take the room of what this one waits for."""
+    if OVERLAPPED:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
 def wait_for_predecessor(OVERLAPPED: tl.constexpr):
     """Its own successor may start, and wait for this kernel in turn; from here on it may touch what others write."""
     if OVERLAPPED:

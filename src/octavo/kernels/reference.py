@@ -513,6 +513,15 @@ def mask_tokens(logits: Tensor, which: Tensor, words: Tensor) -> None:
     logits[rows] = logits[rows].masked_fill(forbidden[which[rows].long()], -math.inf)
 
 
+def best_tokens(logits: Tensor, num: int) -> Tensor:
+    """Of each row of logits [num_rows, vocab_size]: whether all are finite, the highest `num` log-probabilities as bits
+    of float64, and their tokens, best first, of equal ones the lowest; [num_rows, 1 + 2 * num] int64. Of a vocabulary
+    of fewer tokens, all."""
+    best, ids = logits.float().log_softmax(-1).sort(dim=-1, descending=True, stable=True)
+    best, ids = best[:, :num].contiguous(), ids[:, :num]
+    return torch.cat([finite_rows(logits).long().unsqueeze(1), best.double().view(torch.int64), ids], 1)
+
+
 def apply_rules(logits: Tensor, rules: LogitRules) -> None:
     """Change logits [num_rows, vocab_size] in place: tokens ruled out become -inf, then biases, then penalties."""
     if rules.limited is not None and rules.allowed is not None:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from octavo.core.plan import StepPlan, StepResult
 from octavo.engine.executor import Masks
-from octavo.kernels import reference
 from octavo.kernels.batch import RaggedBatch, SamplingTensors
 from octavo.kernels.rows import RowState
 from octavo.runner.replay import Model
@@ -51,15 +50,6 @@ class DrawnColumn(NamedTuple):
     rows: Tensor
     tokens: Tensor
     positions: Tensor
-
-
-def best_tokens(logits: Tensor, num: int) -> Tensor:
-    """Of each line of logits [num_lines, vocab_size]: whether all are finite, the highest `num` log-probabilities as
-    bits of float64, and their tokens, best first; [num_lines, 1 + 2 * num] int64."""
-    logits = logits.float()
-    finite = reference.finite_rows(logits)
-    best = logits.log_softmax(-1).topk(min(num, logits.shape[1]))
-    return torch.cat([finite.long().unsqueeze(1), best.values.double().view(torch.int64), best.indices], 1)
 
 
 class _OnDevice:
@@ -145,7 +135,7 @@ class CarefulRunner(ModelRunner):
         return max(plan.draws.values()) if free else 0
 
     def candidates(self, plan: StepPlan, best: Tensor) -> StepResult:
-        """best [num_slices, 1 + 2 * num]: see `best_tokens`. Waits for it."""
+        """best [num_slices, 1 + 2 * num]: see `reference.best_tokens`. Waits for it."""
         words = best.cpu()[: len(plan.rows)]  # graphs draw for padding, too
         half = 1 + words.shape[1] // 2
         logprobs, tokens = words[:, 1:half].view(torch.float64).tolist(), words[:, half:].tolist()

@@ -35,7 +35,7 @@ from octavo.kernels.rows import (
     DecodeStep,
     RowState,
 )
-from octavo.runner.careful import CarefulRunner, Logits, best_tokens
+from octavo.runner.careful import CarefulRunner, Logits
 from octavo.runner.chunks import Chunks, ChunkSize, ChunkSizes, ChunkStep, split
 from octavo.runner.graphs import Graphs, decode_sizes
 from octavo.runner.inbox import Inbox
@@ -337,7 +337,7 @@ class CudaRunner:
         name = ("best", size, num)
 
         def work() -> None:
-            self._best[name] = best_tokens(self._forward_decode(self._step.first(size)), num)
+            self._best[name] = self.ops.best_tokens(self._forward_decode(self._step.first(size)), num)
 
         if self.graphs is None:
             work()
