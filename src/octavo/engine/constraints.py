@@ -68,7 +68,7 @@ class Constraint:
 
     def follow(self, sequences: Seq[Sequence]) -> None:
         """Go along with all live sequences of the request, before masks of any are asked for."""
-        if len(sequences) != len(self._places) or any(s not in self._places for s in sequences):
+        if len(sequences) != len(self._places) or not all(map(self._places.__contains__, sequences)):
             # All forks are made before anyone moves on: a sequence begins where the one it was forked from had been.
             self._places = {s: self._places.get(s) or self._begin(s) for s in sequences}
         for place in self._places.values():
@@ -78,19 +78,19 @@ class Constraint:
         """Where a sequence is that was followed."""
         return self._places[sequence].matcher
 
-    def finish(self, matcher: Matcher, mask: np.ndarray) -> None:
-        """Say of ends what the grammar knows nothing of; mask [num_words] int32, see `Masks`, has just been made.
+    def finish(self, matcher: Matcher, mask: memoryview) -> None:
+        """Say of ends what the grammar knows nothing of; mask, of bytes, has just been made.
 
         Raises `ValueError` when the grammar has become too complex to go on.
         """
         if error := matcher.error:
             raise ValueError(error)
         may_end = matcher.may_end
-        octets = memoryview(mask).cast("B")  # type: ignore[arg-type]
-        _put(octets, self._stop_ids, may_end)
+        _put(mask, self._stop_ids, may_end)
         if self._ignored_ids:
-            _put(octets, self._ignored_ids, False)
-            _put(octets, self._ignored_ids, may_end and not mask.any())
+            _put(mask, self._ignored_ids, False)
+            if may_end and not any(mask):
+                _put(mask, self._ignored_ids, True)
 
     def _begin(self, sequence: Sequence) -> _Place:
         """Where the sequence that shares most of this one's tokens is; failing that, at the beginning."""
@@ -104,10 +104,11 @@ class Constraint:
         return _Place(sequence, best.matcher.fork(), best.num_known)
 
     def _advance(self, place: _Place) -> None:
-        new = place.sequence.token_ids[place.num_known :].tolist()
-        if new:
+        if new := place.sequence.token_ids[place.num_known :].tolist():
             place.num_known += len(new)
-            place.matcher.advance([token for token in new if token not in self._ignored_ids])
+            if self._ignored_ids:
+                new = [token for token in new if token not in self._ignored_ids]
+            place.matcher.advance(new)
 
 
 class Wanted(NamedTuple):
@@ -134,16 +135,18 @@ def work_out(wanted: Seq[Wanted]) -> tuple[Masks | None, dict[int, Exception]]:
     if not found:
         return None, errors
     words = found[0][0].constraint.grammar.masks([matcher for _, matcher in found])
-    for (want, matcher), mask in zip(found, words, strict=True):
+    octets = memoryview(words).cast("B")  # type: ignore[arg-type]
+    size = len(octets) // len(found)
+    for i, (want, matcher) in enumerate(found):
         try:
-            want.constraint.finish(matcher, mask)
+            want.constraint.finish(matcher, octets[i * size : (i + 1) * size])
         except Exception as error:
             errors[want.slice_index] = error
     return Masks([want.slice_index for want, _ in found], words), errors
 
 
-def _put(octets: memoryview, token_ids: Iterable[int], allowed: bool) -> None:
+def _put(mask: memoryview, token_ids: Iterable[int], allowed: bool) -> None:
     for token in token_ids:
         octet, bit = token // 8, 1 << token % 8
-        if octet < len(octets):  # a tokenizer may name an end that the model has no logit for
-            octets[octet] = octets[octet] | bit if allowed else octets[octet] & (255 ^ bit)
+        if octet < len(mask):  # a tokenizer may name an end that the model has no logit for
+            mask[octet] = mask[octet] | bit if allowed else mask[octet] & (255 ^ bit)

@@ -19,8 +19,8 @@ class Masks(NamedTuple):
     """Which tokens may come next in slices.
 
     slices   those that have a mask
-    words    [len(slices), num_words] int32: token t is bit t % 32 of word t // 32. Bits past the
-             vocabulary mean nothing
+    words    [len(slices), num_words] int32, contiguous: token t is bit t % 32 of word t // 32. What is past the
+             vocabulary, whole words too, means nothing
     """
 
     slices: Seq[int]

@@ -34,5 +34,5 @@ class MaskSpace:
         numbers[: self._head] = -1
         if masks is not None:
             numbers[: len(slices)] = which_of(masks, slices)
-            np.copyto(numbers[self._head :].reshape(num_masks, num_words), masks.words)
+            np.copyto(numbers[self._head :].reshape(num_masks, num_words), masks.words[:, :num_words])
         self._all[: len(staging)].copy_(staging, non_blocking=True)

@@ -162,8 +162,8 @@ class Sampler:
         if masks is not None:
             which = which_of(masks, [draw.slice_index for draw in draws])
             masked = np.flatnonzero(which >= 0).tolist()
-            on_device = [torch.from_numpy(np.ascontiguousarray(words)) for words in (which, masks.words)]
-            self.ops.mask_tokens(logits, *(to_device(words, self.device) for words in on_device))
+            on_device = [to_device(torch.from_numpy(words), self.device) for words in (which, masks.words)]
+            self.ops.mask_tokens(logits, *on_device)
         if ruled:
             self.ops.apply_rules(logits, self._gathered(draws, ruled))
         chosen: Tensor = self.ops.sample(logits, sampling or self._tensors(draws))

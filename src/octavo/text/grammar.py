@@ -112,23 +112,23 @@ class _Threads:
 def masks_of(matchers: Sequence[Matcher], threads: LLExecutor | None = None) -> np.ndarray:
     """The tokens that may come next, of each.
 
-    [len(matchers), num_words] int32: token t is bit t % 32 of word t // 32. No end token is ever among them. All zero
-    where nothing can come, which is no `error`: the output may end there, or cannot go on.
+    [len(matchers), num_words + 1] int32: token t is bit t % 32 of word t // 32, and the last word is empty. No end
+    token is ever among them. All zero where nothing can come, which is no `error`: the output may end there, or cannot
+    go on.
     """
-    num_words = matchers[0].num_words
-    words = np.empty((len(matchers), num_words + 1), dtype=np.int32)  # one for what stands for an end
-    size = words.shape[1] * words.itemsize
+    words = np.empty((len(matchers), matchers[0].num_words + 1), dtype=np.int32)
+    size, address = words.strides[0], words.ctypes.data
     if threads is None:
-        for matcher, mask in zip(matchers, words, strict=True):
-            matcher.inner.unsafe_compute_mask_ptr(mask.ctypes.data, size)
+        for i, matcher in enumerate(matchers):
+            matcher.inner.unsafe_compute_mask_ptr(address + i * size, size)
     else:
         numbered = [(matcher.inner, i) for i, matcher in enumerate(matchers)]
-        threads.unsafe_compute_mask_ptr(numbered, words.ctypes.data, size, len(words))
-    for matcher, mask in zip(matchers, words, strict=True):
-        # Where it has come to an end, by an error too, llguidance allows its end token, and nothing else.
-        if matcher.inner.is_stopped():
-            mask[:] = 0
-    return words[:, :num_words]
+        threads.unsafe_compute_mask_ptr(numbered, address, size, len(words))
+    words[:, -1] = 0  # it has the token that stands for an end
+    for i, matcher in enumerate(matchers):
+        if matcher.inner.is_stopped():  # by an error, too: then that token is all that llguidance allows
+            words[i] = 0
+    return words
 
 
 class Grammar:
