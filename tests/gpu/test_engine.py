@@ -92,10 +92,14 @@ def test_rules_that_need_no_host(way: str, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_closed_engine_leaves_no_memory_behind(tmp_path: Path) -> None:
+    def taken() -> int:
+        torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for every stream that had a product, which torch keeps
+        return torch.cuda.memory_allocated()
+
     directory = make_tiny_checkpoint("llama", tmp_path / "llama")
-    before = torch.cuda.memory_allocated()
+    before = taken()
     for _ in range(2):
         with LLM(str(directory), device="cuda", **OPTIONS) as llm:
             llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, detokenize=False), use_tqdm=False)
         del llm
-    assert torch.cuda.memory_allocated() - before < 64 << 20
+    assert taken() - before < 4 << 20

@@ -31,9 +31,10 @@ from octavo.kernels.launching import overlapped, wait_for_predecessor
 from octavo.kernels.reference import Gate, Stream
 
 MOST_TOKENS = 32
+EDGE_TOKENS = 24
 """Beyond, the library has the edge, with all the kernels around it."""
 LARGE_BYTES = 128 << 20
-"""Of a weight: from there on the library reads at the memory's speed, and has the edge with more than 16 tokens."""
+"""Of a weight: from there on the library reads at the memory's speed, and has the edge with any number of tokens."""
 LINE_BYTES = tl.constexpr(128)
 SQUARES = tl.constexpr(64)
 """Parts of a stream's squares that are read at a time."""
@@ -73,7 +74,7 @@ def thin_tuning(num_out: int, num_in: int, num_tokens: int, gated: bool) -> Thin
 
 def max_thin_tokens(num_bytes: int) -> int:
     """See `reference.max_thin_tokens`."""
-    return MOST_TOKENS if num_bytes <= LARGE_BYTES else 16
+    return EDGE_TOKENS if num_bytes <= LARGE_BYTES else 0
 
 
 def begin_stream(x: Tensor, norm: Tensor) -> Stream:

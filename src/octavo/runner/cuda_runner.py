@@ -194,25 +194,36 @@ class CudaRunner:
     ) -> Finish:
         """The first pass; what follows it is queued once the masks are there, and nobody waits for the device."""
         slices: Seq[int] = again if chunks is None else chunks.draw_slices
-        name = ("masked", size or self._decode_size(len(again)), ruled)
-        if self.graphs is not None and name not in self.graphs and (size is None or size in self._chunk_sizes.sizes):
-            self._capture_masked(self.graphs, name, size, len(again), ruled)
-        made = self._decode_logits(len(again)) if size is None else self._chunk_logits(size, words[0])
+        draw = self._launch_logits(size, words, len(again), ruled)
 
         @torch.inference_mode()
         def finish(masks: Masks | None) -> Landing:
             num_columns = max(plan.samples)
             landing = self.ring.landing(len(plan.rows), num_columns)
             self.masks.fill(masks, slices)
-            if self.graphs is not None and name in self.graphs:
-                self.graphs.replay(name)
-            else:
-                self._sample(made, ruled, self.masks)
-            self.ring.land(landing, slices)
+            draw()
+            self.ring.land(landing, slices, aside=num_columns > 1)
             self._run_window(landing, again, num_columns - 1, ruled)
             return landing
 
         return finish
+
+    def _launch_logits(
+        self, size: ChunkSize | None, words: Seq[Tensor], num_slices: int, ruled: bool
+    ) -> Callable[[], None]:
+        """A pass, but for the draw behind it, which is what this gives."""
+        graphs = self.graphs
+        if graphs is None or not (size is None or size in self._chunk_sizes.sizes):
+            made = self._decode_logits(num_slices) if size is None else self._chunk_logits(size, words[0])
+            return lambda: self._sample(made, ruled, self.masks)
+        key = size or self._decode_size(num_slices)
+        name = ("masked", key, ruled)
+        if name not in graphs:
+            self._capture_masked(graphs, name, size, num_slices, ruled)
+        if size is not None:
+            self._chunk_words[size].copy_(words[0])
+        graphs.replay(("logits", key))
+        return lambda: graphs.replay(name)
 
     def _capture_masked(
         self, graphs: Graphs, name: Hashable, size: ChunkSize | None, num_slices: int, ruled: bool

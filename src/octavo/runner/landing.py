@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -98,12 +99,13 @@ class Ring:
         pinned = self.device.type == "cuda"
         return Landing(num_slices, torch.empty(num_columns, self.width, dtype=torch.int32, pin_memory=pinned))
 
-    def land(self, landing: Landing, slice_ids: Seq[int]) -> None:
-        """Send the column that has just been filled, or queued to be, on its way."""
+    def land(self, landing: Landing, slice_ids: Seq[int], *, aside: bool = True) -> None:
+        """Send the column that has just been filled, or queued to be, on its way; aside, where passes follow that need
+        not wait for it."""
         number, count = len(landing.slice_ids), len(slice_ids)
         landing.slice_ids.append(slice_ids)
         column = self.columns[self._turn * self.num_columns + number, :count]
-        with self._side:
+        with self._side if aside else nullcontext():
             landing.tokens[number, :count].copy_(column, non_blocking=True)
             self._copied[self._turn] = mark(self.device)
         landing.events.append(self._copied[self._turn])
