@@ -84,9 +84,9 @@ def measure(engine: str, model: str, batch: int) -> dict[str, Any]:
     def run(length: int) -> dict[str, float]:
         watch.total.clear()
         params = params_of(temperature=0.6, max_tokens=length, ignore_eos=True, detokenize=False)
-        begin = time.perf_counter()
+        begin, waited = time.perf_counter(), watch.waited
         llm.generate(inputs, params, use_tqdm=False)
-        return {"wall": time.perf_counter() - begin, **watch.total}
+        return {"wall": time.perf_counter() - begin, "waited": watch.waited - waited, **watch.total}
 
     run(LONG)
     found: dict[str, list[float]] = {}
@@ -118,10 +118,14 @@ def main() -> None:
         print(json.dumps(measure(args.engine, args.model, args.batch)), flush=True)
         return
     rows = [spawn("octavo", sys.executable, args), spawn("vllm", args.vllm_python, args)]
-    print(f"{'':<10}{'a position':>14}{'host':>12}{'core':>12}   batch {args.batch}, {Path(args.model).name}")
+    columns = ("wall", "waited", "host", "core")
+    print(
+        f"{'us a position':<14}"
+        + "".join(f"{c:>9}" for c in columns)
+        + f"   batch {args.batch}, {Path(args.model).name}"
+    )
     for row in rows:
-        core = f"{row['core']:>9.0f} us" if "core" in row else ""
-        print(f"{row['engine']:<10}{row['wall']:>11.0f} us{row['host']:>9.0f} us{core}")
+        print(f"{row['engine']:<14}" + "".join(f"{row[c]:>9.0f}" if c in row else "" for c in columns))
     print(f"vLLM's host takes {rows[1]['host'] / rows[0]['host']:.1f} x as long for a position")
 
 
