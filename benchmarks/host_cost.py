@@ -119,13 +119,10 @@ def main() -> None:
         return
     rows = [spawn("octavo", sys.executable, args), spawn("vllm", args.vllm_python, args)]
     columns = ("wall", "waited", "host", "core")
-    print(
-        f"{'us a position':<14}"
-        + "".join(f"{c:>9}" for c in columns)
-        + f"   batch {args.batch}, {Path(args.model).name}"
-    )
+    print(f"{Path(args.model).name}, batch {args.batch}, us a position")
+    print(" " * 10 + "".join(f"{name:>9}" for name in columns))
     for row in rows:
-        print(f"{row['engine']:<14}" + "".join(f"{row[c]:>9.0f}" if c in row else "" for c in columns))
+        print(f"{row['engine']:<10}" + "".join(f"{row[c]:>9.0f}" if c in row else "" for c in columns))
     print(f"vLLM's host takes {rows[1]['host'] / rows[0]['host']:.1f} x as long for a position")
 
 

@@ -433,6 +433,27 @@ def test_a_grammar_that_breaks_on_the_way_fails_alone(llm: LLM, monkeypatch: pyt
         assert llm.kv_stats().num_used == 0
 
 
+def test_who_is_given_up_is_told_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when a token of it came in the same turn, of which a stream would have been told."""
+    finish, calls = Constraint.finish, []
+
+    def broken(self: Constraint, matcher: Any, mask: memoryview) -> None:
+        calls.append(mask)
+        if len(calls) == 4:
+            raise ValueError("too complex")
+        finish(self, matcher, mask)
+
+    monkeypatch.setattr(Constraint, "finish", broken)
+    monkeypatch.setattr(LocalRunning, "done", True)  # tokens come with the end of their step, never before it
+    asked = params({"regex": "[ab]{9}"})
+    llm.engine.add("a", [5, 6, 7], asked, grammar=llm._prompts.grammar(asked), stream=True)
+    told: list[RequestOutput] = []
+    while llm.engine.has_work:
+        told += llm.engine.step()
+    assert [o.finished for o in told] == [False, False, True]
+    assert len(told[-1].outputs[0].token_ids) == 3 and "too complex" in str(told[-1].outputs[0].stop_reason)
+
+
 def test_a_failed_step_is_computed_again(talking: Path) -> None:
     asked = [params({"json": SCHEMA}), params({"regex": "[a-z]{20}"}, n=2), params(None)]
     beams = BeamSearchParams(beam_width=3, max_tokens=15, structured_outputs={"regex": "[a-z]{20}"})  # type: ignore[arg-type]

@@ -244,9 +244,11 @@ def test_rules_of_rows_that_the_host_samples_now_and_then(model: str, case: str)
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["eager", "graphs"])
-def test_beams(model: str, recorded: bool) -> None:
+@pytest.mark.parametrize("form", [False, True], ids=["free", "constrained"])
+def test_beams(model: str, form: bool, recorded: bool) -> None:
     """Whose tokens the host chooses, from one line of logits each."""
-    params = BeamSearchParams(beam_width=3, max_tokens=9, ignore_eos=True, length_penalty=0.5)
+    options: dict[str, Any] = {"structured_outputs": {"regex": "[a-d]+"}} if form else {}
+    params = BeamSearchParams(beam_width=3, max_tokens=9, ignore_eos=True, length_penalty=0.5, **options)
     prompts = [{"prompt_token_ids": [3 + (5 * i + j) % 90 for j in range(6 + i)]} for i in range(2)]
     found = []
     for rows in (False, True):
@@ -356,6 +358,23 @@ def executor(counting: Counting) -> Iterator[CudaExecutor]:
 
 def tokens_of(executor: CudaExecutor, plan: Plan) -> list[list[int]]:
     return [list(tokens) for tokens in executor.submit(plan).result().tokens]
+
+
+def test_candidates_are_all_that_a_step_is_for(executor: CudaExecutor) -> None:
+    """Of decode steps whose rows all leave the choice to the host, and have no rules that it would have to apply."""
+    careful = executor.runner.careful
+    plain = [RowSetup(row, SamplingParams(), 0, 0, frozenset(), 1, None, True) for row in range(3)]
+    other = [RowSetup(3, SamplingParams(logit_bias={1: 2.0}), 0, 0, frozenset(), 1, None, True)]
+    plan = StepPlan()
+    plan.row_setups = [*plain, *other]
+    careful.apply(plan)
+
+    def wanted(rows: list[int], draws: dict[int, int], masked: tuple[int, ...] = ()) -> int:
+        plan.rows, plan.draws, plan.masked = rows, draws, list(masked)
+        return careful.candidates_wanted(plan)
+
+    assert wanted([0, 2], {0: 4, 1: 6}) == 6
+    assert wanted([0, 2], {0: 4}) == wanted([0, 3], {0: 4, 1: 4}) == wanted([0], {0: 4}, masked=(0,)) == 0
 
 
 def test_a_chunk_gives_nothing_and_the_next_one_a_token(executor: CudaExecutor, counting: Counting) -> None:

@@ -124,10 +124,7 @@ def masks_of(matchers: Sequence[Matcher], threads: LLExecutor | None = None) -> 
     else:
         numbered = [(matcher.inner, i) for i, matcher in enumerate(matchers)]
         threads.unsafe_compute_mask_ptr(numbered, address, size, len(words))
-    words[:, -1] = 0  # it has the token that stands for an end
-    for i, matcher in enumerate(matchers):
-        if matcher.inner.is_stopped():  # by an error, too: then that token is all that llguidance allows
-            words[i] = 0
+    words[:, -1] = 0  # it has the token that stands for an end: all that is allowed behind one, or behind an error
     return words
 
 
