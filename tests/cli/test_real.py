@@ -203,6 +203,30 @@ def test_a_stdout_that_was_closed(model: str) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_ctrl_c_where_python_drops_it() -> None:
+    """In a weak reference's callback, as imports have them."""
+    program = """
+import os, signal, sys, time, weakref
+import octavo.cli.app
+from octavo.cli.main import main
+
+class Lock:
+    pass
+
+def call(args):
+    lock = Lock()
+    watch = weakref.ref(lock, lambda gone: os.kill(os.getpid(), signal.SIGINT))
+    del lock
+    time.sleep(60)
+
+octavo.cli.app.call = call
+sys.argv[1:] = ["models"]
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=50, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("after_s", [0.3, 0.9])
 def test_ctrl_c_while_it_loads(model: str, after_s: float, times: int) -> None:

@@ -20,11 +20,22 @@ def main() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by whoever started us: Python leaves nothing there to print to
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process
+    sys.unraisablehook = press_again
+    signal.signal(signal.SIGALRM, lambda number, frame: signal.raise_signal(signal.SIGINT))
     code = run(sys.argv[1:])
     if code == INTERRUPTED:
         # Whoever presses Ctrl-C again while threads are being joined wants it to end, not to read about threads.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(code)
+
+
+def press_again(dropped: sys.UnraisableHookArgs) -> None:
+    """Python drops a Ctrl-C that arrives inside a weak reference's callback, and imports have many of these. It comes
+    again a moment later, when that is over."""
+    if dropped.exc_type is KeyboardInterrupt:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+    else:
+        sys.__unraisablehook__(dropped)
 
 
 def run(args: Sequence[str]) -> int:
