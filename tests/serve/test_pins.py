@@ -62,7 +62,9 @@ def test_a_pin_outlives_the_engine(model: str) -> None:
                 for restarts in (1, 2):
                     os.kill(client.pid or 0, signal.SIGKILL)
                     await until(lambda: client.health().num_restarts == restarts and client._supervisor.is_up)  # noqa: B023
-                    assert await cached(client, PROMPT) == len(PREFIX)
+                    # Who comes while the pin is being computed again finds its full blocks, and not yet its tail.
+                    found = [await cached(client, PROMPT) for _ in range(3)]
+                    assert found[-1] == len(PREFIX) and found == sorted(found)
                     assert (await client.kv_stats()).num_pinned == 3
                 assert await client.unpin_prefix("system") == 3
                 assert await cached(client, PROMPT) == 0
