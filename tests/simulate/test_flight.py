@@ -439,6 +439,8 @@ def damaged(path: Path) -> Iterator[tuple[str, bytes, str]]:
     yield "cut", data[: len(data) // 2], "is no dump"
     yield "other", gzip.compress(b"\x81\x01\x02"), "is no dump"
     yield "version", gzip.compress(msgspec.msgpack.encode(raw | {"version": 99})), "its version is 99"
+    older = [[*arrival[:7], False, *arrival[7:]] for arrival in raw["arrivals"]]
+    yield "fields", gzip.compress(msgspec.msgpack.encode(raw | {"version": 3, "arrivals": older})), "its version is 3"
     flipped = [[*leg[:6], bytes(len(leg[6]))] for leg in raw["legs"]]
     yield "plans", gzip.compress(msgspec.msgpack.encode(raw | {"legs": flipped})), "was planned otherwise"
     fewer = [[*leg[:4], b"", *leg[5:]] for leg in raw["legs"]]

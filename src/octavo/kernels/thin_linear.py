@@ -31,6 +31,7 @@ from octavo.kernels.launching import overlapped, wait_for_predecessor
 from octavo.kernels.reference import Gate, Stream
 
 MOST_TOKENS = 32
+"""That there are tunings for."""
 EDGE_TOKENS = 24
 """Beyond, the library has the edge, with all the kernels around it."""
 LARGE_BYTES = 128 << 20

@@ -21,13 +21,11 @@ from octavo.runner.sampler import Draw, Sampler
 Land = Callable[[StepResult], None]
 """Takes one column of tokens: at most one more for each slice."""
 WaitForMasks = Callable[[], Masks | None]
+"""Gives what a plan's masked slices wait for; asked only once there are logits to mask."""
 
 
 def no_masks() -> None:
     """Of a plan without masked slices."""
-
-
-"""Gives what a plan's masked slices wait for; asked only once there are logits to mask."""
 
 
 MAX_PROMPT_LOGITS = 128

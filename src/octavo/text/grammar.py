@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLTokenizer, regex_to_lark
+from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
 from octavo.errors import EngineError, ParameterError
 from octavo.text import grammar_trial
@@ -36,10 +35,6 @@ START_S = 60.0
 NUM_TRIALS = 4
 """Grammars that are compiled at the same time."""
 NUM_CACHED = 256
-MOST_THREADS = 8
-"""That work masks out: one takes 30 us."""
-FEW = 4
-"""Masks that are not worth waking a thread for."""
 MAX_MESSAGE = 300
 SOURCE_LINES = re.compile(r"\n *\d+ \| ")
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
@@ -94,22 +89,7 @@ class Matcher:
         return "" if not error or error.startswith("NoExtension") else _one_line(error)
 
 
-class _Threads:
-    """That work masks out, where there are enough of these and of processors. They start when they are first needed."""
-
-    def __init__(self) -> None:
-        self.most = min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2)
-        self._inner: LLExecutor | None = None
-
-    def of(self, num_masks: int) -> LLExecutor | None:
-        if num_masks < FEW or self.most < 2:
-            return None
-        if self._inner is None:
-            self._inner = LLExecutor(self.most)
-        return self._inner
-
-
-def masks_of(matchers: Sequence[Matcher], threads: LLExecutor | None = None) -> np.ndarray:
+def masks_of(matchers: Sequence[Matcher]) -> np.ndarray:
     """The tokens that may come next, of each.
 
     [len(matchers), num_words + 1] int32: token t is bit t % 32 of word t // 32, and the last word is empty. No end
@@ -118,12 +98,8 @@ def masks_of(matchers: Sequence[Matcher], threads: LLExecutor | None = None) -> 
     """
     words = np.empty((len(matchers), matchers[0].num_words + 1), dtype=np.int32)
     size, address = words.strides[0], words.ctypes.data
-    if threads is None:
-        for i, matcher in enumerate(matchers):
-            matcher.inner.unsafe_compute_mask_ptr(address + i * size, size)
-    else:
-        numbered = [(matcher.inner, i) for i, matcher in enumerate(matchers)]
-        threads.unsafe_compute_mask_ptr(numbered, address, size, len(words))
+    for i, matcher in enumerate(matchers):
+        matcher.inner.unsafe_compute_mask_ptr(address + i * size, size)
     words[:, -1] = 0  # it has the token that stands for an end: all that is allowed behind one, or behind an error
     return words
 
@@ -131,9 +107,8 @@ def masks_of(matchers: Sequence[Matcher], threads: LLExecutor | None = None) -> 
 class Grammar:
     """A compiled grammar, for any number of sequences. Safe to use from several threads."""
 
-    def __init__(self, beginning: Matcher, threads: _Threads) -> None:
+    def __init__(self, beginning: Matcher) -> None:
         self._beginning = beginning
-        self._threads = threads
         self._lock = threading.Lock()
 
     def start(self) -> Matcher:
@@ -142,7 +117,7 @@ class Grammar:
 
     def masks(self, matchers: Sequence[Matcher]) -> np.ndarray:
         """`masks_of` these, of this grammar or others of the same compiler's."""
-        return masks_of(matchers, self._threads.of(len(matchers)))
+        return masks_of(matchers)
 
 
 class GrammarCompiler:
@@ -161,7 +136,6 @@ class GrammarCompiler:
             )
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._mask_threads = _Threads()
         self._lock = threading.Lock()
         self._futures: OrderedDict[str, Future[Grammar]] = OrderedDict()  # of late last
         self._threads = ThreadPoolExecutor(NUM_TRIALS, thread_name_prefix="octavo-grammar")
@@ -207,7 +181,7 @@ class GrammarCompiler:
             if error.startswith("NoExtension"):
                 error = "no output of this model's tokens follows it"
             raise ParameterError(f"structured_outputs: {_one_line(error)}", param="structured_outputs", code=code)
-        return Grammar(Matcher(beginning, -(-self._vocab_size // 32)), self._mask_threads)
+        return Grammar(Matcher(beginning, -(-self._vocab_size // 32)))
 
     def _prepared(self) -> tuple[LLTokenizer, Vocabulary]:
         """Made when the first grammar comes: a tenth of a second for fifty thousand tokens."""

@@ -43,7 +43,7 @@ from octavo.view.frozen import State, freeze, settings_of
 
 logger = logging.getLogger("octavo.flight")
 
-VERSION = 3
+VERSION = 4
 KEEP_S = 600.0
 LEG_S = 60.0
 """Between two copies of pool and queues."""
@@ -140,6 +140,12 @@ class Leg(msgspec.Struct, array_like=True):
     numbers: bytes
     costs: bytes
     checks: bytes
+
+
+class Versioned(msgspec.Struct):
+    """Of a dump what every version of it has."""
+
+    version: int
 
 
 class FlightFile(msgspec.Struct):

@@ -26,7 +26,7 @@ from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import Request, Sequence
 from octavo.core.scheduler import Scheduler
 from octavo.errors import TraceError
-from octavo.view.flight import NAME_BYTES, STOPS, VERSION, Arrival, FlightFile, Leg, Op, check
+from octavo.view.flight import NAME_BYTES, STOPS, VERSION, Arrival, FlightFile, Leg, Op, Versioned, check
 from octavo.view.frozen import State, bare_request, thaw
 
 MOST_BYTES = 1 << 30
@@ -115,12 +115,13 @@ class Flight:
                 data = packed.read(MOST_BYTES + 1)
             if len(data) > MOST_BYTES:
                 raise TraceError(f"{path} has over {MOST_BYTES >> 30} GiB; a dump of the flight recorder has less")
+            version = msgspec.msgpack.decode(data, type=Versioned).version
+            if version != VERSION:
+                text = f"{path} was written by another Octavo: its version is {version}, this one reads {VERSION}"
+                raise TraceError(text)
             file = msgspec.msgpack.decode(data, type=FlightFile)
         except (gzip.BadGzipFile, EOFError, msgspec.MsgspecError) as error:
             raise TraceError(f"{path} is no dump of the flight recorder: {error}") from None
-        if file.version != VERSION:
-            text = f"{path} was written by another Octavo: its version is {file.version}, this one reads {VERSION}"
-            raise TraceError(text)
         return cls(file, every=every)
 
     @property
