@@ -140,14 +140,16 @@ class _Running:
 
     @property
     def done(self) -> bool:
-        """Not while `poll` has a column to give: then it plays a device that is still at work on the rest."""
+        """Not while `poll` has a column to give: then it plays a device that is still at work on the rest. One that
+        draws behind masks has no choice."""
         most = max(self.plan.samples, default=0)
-        return not self.oracle.habits.splits or self._given + 1 >= most or bool(self.plan.draws)
+        return not (self.oracle.habits.splits or self.plan.masked) or self._given + 1 >= most
 
     def poll(self, timeout_s: float = 0.0) -> StepResult | None:
         if self.done:
             return None
-        column = [t[self._given : self._given + 1] for t in self._tokens()]
+        tokens = self._tokens()
+        column = [self._from(i, tokens)[: None if i in self.plan.draws else 1] for i in range(len(tokens))]
         self._given += 1
         return StepResult(column)
 
@@ -155,14 +157,20 @@ class _Running:
         """What it gives comes of the slots alone."""
 
     def result(self) -> StepResult:
-        rest = zip(self._tokens(), self.plan.samples, strict=True)
-        return StepResult([tokens[self._given :] if n > 0 else [] for tokens, n in rest])
+        tokens = self._tokens()
+        return StepResult([self._from(i, tokens) for i in range(len(tokens))])
+
+    def _from(self, i: int, tokens: list[list[Any]]) -> list[Any]:
+        """What is left of a slice's. All of several draws come in the first column."""
+        if not self.plan.samples[i] or (i in self.plan.draws and self._given):
+            return []
+        return tokens[i][self._given :]
 
     def _tokens(self) -> list[list[Any]]:
         if self._whole is None:
             for i in self.plan.masked:
                 seq, end = self.plan.sequences[i], self.plan.starts[i] + self.plan.counts[i]
-                known = len(seq.token_ids) == end and self.plan.samples[i] == 1
+                known = len(seq.token_ids) == end - self.plan.samples[i] + 1
                 need(known or seq.finish_reason, Invariant, "a mask of what nobody knows yet", seq)
             self._whole = self.oracle.finish(self.plan)
         return self._whole

@@ -574,17 +574,18 @@ def test_a_chunk_draws_nothing() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2])
-def test_constrained_sequences_are_a_step_ahead_and_never_a_window(width: int) -> None:
+def test_constrained_sequences_are_planned_as_others_are(width: int) -> None:
     """The pass that comes next needs their tokens, which rows have; only drawing waits for what the host makes of
     them."""
-    lab = Lab(40, window=4)
-    request = lab.add("A", [1, 2, 3], 5, width=width, constrained=True)
+    lab = Lab(40, window=2)
+    request = lab.add("A", [1, 2, 3], 6, width=width, constrained=True)
     assert lab.step().masked == [0]
     first, second = lab.plan(), lab.plan()
     every = list(range(width))
-    assert first.samples == second.samples == [1] * width and first.masked == second.masked == every
+    assert first.samples == second.samples == [2] * width and first.masked == second.masked == every
+    assert first.num_masked == 2
     assert list(first.host_tokens) == ([] if width == 1 else every) and not second.host_tokens
-    assert request.num_pending == 2 * width
+    assert request.num_pending == 4 * width
     lab.run(depth=2)
 
 

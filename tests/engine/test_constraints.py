@@ -367,6 +367,27 @@ def test_steps_are_planned_ahead_of_their_masks(llm: LLM, monkeypatch: pytest.Mo
     assert pending == [1] + [2] * 6
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_windows_of_constrained_requests(talking: Path, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One plan for several tokens, each behind a mask of its own; also beside one that is free."""
+    plans: list[StepPlan] = []
+    submit = LocalExecutor.submit
+
+    def spied(self: LocalExecutor, plan: StepPlan) -> LocalRunning:
+        plans.append(plan)
+        return submit(self, plan)
+
+    monkeypatch.setattr(LocalExecutor, "submit", spied)
+    requests = [params({"regex": "[ab]{9}"}), params({"regex": "x[yz]{3}"}, n=2), params(None, max_tokens=11)]
+    prompts = ["abc", "ab", "abcd"]
+    with open_llm(talking, async_scheduling=overlap) as llm:
+        expected = [answers(o) for o in llm.generate(prompts, requests, use_tqdm=False)]
+    plans.clear()
+    with open_llm(talking, async_scheduling=overlap, decode_window=5) as llm:
+        assert [answers(o) for o in llm.generate(prompts, requests, use_tqdm=False)] == expected
+    assert max(plan.num_masked for plan in plans) == 5 and len(plans) <= 6
+
+
 def test_who_is_aborted_needs_no_mask(llm: LLM) -> None:
     """It ends while a step with a slice of it, and one of another, waits for masks of both."""
     engine, asked = llm.engine, [params({"regex": "[ab]{9}"}, ignore_eos=True), params({"regex": "[cd]{9}"})]

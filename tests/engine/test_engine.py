@@ -6,25 +6,29 @@ import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
+from zlib import crc32
 
+import numpy as np
 import pytest
 
 from octavo.core import events as ev
 from octavo.core.kv_cache import KVCache
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.policy import Policy, PreemptionMode
-from octavo.core.request import Request
+from octavo.core.request import Request, Sequence
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.engine import step_limit
 from octavo.engine.engine import Engine
+from octavo.engine.executor import Masks
 from octavo.engine.outputs import RequestOutput, failure
 from octavo.engine.step_limit import StepLimit, pass_size
 from octavo.errors import ContextLengthError, EngineError, ParameterError, PromptError, StepError, StepMemoryError
 from tests import oracle as o
 
 MAX_MODEL_LEN = 64
+EOS = 4
 
 
 class Letters:
@@ -51,6 +55,38 @@ class Letters:
         return ""
 
 
+class Counting:
+    """A grammar, and a place in it, that allows everything; its masks say which tokens they are of."""
+
+    may_end, error = True, ""
+
+    def __init__(self, tokens: tuple[int, ...] = ()) -> None:
+        self.tokens = tokens
+
+    def start(self) -> Counting:
+        return Counting()
+
+    def fork(self) -> Counting:
+        return Counting(self.tokens)
+
+    def advance(self, token_ids: Any) -> None:
+        self.tokens += tuple(token_ids)
+
+    def masks(self, matchers: Any) -> np.ndarray:
+        return np.array([[0, *self._words(m.tokens)] for m in matchers], dtype=np.int32)
+
+    @staticmethod
+    def words(seq: Sequence) -> list[int]:
+        """Of a sequence, in the model's end's absence: where it ends nothing, grammars do not hear of it."""
+        request = seq.request
+        ignored = {EOS} - request.stop_ids
+        return Counting._words(tuple(t for t in seq.token_ids[len(request.prompt_token_ids) :] if t not in ignored))
+
+    @staticmethod
+    def _words(tokens: tuple[int, ...]) -> list[int]:
+        return [len(tokens), crc32(bytes(tokens)) >> 1]
+
+
 class FlakyOracle:
     """The oracle as an executor whose steps fail now and then, and with a step all behind it.
 
@@ -67,6 +103,7 @@ class FlakyOracle:
         self.closed = 0
 
     def submit(self, plan: StepPlan) -> _Flaky:
+        assert all(r.num_put == r.plan.num_masked for r in self.queued), "a plan behind one that waits for masks"
         running = _Flaky(self, plan, self.oracle.submit(plan))
         self.queued.append(running)
         return running
@@ -78,19 +115,37 @@ class FlakyOracle:
 class _Flaky:
     def __init__(self, executor: FlakyOracle, plan: StepPlan, running: Any) -> None:
         self.executor, self.plan, self.running = executor, plan, running
+        self.num_put, self.num_given, self.fails = 0, 0, False
 
     @property
     def done(self) -> bool:
-        return bool(self.running.done)
+        return self.fails or (self.num_put == self.plan.num_masked and bool(self.running.done))
 
     def poll(self, timeout_s: float = 0.0) -> StepResult | None:
-        result: StepResult | None = self.running.poll(timeout_s)
-        return result
+        assert self.num_given < self.num_put or self.num_given >= self.plan.num_masked, "a column without its masks"
+        self.fails = self.executor.random.random() < self.executor.failing / 4
+        if self.fails or (result := self.running.poll(timeout_s)) is None:
+            return None
+        self.num_given += 1
+        return cast("StepResult", result)
+
+    def put(self, masks: Masks | None) -> None:
+        """Of exactly who lives and has a token in the next column, each of all its tokens before that."""
+        plan, column = self.plan, self.num_put
+        assert self.executor.queued[0] is self and column < plan.num_masked
+        live = [i for i in plan.masked if plan.samples[i] > column and not plan.sequences[i].finish_reason]
+        assert (list(masks.slices) if masks is not None else []) == live
+        for line, i in enumerate(live):
+            seq = plan.sequences[i]
+            assert len(seq.token_ids) == plan.starts[i] + plan.counts[i] - plan.samples[i] + 1 + column
+            assert masks is not None and masks.words[line].tolist()[1:] == Counting.words(seq)
+        self.num_put += 1
 
     def result(self) -> StepResult:
         executor = self.executor
         assert executor.queued[0] is self, "results are asked for in order"
-        if executor.random.random() < executor.failing:
+        assert self.fails or self.num_put == self.plan.num_masked
+        if self.fails or executor.random.random() < executor.failing:
             executor.oracle.fail([r.plan for r in executor.queued])
             executor.queued.clear()
             raise StepError("planted")
@@ -127,7 +182,7 @@ class World:
             self.executor,
             vocab_size=o.VOCAB,
             max_model_len=MAX_MODEL_LEN,
-            eos_token_ids=(4,),
+            eos_token_ids=(EOS,),
             overlap=overlap,
             clock=self._tick,
         )
@@ -186,7 +241,7 @@ class World:
             return
         self.engine.add(
             name, prompt, params, priority=rng.choice([0, 0, 1]), make_detokenizer=Letters,
-            stream=rng.random() < 0.5,
+            stream=rng.random() < 0.5, grammar=Counting() if rng.random() < 0.3 else None,
         )  # fmt: skip
         request = self.scheduler.requests[name]
         self.wanted[name] = request, o.reference(request)

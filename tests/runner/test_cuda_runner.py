@@ -19,6 +19,7 @@ from octavo.errors import StepError
 from octavo.kernels import reference
 from octavo.kernels.batch import RaggedBatch
 from octavo.kernels.rows import IN_PROMPT, MAX_STOP_IDS
+from octavo.runner import runner
 from octavo.runner.careful import CarefulRunner
 from octavo.runner.chunks import ChunkSize, ChunkSizes
 from octavo.runner.cuda_executor import CudaExecutor
@@ -238,6 +239,20 @@ def test_rules_that_need_no_host(model: str, case: str, recorded: bool, monkeypa
 def test_rules_of_rows_that_the_host_samples_now_and_then(model: str, case: str) -> None:
     """While somebody in the same step asks for more, tokens are sampled and counted the other way."""
     params, options = [*ruled(), *constrained(), *demanding(), *ruled()], CASES[case]
+    _, expected = generate(model, params, rows=False, **options)
+    _, outputs = generate(model, params, rows=True, **options)
+    assert told(outputs) == told(expected)
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_rules_beside_prompts_that_take_several_passes(
+    model: str, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that one step's passes over prompts give is its first column."""
+    monkeypatch.setattr(runner, "MAX_PROMPT_LOGITS", 3)
+    asking = [SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=3, ignore_eos=True)] * 3
+    params = [*ruled()[:2], *constrained()[3:], *asking]
+    options: dict[str, Any] = {"decode_window": window, "max_num_seqs": 16, "max_num_batched_tokens": 40}
     _, expected = generate(model, params, rows=False, **options)
     _, outputs = generate(model, params, rows=True, **options)
     assert told(outputs) == told(expected)

@@ -28,10 +28,10 @@ class FakeRunner:
 
     def run(self, plan: StepPlan, land: Any, wait_for_masks: Any) -> None:
         self.ran.append(plan.step)
-        if plan.masked:
-            self.masks.append(wait_for_masks())
         columns = self.columns.get(plan.step, [[[plan.step]]])
         for i, column in enumerate(columns):
+            if i < plan.num_masked:
+                self.masks.append(wait_for_masks(i))
             if i == len(columns) - 1:
                 if plan.step in self.gate:
                     assert self.gate[plan.step].wait(20)
@@ -154,7 +154,7 @@ def test_a_masked_plan_waits_for_its_masks_and_those_behind_it_for_it(
     executor: LocalExecutor, runner: FakeRunner
 ) -> None:
     masked, behind, masks = plan_of(0), plan_of(1), Masks([0], np.zeros((1, 2), dtype=np.int32))
-    masked.masked = [0]
+    masked.masked, masked.samples = [0], [1]
     first = executor.submit(masked)
     second = executor.submit(behind)
     assert first.poll(0.1) is None and not first.done and not second.done
@@ -166,11 +166,27 @@ def test_a_masked_plan_waits_for_its_masks_and_those_behind_it_for_it(
     assert again.result().tokens == [[0]]
 
 
+def test_each_column_of_a_window_waits_for_its_masks(executor: LocalExecutor, runner: FakeRunner) -> None:
+    plan = plan_of(0)
+    plan.masked, plan.samples = [0], [3]
+    runner.columns[0] = [[[4]], [[5]], [[6]]]
+    run = executor.submit(plan)
+    each = [Masks([0], np.full((1, 2), i, dtype=np.int32)) for i in range(3)]
+    assert run.poll(0.05) is None and not run.done
+    for i, masks in enumerate(each[:2]):
+        run.put(masks)
+        column = run.poll(20)
+        assert column is not None and column.tokens == [[4 + i]] and not run.done
+        assert run.poll(0.05) is None
+    run.put(each[2])
+    assert run.result().tokens == [[6]] and runner.masks == each
+
+
 def test_closing_while_a_plan_waits_for_masks(runner: FakeRunner) -> None:
     """Whoever was to put them has died."""
     executor = LocalExecutor(runner)  # type: ignore[arg-type]
     plan = plan_of(0)
-    plan.masked = [0]
+    plan.masked, plan.samples = [0], [1]
     run = executor.submit(plan)
     begin = time.monotonic()
     executor.close()

@@ -104,8 +104,8 @@ class StepPlan:
     rows, starts, counts   the slice's row, first position and number of positions
     samples                tokens that come back: 0 for a chunk, 1, or a window's length
     draws                  slice -> tokens drawn from its last row of logits, where that is not 1
-    masked                 slices whose token is drawn from what a mask allows; it is put while the step runs, once all
-                           results before it are in
+    masked                 slices whose tokens are drawn from what a mask allows, each from one of its own; it is put
+                           while the step runs, once all tokens before are in
     host_tokens            slice -> its first tokens; absent: the row's own last token. They clear the row's done flag
     sequences              the owner at plan time: results go to it, never to the row's present owner. For the
                            scheduler alone; an executor does not look at it
@@ -160,6 +160,11 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(self.counts)
+
+    @property
+    def num_masked(self) -> int:
+        """Columns of tokens that wait for masks: the first ones."""
+        return max((self.samples[i] for i in self.masked), default=0)
 
     def slices(self) -> Iterator[Slice]:
         for i, row in enumerate(self.rows):

@@ -222,9 +222,7 @@ class Scheduler:
                 if count <= 0:  # all planned: waits for its last result
                     i += 1
                     continue
-                if request.constrained:
-                    count = 1
-                elif count > window:
+                if count > window:
                     count = window
                 if count > budget:
                     count = budget
@@ -279,7 +277,7 @@ class Scheduler:
                 if budget < self.step_limit:
                     return None
                 window = 1
-        if request.must_wait or request.constrained:
+        if request.must_wait:
             window = 1
         picks = []
         for seq in sequences:

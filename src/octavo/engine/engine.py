@@ -49,6 +49,19 @@ class BlackBox(Protocol):
         """The same of an engine that dies; never raises."""
 
 
+class _InFlight:
+    """A step that the device has not finished. `num_put`: columns of it whose masks have been put."""
+
+    __slots__ = ("num_put", "plan", "running")
+
+    def __init__(self, plan: StepPlan, running: Running) -> None:
+        self.plan, self.running, self.num_put = plan, running, 0
+
+    @property
+    def lacks_masks(self) -> bool:
+        return self.num_put < self.plan.num_masked
+
+
 class Engine:
     """Requests in, outputs out, one step at a time. Not thread-safe: one thread owns it.
 
@@ -90,7 +103,7 @@ class Engine:
         self._seeds = random.Random(seed)
         self.overlap = overlap
         self._step_limit = StepLimit(scheduler)
-        self._flight: deque[tuple[StepPlan, Running]] = deque()
+        self._flight: deque[_InFlight] = deque()
         self._states: dict[str, RequestState] = {}
         self._num_incremental = 0
         self._device_since = 0.0
@@ -303,64 +316,73 @@ class Engine:
         """As `step`, for who makes something else of the states than outputs. Those that have ended come last."""
         self._check_open()
         plan = None
-        if len(self._flight) < self._depth:
+        if len(self._flight) < self._depth and not (self._flight and self._flight[0].lacks_masks):
             plan = self.scheduler.schedule()
             if plan:
                 if not self._flight:
                     self._device_since = self._clock()
-                self._flight.append((plan, self.executor.submit(plan)))
+                self._flight.append(_InFlight(plan, self.executor.submit(plan)))
                 if len(self._flight) == 1 and (given_up := self._put_masks()):
                     return given_up
         if not self._flight or (plan and len(self._flight) < self._depth):
             return []
         self.garbage.breathe()
-        plan, running = self._flight[0]
-        try:
-            if self._num_incremental:
-                while not running.done:
-                    if (part := running.poll(POLL_S)) is not None:
-                        return self._take_in(plan, part, last=False)
-            result = running.result()
-        except StepError as error:
-            return self._failed(plan, error)
-        return self._landed(result)
+        return self._next_result()
 
     def drain(self) -> list[RequestOutput]:
         """Take in all that is in flight and plan nothing more: for leaving in the middle of something."""
         outputs: list[RequestOutput] = []
         while self._flight:
-            plan, running = self._flight[0]
-            try:
-                result = running.result()
-            except StepError as error:
-                outputs += _outputs(self._failed(plan, error))
-            else:
-                outputs += _outputs(self._landed(result))
+            outputs += _outputs(self._next_result())
         return outputs
 
-    def _landed(self, result: StepResult) -> list[RequestState]:
-        """The rest of the oldest step in flight is here; what the one behind it waits for can be worked out."""
-        plan, _ = self._flight.popleft()
-        states = self._take_in(plan, result, last=True)
+    def _next_result(self) -> list[RequestState]:
+        """Wait for more of the oldest step in flight: all that is left of it, unless somebody waits for each token."""
+        step = self._flight[0]
+        try:
+            if self._num_incremental or step.lacks_masks:
+                while not step.running.done:
+                    if (part := step.running.poll(POLL_S)) is not None:
+                        return self._taken_in(step.plan, part, last=False)
+            result = step.running.result()
+        except StepError as error:
+            return self._failed(step.plan, error)
+        self._flight.popleft()
+        return self._taken_in(step.plan, result, last=True)
+
+    def _taken_in(self, plan: StepPlan, result: StepResult, *, last: bool) -> list[RequestState]:
+        """As `_take_in`; and what waits for masks gets those that can be worked out now."""
+        states = self._take_in(plan, result, last=last)
         given_up = self._put_masks()
         return [state for state in states if state not in given_up] + given_up if given_up else states
 
     def _put_masks(self) -> list[RequestState]:
-        """Work out what may come next in the constrained outputs of the oldest step in flight, all of whose tokens are
-        known, while the device computes. Returns the requests that are given up, because their grammars cannot be
+        """Work out what may come next in the constrained outputs of the oldest step in flight, once all tokens before
+        are known, while the device computes. Returns the requests that are given up, because their grammars cannot be
         followed any further."""
-        if not self._flight or not (plan := self._flight[0][0]).masked:
+        if not self._flight or not self._flight[0].lacks_masks:
             return []
-        wanted = []
+        step, wanted = self._flight[0], []
+        plan, column = step.plan, step.num_put
+        left = plan.outstanding or plan.samples
         for i in plan.masked:
             state = self._state_of(plan.sequences[i])
-            if state is not None and state.constraint is not None and not plan.sequences[i].finish_reason:
-                wanted.append(Wanted(i, plan.sequences[i], state.constraint))
+            if (
+                state is None
+                or state.constraint is None
+                or plan.sequences[i].finish_reason
+                or plan.samples[i] <= column
+            ):
+                continue
+            if plan.samples[i] - left[i] < column:  # the first column may come in several parts
+                return []
+            wanted.append(Wanted(i, plan.sequences[i], state.constraint))
+        step.num_put += 1
         masks: Masks | None = None
         try:
             masks, errors = work_out(wanted)
         finally:
-            self._flight[0][1].put(masks)  # whatever happens: the device waits for them
+            step.running.put(masks)  # whatever happens: the device waits for them
         given_up: dict[str, RequestState] = {}
         for i, error in errors.items():
             request_id = plan.sequences[i].request.request_id

@@ -17,6 +17,7 @@ from octavo.core.plan import StepPlan, StepResult
 from octavo.engine.executor import Masks
 from octavo.kernels.batch import RaggedBatch, SamplingTensors
 from octavo.kernels.rows import RowState
+from octavo.runner.executor import append
 from octavo.runner.replay import Model
 from octavo.runner.rules import is_for_device
 from octavo.runner.runner import ModelRunner
@@ -169,29 +170,32 @@ class CarefulRunner(ModelRunner):
         return DrawnColumn(column, made.rows[on_device[0]], on_device[1], made.sampling.position[on_device[0]])
 
     def went_on(self, plan: StepPlan, columns: list[StepResult]) -> tuple[Tensor, Tensor, Tensor]:
-        """(rows, tokens' positions, tokens) of all that `columns` gave and rows go on with, [num] int64."""
+        """(rows, tokens' positions, tokens) of all that the last of these gave and rows go on with, [num] int64."""
+        column = columns[-1]
         noted: list[tuple[int, int, int]] = []
-        for number, column in enumerate(columns):
-            for i, tokens in enumerate(column.tokens):
-                if tokens and i not in plan.draws and i not in column.errors:
-                    position = plan.starts[i] + plan.counts[i] - plan.samples[i] + number + 1
-                    noted.append((plan.rows[i], position, tokens[0]))
+        for i, tokens in enumerate(column.tokens):
+            if tokens and i not in plan.draws and i not in column.errors:
+                position = plan.starts[i] + plan.counts[i] - plan.samples[i] + len(columns)
+                noted.append((plan.rows[i], position, tokens[0]))
         # Transposed here: kernels take each of the three for contiguous.
         table = torch.tensor(noted, dtype=torch.int64).reshape(-1, 3).T.contiguous()
         rows, positions, told = to_device(table, self._state.done.device)
         return rows, positions, told
 
     @torch.inference_mode()
-    def columns(self, plan: StepPlan, masks: Masks | None) -> list[StepResult]:
-        """Of a step that tells of prompts: all of it, column by column. The rows are read before and written after."""
+    def column(self, plan: StepPlan, number: int, masks: Masks | None) -> StepResult:
+        """Of a step that tells of prompts. The rows are read before and written after."""
         state, rows = self._state, self.rows
         rows.block_tables = state.block_tables[:-1].cpu()
         rows.last_token = state.last_token[:-1].tolist()
         rows.done, self.is_behind = state.done[:-1].tolist(), False
         landed: list[StepResult] = []
-        self._first_pass(plan, landed.append, lambda: masks)
-        for column in range(1, max(plan.samples)):
-            self._window_pass(plan, column, landed.append)
+        if number:
+            self._window_pass(plan, number, landed.append, lambda _: masks)
+        else:
+            self._first_pass(plan, landed.append, lambda _: masks)
+        for more in landed[1:]:  # the logits of long prompts take several passes
+            append(landed[0], more)
         state.last_token[:-1] = torch.tensor(rows.last_token, device=state.last_token.device)
         state.done[:-1] = torch.tensor(rows.done, device=state.done.device)
-        return landed
+        return landed[0]

@@ -16,7 +16,8 @@ NAP_S = 5e-5
 
 
 class CudaRunning:
-    """A plan on the device, or what kept it from getting there; one with masked slices waits on the host for its masks.
+    """A plan on the device, or what kept it from getting there; one with masked slices waits on the host for the masks
+    of each column.
 
     The next plan is submitted after they were put, so the order stays.
     """
@@ -26,6 +27,7 @@ class CudaRunning:
         self._landing: Landing | None = None
         self._error: Exception | None = None
         self._num_read = 0
+        self._num_waits = max(1, plan.num_masked)
         try:
             self._finish = executor.launch(plan)
         except Exception as error:
@@ -34,6 +36,7 @@ class CudaRunning:
             self.put(None)
 
     def put(self, masks: Masks | None) -> None:
+        self._num_waits -= 1
         if self._error is None:
             try:
                 self._landing = self._executor.finish(self._finish, masks)
@@ -42,22 +45,24 @@ class CudaRunning:
 
     @property
     def done(self) -> bool:
-        if self._landing is None:
+        if self._landing is None or self._error is not None:
             return self._error is not None
-        return self._landing.num_landed == len(self._landing.events)
+        return not self._num_waits and self._landing.num_landed == len(self._landing.events)
 
     def poll(self, timeout_s: float = 0.0) -> StepResult | None:
-        if self._landing is None:
+        if self._landing is None or self._error is not None:
             return None
         until = time.perf_counter() + timeout_s
         try:
+            if self._num_waits:  # the device, in its turn, waits for what comes of this column: no naps
+                self._landing.events[-1].synchronize()
             while (landed := self._landing.num_landed) == self._num_read:
                 if time.perf_counter() >= until:
                     return None
                 time.sleep(NAP_S)
         except RuntimeError:  # `result` will say it
             return None
-        if landed == len(self._landing.events):
+        if landed == len(self._landing.events) and not self._num_waits:
             return None
         first, self._num_read = self._num_read, landed
         return self._landing.read(first, landed)

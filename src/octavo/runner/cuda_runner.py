@@ -44,7 +44,6 @@ from octavo.runner.masks import MaskSpace
 from octavo.runner.memory import time_moves
 from octavo.runner.replay import Model
 from octavo.runner.rules import DeviceRules
-from octavo.runner.sampler import Draw
 from octavo.runner.swap import Swapper
 
 Finish = Callable[[Masks | None], Landing]
@@ -121,8 +120,8 @@ class CudaRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Finish:
-        """Queue what the plan says, in stream order. What is left to do once its masks are there, if it waits for any,
-        is called with them, before the next plan; what it all gives lands later."""
+        """Queue what the plan says, in stream order. What is left to do is called with the masks of each column that
+        waits for some, once with None where none does, before the next plan; what it all gives lands later."""
         num_columns = max(plan.samples, default=0)
         assert num_columns <= self.ring.num_columns, (num_columns, self.ring.num_columns)
         rows, starts, counts, samples = (_words(x) for x in (plan.rows, plan.starts, plan.counts, plan.samples))
@@ -192,18 +191,23 @@ class CudaRunner:
         again: Seq[int],
         ruled: bool,
     ) -> Finish:
-        """The first pass; what follows it is queued once the masks are there, and nobody waits for the device."""
+        """A pass; the draw behind it, and the next pass, are queued once its masks are there. Nobody waits for the
+        device."""
+        num_columns, num_masked = max(plan.samples), plan.num_masked
+        landing = self.ring.landing(len(plan.rows), num_columns)
         slices: Seq[int] = again if chunks is None else chunks.draw_slices
         draw = self._launch_logits(size, words, len(again), ruled)
 
         @torch.inference_mode()
         def finish(masks: Masks | None) -> Landing:
-            num_columns = max(plan.samples)
-            landing = self.ring.landing(len(plan.rows), num_columns)
+            nonlocal draw, slices
             self.masks.fill(masks, slices)
             draw()
-            self.ring.land(landing, slices, aside=num_columns > 1)
-            self._run_window(landing, again, num_columns - 1, ruled)
+            self.ring.land(landing, slices, aside=False)  # the host waits for this one
+            if len(landing.events) < num_masked:
+                draw, slices = self._launch_logits(None, (), len(again), ruled), again
+            else:
+                self._run_window(landing, again, num_columns - len(landing.events), ruled)
             return landing
 
         return finish
@@ -229,7 +233,7 @@ class CudaRunner:
         self, graphs: Graphs, name: Hashable, size: ChunkSize | None, num_slices: int, ruled: bool
     ) -> None:
         """The draw behind such a pass, by itself: when it is captured, a pass has been that had nothing to do."""
-        self.masks.fill(None, ())
+        self.masks.which.fill_(-1)
         if size is not None:
             self._chunk_logits(size, self._words_of(size))
             step = ChunkStep(*split(self._chunk_words[size], size))
@@ -245,47 +249,44 @@ class CudaRunner:
     def _launch_carefully(
         self, plan: StepPlan, chunks: Chunks | None, size: ChunkSize | None, words: Seq[Tensor], again: Seq[int]
     ) -> Finish:
-        """The first pass, and what the host does after it."""
-        careful = self.careful
+        """The first pass, and what the host does after each."""
+        careful, columns, num_columns = self.careful, list[StepResult](), max(plan.samples, default=0)
         if careful.tells_prompts(plan):
-            return lambda masks: self._tell_prompts(plan, masks)
-        if chunks is None and 0 < (num := careful.candidates_wanted(plan)) <= MOST_CANDIDATES:
+
+            def work(masks: Masks | None) -> None:
+                columns.append(careful.column(plan, len(columns), masks))
+                self.rules.note(*careful.went_on(plan, columns))
+
+        elif chunks is None and 0 < (num := careful.candidates_wanted(plan)) <= MOST_CANDIDATES:
             best = self._best_tokens(len(again), num)
             return lambda masks: Landing.of(len(plan.rows), [careful.candidates(plan, best)])
-        careful.read_done()
-        made: Logits | None = None
-        slices = again
-        if chunks is not None and size is not None:
-            slices = list(dict.fromkeys(chunks.draw_slices))
-            made = self._chunk_logits(size, words[0])
-        elif plan.rows:
-            made = self._decode_logits(len(again))
+        else:
+            careful.read_done()
+            made, slices = None, again
+            if chunks is not None and size is not None:
+                slices = list(dict.fromkeys(chunks.draw_slices))
+                made = self._chunk_logits(size, words[0])
+            elif plan.rows:
+                made = self._decode_logits(len(again))
+
+            def work(masks: Masks | None) -> None:
+                nonlocal made, slices
+                if made is not None:
+                    drawn = careful.draw(plan, made, careful.draws(plan, slices, len(columns)), masks)
+                    self.rules.note(drawn.rows, drawn.positions, drawn.tokens)
+                    self.ops.settle(self.state, drawn.rows, drawn.tokens, self.ring.columns, self.inbox.clock)
+                    columns.append(drawn.column)
+                if len(columns) < num_columns:
+                    made, slices = self._decode_logits(len(again)), again
 
         @torch.inference_mode()
         def finish(masks: Masks | None) -> Landing:
-            columns: list[StepResult] = []
-            if made is not None:
-                self._draw(plan, made, careful.draws(plan, slices, 0), masks, columns)
-            for column in range(1, max(plan.samples, default=0)):
-                wanted = careful.draws(plan, again, column)
-                self._draw(plan, self._decode_logits(len(again)), wanted, None, columns)
+            work(masks)
+            while plan.num_masked <= len(columns) < num_columns:
+                work(None)
             return Landing.of(len(plan.rows), columns)
 
         return finish
-
-    @torch.inference_mode()
-    def _tell_prompts(self, plan: StepPlan, masks: Masks | None) -> Landing:
-        columns = self.careful.columns(plan, masks)
-        self.rules.note(*self.careful.went_on(plan, columns))
-        return Landing.of(len(plan.rows), columns)
-
-    def _draw(
-        self, plan: StepPlan, made: Logits, wanted: list[Draw | None], masks: Masks | None, columns: list[StepResult]
-    ) -> None:
-        drawn = self.careful.draw(plan, made, wanted, masks)
-        self.rules.note(drawn.rows, drawn.positions, drawn.tokens)
-        self.ops.settle(self.state, drawn.rows, drawn.tokens, self.ring.columns, self.inbox.clock)
-        columns.append(drawn.column)
 
     def measure_move(self) -> float:
         """See `memory.time_moves`; before anything is computed."""

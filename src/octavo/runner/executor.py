@@ -32,8 +32,7 @@ class LocalRunning:
         self._columns: deque[StepResult] = deque()
         self._error: BaseException | None = None
         self._done = False
-        self._masks: Masks | None = None
-        self._has_masks = False
+        self._masks: list[Masks | None] = []  # column by column
 
     @property
     def done(self) -> bool:
@@ -57,17 +56,17 @@ class LocalRunning:
 
     def put(self, masks: Masks | None) -> None:
         with self._landed:
-            self._masks, self._has_masks = masks, True
+            self._masks.append(masks)
             self._landed.notify_all()
 
-    def wait_for_masks(self) -> Masks | None:
+    def wait_for_masks(self, column: int) -> Masks | None:
         """On the executor's thread."""
         with self._landed:
-            while not self._has_masks:
+            while len(self._masks) <= column:
                 if self._executor.closed:
                     raise StepError("the executor was closed before the step had all it waits for")
                 self._landed.wait(WAIT_S)
-            return self._masks
+            return self._masks[column]
 
     def _gather(self) -> StepResult | None:
         """All columns that have landed, as one."""

@@ -29,7 +29,7 @@ class Landing:
         self.tokens = tokens
         self.slice_ids: list[Seq[int]] = []
         self.events: list[Event] = []
-        self.results: list[StepResult] | None = None  # of a plan whose tokens came another way, and are here
+        self.results: list[StepResult] = []  # of a plan whose tokens came another way, and are here
 
     @classmethod
     def of(cls, num_slices: int, results: list[StepResult]) -> Landing:
@@ -49,23 +49,19 @@ class Landing:
 
     def read(self, first: int, last: int) -> StepResult:
         """Columns [first, last), which have landed."""
-        columns = self.slice_ids[first:last]
-        if not columns:
-            return StepResult([[] for _ in range(self.num_slices)])
-        if self.results is not None:
+        if self.results:
             whole = self.results[first]
             for column in self.results[first + 1 : last]:
                 append(whole, column)
             return whole
-        every = range(self.num_slices)
+        every, columns, table = range(self.num_slices), self.slice_ids[first:last], self.tokens.numpy()[first:last]
         if all(slice_ids == every for slice_ids in columns):
-            table = self.tokens[first:last, : self.num_slices].T
-            tokens = table.tolist()
-            if not bool((table < 0).any()):
+            tokens = table[:, : self.num_slices].T.tolist()
+            if table[:, : self.num_slices].min(initial=0) >= 0:
                 return StepResult(tokens)
         else:
             tokens = [[] for _ in every]
-            for slice_ids, column in zip(columns, self.tokens[first:last], strict=True):
+            for slice_ids, column in zip(columns, table, strict=True):
                 for i, token in zip(slice_ids, column[: len(slice_ids)].tolist(), strict=True):
                     tokens[i].append(token)
         errors = {i: NO_ALLOWED_TOKEN for i, told in enumerate(tokens) if NO_TOKEN_LEFT in told}

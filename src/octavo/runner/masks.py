@@ -24,15 +24,15 @@ class MaskSpace:
         self._all = torch.empty(self._head + num_lines * num_words, dtype=torch.int32, device=device)
         self.which = self._all[:num_lines]
         self.words = self._all[self._head :].view(num_lines, num_words)
+        self._staging = torch.empty_like(self._all, device="cpu", pin_memory=device.type == "cuda")
 
     def fill(self, masks: Masks | None, slices: Seq[int]) -> None:
-        """Queue a copy of the masks of draws for these slices. Nothing here waits."""
-        num_masks, num_words = 0 if masks is None else len(masks.slices), self.words.shape[1]
-        pinned = self._all.device.type == "cuda"
-        staging = torch.empty(self._head + num_masks * num_words, dtype=torch.int32, pin_memory=pinned)
-        numbers = staging.numpy()
-        numbers[: self._head] = -1
+        """Queue a copy of the masks of draws for these slices. Nothing here waits: who has made them knows the tokens
+        that were drawn behind the last ones, so those have been copied."""
+        numbers, end, num_words = self._staging.numpy(), self._head, self.words.shape[1]
+        numbers[:end] = -1
         if masks is not None:
             numbers[: len(slices)] = which_of(masks, slices)
-            np.copyto(numbers[self._head :].reshape(num_masks, num_words), masks.words[:, :num_words])
-        self._all[: len(staging)].copy_(staging, non_blocking=True)
+            end += len(masks.slices) * num_words
+            np.copyto(numbers[self._head : end].reshape(-1, num_words), masks.words[:, :num_words])
+        self._all[:end].copy_(self._staging[:end], non_blocking=True)

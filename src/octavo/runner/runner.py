@@ -20,11 +20,11 @@ from octavo.runner.sampler import Draw, Sampler
 
 Land = Callable[[StepResult], None]
 """Takes one column of tokens: at most one more for each slice."""
-WaitForMasks = Callable[[], Masks | None]
-"""Gives what a plan's masked slices wait for; asked only once there are logits to mask."""
+WaitForMasks = Callable[[int], Masks | None]
+"""Gives what a plan's masked slices wait for in a column; asked only once there are logits to mask."""
 
 
-def no_masks() -> None:
+def no_masks(column: int) -> None:
     """Of a plan without masked slices."""
 
 
@@ -83,7 +83,7 @@ class ModelRunner:
         if plan.rows:
             self._first_pass(plan, land, wait_for_masks)
             for column in range(1, max(plan.samples)):
-                self._window_pass(plan, column, land)
+                self._window_pass(plan, column, land, wait_for_masks)
 
     def measure_move(self) -> float:
         """See `memory.time_moves`; before anything is computed."""
@@ -116,19 +116,19 @@ class ModelRunner:
             wanted = 0 if known is None else self.sampler.prompt_logits_wanted(row, start, count)
             parts.append(Part(i, row, start, token_ids, wanted))
         now, later = _split(parts)
-        self._pass(plan, now, land, wait_for_masks)
+        self._pass(plan, now, 0, land, wait_for_masks)
         while later:
             now, later = _split(later)
-            self._pass(plan, now, land, wait_for_masks)
+            self._pass(plan, now, 0, land, wait_for_masks)
 
-    def _window_pass(self, plan: StepPlan, column: int, land: Land) -> None:
+    def _window_pass(self, plan: StepPlan, column: int, land: Land, wait_for_masks: WaitForMasks) -> None:
         """One more position of the slices whose window goes on, fed with what they have just sampled."""
         parts: list[Part] = []
         for i, row in enumerate(plan.rows):
             if plan.samples[i] > column and not self.rows.done[row]:
                 position = plan.starts[i] + plan.counts[i] - plan.samples[i] + column
                 parts.append(Part(i, row, position, [self.rows.last_token[row]]))
-        self._pass(plan, parts, land)
+        self._pass(plan, parts, column, land, wait_for_masks)
 
     def _draws(self, plan: StepPlan, part: Part) -> list[Draw]:
         """What is sampled after the last token of a part."""
@@ -149,7 +149,7 @@ class ModelRunner:
         assert setup is not None
         return setup
 
-    def _pass(self, plan: StepPlan, parts: list[Part], land: Land, wait_for_masks: WaitForMasks = no_masks) -> None:
+    def _pass(self, plan: StepPlan, parts: list[Part], column: int, land: Land, wait_for_masks: WaitForMasks) -> None:
         """Compute these parts, and sample for the slices that are complete with them."""
         tokens: list[list[Any]] = [[] for _ in plan.rows]
         result = StepResult(tokens)
@@ -176,7 +176,7 @@ class ModelRunner:
                 if len(draws) > len(sampled):
                     place = {i: at for at, i in enumerate(sampled)}
                     logits = logits[[place[d.slice_index] for d in draws]]
-                masks = wait_for_masks() if not set(plan.masked).isdisjoint(sampled) else None
+                masks = wait_for_masks(column) if not set(plan.masked).isdisjoint(sampled) else None
                 self._sample(logits, draws, masks, tokens, result)
         land(result)
 
