@@ -366,17 +366,13 @@ class Engine:
         plan, column = step.plan, step.num_put
         left = plan.outstanding or plan.samples
         for i in plan.masked:
-            state = self._state_of(plan.sequences[i])
-            if (
-                state is None
-                or state.constraint is None
-                or plan.sequences[i].finish_reason
-                or plan.samples[i] <= column
-            ):
+            seq = plan.sequences[i]
+            state = self._state_of(seq)
+            if plan.samples[i] <= column or seq.finish_reason or state is None or state.constraint is None:
                 continue
             if plan.samples[i] - left[i] < column:  # the first column may come in several parts
                 return []
-            wanted.append(Wanted(i, plan.sequences[i], state.constraint))
+            wanted.append(Wanted(i, seq, state.constraint))
         step.num_put += 1
         masks: Masks | None = None
         try:
