@@ -178,7 +178,8 @@ class Subscriber:
     def __init__(self, endpoint: str, topic: str = "", replay: str = "") -> None:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.SUB)
-        self.socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
+        self.topic = topic.encode()
+        self.socket.setsockopt(zmq.SUBSCRIBE, self.topic)
         self.socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self.socket.connect(endpoint)
         self.replay = self.context.socket(zmq.DEALER)
@@ -211,10 +212,10 @@ class Subscriber:
         """Take in what a replay has of what was missed; how many messages that are."""
         self.replay.send_multipart((b"", (self.last + 1).to_bytes(8, "big")))
         begin = self.last
-        while (frames := self.read(self.replay))[1] != END:
-            assert frames[0] == b""
-            self.take(*frames[1:])
-        assert frames == [b"", END, b""]
+        while (frames := self.read(self.replay))[2] != END:
+            assert frames[0] == b"" and frames[1].startswith(self.topic)
+            self.take(*frames[2:])
+        assert frames == [b"", b"", END, b""]
         return self.last - begin
 
 

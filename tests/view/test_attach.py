@@ -333,7 +333,8 @@ def test_a_replay_that_is_not_answered_is_not_waited_for(monkeypatch: pytest.Mon
     attached.close()
 
 
-def test_a_replay_that_reaches_less_far_back_loses_the_rest() -> None:
+@pytest.mark.parametrize("topic", [[], [b"kv-events"], [b""]], ids=["no topic", "topic", "empty topic"])
+def test_a_replay_that_reaches_less_far_back_loses_the_rest(topic: list[bytes]) -> None:
     """A publisher of vLLM's that keeps four messages; what is told twice counts once, and what is no message not."""
     context = zmq.Context()
     publisher, router = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
@@ -347,8 +348,8 @@ def test_a_replay_that_reaches_less_far_back_loses_the_rest() -> None:
         assert empty == b""
         router.send_multipart([asker, b"", b"short"])
         for number in kept:
-            router.send_multipart([asker, b"", *message(number, [stored([number])])[1:]])
-        router.send_multipart([asker, b"", b"\xff" * 8, b""])
+            router.send_multipart([asker, b"", *topic, *message(number, [stored([number])])[1:]])
+        router.send_multipart([asker, b"", *[b""] * len(topic), b"\xff" * 8, b""])
         return int.from_bytes(start, "big")
 
     try:

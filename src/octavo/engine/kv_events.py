@@ -255,5 +255,5 @@ class KVEvents:
             asker, _, start = frames
             for sequence, payload in self._last:
                 if sequence >= start:
-                    self._replay.send_multipart((asker, b"", sequence, payload))
-            self._replay.send_multipart((asker, b"", END, b""))
+                    self._replay.send_multipart((asker, b"", self._topic, sequence, payload))
+            self._replay.send_multipart((asker, b"", b"", END, b""))

@@ -13,6 +13,8 @@ keeps, and for those that a gap in the numbers shows to be missing; until they a
 
     SUB     12  13      17  18 ...           17 is held, and 18 not received
     DEALER         14 15 16 17 18 end        17 is known by then: held back no longer, and left out
+
+A replay's messages have a topic, too (vLLM 0.26), or none (before that, and SGLang).
 """
 
 from __future__ import annotations
@@ -226,8 +228,8 @@ class Attached:
             try:
                 parts = self._asked.recv_multipart(zmq.NOBLOCK)
                 self._silent_at = time.monotonic() + REPLAY_S
-                if END not in parts[:2]:
-                    return parts, True
+                if parts[-2:-1] != [END]:
+                    return [b"", *parts[-2:]], True
             except zmq.Again:
                 if time.monotonic() < self._silent_at:
                     raise
