@@ -450,6 +450,12 @@ def test_two_plans_have_halves_of_the_ring_of_their_own(executor: CudaExecutor) 
     assert [ring.begin() for _ in range(4)] == [4, 0, 4, 0] and ring.columns.shape[0] == 8
 
 
+def test_what_nobody_has_read_yet_outlives_its_half_of_the_ring(executor: CudaExecutor) -> None:
+    running = [executor.submit(Plan().give(0, (1, 2)).slice(0, 0, 1, 1, [3]))]
+    running += [executor.submit(Plan().slice(0, 1 + i, 1, 1)) for i in range(4)]
+    assert [run.result().tokens for run in running] == [[[4 + i]] for i in range(5)]
+
+
 def test_a_row_that_ended_on_the_way_round_is_done_on_the_device_too(executor: CudaExecutor) -> None:
     plan = Plan().give(0, (1, 2), stops=(4,), logit_bias={9: -1.0}).slice(0, 0, 1, 1, [3])
     assert tokens_of(executor, plan) == [[4]]

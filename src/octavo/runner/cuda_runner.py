@@ -1,7 +1,7 @@
 """Runs plans on a GPU, which keeps the rows itself: the host queues work and reads tokens, and neither waits.
 
-A plan costs one copy to the device (what has changed), and a launch or a few a pass; the tokens of each pass come back
-on another stream. A step that only decodes is one CUDA graph, a window of n positions the same graph n times.
+A plan costs one copy to the device (what has changed), and a launch or a few a pass; the device writes the tokens of
+each pass where the host reads them. A step that only decodes is one CUDA graph, a window of n positions the same graph n times.
 
 It runs on a CPU, too, without streams and graphs: that is how its logic is tested where there is no GPU.
 """
@@ -160,7 +160,7 @@ class CudaRunner:
         self.careful.is_behind = True
         if plan.masked:
             return self._launch_masked(plan, chunks, size, received[8:], again, ruled)
-        landing = self.ring.landing(len(plan.rows), num_columns)
+        landing = self.ring.landing(len(plan.rows))
         if chunks is not None and size is not None:
             self._run_chunks(size, received[8], ruled)
             if chunks.draw_slices:
@@ -194,7 +194,7 @@ class CudaRunner:
         """A pass; the draw behind it, and the next pass, are queued once its masks are there. Nobody waits for the
         device."""
         num_columns, num_masked = max(plan.samples), plan.num_masked
-        landing = self.ring.landing(len(plan.rows), num_columns)
+        landing = self.ring.landing(len(plan.rows))
         slices: Seq[int] = again if chunks is None else chunks.draw_slices
         draw = self._launch_logits(size, words, len(again), ruled)
 
@@ -203,7 +203,7 @@ class CudaRunner:
             nonlocal draw, slices
             self.masks.fill(masks, slices)
             draw()
-            self.ring.land(landing, slices, aside=False)  # the host waits for this one
+            self.ring.land(landing, slices)
             if len(landing.events) < num_masked:
                 draw, slices = self._launch_logits(None, (), len(again), ruled), again
             else:

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence as Seq
-from contextlib import nullcontext
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from octavo.core.plan import StepResult
 from octavo.kernels.rows import NO_TOKEN_LEFT
 from octavo.kernels.rows import NOT_FINITE as NOT_FINITE_MARK
 from octavo.runner.executor import append
 from octavo.runner.sampler import NO_ALLOWED_TOKEN, NOT_FINITE
-from octavo.runner.streams import Event, SideStream, mark
+from octavo.runner.streams import Event, mark
 
 
 class Landing:
     """What comes back of one plan.
 
-    tokens      [num_columns, width] int32 on the host, pinned: filled column by column, see `octavo.kernels.rows`
+    tokens      [num_columns, width] int32, of a ring: filled column by column, see `octavo.kernels.rows`
     slice_ids   column -> the slice that each of its entries is of
     events      column -> tells when it has landed; at least one, which tells when the plan is done
     """
 
-    def __init__(self, num_slices: int, tokens: Tensor) -> None:
+    def __init__(self, num_slices: int, tokens: np.ndarray) -> None:
         self.num_slices = num_slices
         self.tokens = tokens
         self.slice_ids: list[Seq[int]] = []
@@ -34,7 +34,7 @@ class Landing:
     @classmethod
     def of(cls, num_slices: int, results: list[StepResult]) -> Landing:
         """Of what is on the host already: one result a column."""
-        landing = cls(num_slices, torch.empty(0, 0, dtype=torch.int32))
+        landing = cls(num_slices, np.empty((0, 0), dtype=np.int32))
         landing.results = results
         landing.slice_ids = [()] * len(results)
         landing.events = [mark(torch.device("cpu"))] * max(1, len(results))
@@ -47,6 +47,12 @@ class Landing:
             count -= 1
         return count
 
+    def leave(self) -> None:
+        """Another plan takes its place in the ring."""
+        for event in self.events[-1:]:
+            event.synchronize()
+        self.tokens = self.tokens.copy()
+
     def read(self, first: int, last: int) -> StepResult:
         """Columns [first, last), which have landed."""
         if self.results:
@@ -54,7 +60,7 @@ class Landing:
             for column in self.results[first + 1 : last]:
                 append(whole, column)
             return whole
-        every, columns, table = range(self.num_slices), self.slice_ids[first:last], self.tokens.numpy()[first:last]
+        every, columns, table = range(self.num_slices), self.slice_ids[first:last], self.tokens[first:last]
         if all(slice_ids == every for slice_ids in columns):
             tokens = table[:, : self.num_slices].T.tolist()
             if table[:, : self.num_slices].min(initial=0) >= 0:
@@ -70,41 +76,38 @@ class Landing:
 
 
 class Ring:
-    """Columns of tokens on the device, and their way to the host on a stream of their own.
+    """Columns of tokens, on the host: the device writes them there by itself.
 
-    columns   [2 * num_columns, width] int32. Two plans share it by turns: while one fills its half, the other's half is
-              still being copied. A third waits for the first's copies
+    columns   [2 * num_columns, width] int32, pinned. Two plans share it by turns: while one fills its half, the other's
+              is read. Should somebody still mean to read a half when a third plan comes for it, it waits for that
     """
 
     def __init__(self, num_columns: int, width: int, device: torch.device) -> None:
         self.device = device
         self.num_columns = num_columns
-        self.width = width
-        self.columns = torch.zeros(2 * num_columns, width, dtype=torch.int32, device=device)
-        self._side = SideStream(device)
+        self.columns = torch.zeros(2 * num_columns, width, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._turn = 0
-        self._copied = [mark(device), mark(device)]  # of each half, the last
+        self._landings: list[weakref.ref[Landing] | None] = [None, None]
 
     def begin(self) -> int:
         """The next half's first column."""
         self._turn ^= 1
-        self._copied[self._turn].wait()
+        last = self._landings[self._turn]
+        if last is not None and (landing := last()) is not None:
+            landing.leave()
         return self._turn * self.num_columns
 
-    def landing(self, num_slices: int, num_columns: int) -> Landing:
-        pinned = self.device.type == "cuda"
-        return Landing(num_slices, torch.empty(num_columns, self.width, dtype=torch.int32, pin_memory=pinned))
+    def landing(self, num_slices: int) -> Landing:
+        """Of the plan whose half it is."""
+        first = self._turn * self.num_columns
+        landing = Landing(num_slices, self.columns.numpy()[first : first + self.num_columns])
+        self._landings[self._turn] = weakref.ref(landing)
+        return landing
 
-    def land(self, landing: Landing, slice_ids: Seq[int], *, aside: bool = True) -> None:
-        """Send the column that has just been filled, or queued to be, on its way; aside, where passes follow that need
-        not wait for it."""
-        number, count = len(landing.slice_ids), len(slice_ids)
+    def land(self, landing: Landing, slice_ids: Seq[int]) -> None:
+        """The next column has been filled, or what fills it is queued."""
         landing.slice_ids.append(slice_ids)
-        column = self.columns[self._turn * self.num_columns + number, :count]
-        with self._side if aside else nullcontext():
-            landing.tokens[number, :count].copy_(column, non_blocking=True)
-            self._copied[self._turn] = mark(self.device)
-        landing.events.append(self._copied[self._turn])
+        landing.events.append(mark(self.device))
 
     def end(self, landing: Landing) -> None:
         """Nothing more comes. A plan without tokens is done, too, when its work is."""

@@ -74,8 +74,8 @@ class Matcher:
     def fork(self) -> Matcher:
         return Matcher(self.inner.deep_copy(), self.num_words)
 
-    def advance(self, token_ids: Sequence[int]) -> None:
-        self.inner.consume_tokens(list(token_ids))
+    def advance(self, token_ids: list[int]) -> None:
+        self.inner.consume_tokens(token_ids)
 
     @property
     def may_end(self) -> bool:
