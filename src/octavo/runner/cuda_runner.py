@@ -1,7 +1,8 @@
 """Runs plans on a GPU, which keeps the rows itself: the host queues work and reads tokens, and neither waits.
 
 A plan costs one copy to the device (what has changed), and a launch or a few a pass; the device writes the tokens of
-each pass where the host reads them. A step that only decodes is one CUDA graph, a window of n positions the same graph n times.
+each pass where the host reads them. A step that only decodes is one CUDA graph, a window of n positions the same graph
+n times.
 
 It runs on a CPU, too, without streams and graphs: that is how its logic is tested where there is no GPU.
 """
