@@ -128,7 +128,7 @@ def test_what_the_step_had_made_is_let_go(monkeypatch: pytest.MonkeyPatch) -> No
     assert told_of.value.code == "out_of_memory" and let_go == [True]
     with pytest.raises(StepError, match="a step before it failed") as other:
         behind.result()
-    assert not isinstance(other.value, StepMemoryError) and let_go == [True]
+    assert not isinstance(other.value, StepMemoryError) and len(let_go) == 2
     assert executor.submit(Plan().give(0, (1, 2)).slice(0, 0, 2, 1, [3, 4])).result().tokens == [[5]]
 
 

@@ -6,7 +6,7 @@ import time
 
 from octavo.core.plan import StepPlan, StepResult
 from octavo.engine.executor import Masks
-from octavo.errors import StepError, StepMemoryError
+from octavo.errors import StepError
 from octavo.runner.cuda_runner import CudaRunner, Finish
 from octavo.runner.executor import step_error
 from octavo.runner.landing import Landing
@@ -76,7 +76,7 @@ class CudaRunning:
             except RuntimeError as cause:  # what CUDA found out only now
                 error = cause
         told = step_error(error or StepError("it was asked for what it gives before it had its masks"))
-        self._executor.recover(out_of_memory=isinstance(told, StepMemoryError))
+        self._executor.recover()
         raise told from error
 
 
@@ -108,11 +108,10 @@ class CudaExecutor:
             self._failed = True
             raise
 
-    def recover(self, *, out_of_memory: bool = False) -> None:
+    def recover(self) -> None:
         """The caller has seen a failure, and drops what was queued behind it."""
         self._failed = False
-        if out_of_memory:
-            self.runner.let_go()
+        self.runner.let_go()
 
     def close(self) -> None:
         if not self._closed:

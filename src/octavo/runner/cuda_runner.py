@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from types import ModuleType
 
@@ -84,7 +84,6 @@ class CudaRunner:
         self.block_size = kv.shape[4]
         self.ops = ops
         self.device = kv.device
-        self._vocab_size = vocab_size
         max_blocks = -(-max_model_len // self.block_size)
         self.state = RowState.empty(num_rows, max_blocks, self.device)
         self.inbox = Inbox(num_rows, self.device)
@@ -106,7 +105,7 @@ class CudaRunner:
         self._chunk_sizes = ChunkSizes(num_rows, max_num_tokens, max_model_len)
         self._chunk_words: dict[ChunkSize, Tensor] = {}  # where graphs read them
         self._num_lines = max(num_rows + 2, ChunkSizes.FEW)  # of logits, that a graph makes
-        self._masks: MaskSpace | None = None
+        self.masks = MaskSpace(self._num_lines, vocab_size, self.device)
         self._best: dict[tuple[str, int, int], Tensor] = {}  # where graphs write them
         self._kept = torch.empty(0, 0)  # [num_draws at most, vocab_size] float32: see `_keep`
 
@@ -168,13 +167,6 @@ class CudaRunner:
                 self.ring.land(landing, chunks.draw_slices)
         self._run_window(landing, again, num_columns - (chunks is not None), ruled)
         return lambda masks: landing
-
-    @property
-    def masks(self) -> MaskSpace:
-        """Made when it is first needed."""
-        if self._masks is None:
-            self._masks = MaskSpace(self._num_lines, self._vocab_size, self.device)
-        return self._masks
 
     def _run_window(self, landing: Landing, slices: Seq[int], num_columns: int, ruled: bool) -> None:
         """The columns that come of one position of some rows each, and the end of the plan."""
@@ -300,9 +292,12 @@ class CudaRunner:
         return time_moves(move, len(self.swapper.host_kv) - 1)
 
     def let_go(self) -> None:
-        """Give the device back what passes have taken and nobody holds: in pieces, it may not do for another pass."""
+        """Wait for what is queued, whose inputs nobody keeps any more, and give the device back what passes have taken:
+        in pieces, it may not do for another pass. A device that is broken says so to whom it concerns."""
         if self.kv.is_cuda:
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError):
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
 
     def _apply(self, plan: StepPlan, words: Seq[Tensor]) -> None:
         """What the plan does to rows and blocks."""
@@ -326,9 +321,9 @@ class CudaRunner:
             self._decode(num_slices, ruled)
             return
         size = self._decode_size(num_slices)
-        if (("ruled", size) if ruled else size) not in self.graphs:
+        if (size, ruled) not in self.graphs:
             self._capture_decode(self.graphs, size, ruled)
-        self.graphs.replay(("ruled", size) if ruled else size)
+        self.graphs.replay((size, ruled))
 
     def _decode_logits(self, num_slices: int) -> Logits:
         """Those of a pass that nothing is drawn after, until `settle` says what was."""
@@ -366,8 +361,7 @@ class CudaRunner:
 
     def _capture_decode(self, graphs: Graphs, num_slices: int, ruled: bool = False) -> None:
         with self._idle():
-            name = ("ruled", num_slices) if ruled else num_slices
-            graphs.capture(name, lambda: self._decode(num_slices, ruled))
+            graphs.capture((num_slices, ruled), lambda: self._decode(num_slices, ruled))
 
     @contextmanager
     def _idle(self) -> Iterator[None]:
@@ -416,10 +410,10 @@ class CudaRunner:
         if self.graphs is None or size not in self._chunk_sizes.sizes:
             self._compute_chunks(size, words, ruled)
             return
-        if (("ruled", size) if ruled else size) not in self.graphs:
+        if (size, ruled) not in self.graphs:
             self._capture_chunks(self.graphs, size, ruled)
         self._chunk_words[size].copy_(words)
-        self.graphs.replay(("ruled", size) if ruled else size)
+        self.graphs.replay((size, ruled))
 
     def _chunk_logits(self, size: ChunkSize, words: Tensor) -> Logits:
         step = ChunkStep(*split(words, size))
@@ -436,8 +430,7 @@ class CudaRunner:
 
     def _capture_chunks(self, graphs: Graphs, size: ChunkSize, ruled: bool = False) -> None:
         words = self._words_of(size)
-        name = ("ruled", size) if ruled else size
-        graphs.capture(name, lambda: self._compute_chunks(size, words, ruled))
+        graphs.capture((size, ruled), lambda: self._compute_chunks(size, words, ruled))
 
     def _words_of(self, size: ChunkSize) -> Tensor:
         """Where graphs of that size read them, which say that there is nothing to do."""

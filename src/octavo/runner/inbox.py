@@ -23,10 +23,11 @@ class Inbox:
     def __init__(self, num_slices: int, device: torch.device) -> None:
         self.num_slices = num_slices
         self.device = device
-        self.pinned = device.type == "cuda"
         stride = num_slices + num_slices % 2
         self.head = 2 + 3 * stride
         self.words = torch.zeros(self.head + WORDS, dtype=torch.int64, device=device)
+        self._staging = torch.empty(2, len(self.words), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._turn = 0
         self.clock = self.words[:2]
         self.rows, self.starts, self.ends = self.words[2 : self.head].view(3, stride)[:, :num_slices]
 
@@ -41,27 +42,32 @@ class Inbox:
     ) -> list[Tensor]:
         """Queue a copy of all that; gives the parts as they will be on the device, [len(part)] int64 each.
 
-        All arrays are one-dimensional, of int64. The memory that they are put together in is torch's to reuse once the
-        copy is done: nothing here waits.
+        All arrays are one-dimensional, of int64. They are put together in memory that two plans share by turns, as they
+        do the ring: nothing here waits.
         """
         # Of even length, so that all begin at 16 bytes: a pointer's alignment makes a kernel's variant, and every
         # variant is a compilation.
         sizes = [len(part) + len(part) % 2 for part in parts]
-        staging = torch.empty(self.head + sum(sizes), dtype=torch.int64, pin_memory=self.pinned)
+        total = self.head + sum(sizes)
+        fits = total <= len(self.words)
+        self._turn ^= 1
+        own = self._staging[self._turn, :total]
+        staging = own if fits else torch.empty(total, dtype=torch.int64, pin_memory=self.words.is_cuda)
         words = staging.numpy()
         words[0], words[1] = column, 0
         head = words[2 : self.head].reshape(3, -1)
-        n = len(rows)
-        head[:, n:] = [[null_row], [0], [0]]
-        head[0, :n], head[1, :n], head[2, :n] = rows, starts, ends
+        head[:, len(rows) :] = [[null_row], [0], [0]]
+        head[:, : len(rows)] = rows, starts, ends
         at = self.head
         for part, size in zip(parts, sizes, strict=True):
             words[at : at + len(part)] = part
             at += size
-        if at <= len(self.words):
-            self.words[:at].copy_(staging, non_blocking=True)
-            rest = self.words[self.head : at]
+        if fits:
+            self.words[:total].copy_(staging, non_blocking=True)
+            rest = self.words[self.head : total]
         else:
             self.words[: self.head].copy_(staging[: self.head], non_blocking=True)
             rest = staging[self.head :].to(self.device, non_blocking=True)
+        if not len(rest):
+            return [rest] * len(parts)
         return [padded[: len(part)] for padded, part in zip(torch.split(rest, sizes), parts, strict=True)]

@@ -13,7 +13,7 @@ from octavo.kernels.rows import NO_TOKEN_LEFT
 from octavo.kernels.rows import NOT_FINITE as NOT_FINITE_MARK
 from octavo.runner.executor import append
 from octavo.runner.sampler import NO_ALLOWED_TOKEN, NOT_FINITE
-from octavo.runner.streams import Event, mark
+from octavo.runner.streams import Event, Reached, mark
 
 
 class Landing:
@@ -37,7 +37,7 @@ class Landing:
         landing = cls(num_slices, np.empty((0, 0), dtype=np.int32))
         landing.results = results
         landing.slice_ids = [()] * len(results)
-        landing.events = [mark(torch.device("cpu"))] * max(1, len(results))
+        landing.events = [Reached()] * max(1, len(results))
         return landing
 
     @property
@@ -48,10 +48,10 @@ class Landing:
         return count
 
     def leave(self) -> None:
-        """Another plan takes its place in the ring."""
+        """Another plan takes its place in the ring, and its events."""
         for event in self.events[-1:]:
             event.synchronize()
-        self.tokens = self.tokens.copy()
+        self.tokens, self.events = self.tokens.copy(), [Reached()] * len(self.events)
 
     def read(self, first: int, last: int) -> StepResult:
         """Columns [first, last), which have landed."""
@@ -83,10 +83,10 @@ class Ring:
     """
 
     def __init__(self, num_columns: int, width: int, device: torch.device) -> None:
-        self.device = device
         self.num_columns = num_columns
         self.columns = torch.zeros(2 * num_columns, width, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._turn = 0
+        self._events = [mark(device) for _ in self.columns]  # to make one takes longer than to use it again
         self._landings: list[weakref.ref[Landing] | None] = [None, None]
 
     def begin(self) -> int:
@@ -106,10 +106,11 @@ class Ring:
 
     def land(self, landing: Landing, slice_ids: Seq[int]) -> None:
         """The next column has been filled, or what fills it is queued."""
+        landing.events.append(self._events[self._turn * self.num_columns + len(landing.slice_ids)])
+        landing.events[-1].record()
         landing.slice_ids.append(slice_ids)
-        landing.events.append(mark(self.device))
 
     def end(self, landing: Landing) -> None:
         """Nothing more comes. A plan without tokens is done, too, when its work is."""
         if not landing.events:
-            landing.events.append(mark(self.device))
+            self.land(landing, ())

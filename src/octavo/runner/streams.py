@@ -11,26 +11,26 @@ import torch
 class Event(Protocol):
     """A point in a device's work."""
 
+    def record(self) -> None:
+        """From now on it is the point behind all that has been queued on the current stream."""
+
     def query(self) -> bool:
         """Whether it has been reached."""
 
     def synchronize(self) -> None:
         """Wait until it is."""
 
-    def wait(self) -> None:
-        """What is queued on the current stream from now on waits until it is."""
-
 
 class Reached:
     """The event of a device that is done when a call returns."""
+
+    def record(self) -> None:
+        pass
 
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
-        pass
-
-    def wait(self) -> None:
         pass
 
 
