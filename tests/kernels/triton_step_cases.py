@@ -321,6 +321,29 @@ def test_masked_tokens_are_never_drawn(num_left: int) -> None:
     assert torch.equal(cuda.sample(mine, params).cpu(), reference.sample(masked, on_cpu(params)))
 
 
+@pytest.mark.parametrize("num_left", [1, 2, 400])
+def test_draws_behind_masks(num_left: int) -> None:
+    """One mask leaves nothing; a row that is not finite says so, also where the number is masked."""
+    vocab = 9003
+    logits, params = torch.randn(8, vocab), make_params()
+    which = torch.tensor([1, -1, 0, 2, 4, 3, 0, 3], dtype=torch.int32)
+    words = torch.zeros(5, -(-vocab // 32), dtype=torch.int32)
+    for line in range(4):
+        for token in torch.randperm(vocab)[:num_left].tolist():
+            words[line, token // 32] |= (1 << token % 32) - ((1 << 32) if token % 32 == 31 else 0)
+    masked = logits.clone()
+    reference.mask_tokens(masked, which, words)
+    expected = reference.sample(masked, on_cpu(params))
+    logits[5, int((masked[5] == -math.inf).nonzero()[7])] = math.nan
+    expected[4], expected[5] = -2, -1
+    for draw, device in ((reference.draw, "cpu"), (cuda.draw, DEVICE)):
+        mine = logits.to(device, copy=True)
+        found = draw(mine, params if device == DEVICE else on_cpu(params), (which.to(device), words.to(device)))
+        assert torch.equal(found.cpu(), expected)
+        good = [0, 1, 2, 3, 4, 6, 7]
+        assert torch.equal(mine.cpu()[good], masked[good])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("vocab", "num"), [(2, 2), (1024, 1), (3001, 8), (9003, 64), (300, 300)])
 def test_the_best_tokens_of_each_row(vocab: int, num: int, dtype: torch.dtype) -> None:

@@ -641,11 +641,17 @@ def begin_chunks(
     batch.block_tables.copy_(tables)
 
 
-def draw(logits: Tensor, params: SamplingTensors) -> Tensor:
-    """`sample`, but -1 for a row whose logits are not all finite -> [num_rows] int64."""
+def draw(logits: Tensor, params: SamplingTensors, masks: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """`sample`, but -1 for a row whose logits are not all finite -> [num_rows] int64.
+
+    masks   `which` and `words` of `mask_tokens`, which changes the logits first; -2 for a row that has nothing left
+    """
     finite = finite_rows(logits)
+    if masks is not None:
+        mask_tokens(logits, *masks)
     tokens = sample(torch.where(finite.unsqueeze(1), logits, 0.0), params)
-    return torch.where(finite, tokens, -1)
+    is_left = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) > -math.inf
+    return torch.where(finite, torch.where(is_left, tokens, -2), -1)
 
 
 def tell_tokens(rules: RuleState, rows: Tensor, starts: Tensor, begins: Tensor, token_ids: Tensor) -> None:

@@ -39,9 +39,9 @@ def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
     return _sample(logits, params, all_finite=False)
 
 
-def draw(logits: Tensor, params: SamplingTensors) -> Tensor:
+def draw(logits: Tensor, params: SamplingTensors, masks: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """See `reference.draw`."""
-    return _sample(logits, params, all_finite=True)
+    return _sample(logits, params, all_finite=True, masks=masks)
 
 
 def mask_tokens(logits: Tensor, which: Tensor, words: Tensor) -> None:
@@ -89,10 +89,13 @@ def best_tokens(logits: Tensor, num: int) -> Tensor:
     return best
 
 
-def _sample(logits: Tensor, params: SamplingTensors, *, all_finite: bool) -> Tensor:
+def _sample(
+    logits: Tensor, params: SamplingTensors, *, all_finite: bool, masks: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
     """all_finite: -1 for a row with a logit that is not; otherwise -inf is a token that is ruled out."""
     num_rows, vocab_size = logits.shape
-    assert logits.stride(1) == 1, logits.stride()
+    which, words = masks or (logits, logits)
+    assert logits.stride(1) == 1 and words.stride(1) == 1, (logits.stride(), words.stride())
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return tokens
@@ -111,10 +114,14 @@ def _sample(logits: Tensor, params: SamplingTensors, *, all_finite: bool) -> Ten
         best_scores,
         best_ids,
         highest,
+        which,
+        words,
         vocab_size,
         logits.stride(0),
+        words.stride(0),
         piece,
         ALL_FINITE=all_finite,
+        MASKED=masks is not None,
         TILE=TILE,
         num_warps=4,
     )
@@ -135,6 +142,7 @@ def _sample(logits: Tensor, params: SamplingTensors, *, all_finite: bool) -> Ten
         logits.stride(0),
         pieces,
         PIECES=MAX_PIECES,
+        MASKED=masks is not None,
         TILE=4096,
         num_warps=8,
     )
@@ -221,7 +229,7 @@ def _winner(scores, token_ids):
     return tl.min(tl.where(scores == best, token_ids, NO_TOKEN), 0), best
 
 
-@triton.jit(do_not_specialize=["vocab_size", "piece"])
+@triton.jit(do_not_specialize=["vocab_size", "piece", "words_stride"])
 def _race(
     logits,
     temperature,
@@ -231,13 +239,18 @@ def _race(
     best_scores,
     best_ids,
     highest,
+    which,
+    words,
     vocab_size,
     row_stride,
+    words_stride,
     piece,
     ALL_FINITE: tl.constexpr,
+    MASKED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One piece of one row: its winner, or with ALL_FINITE -1 where a logit is not, and its largest logit."""
+    """One piece of one row: its winner, or with ALL_FINITE -1 where a logit is not, and its largest logit. With MASKED
+    after a mask, which is written into the logits for who looks at them again."""
     row = tl.program_id(0)
     part = tl.program_id(1)
     heat = tl.load(temperature + row)
@@ -254,12 +267,20 @@ def _race(
     best_id = tl.zeros([TILE], tl.int32)
     high = tl.full([TILE], -float("inf"), tl.float32)
     finite = tl.full([TILE], 1, tl.int32)
+    if MASKED:
+        mask = tl.load(which + row)
+        allowed = words + mask.to(tl.int64) * words_stride
     for start in range(begin, end, TILE):
         token_ids = start + lane
         here = token_ids < end
         raw = tl.load(line + token_ids, mask=here, other=0.0).to(tl.float32)
         if ALL_FINITE:
             finite &= (tl.abs(raw) < float("inf")).to(tl.int32)
+        if MASKED:
+            word = tl.load(allowed + token_ids // 32, mask=here & (mask >= 0), other=-1)
+            out = ((word >> (token_ids % 32)) & 1) == 0
+            tl.store(line + token_ids, -float("inf"), mask=here & out)
+            raw = tl.where(out, -float("inf"), raw)
         raw = tl.where(here, raw, -float("inf"))
         scores = _scores(raw * cold, lane_state + tl.cast(start, tl.uint64) * GOLDEN_WORD, warm)
         best_id = tl.where(scores > best, token_ids, best_id)
@@ -352,15 +373,19 @@ def _finish(
     row_stride,
     pieces,
     PIECES: tl.constexpr,
+    MASKED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One row: the winner of its pieces' winners, and if the row has filters, the winner among those kept."""
+    """One row: the winner of its pieces' winners, and if the row has filters, the winner among those kept; with MASKED
+    -2 where nothing is left."""
     row = tl.program_id(0)
     part = tl.arange(0, PIECES)
     place = row * pieces + part
     ids = tl.load(best_ids + place, mask=part < pieces, other=0)
     scores = tl.load(best_scores + place, mask=part < pieces, other=-float("inf"))
-    token, _ = _winner(scores, ids)
+    token, score = _winner(scores, ids)
+    if MASKED:
+        token = tl.where(score == -float("inf"), -2, token)
     token = tl.where(tl.min(ids, 0) < 0, -1, token)
     heat = tl.load(temperature + row)
     k = tl.load(top_k + row)

@@ -386,11 +386,11 @@ class CudaRunner:
         """A token from each line, for its row and the host."""
         rows, sampling = made.rows, made.sampling
         logits = made.logits[: len(rows)]
-        if ruled or masks is not None:
-            masked = None if masks is None else (masks.which[: len(rows)], masks.words)
-            tokens = self.rules.draw(logits, rows if ruled else None, sampling, masked)
+        masked = None if masks is None else (masks.which[: len(rows)], masks.words)
+        if ruled:
+            tokens = self.rules.draw(logits, rows, sampling, masked)
         else:
-            tokens = self.ops.draw(logits, sampling)
+            tokens = self.ops.draw(logits, sampling, masked)
         if ruled:
             noted = tokens
             if made.indices is not None:

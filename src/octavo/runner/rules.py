@@ -66,22 +66,16 @@ class DeviceRules:
         if told:
             self._tell(list(told), [start for start, _ in told.values()], [ids or () for _, ids in told.values()])
 
-    def draw(
-        self, logits: Tensor, rows: Tensor | None, sampling: SamplingTensors, masked: Masked | None = None
-    ) -> Tensor:
-        """`reference.draw`, but from what masks, and each row's rules, leave; `NO_TOKEN` where that is nothing. Changes
-        the logits, if they are float32. Can be captured.
-
-        rows   None: none of them has rules
-        """
+    def draw(self, logits: Tensor, rows: Tensor, sampling: SamplingTensors, masked: Masked | None = None) -> Tensor:
+        """`reference.draw`, but from what each row's rules leave, too. Changes the logits, if they are float32. Can be
+        captured."""
         ops = self._ops
         logits = logits.float()
         finite = ops.finite_rows(logits)
         logits.masked_fill_(~finite.unsqueeze(1), 0.0)
         if masked is not None:
             ops.mask_tokens(logits, *masked)
-        if rows is not None:
-            ops.apply_row_rules(logits, rows, sampling.position, self._row_state, self._made())
+        ops.apply_row_rules(logits, rows, sampling.position, self._row_state, self._made())
         tokens = ops.sample(logits, sampling)
         is_left = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) > -torch.inf
         return torch.where(finite, torch.where(is_left, tokens, NO_TOKEN), -1)
