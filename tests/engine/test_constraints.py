@@ -19,6 +19,7 @@ from octavo.core.request import Request
 from octavo.engine.constraints import Constraint, Wanted, work_out
 from octavo.engine.executor import Masks
 from octavo.errors import ParameterError, RequestFailedError
+from octavo.runner import runner
 from octavo.runner.executor import LocalExecutor, LocalRunning
 from octavo.text import grammar
 from octavo.text.grammar import Matcher
@@ -386,6 +387,28 @@ def test_windows_of_constrained_requests(talking: Path, overlap: bool, monkeypat
     with open_llm(talking, async_scheduling=overlap, decode_window=5) as llm:
         assert [answers(o) for o in llm.generate(prompts, requests, use_tqdm=False)] == expected
     assert max(plan.num_masked for plan in plans) == 5 and len(plans) <= 6
+
+
+def test_a_first_column_that_comes_in_parts(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the logits of a prompt take several passes, its first token lands after others' in the same step; masks of
+    their second ones wait for it."""
+    monkeypatch.setattr(runner, "MAX_PROMPT_LOGITS", 1)
+    one_pass = runner.ModelRunner._pass
+
+    def slow(self: runner.ModelRunner, *given: Any) -> None:
+        time.sleep(0.02)  # so that nobody sees two passes' tokens at once
+        one_pass(self, *given)
+
+    monkeypatch.setattr(runner.ModelRunner, "_pass", slow)
+    asks = params({"regex": "(c[de]f){4}"}, prompt_logprobs=1, max_tokens=20)
+    requests, prompts = [params({"regex": "[ab]{24}"}, max_tokens=30), asks], ["abc", "abcdefghijklmno"]
+    found = []
+    for window in (1, 3):
+        with open_llm(talking, decode_window=window, max_num_batched_tokens=9) as llm:
+            outputs = llm.generate(prompts, requests, use_tqdm=False)
+        found.append([answers(o) for o in outputs])
+        assert [len(o.outputs[0].token_ids) for o in outputs] == [25, 13]
+    assert found[0] == found[1]
 
 
 def test_who_is_aborted_needs_no_mask(llm: LLM) -> None:
