@@ -450,6 +450,13 @@ def test_two_plans_have_halves_of_the_ring_of_their_own(executor: CudaExecutor) 
     assert [ring.begin() for _ in range(4)] == [4, 0, 4, 0] and ring.columns.shape[0] == 8
 
 
+def test_a_window_on_the_way_round_beside_a_prompt(executor: CudaExecutor) -> None:
+    """The passes after the first are of fewer slices."""
+    assert tokens_of(executor, Plan().give(1, (3, 4), logprobs=1).slice(1, 0, 1, 1, [5])) == [[6]]
+    plan = Plan().give(0, (1, 2), logprobs=1).slice(0, 0, 2, 1, [2, 3]).slice(1, 1, 3, 3)
+    assert tokens_of(executor, plan) == [[4], [7, 8, 9]]
+
+
 def test_what_nobody_has_read_yet_outlives_its_half_of_the_ring(executor: CudaExecutor) -> None:
     running = [executor.submit(Plan().give(0, (1, 2)).slice(0, 0, 1, 1, [3]))]
     running += [executor.submit(Plan().slice(0, 1 + i, 1, 1)) for i in range(4)]
