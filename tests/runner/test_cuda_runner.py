@@ -252,7 +252,7 @@ def test_rules_beside_prompts_that_take_several_passes(
     monkeypatch.setattr(runner, "MAX_PROMPT_LOGITS", 3)
     asking = [SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=3, ignore_eos=True)] * 3
     params = [*ruled()[:2], *constrained()[3:], *asking]
-    options: dict[str, Any] = {"decode_window": window, "max_num_seqs": 16, "max_num_batched_tokens": 40}
+    options: dict[str, Any] = {"decode_window": window, "max_num_seqs": 16, "max_num_batched_tokens": 16}
     _, expected = generate(model, params, rows=False, **options)
     _, outputs = generate(model, params, rows=True, **options)
     assert told(outputs) == told(expected)
