@@ -84,10 +84,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [f"{'case':<30}{'octavo':>12}{'vllm':>12}{'ratio':>8}"]
     for case, mine in found["octavo"].items():
         if (theirs := found["vllm"].get(case)) is not None:
-            key, unit = ("ms", "ms") if "ms" in mine else ("s", "s")
-            lines.append(
-                f"{case:<30}{mine[key]:>10.3f} {unit:<2}{theirs[key]:>9.3f} {unit:<2}{theirs[key] / mine[key]:>8.2f}"
-            )
+            key, scale, unit = ("ms", 1, "ms") if "ms" in mine else ("s", 1, "s") if mine["s"] > 1 else ("s", 1e3, "ms")
+            ours, other = (scale * row[key] for row in (mine, theirs))
+            lines.append(f"{case:<30}{ours:>10.3f} {unit:<2}{other:>9.3f} {unit:<2}{other / ours:>8.2f}")
     return "\n".join(lines)
 
 
