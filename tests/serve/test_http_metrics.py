@@ -15,6 +15,7 @@ import pytest
 
 from octavo import SamplingParams
 from octavo.core.kv_cache import KVCache
+from octavo.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from octavo.engine.stats import BackendStats, EngineStats, Health
 from octavo.serve.metrics import (
     BETWEEN_TOKENS_S,
@@ -88,6 +89,35 @@ def test_the_numbers_after_known_work(model: str) -> None:
             assert not any("_created" in name for name in got)
 
     run(main())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "gaps", "total"),
+    [
+        pytest.param([(1, 2, 0.0), (5, 2, 4.0)], 8, 8.0, id="told as they came"),
+        pytest.param([(4, 2, 3.0), (5, 2, 4.0)], 8, 8.0, id="the first ones told late"),
+        pytest.param([(5, 2, 4.0)], 8, 8.0, id="all at once"),
+        pytest.param([(1, 1, 0.0)], 0, 0.0, id="one token"),
+        pytest.param([(0, 1, None)], 0, 0.0, id="none"),
+    ],
+)
+def test_a_gap_before_every_token_but_the_first_of_a_sample(
+    monkeypatch: pytest.MonkeyPatch, tokens: list[tuple[int, int, float | None]], gaps: int, total: float
+) -> None:
+    """However the outputs were merged on their way, of (tokens of each sample so far, samples, when)."""
+    clock = [10.0]
+    monkeypatch.setattr("octavo.serve.metrics.time.monotonic", lambda: clock[0])
+    metrics = Metrics("tiny", 64)
+    watch = metrics.watch(SamplingParams(n=2), 3, arrival=9.0)
+    for so_far, samples, at in tokens:
+        told = RequestMetrics(9.0, 9.0, None if at is None else 10.0, None if at is None else 10.0 + at)
+        told.num_generation_tokens = so_far * samples
+        clock[0] = 10.0 + (at or 0.0)
+        outputs = [CompletionOutput(i, "", []) for i in range(samples)]
+        watch.take(RequestOutput("r", None, [1, 2, 3], outputs, False, told))
+    got = values_of(metrics.text(BackendStats(EngineStats(), None), Health("running", 0.0)).decode())
+    assert got["vllm:inter_token_latency_seconds_count"] == gaps
+    assert got["vllm:inter_token_latency_seconds_sum"] == pytest.approx(total)
 
 
 def test_whom_the_door_turns_away_is_counted(model: str) -> None:

@@ -200,16 +200,17 @@ class Watch:
         self._reason = ""
 
     def take(self, output: RequestOutput) -> None:
-        now, metrics = time.monotonic(), self._metrics
-        new = output.metrics.num_generation_tokens - self._num_generated
-        self._num_generated = output.metrics.num_generation_tokens
+        now, metrics, told = time.monotonic(), self._metrics, output.metrics
+        new = told.num_generation_tokens - self._num_generated
+        self._num_generated = told.num_generation_tokens
+        width, took, num_gaps = max(1, len(output.outputs)), now - self._last, new
         if self._first is None:
             self._first = now
             metrics.first_token.observe(now - self._arrival)
             metrics.note_prompt(self._num_prompt, output.num_cached_tokens)
-        elif new > 0:  # of several that came at once, each took its share
-            for _ in range(new):
-                metrics.between_tokens.observe((now - self._last) / new)
+            took, num_gaps = told.decode_time_s or 0.0, new - width  # what the engine told too late to be told alone
+        for _ in range(num_gaps):  # of several that came at once, each took its share
+            metrics.between_tokens.observe(took / -(-num_gaps // width))
         self._last = now
         if new > 0:
             metrics.note_tokens(new)
