@@ -160,20 +160,17 @@ class Memory(RuleBasedStateMachine):
         assert prefix.num_positions < len(tokens)
         assert len(prefix.block_ids) == self.cache.blocks_for(prefix.num_positions)
         assert prefix.num_positions >= self.best_pin(seq)
+        for p in range(prefix.num_positions):
+            assert self.kv[prefix.block_ids[p // size], p % size] == (seq.request.salt, tuple(tokens[: p + 1]))
         if prefix.num_positions % size or not self.cache.enable_prefix_caching:  # nobody but a pin has that
             assert prefix.num_positions == self.best_pin(seq)
-            for p in range(prefix.num_positions):
-                assert self.kv[prefix.block_ids[p // size], p % size] == (seq.request.salt, tuple(tokens[: p + 1]))
             tail = prefix.block_ids[-1] if prefix.block_ids else 0
             assert not prefix.num_positions % size or not self.pool.seal_id[tail], "a full block to be copied"
             return
-        if prefix.num_positions == self.best_pin(seq) > len(prefix.seal_ids) * size:
-            return  # a pin's, of blocks that others sealed before it
+        if prefix.num_positions == self.best_pin(seq) and not all(self.pool.seal_id[b] for b in prefix.block_ids):
+            return  # a pin's, which came to have what was sealed elsewhere, and may be there no more
         for i, block in enumerate(prefix.block_ids):
-            want = seq.request.salt, tuple(tokens[: (i + 1) * size])
-            assert self.sealed[block] == (prefix.seal_ids[i], want)
-            for offset in range(size):
-                assert self.kv[block, offset] == (want[0], want[1][: i * size + offset + 1])
+            assert self.sealed[block] == (prefix.seal_ids[i], (seq.request.salt, tuple(tokens[: (i + 1) * size])))
         if (len(prefix.block_ids) + 1) * size < len(tokens):
             want = seq.request.salt, tuple(tokens[: (len(prefix.block_ids) + 1) * size])
             parent = prefix.seal_ids[-1] if prefix.seal_ids else seq.request.salt
