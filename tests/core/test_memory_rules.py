@@ -791,6 +791,21 @@ def test_a_swap_moves_nothing_that_was_given_up() -> None:
     assert cache.pool.num_used == 0
 
 
+def test_a_child_has_given_up_what_its_parent_had() -> None:
+    """Else the null block would be taken for one of its own, and go to the host."""
+    cache = KVCache(8, 2, 4, attention_window=2)
+    parent = settle(cache, [1, 2, 3, 4, 5, 6, 7, 8])
+    cache.drop_unseen(parent, StepPlan())
+    child = Sequence(parent.request, 1, parent.token_ids[:], parent.limit)
+    cache.fork(parent, child)
+    parent.request.sequences.append(child)
+    assert child.num_dropped == parent.num_dropped == 3 and child.block_ids == parent.block_ids
+    tail = parent.block_ids[3]
+    assert cache.owned_by(parent.request) == (1, 1)
+    assert cache.swap_out(parent.request, out := StepPlan())
+    assert [m.src for m in out.swap_outs] == [tail]
+
+
 def test_a_long_answer_keeps_a_window_of_blocks() -> None:
     lab = Lab(40, 2, attention_window=5, window=1)
     lab.add("a", [1, 2, 3], 60)
