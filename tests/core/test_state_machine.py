@@ -167,8 +167,11 @@ class Memory(RuleBasedStateMachine):
             tail = prefix.block_ids[-1] if prefix.block_ids else 0
             assert not prefix.num_positions % size or not self.pool.seal_id[tail], "a full block to be copied"
             return
-        if prefix.num_positions == self.best_pin(seq) and not all(self.pool.seal_id[b] for b in prefix.block_ids):
-            return  # a pin's, which came to have what was sealed elsewhere, and may be there no more
+        if not all(self.pool.seal_id[b] for b in prefix.block_ids):
+            # A pin's, which came to have what was sealed elsewhere, and may be there no more
+            assert prefix.num_positions == self.best_pin(seq)
+            assert any(p.block_ids[: len(prefix.block_ids)] == prefix.block_ids for p in self.cache.pins.values())
+            return
         for i, block in enumerate(prefix.block_ids):
             assert self.sealed[block] == (prefix.seal_ids[i], (seq.request.salt, tuple(tokens[: (i + 1) * size])))
         if (len(prefix.block_ids) + 1) * size < len(tokens):

@@ -120,6 +120,24 @@ def test_a_gap_before_every_token_but_the_first_of_a_sample(
     assert got["vllm:inter_token_latency_seconds_sum"] == pytest.approx(total)
 
 
+@pytest.mark.parametrize("shown", [[0, 1], [1]], ids=["all shown again", "only what is new"])
+def test_the_gaps_of_a_sample_that_goes_on_alone(monkeypatch: pytest.MonkeyPatch, shown: list[int]) -> None:
+    clock = [10.0]
+    monkeypatch.setattr("octavo.serve.metrics.time.monotonic", lambda: clock[0])
+    metrics = Metrics("tiny", 64)
+    watch = metrics.watch(SamplingParams(n=2), 3, arrival=9.0)
+    ended = CompletionOutput(0, "", [], finish_reason="stop")
+    for at, num_tokens, outputs in [
+        (10.0, 2, [ended, CompletionOutput(1, "", [])]),
+        (16.0, 5, [c for c in (ended, CompletionOutput(1, "", [])) if c.index in shown]),
+    ]:
+        clock[0], told = at, RequestMetrics(9.0, 9.0, 10.0, at, num_generation_tokens=num_tokens)
+        watch.take(RequestOutput("r", None, [1, 2, 3], outputs, False, told))
+    got = values_of(metrics.text(BackendStats(EngineStats(), None), Health("running", 0.0)).decode())
+    assert got["vllm:inter_token_latency_seconds_count"] == 3
+    assert got["vllm:inter_token_latency_seconds_sum"] == pytest.approx(6.0)
+
+
 def test_whom_the_door_turns_away_is_counted(model: str) -> None:
     async def main() -> None:
         async with serving(model, engine_options={"max_num_seqs": 1}, max_num_queued_reqs=0) as server:

@@ -195,7 +195,8 @@ class Watch:
         self._arrival = arrival
         self._first: float | None = None
         self._last = arrival
-        self._num_generated = 0
+        self._num_generated = self._num_samples = 0
+        self._over: set[int] = set()  # samples that have ended
         self._output: RequestOutput | None = None
         self._reason = ""
 
@@ -203,14 +204,16 @@ class Watch:
         now, metrics, told = time.monotonic(), self._metrics, output.metrics
         new = told.num_generation_tokens - self._num_generated
         self._num_generated = told.num_generation_tokens
-        width, took, num_gaps = max(1, len(output.outputs)), now - self._last, new
+        took, num_gaps = now - self._last, new
         if self._first is None:
-            self._first = now
+            self._first, self._num_samples = now, len(output.outputs)
             metrics.first_token.observe(now - self._arrival)
             metrics.note_prompt(self._num_prompt, output.num_cached_tokens)
-            took, num_gaps = told.decode_time_s or 0.0, new - width  # what the engine told too late to be told alone
+            took, num_gaps = told.decode_time_s or 0.0, new - self._num_samples  # told too late to be told alone
+        steps = -(-num_gaps // max(1, self._num_samples - len(self._over)))
         for _ in range(num_gaps):  # of several that came at once, each took its share
-            metrics.between_tokens.observe(took / -(-num_gaps // width))
+            metrics.between_tokens.observe(took / steps)
+        self._over.update(c.index for c in output.outputs if c.finish_reason)
         self._last = now
         if new > 0:
             metrics.note_tokens(new)
