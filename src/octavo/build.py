@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from types import ModuleType
 from typing import cast
@@ -25,7 +26,6 @@ from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.generation_config import SamplingDefaults, sampling_defaults
 from octavo.kernels import cpu as cpu_ops
 from octavo.kernels import native, packed
-from octavo.models.linear import Matrix
 from octavo.models.spec import ModelSpec, spec_from_config
 from octavo.models.weights import Model, dummy_model, empty_model, load_decoder
 from octavo.runner.cuda_executor import CudaExecutor
@@ -202,7 +202,7 @@ def _load(
     max_len: int,
 ) -> Model:
     """Also pack the weights and, on a CPU, compile what is not compiled yet beside it."""
-    finish = partial(Matrix.pack, quantization=args.quantization)
+    finish = methodcaller("pack", args.quantization)
     load: Callable[..., Model] = dummy_model
     if args.load_format == "auto":
         load = partial(load_decoder, checkpoint)

@@ -99,6 +99,25 @@ def test_rows_can_be_read_back(quantization: packed.Quantization | None, shape: 
         assert relative_error(rows, weight[indices].double()) < 1e-2
 
 
+@pytest.mark.parametrize("tile", PackedBF16.TILES)
+@NUM_ROWS
+def test_tiles_of_either_width(tile: int, num_rows: int) -> None:
+    """Also those that this machine's processor does not get."""
+    if (library := native.library()) is None:
+        pytest.skip("there is no C++ compiler")
+    num_out, num_in, padded = 100, 37, 38
+    weight, bias = torch.randn(num_out, num_in).bfloat16(), torch.randn(num_out).bfloat16()
+    x = torch.randn(num_rows, num_in).bfloat16()
+    tiles = torch.zeros(-(-num_out // tile) * tile, padded, dtype=torch.bfloat16)
+    tiles[:num_out, :num_in] = weight
+    tiles = tiles.view(-1, tile, padded // 2, 2).transpose(1, 2).contiguous()
+    expected = x.double() @ weight.double().T + bias.double()
+    out = library.linear(tiles, None, x, bias, num_out, wide=True)
+    assert relative_error(out, expected) < 1e-5
+    token_ids = torch.tensor([99, 0, 63, 64, 32])
+    assert torch.equal(library.embed(tiles, None, token_ids, num_in), weight[token_ids])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_embeddings_of_a_plain_table(ways: None, dtype: torch.dtype) -> None:
     table, token_ids = torch.randn(50, 37).to(dtype), torch.tensor([49, 0, 7, 7])
@@ -107,7 +126,7 @@ def test_embeddings_of_a_plain_table(ways: None, dtype: torch.dtype) -> None:
 
 @HAS_BFLOAT16
 def test_an_unknown_layout_is_oneDNNs_affair(monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: N802
-    monkeypatch.setattr(PackedBF16, "TILE", 16)  # no weight lies like that
+    monkeypatch.setattr(PackedBF16, "TILES", (16,))  # no weight lies like that
     weight, x = torch.randn(64, 64).bfloat16(), torch.randn(2, 64).bfloat16()
     made = pack(weight)
     assert made is not None and not made.has_rows

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
+from operator import methodcaller
 from pathlib import Path
 
 import pytest
 import torch
 
+from octavo import LLM, SamplingParams
 from octavo.kernels import cpu, packed
 from octavo.models.decoder import Decoder
-from octavo.models.linear import Matrix
+from octavo.models.linear import Matrix, Vocabulary
 from octavo.models.weights import dummy_model
 from tests.models.tiny import PagedRun, assert_close, make_tiny_checkpoint, random_prompts, read_decoder, read_spec
 
@@ -27,7 +28,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def logits(directory: Path, quantization: packed.Quantization | None, *, pack: bool = True) -> torch.Tensor:
-    finish = partial(Matrix.pack, quantization=quantization) if pack else None
+    finish = methodcaller("pack", quantization) if pack else None
     decoder = read_decoder(directory, cpu, torch.bfloat16, finish=finish)
     assert all((matrix.packed is not None) == pack for matrix in decoder.matrices())
     return torch.cat(PagedRun(decoder, PROMPTS, block_size=8).run(7))
@@ -66,9 +67,24 @@ def test_one_table_serves_both_ends_of_a_tied_model(directory: Path) -> None:
 
 def test_a_tied_table_that_cannot_be_read_back_is_not_doubled(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary = read_decoder(directory, cpu, torch.bfloat16).vocabulary
-    monkeypatch.setattr(packed.PackedBF16, "TILE", 16)  # no weight lies like that
+    monkeypatch.setattr(packed.PackedBF16, "TILES", (16,))  # no weight lies like that
     vocabulary.pack()
     assert (vocabulary.packed is None) == vocabulary.tied
+
+
+def test_engines_tables_too(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As loaded for an engine, which then decodes; where tiles can be read back and where not."""
+    options = {"dtype": "bfloat16", "skip_tokenizer_init": True, "max_model_len": 64}
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    embed = Vocabulary.embed
+    for tiles, readable in ((packed.PackedBF16.TILES, True), ((16,), False)):
+        monkeypatch.setattr(packed.PackedBF16, "TILES", tiles)
+        seen: list[Vocabulary] = []
+        monkeypatch.setattr(Vocabulary, "embed", lambda self, ids, seen=seen: seen.append(self) or embed(self, ids))
+        with LLM(str(directory), **options) as llm:
+            (output,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 5
+        assert seen[0].embedding.is_meta == (seen[0].tied and readable)
 
 
 def test_never_more_than_a_few_matrices_are_there_twice(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

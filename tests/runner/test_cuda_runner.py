@@ -270,8 +270,9 @@ def test_beams(model: str, form: bool, recorded: bool) -> None:
         llm = LLM(model, **OPTIONS)
         with on_rows(llm, recorded=recorded) if rows else llm:
             found.append(llm.beam_search(prompts, params, use_tqdm=False))
-    expected, outputs = ([(b.token_ids, round(b.score or 0, 4)) for o in those for b in o.outputs] for those in found)
-    assert outputs == expected and len(outputs) == 6
+    expected, outputs = ([beam for output in those for beam in output.outputs] for those in found)
+    assert [beam.token_ids for beam in outputs] == [beam.token_ids for beam in expected] and len(outputs) == 6
+    assert [beam.score for beam in outputs] == pytest.approx([beam.score for beam in expected], abs=1e-4)
 
 
 def test_candidates_of_lines_that_are_broken_or_short() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import Tensor
 from octavo.kernels import cpu, native, packed
 from octavo.kernels.batch import RaggedBatch
 from octavo.models.decoder import Decoder
-from octavo.models.linear import Matrix
 from octavo.runner.replay import BLOCKS_AHEAD, Replays
 from tests.models.tiny import make_tiny_checkpoint, read_decoder
 
@@ -27,7 +27,7 @@ BLOCK_SIZE, NUM_BLOCKS = 2, 6 * BLOCKS_AHEAD
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     folder: Path = make_tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
-    return read_decoder(folder, cpu, torch.bfloat16, finish=Matrix.pack, max_len=4 * BLOCKS_AHEAD)
+    return read_decoder(folder, cpu, torch.bfloat16, finish=methodcaller("pack"), max_len=4 * BLOCKS_AHEAD)
 
 
 class Counting:

@@ -145,26 +145,28 @@ constexpr long WORTH_A_THREAD = 1 << 15;
 // Weights lie in tiles, each of some outputs for all inputs, so that a thread reads one run of memory and no sum ever
 // crosses lanes:
 //
-//     bfloat16, 32 outputs a tile     input 0 1 of output 0, 0 1 of output 1, ... of output 31; then inputs 2 3; ...
-//     int8, 64 outputs a tile         input 0 1 2 3 of output 0, ... of output 63; then inputs 4 5 6 7; ...
+//     bfloat16, 32 or 64 outputs a tile     input 0 1 of output 0, 0 1 of output 1, ...; then inputs 2 3; ...
+//     int8, 64 outputs a tile               input 0 1 2 3 of output 0, ... of output 63; then inputs 4 5 6 7; ...
 
 constexpr int AHEAD = 4096;  // bytes: what is prefetched now is used about half a microsecond later
-constexpr int BF16_TILE = 32, INT8_TILE = 64;
+constexpr int INT8_TILE = 64;
 
 constexpr int MOST_ROWS = 4;  // of x at once: their sums are in registers, beside the weights that are being widened
 
-// One tile times ROWS rows of x. x [ROWS, size], float32; sums [ROWS, tile / 16] of 16 outputs each.
-template <int ROWS> void tile_product(const bfloat16 *tile, const float *x, long size, Floats (*sums)[2]) {
-    Floats total[ROWS][2] = {};
-    for (long k = 0; k < size; k += 2, tile += 2 * BF16_TILE) {
-        __builtin_prefetch(reinterpret_cast<const char *>(tile) + AHEAD);
-        __builtin_prefetch(reinterpret_cast<const char *>(tile) + AHEAD + 64);
-        Floats weights[2][2];  // of outputs 0 to 15 and 16 to 31, for the first input and the second
-        for (int half = 0; half < 2; half++) spread(tile + 2 * LANES * half, weights[half]);
+// One tile times ROWS rows of x. x [ROWS, size], float32; sums [ROWS, SIXTEENS] of 16 outputs each.
+template <int ROWS, int SIXTEENS>
+void tile_product(const bfloat16 *tile, const float *x, long size, Floats (*sums)[SIXTEENS]) {
+    Floats total[ROWS][SIXTEENS] = {};
+    for (long k = 0; k < size; k += 2, tile += 2 * LANES * SIXTEENS) {
+        Floats weights[SIXTEENS][2];  // of 16 outputs, for the first input and the second
+        for (int j = 0; j < SIXTEENS; j++) {
+            __builtin_prefetch(reinterpret_cast<const char *>(tile) + AHEAD + 64 * j);
+            spread(tile + 2 * LANES * j, weights[j]);
+        }
         for (int row = 0; row < ROWS; row++) {
             Floats first = broadcast(x[row * size + k]), second = broadcast(x[row * size + k + 1]);
-            for (int half = 0; half < 2; half++) total[row][half] += weights[half][0] * first;
-            for (int half = 0; half < 2; half++) total[row][half] += weights[half][1] * second;
+            for (int j = 0; j < SIXTEENS; j++) total[row][j] += weights[j][0] * first;
+            for (int j = 0; j < SIXTEENS; j++) total[row][j] += weights[j][1] * second;
         }
     }
     memcpy(sums, total, sizeof total);
@@ -202,7 +204,9 @@ struct ByteSums {
 #endif
 
 // x [ROWS, size / 4]: the bytes of a row, four to a word.
-template <int ROWS> void tile_product(const int8_t *tile, const int32_t *x, long size, Floats (*sums)[4]) {
+template <int ROWS, int SIXTEENS>
+void tile_product(const int8_t *tile, const int32_t *x, long size, Floats (*sums)[SIXTEENS]) {
+    static_assert(SIXTEENS * LANES == INT8_TILE);
     ByteSums rows[ROWS];
     for (long k = 0; k < size / 4; k++, tile += 4 * INT8_TILE) {
         Ints weights[4];
@@ -219,9 +223,9 @@ template <int ROWS> void tile_product(const int8_t *tile, const int32_t *x, long
 template <class W, class X, int SIXTEENS, int ROWS = MOST_ROWS>
 void tile_product_of(int rows, const W *tile, const X *x, long size, Floats (*sums)[SIXTEENS]) {
     if constexpr (ROWS == 1)
-        tile_product<1>(tile, x, size, sums);
+        tile_product<1, SIXTEENS>(tile, x, size, sums);
     else if (rows == ROWS)
-        tile_product<ROWS>(tile, x, size, sums);
+        tile_product<ROWS, SIXTEENS>(tile, x, size, sums);
     else
         tile_product_of<W, X, SIXTEENS, ROWS - 1>(rows, tile, x, size, sums);
 }
@@ -282,13 +286,13 @@ template <class W, int TILE, class X> void multiply(const Linear &a, const X *x,
     a.wide_y ? into(static_cast<float *>(a.y)) : into(static_cast<bfloat16 *>(a.y));
 }
 
-void linear(const Linear &a) {
+template <int TILE> void linear(const Linear &a) {
     float *x = scratch<2>(a.num_rows * a.padded_in);
     for (long row = 0; row < a.num_rows; row++) {
         widen(a.x + row * a.num_in, a.num_in, x + row * a.padded_in);
         std::fill(x + row * a.padded_in + a.num_in, x + (row + 1) * a.padded_in, 0.0f);
     }
-    multiply<bfloat16, BF16_TILE>(a, x, a.padded_in, nullptr);
+    multiply<bfloat16, TILE>(a, x, a.padded_in, nullptr);
 }
 
 void quantized_linear(const Linear &a) {
@@ -709,11 +713,13 @@ template <class T> void race(const Race &a) {
 
 #define EXPORT extern "C" __attribute__((visibility("default"))) void
 
-EXPORT linear_bf16(const Linear *a) { linear(*a); }
-EXPORT linear_int8(const Linear *a) { quantized_linear(*a); }
-EXPORT embed_bf16(const Embed *a) { embed<bfloat16, BF16_TILE, 2>(*a); }
+EXPORT linear_bf16_32(const Linear *a) { linear<32>(*a); }
+EXPORT linear_bf16_64(const Linear *a) { linear<64>(*a); }
+EXPORT linear_int8_64(const Linear *a) { quantized_linear(*a); }
+EXPORT embed_bf16_32(const Embed *a) { embed<bfloat16, 32, 2>(*a); }
+EXPORT embed_bf16_64(const Embed *a) { embed<bfloat16, 64, 2>(*a); }
 EXPORT embed_plain(const Embed *a) { embed<bfloat16, 1, 2>(*a); }  // a tile of one row is a row
-EXPORT embed_int8(const Embed *a) { embed<int8_t, INT8_TILE, 4>(*a); }
+EXPORT embed_int8_64(const Embed *a) { embed<int8_t, INT8_TILE, 4>(*a); }
 
 EXPORT quantize_rows(const Quantize *a) {
 #pragma omp parallel for num_threads(a->num_threads) if (a->num_rows * a->size > WORTH_A_THREAD)

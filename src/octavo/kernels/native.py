@@ -90,6 +90,11 @@ def _at(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def _weight(tiles: Tensor) -> str:
+    """What native.cpp calls tiles like these: their dtype, and their outputs."""
+    return f"{'int8' if tiles.dtype == torch.int8 else 'bf16'}_{tiles.shape[2]}"
+
+
 class Recording:
     """Calls of native functions in their order, with all that they read and write."""
 
@@ -117,7 +122,8 @@ class Library:
     def __init__(self, path: Path) -> None:
         unlocking, locked = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         self._functions: dict[tuple[str, torch.dtype | None], tuple[Any, int]] = {}
-        for name in ("linear_bf16", "linear_int8", "embed_bf16", "embed_plain", "embed_int8", "quantize_rows"):
+        tiled = [f"{what}_{weight}" for what in ("linear", "embed") for weight in ("bf16_32", "bf16_64", "int8_64")]
+        for name in (*tiled, "embed_plain", "quantize_rows"):
             self._functions[name, None] = _function(unlocking if name.startswith("linear") else locked, name)
         for name in ("add_rms_norm", "silu_mul", "rope_kv_write", "decode_attention", "race"):
             for dtype, suffix in SUFFIXES.items():
@@ -148,7 +154,7 @@ class Library:
     ) -> Tensor:
         """x @ w.T + bias; x [num_rows, num_in] bfloat16 -> [num_rows, num_out], bfloat16, or float32 if `wide`.
 
-        tiles  w in tiles of outputs, zeros where there are fewer: [num_tiles, padded_in / 2, 32, 2] bfloat16, or
+        tiles  w in tiles of outputs, zeros where there are fewer: [num_tiles, padded_in / 2, 32 or 64, 2] bfloat16, or
                [num_tiles, padded_in / 4, 64, 4] int8
         scale  [num_out] float32, of int8: w is tiles * scale, and each row of x is rounded to int8 first
         """
@@ -167,8 +173,7 @@ class Library:
             wide,
             torch.get_num_threads(),
         )
-        name = "linear_bf16" if scale is None else "linear_int8"
-        self._call(name, None, arguments, tiles, scale, x, bias, y)
+        self._call(f"linear_{_weight(tiles)}", None, arguments, tiles, scale, x, bias, y)
         return y
 
     def quantize_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,7 +189,7 @@ class Library:
         out = torch.empty(len(token_ids), size, dtype=torch.bfloat16)
         pointers = token_ids.data_ptr(), table.data_ptr(), _at(scale), out.data_ptr()
         padded = size if table.ndim == 2 else table.shape[1] * table.shape[3]
-        name = "embed_plain" if table.ndim == 2 else "embed_bf16" if scale is None else "embed_int8"
+        name = "embed_plain" if table.ndim == 2 else f"embed_{_weight(table)}"
         self._call(name, None, _Embed(*pointers, len(token_ids), size, padded), token_ids, table, scale, out)
         return out
 

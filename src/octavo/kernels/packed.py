@@ -71,13 +71,15 @@ def packed_bytes(weight: Tensor, quantization: Quantization | None = None) -> in
 class PackedBF16:
     """bfloat16 weights as oneDNN reorders them."""
 
-    TILE = 32
+    TILES = (32, 64)
+    """Outputs of a tile; on processors with a matrix unit, and on others."""
 
     def __init__(self, weight: Tensor) -> None:
         self.shape = weight.shape
         # Tiles for many rows: they are as good for few, and native.cpp reads the fewest itself.
         self.reordered = torch.ops.mkldnn._reorder_linear_weight(weight, 256)
-        self.tiles = _tiles_of(self.reordered, weight, self.TILE, 2)
+        found = (_tiles_of(self.reordered, weight, tile, 2) for tile in self.TILES)
+        self.tiles = next((tiles for tiles in found if tiles is not None), None)
 
     @property
     def has_rows(self) -> bool:
