@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ if not torch.cuda.is_available():
 
 from octavo.kernels import cuda, reference
 from octavo.kernels.batch import RaggedBatch
+from octavo.kernels.reference import Stream
+from octavo.kernels.stream_linear import StreamTuning
 from tests.kernels.pool import make_case, naive_attention, relative_error
 from tests.kernels.triton_cases import *  # noqa: F403
 from tests.kernels.triton_cases import attend, check
@@ -65,6 +68,74 @@ def test_the_last_block_of_a_pool_past_2_to_the_32_elements() -> None:
     kv[num_blocks] = 0.0
     cuda.swap_in(host, kv, torch.tensor([1], device="cuda"), torch.tensor([num_blocks], device="cuda"))
     assert torch.equal(kv[1, 0, :, :, :9], kv[num_blocks, 0, :, :, :9])
+
+
+HOPPER = pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="a kernel for Hopper")
+
+
+def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape, device="cuda") * scale).bfloat16()
+
+
+@HOPPER
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 33, 64])
+@pytest.mark.parametrize(
+    "tuning",
+    [
+        *(StreamTuning(128, 64, 1, 3), StreamTuning(128, 64, 4, 5)),
+        *(StreamTuning(64, 128, 2, 2), StreamTuning(128, 64, 16, 3)),  # shares of 32 rows, and of 8
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("gate", ["", "silu", "gelu"])
+def test_products_with_streamed_weights(gate: Any, tuning: StreamTuning, num_tokens: int) -> None:
+    """Whose rows and columns end within a tile; three times, the same bits: where programs meet is left as it was."""
+    size, num_in, num_out = 328, 1200, 200
+    stream = cuda.begin_stream(random(num_tokens, size), 1 + random(size, scale=0.1))
+    expected = Stream(stream.x.double(), stream.weighted.double(), stream.squares.double())
+    weight, bias = random(num_out * (2 if gate else 1), size, scale=0.05), random(num_out * (2 if gate else 1))
+    products = [cuda.norm_linear(stream, 1e-5, weight, bias, gate, tuning=tuning) for _ in range(3)]
+    wanted = reference.norm_linear(expected, 1e-5, weight.double(), bias.double(), gate)
+    assert relative_error(products[0], wanted) < 5e-3 and all(torch.equal(p, products[0]) for p in products)
+    x, down, bias = random(num_tokens, num_in + 8)[:, :num_in], random(size, num_in, scale=0.03), random(size)
+    norm = 1 + random(size, scale=0.1)
+    streams = [cuda.add_linear(stream, x, down, bias, norm, tuning=tuning) for _ in range(3)]
+    wanted = reference.add_linear(expected, x.double(), down.double(), bias.double(), norm.double())
+    for mine in streams:
+        assert torch.equal(mine.x, streams[0].x) and torch.equal(mine.weighted, streams[0].weighted)
+    assert relative_error(mine.x, wanted.x) < 5e-3 and relative_error(mine.weighted, wanted.weighted) < 6e-3
+    assert relative_error(mine.squares.sum(0)[:num_tokens], wanted.squares.sum(0)) < 5e-3
+
+
+@HOPPER
+@pytest.mark.parametrize("num_tokens", [3, 32, 64])
+def test_layers_of_streamed_weights_one_behind_the_other(num_tokens: int) -> None:
+    """Each product begins before the one in front has ended; replayed, on other tokens, as one by one."""
+    hidden, inner, layers = 2048, 8192, 4
+    weights = [(random(2 * inner, hidden, scale=0.02), random(hidden, inner, scale=0.01)) for _ in range(layers)]
+    assert all(cuda.max_thin_tokens(w) == 64 for pair in weights for w in pair)
+    x, norm = random(num_tokens, hidden), 1 + random(hidden, scale=0.1)
+
+    def run(wait: bool) -> Stream:
+        stream = cuda.begin_stream(x, norm)
+        for gate_up, down in weights:
+            between = cuda.norm_linear(stream, 1e-5, gate_up, None, "silu")
+            if wait:
+                torch.cuda.synchronize()
+            stream = cuda.add_linear(stream, between, down, None, norm)
+            if wait:
+                torch.cuda.synchronize()
+        return stream
+
+    run(wait=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(wait=False)
+    for _ in range(5):
+        x.copy_(random(num_tokens, hidden))
+        out.x.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(out.x, run(wait=True).x)
 
 
 LONG = ([130, 1, 65, 140, 7], [130, 90, 65, 500, 300])

@@ -152,7 +152,7 @@ class Thin(ModuleType):
     def __init__(self) -> None:
         super().__init__("thin")
         self.__dict__.update(vars(reference))
-        self.max_thin_tokens = lambda num_bytes: 6
+        self.max_thin_tokens = lambda weight: 6
 
 
 @pytest.mark.parametrize("ops", [reference, cpu, Thin()], ids=["reference", "cpu", "thin"])

@@ -37,9 +37,9 @@ from octavo.kernels.rows import (
 Gate = Literal["", "silu", "gelu"]
 
 
-def max_thin_tokens(num_bytes: int) -> int:
+def max_thin_tokens(weight: Tensor) -> int:
     """Tokens of a pass up to which `norm_linear` and `add_linear` are faster than norms, products and sums apart, in
-    layers whose largest weight has that many bytes."""
+    layers with this weight."""
     return 0
 
 

@@ -13,7 +13,8 @@ token, so it is applied to them in the end; the sums of squares that it takes ar
 stream.
 
 A program takes a few rows of the weight and, where these are few in all, a part of their columns: the last program to
-finish adds up the parts, in a fixed order, so that results do not depend on who was last.
+finish adds up the parts, in a fixed order, so that results do not depend on who was last. On Hopper, `stream_linear` is
+faster.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels import stream_linear
 from octavo.kernels.activation import GELU_SLOPE
 from octavo.kernels.launching import overlapped, wait_for_predecessor
 from octavo.kernels.reference import Gate, Stream
+from octavo.kernels.stream_linear import StreamTuning, can_stream, padded_tokens, stream_tuning
 
 MOST_TOKENS = 32
 """That there are tunings for."""
@@ -54,6 +57,9 @@ class ThinTuning:
     fetched: int = 1024
 
 
+Tuning = ThinTuning | StreamTuning
+
+
 def thin_tuning(num_out: int, num_in: int, num_tokens: int, gated: bool) -> ThinTuning:
     """What was fastest on an H200; see benchmarks/kernels/bench_thin_linear.py."""
     few = num_tokens <= 16
@@ -73,16 +79,19 @@ def thin_tuning(num_out: int, num_in: int, num_tokens: int, gated: bool) -> Thin
     return ThinTuning(64, 64, 16, num_warps=4, num_stages=5)
 
 
-def max_thin_tokens(num_bytes: int) -> int:
+def max_thin_tokens(weight: Tensor) -> int:
     """See `reference.max_thin_tokens`."""
-    return EDGE_TOKENS if num_bytes <= LARGE_BYTES else 0
+    if can_stream(weight):
+        return stream_linear.MOST_TOKENS
+    return EDGE_TOKENS if weight.nbytes <= LARGE_BYTES else 0
 
 
 def begin_stream(x: Tensor, norm: Tensor) -> Stream:
-    """See `reference.begin_stream`, for at most MOST_TOKENS tokens."""
+    """See `reference.begin_stream`."""
     num_tokens, size = x.shape
-    weighted, squares = torch.empty_like(x), torch.empty(1, _padded(num_tokens), dtype=torch.float32, device=x.device)
-    _begin_stream[(squares.shape[1],)](
+    padded = padded_tokens(num_tokens)
+    weighted, squares = torch.empty_like(x), torch.empty(1, padded, dtype=torch.float32, device=x.device)
+    _begin_stream[(padded,)](
         x, norm, weighted, squares, num_tokens, size, SIZE=triton.next_power_of_2(size), num_warps=4
     )
     return Stream(x, weighted, squares)
@@ -95,9 +104,9 @@ def norm_linear(
     bias: Tensor | None = None,
     gate: Gate = "",
     *,
-    tuning: ThinTuning | None = None,
+    tuning: Tuning | None = None,
 ) -> Tensor:
-    """See `reference.norm_linear`, for at most MOST_TOKENS tokens; weight contiguous. Rounded once, at the end."""
+    """See `reference.norm_linear`, for at most `max_thin_tokens`; weight contiguous. Rounded once, at the end."""
     y, _ = _launch(stream.weighted, weight, bias, gate, tuning, squares=stream.squares, eps=eps)
     return y
 
@@ -109,16 +118,20 @@ def add_linear(
     bias: Tensor | None,
     norm: Tensor,
     *,
-    tuning: ThinTuning | None = None,
+    tuning: Tuning | None = None,
 ) -> Stream:
-    """See `reference.add_linear`, for at most MOST_TOKENS tokens; weight contiguous. Rounded once, at the end."""
+    """See `reference.add_linear`, for at most `max_thin_tokens`; weight contiguous. Rounded once, at the end."""
     y, written = _launch(x, weight, bias, "", tuning, residual=stream.x, norm=norm)
     assert written is not None
     return Stream(y, *written)
 
 
-def _padded(num_tokens: int) -> int:
-    return 16 if num_tokens <= 16 else 32
+def _tuning(weight: Tensor, num_tokens: int, gated: bool) -> Tuning:
+    num_rows, num_in = weight.shape
+    num_out = num_rows // 2 if gated else num_rows
+    if can_stream(weight):
+        return stream_tuning(num_out, num_in, num_tokens, gated)
+    return thin_tuning(num_out, num_in, num_tokens, gated)
 
 
 @functools.cache
@@ -132,7 +145,7 @@ def _launch(
     weight: Tensor,
     bias: Tensor | None,
     gate: Gate,
-    tuning: ThinTuning | None,
+    tuning: Tuning | None,
     *,
     squares: Tensor | None = None,
     eps: float = 0.0,
@@ -142,11 +155,16 @@ def _launch(
     """-> y, and with a norm (weighted, squares) of it. Calls on a device must not overlap: they share the counters."""
     num_tokens, num_in = x.shape
     num_out = weight.shape[0] // (2 if gate else 1)
-    assert 0 < num_tokens <= MOST_TOKENS and weight.is_contiguous() and x.stride(1) == 1, (x.shape, x.stride())
-    tuning = tuning or thin_tuning(num_out, num_in, num_tokens, bool(gate))
+    assert num_tokens > 0 and weight.is_contiguous() and x.stride(1) == 1, (x.shape, x.stride())
+    tuning = tuning or _tuning(weight, num_tokens, bool(gate))
+    if isinstance(tuning, StreamTuning):
+        return stream_linear.launch(
+            x, weight, bias, gate, tuning, squares=squares, eps=eps, residual=residual, norm=norm
+        )
+    assert num_tokens <= MOST_TOKENS
     assert not (gate and tuning.splits > 1), tuning
     y = torch.empty(num_tokens, num_out, dtype=x.dtype, device=x.device)
-    tiles, tokens = triton.cdiv(num_out, tuning.rows), _padded(num_tokens)
+    tiles, tokens = triton.cdiv(num_out, tuning.rows), padded_tokens(num_tokens)
     written = None
     if norm is not None:
         written = torch.empty_like(y), torch.empty(tiles, tokens, dtype=torch.float32, device=x.device)
