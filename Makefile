@@ -20,7 +20,7 @@ PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu clients fuzz dashboard check prove reliability mutants bench lint types contracts size coverage clean
+.PHONY: help demo test test-gpu sanitize clients fuzz dashboard check prove reliability mutants bench lint types contracts size coverage clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ test: $(DEV) ## every test but the slow ones
 
 test-gpu: $(DEV) ## on a machine with an NVIDIA GPU: its kernels, and the engine's tokens against the CPU's
 	@$(PYTEST) tests/gpu $(ARGS)
+
+sanitize: $(DEV) ## on a machine with an NVIDIA GPU: its kernels' tests under compute-sanitizer
+	@$(BIN)/python scripts/sanitize.py $(ARGS)
 
 clients fuzz reliability: export PIP_ARGS := $(PIP_ARGS)
 

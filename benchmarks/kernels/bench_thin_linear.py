@@ -1,11 +1,15 @@
 """A layer's products of few tokens on a GPU, beside cuBLAS and the kernels around it.
 
-    PYTHONPATH=src python benchmarks/kernels/bench_thin_linear.py [--tunings] [--processes N]
+    PYTHONPATH=src python benchmarks/kernels/bench_thin_linear.py [--products] [--tunings] [--processes N]
 
-Microseconds a call, from replays of a CUDA graph of many calls that go round over weights, so that none is found in the
-cache: `library` is rms_norm, a product and the gate's activation, or the product alone where a sum follows (which the
-next norm takes along). --tunings: also the fastest of many tunings, which is what `thin_tuning` was chosen from; they
-are compiled by N processes first.
+Microseconds from replays of a CUDA graph that goes over so many weights that none is found in the cache. Of a layer,
+its four products one behind the other, with what stands around them but attention: `library` is cuBLAS, two sums with
+their norms and the gate's activation, `thin` is `thin_linear` in Triton, `stream` is `stream_linear`, on Hopper.
+
+--products: of each product alone, many calls behind each other; `library` is rms_norm, a product and the activation,
+or the product alone where a sum follows (which the next norm takes along), `ours` what is chosen by itself.
+--tunings: also the fastest of many tunings in Triton, which is what `thin_tuning` was chosen from; they are compiled
+by N processes first.
 """
 
 from __future__ import annotations
@@ -22,10 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.activation import silu_mul
-from octavo.kernels.norms import rms_norm
-from octavo.kernels.thin_linear import ThinTuning, add_linear, begin_stream, norm_linear
+from octavo.kernels.norms import add_rms_norm, rms_norm
+from octavo.kernels.stream_linear import can_stream, stream_tuning
+from octavo.kernels.thin_linear import ThinTuning, Tuning, add_linear, begin_stream, norm_linear, thin_tuning
 
 NUM_TOKENS = (1, 8, 16, 32)
+MORE_TOKENS = (48, 64, 128)  # the last more than is taken by itself
 CALLS = 40
 BEYOND_CACHE = 160 << 20
 
@@ -57,6 +63,8 @@ def layer(model: str, hidden: int, qkv: int, attended: int, inner: int) -> list[
 PRODUCTS = [
     *layer("Qwen2.5-0.5B", 896, 1152, 896, 4864),
     *layer("Qwen3-0.6B", 1024, 4096, 2048, 3072),
+    *layer("Qwen2.5-1.5B", 1536, 2048, 1536, 8960),
+    *layer("Llama-3.2-3B", 3072, 5120, 3072, 8192),
     *layer("Llama-3.1-8B", 4096, 6144, 4096, 14336),
 ]
 
@@ -95,12 +103,19 @@ def library_call(product: Product, num_tokens: int) -> Callable[[Tensor], object
 
 
 def replay_us(run: Callable[[Tensor], object], weights: list[Tensor]) -> float:
+    def all_calls() -> None:
+        for i in range(CALLS):
+            run(weights[i % len(weights)])
+
     run(weights[0])
+    return graph_us(all_calls) / CALLS
+
+
+def graph_us(work: Callable[[], object]) -> float:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for i in range(CALLS):
-            run(weights[i % len(weights)])
+        work()
     best = float("inf")
     for _ in range(5):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -108,8 +123,56 @@ def replay_us(run: Callable[[Tensor], object], weights: list[Tensor]) -> float:
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-        best = min(best, begin.elapsed_time(end) / CALLS * 1e3)
+        best = min(best, begin.elapsed_time(end) * 1e3)
     return best
+
+
+def library_layers(layers: list[list[Tensor]], x: Tensor, norm: Tensor) -> None:
+    residual = torch.zeros_like(x)
+    for qkv, out, gate_up, down in layers:
+        x, residual = add_rms_norm(x, residual, norm, 1e-6)
+        x, residual = add_rms_norm(F.linear(F.linear(x, qkv)[:, : out.shape[1]], out), residual, norm, 1e-6)
+        x = F.linear(silu_mul(F.linear(x, gate_up)), down)
+
+
+def our_layers(
+    layers: list[list[Tensor]], x: Tensor, norm: Tensor, tune: Callable[[int, int, int, bool], Tuning]
+) -> None:
+    def tuned(weight: Tensor, gated: bool = False) -> Tuning:
+        return tune(len(weight) // (2 if gated else 1), weight.shape[1], len(x), gated)
+
+    stream = begin_stream(x, norm)
+    for qkv, out, gate_up, down in layers:
+        projected = norm_linear(stream, 1e-6, qkv, tuning=tuned(qkv))
+        stream = add_linear(stream, projected[:, : out.shape[1]], out, None, norm, tuning=tuned(out))
+        inner = norm_linear(stream, 1e-6, gate_up, None, "silu", tuning=tuned(gate_up, True))
+        stream = add_linear(stream, inner, down, None, norm, tuning=tuned(down))
+
+
+def compare_layers() -> None:
+    print(f"{'':<14}{'tokens':>6}{'library':>9}{'thin':>8}{'stream':>8}{'TB/s':>7}   us a layer")
+    for first in range(0, len(PRODUCTS), 4):
+        products = PRODUCTS[first : first + 4]
+        num_bytes = sum(weight_of(product).nbytes for product in products)
+        layers = [[weight_of(p) for p in products] for _ in range(max(4, 4 * BEYOND_CACHE // num_bytes))]
+        norm = torch.ones(products[0].num_in, device="cuda").bfloat16()
+        for num_tokens in NUM_TOKENS + MORE_TOKENS:
+            x = torch.randn(num_tokens, products[0].num_in, device="cuda").bfloat16()
+            ways: list[Callable[[], object] | None] = [partial(library_layers, layers, x, norm), None, None]
+            if num_tokens not in MORE_TOKENS:
+                ways[1] = partial(our_layers, layers, x, norm, thin_tuning)
+            if can_stream(layers[0][0]):
+                ways[2] = partial(our_layers, layers, x, norm, stream_tuning)
+            line, fastest = f"{products[0].model:<14}{num_tokens:>6}", float("inf")
+            for way, width in zip(ways, (9, 8, 8), strict=True):
+                if way is None:
+                    line += " " * width
+                    continue
+                way()
+                us = graph_us(way) / len(layers)
+                line += f"{us:>{width}.1f}"
+                fastest = min(fastest, us)
+            print(f"{line}{num_bytes / fastest / 1e6:>7.2f}", flush=True)
 
 
 def weight_of(product: Product) -> Tensor:
@@ -130,10 +193,14 @@ def compile_some(share: int, of: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--products", action="store_true")
     parser.add_argument("--tunings", action="store_true")
     parser.add_argument("--processes", type=int, default=8)
     args = parser.parse_args()
     torch.manual_seed(0)
+    compare_layers()
+    if not (args.products or args.tunings):
+        return
     if args.tunings:
         context = multiprocessing.get_context("spawn")
         with context.Pool(args.processes) as pool:

@@ -12,7 +12,6 @@ if importlib.util.find_spec("triton") is None:
 
 from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from octavo.kernels import stream_linear, thin_linear
@@ -29,7 +28,6 @@ POINTERS = {
 def compile_for_hopper(tuning: StreamTuning, num_tokens: int, *, gate: str, sums: bool) -> object:
     """A product behind a norm, or one that is added to a stream."""
     tokens = stream_linear.padded_tokens(num_tokens)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     kernel = stream_linear._stream_linear
     constants = {
         "ROWS": tuning.rows,
@@ -45,8 +43,8 @@ def compile_for_hopper(tuning: StreamTuning, num_tokens: int, *, gate: str, sums
         "OVERLAPPED": True,
     }
     types = {
-        "xs": f"tensordesc<bf16[{tokens}, {tuning.columns}],{layout!r}>",
-        "weights": f"tensordesc<bf16[{tuning.rows}, {tuning.columns}],{layout!r}>",
+        "xs": f"tensordesc<bf16[{tokens}, {tuning.columns}],{stream_linear.LAYOUT!r}>",
+        "weights": f"tensordesc<bf16[{tuning.rows}, {tuning.columns}],{stream_linear.LAYOUT!r}>",
         "eps": "fp32",
         **POINTERS,
         **dict.fromkeys(constants, "constexpr"),

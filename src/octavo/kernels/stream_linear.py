@@ -39,6 +39,7 @@ from octavo.kernels.reference import Gate
 MOST_TOKENS = 64
 MULTIPROCESSORS = 132
 """Of the GPU that tunings are for; on others they are as right."""
+LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 REGISTERS, REGISTERS_OF_COPIER = 128, gl.constexpr(40)
 """Of a thread when a program starts, and of the warp that drives the copy engine: what it gives back is for those that
 multiply."""
@@ -117,9 +118,8 @@ def launch(
     if norm is not None:
         written = torch.empty_like(y), torch.empty(programs, tokens, dtype=torch.float32, device=x.device)
     num_sums = programs * (num_rows // num_out) * tuning.rows * tokens if tuning.splits > 1 else 0
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    xs = TensorDescriptor(x, [num_tokens, num_in], [x.stride(0), 1], [tokens, tuning.columns], layout)
-    weights = TensorDescriptor(weight, [num_rows, num_in], [num_in, 1], [tuning.rows, tuning.columns], layout)
+    xs = TensorDescriptor(x, [num_tokens, num_in], [x.stride(0), 1], [tokens, tuning.columns], LAYOUT)
+    weights = TensorDescriptor(weight, [num_rows, num_in], [num_in, 1], [tuning.rows, tuning.columns], LAYOUT)
     _stream_linear[(programs,)](
         xs,
         weights,
