@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
 from pathlib import Path
 
@@ -43,6 +45,15 @@ def test_dtype_auto_is_the_checkpoints_where_the_processor_has_it(
         path = write_tiny_gguf(halves, tmp_path / f"{quantisation}.gguf", quantisation=quantisation)
         with open_llm(path) as llm:
             assert llm.config.dtype == dtype, quantisation
+
+
+def test_it_says_what_a_start_took(halves: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="octavo")
+    open_llm(halves).close()
+    said = caplog.messages[-1]
+    whole, *parts = (float(number) for number in re.findall(r"[\d.]+(?= s:|,|$)", said))
+    assert re.fullmatch(r"ready in [\d.]+ s: files [\d.]+, weights [\d.]+, pool [\d.]+", said)
+    assert whole == pytest.approx(sum(parts), abs=0.2)
 
 
 @INT8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -52,8 +53,25 @@ class Built:
     sampling_defaults: SamplingDefaults
 
 
+class _Stopwatch:
+    """What a start spends its time on."""
+
+    def __init__(self) -> None:
+        self._began = self._last = time.perf_counter()
+        self._laps: list[str] = []
+
+    def lap(self, what: str) -> None:
+        now = time.perf_counter()
+        self._laps.append(f"{what} {now - self._last:.1f}")
+        self._last = now
+
+    def __str__(self) -> str:
+        return f"ready in {self._last - self._began:.1f} s: {', '.join(self._laps)}"
+
+
 def build(args: EngineArgs) -> Built:
     """Load the model, plan the memory, and put the engine together. Raises `ModelError` or `MemoryBudgetError`."""
+    watch = _Stopwatch()
     checkpoint = open_checkpoint(args.model, revision=args.revision, weights=args.load_format != "dummy")
     spec = spec_from_config(checkpoint.config, checkpoint.generation_config)
     template = None if args.chat_template is None else chat_template.load(args.chat_template)
@@ -71,11 +89,14 @@ def build(args: EngineArgs) -> Built:
     kv_shape = (spec.num_layers, 2, spec.num_kv_heads, args.block_size, spec.head_dim)
     model_len = spec.num_positions(args.max_model_len)
     gpu: GPUMemory | None = None
+    watch.lap("files")
     if device.type == "cuda":
         check_weights(weight_bytes, args)
         decoder = _load(checkpoint, spec, args, dtype, device, ops, max_len=model_len)
+        watch.lap("weights")
         gpu = measure(decoder, args, ops=ops, kv_shape=kv_shape, dtype=dtype)
         gpu.check()
+        watch.lap("kernels and memory")
     budget = plan_memory(
         args,
         bytes_per_token=math.prod(kv_shape) // args.block_size * dtype.itemsize,
@@ -88,6 +109,7 @@ def build(args: EngineArgs) -> Built:
         logger.warning(warning)
     if gpu is None:
         decoder = _load(checkpoint, spec, args, dtype, device, ops, max_len=budget.max_model_len)
+        watch.lap("weights")
     else:
         logger.info("%s", gpu.table(budget))
     config = EngineConfig(
@@ -102,6 +124,7 @@ def build(args: EngineArgs) -> Built:
         attention_window=spec.kept_window or 0,
     )
     executor = _executor(decoder, config, budget, (kv_shape, dtype), device, ops)
+    watch.lap("pool" if gpu is None else "pool and graphs")
     eos = {*spec.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}
     scheduler = make_scheduler(config)
     if config.num_host_blocks:
@@ -121,6 +144,7 @@ def build(args: EngineArgs) -> Built:
         engine.on_close.append(KVEvents(scheduler.cache, args.kv_events()).close)
     if args.flight_recorder is not None:
         engine.recorder = FlightRecorder(engine, Path(args.flight_recorder))
+    logger.info("%s", watch)
     return Built(engine, config, spec, tokenizer, defaults)
 
 

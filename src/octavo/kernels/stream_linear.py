@@ -38,7 +38,7 @@ from octavo.kernels.reference import Gate
 
 MOST_TOKENS = 64
 MULTIPROCESSORS = 132
-"""Of the GPU that tunings are for; on others they are as right."""
+"""Of the GPU that tunings are chosen for; they are right on any."""
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 REGISTERS, REGISTERS_OF_COPIER = 128, gl.constexpr(40)
 """Of a thread when a program starts, and of the warp that drives the copy engine: what it gives back is for those that
