@@ -27,6 +27,15 @@ def test_all_eight_are_asked_at_once_and_answered(call: Call, fake: type[FakeLLM
     assert "24 in " in next(line for line in done.lines if line.startswith("tokens generated"))
 
 
+def test_a_question_that_fails_is_said(call: Call, fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all do, and there is nothing to measure."""
+    for questions in ((*demo.QUESTIONS[:-1], (None, "FAIL")), ((None, "FAIL"),)):
+        monkeypatch.setattr(demo, "QUESTIONS", questions)
+        done = call("demo", "--max-tokens", "3")
+        assert done.code == 1 and "failed: " in done.err and "bug" not in done.err
+        assert "tokens generated" not in done.out
+
+
 def test_on_a_terminal_the_answers_grow_line_by_line(
     call: Call, fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:

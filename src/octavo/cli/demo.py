@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from octavo.cli.chat import chat_prompt
+from octavo.cli.generate import report_failures
 from octavo.cli.models import load
 from octavo.cli.options import DEFAULT_MODEL, ENGINE, Model, options_of
 from octavo.cli.terminal import printable
@@ -102,6 +103,8 @@ def watch(llm: LLM, max_tokens: int) -> Measured:
                 console.print(_whole(QUESTIONS[i][1], output), end="\n\n")
             if live is not None:
                 live.update(_lines(growing))
+    if report_failures(done):
+        raise typer.Exit(1)
     return Measured(
         num_tokens=sum(len(output.outputs[0].token_ids) for output in done),
         num_prompt_tokens=sum(len(output.prompt_token_ids) for output in done),
