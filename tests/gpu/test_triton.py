@@ -78,7 +78,7 @@ def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
 
 
 @HOPPER
-@pytest.mark.parametrize("num_tokens", [1, 16, 17, 33, 64])
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 33, 64, 130])
 @pytest.mark.parametrize(
     "tuning",
     [

@@ -27,11 +27,13 @@ POINTERS = {
 
 def compile_for_hopper(tuning: StreamTuning, num_tokens: int, *, gate: str, sums: bool) -> object:
     """A product behind a norm, or one that is added to a stream."""
-    tokens = stream_linear.padded_tokens(num_tokens)
+    padded = stream_linear.padded_tokens(num_tokens)
+    tokens = min(padded, stream_linear.TILE_TOKENS)
     kernel = stream_linear._stream_linear
     constants = {
         "ROWS": tuning.rows,
         "TOKENS": tokens,
+        "PADDED": padded,
         "COLUMNS": tuning.columns,
         "SPLITS": tuning.splits,
         "STAGES": tuning.stages,
@@ -59,7 +61,7 @@ def compile_for_hopper(tuning: StreamTuning, num_tokens: int, *, gate: str, sums
     return triton_compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 32, 64])
+@pytest.mark.parametrize("num_tokens", [1, 32, 64, 130])
 @pytest.mark.parametrize(
     ("num_out", "num_in", "gate", "sums"),
     [(14336, 4096, "silu", False), (4096, 14336, "", True), (6144, 4096, "", False), (1024, 2048, "", True)],
@@ -81,12 +83,13 @@ def test_it_compiles_for_hopper_and_fits(num_out: int, num_in: int, gate: str, s
 def test_every_program_of_a_tuning_is_at_work_at_once() -> None:
     """Those that share a tile wait for each other."""
     for num_out in range(128, 40_000, 128):
-        for num_tokens in (1, 32, 33, 64):
+        for num_tokens in (1, 32, 33, 64, 65, 256):
             for gated in (False, True):
                 tuning = stream_tuning(num_out, 4096, num_tokens, gated)
-                rows = tuning.rows * (2 if gated else 1) + stream_linear.padded_tokens(num_tokens)
+                padded = stream_linear.padded_tokens(num_tokens)
+                rows = tuning.rows * (2 if gated else 1) + min(padded, stream_linear.TILE_TOKENS)
                 used = rows * tuning.columns * 2 * tuning.stages + 4096
-                programs = -(-num_out // tuning.rows) * tuning.splits
+                programs = -(-num_out // tuning.rows) * tuning.splits * -(-padded // stream_linear.TILE_TOKENS)
                 assert used <= SHARED_BYTES and tuning.rows // tuning.splits >= 8
                 assert programs <= stream_linear.MULTIPROCESSORS * (SHARED_BYTES // used) or tuning.splits == 1
 

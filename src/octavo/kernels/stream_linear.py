@@ -37,6 +37,8 @@ from octavo.kernels.launching import overlapped, wait_for_predecessor
 from octavo.kernels.reference import Gate
 
 MOST_TOKENS = 64
+"""Up to which it has the edge; it is right with any number."""
+TILE_TOKENS = 64
 MULTIPROCESSORS = 132
 """Of the GPU that tunings are chosen for; they are right on any."""
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -60,7 +62,7 @@ def stream_tuning(num_out: int, num_in: int, num_tokens: int, gated: bool) -> St
     """What was fastest on an H200; see benchmarks/kernels/bench_thin_linear.py. All programs are at work at once, most
     often as many as multiprocessors or a few less, so that none begins when others end."""
     few = num_tokens <= 32
-    tiles = triton.cdiv(num_out, 128)
+    tiles = triton.cdiv(num_out, 128) * triton.cdiv(num_tokens, TILE_TOKENS)
     if tiles > MULTIPROCESSORS:  # two programs fit into each
         return StreamTuning(128, 64, 1, stages=(3 if few else 2) if gated else (5 if few else 4))
     splits = max(1, min(MULTIPROCESSORS // tiles, num_in // 128, 16))
@@ -75,7 +77,9 @@ def stream_tuning(num_out: int, num_in: int, num_tokens: int, gated: bool) -> St
 
 
 def padded_tokens(num_tokens: int) -> int:
-    """Columns of a product, which a matrix instruction has 16 of, or a multiple."""
+    """Whole tiles of TILE_TOKENS, or one of fewer: a matrix instruction has 16 columns, or a multiple."""
+    if num_tokens > TILE_TOKENS:
+        return -(-num_tokens // TILE_TOKENS) * TILE_TOKENS
     return max(16, int(triton.next_power_of_2(num_tokens)))
 
 
@@ -111,12 +115,13 @@ def launch(
     multiple of 16 bytes. Calls on a device must not overlap: their programs meet at the same places."""
     num_tokens, num_in = x.shape
     num_rows = weight.shape[0]
-    num_out, tokens = num_rows // (2 if gate else 1), padded_tokens(num_tokens)
+    num_out, padded = num_rows // (2 if gate else 1), padded_tokens(num_tokens)
     y = torch.empty(num_tokens, num_out, dtype=x.dtype, device=x.device)
-    programs = triton.cdiv(num_out, tuning.rows) * tuning.splits
+    tokens, shares = min(padded, TILE_TOKENS), triton.cdiv(num_out, tuning.rows) * tuning.splits
+    programs = shares * (padded // tokens)
     written = None
     if norm is not None:
-        written = torch.empty_like(y), torch.empty(programs, tokens, dtype=torch.float32, device=x.device)
+        written = torch.empty_like(y), torch.empty(shares, padded, dtype=torch.float32, device=x.device)
     num_sums = programs * (num_rows // num_out) * tuning.rows * tokens if tuning.splits > 1 else 0
     xs = TensorDescriptor(x, [num_tokens, num_in], [x.stride(0), 1], [tokens, tuning.columns], LAYOUT)
     weights = TensorDescriptor(weight, [num_rows, num_in], [num_in, 1], [tuning.rows, tuning.columns], LAYOUT)
@@ -139,6 +144,7 @@ def launch(
         eps,
         ROWS=tuning.rows,
         TOKENS=tokens,
+        PADDED=padded,
         COLUMNS=tuning.columns,
         SPLITS=tuning.splits,
         STAGES=tuning.stages,
@@ -180,14 +186,15 @@ def _fetch_weights(
 
 
 @gluon.jit
-def _fetch_tokens(xs, ring, stage, step, wanted, COLUMNS: gl.constexpr):
+def _fetch_tokens(xs, ring, stage, first_token, step, wanted, COLUMNS: gl.constexpr):
     _, x_tiles, full, _ = ring
-    tma.async_copy_global_to_shared(xs, [0, step * COLUMNS], full.index(stage), x_tiles.index(stage), pred=wanted)
+    at = [first_token, step * COLUMNS]
+    tma.async_copy_global_to_shared(xs, at, full.index(stage), x_tiles.index(stage), pred=wanted)
 
 
 @gluon.jit
 def _produce(
-    xs, weights, ring, tile, begin, end, num_out,
+    xs, weights, ring, tile, first_token, begin, end, num_out,
     ROWS: gl.constexpr, TOKENS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
     OVERLAPPED: gl.constexpr,
 ):  # fmt: skip
@@ -199,12 +206,12 @@ def _produce(
         _fetch_weights(weights, ring, i, tile, step, num_out, step < end, ROWS, COLUMNS, NUM_BYTES, HALVES)
     wait_for_predecessor(OVERLAPPED)
     for i in gl.static_range(STAGES):
-        _fetch_tokens(xs, ring, i, begin + i, begin + i < end, COLUMNS)
+        _fetch_tokens(xs, ring, i, first_token, begin + i, begin + i < end, COLUMNS)
     for turn in range(STAGES, end - begin):
         stage = turn % STAGES
         mbarrier.wait(free.index(stage), turn // STAGES % 2 ^ 1)
         _fetch_weights(weights, ring, stage, tile, begin + turn, num_out, True, ROWS, COLUMNS, NUM_BYTES, HALVES)
-        _fetch_tokens(xs, ring, stage, begin + turn, True, COLUMNS)
+        _fetch_tokens(xs, ring, stage, first_token, begin + turn, True, COLUMNS)
 
 
 @gluon.jit
@@ -222,16 +229,16 @@ def _meet(meeting, is_first, NUM: gl.constexpr):
 @gluon.jit
 def _finish(
     acc, up, squares, some_squares, bias, residual, norm, y, weighted, own_squares,
-    first_row, num_tokens, num_out, num_in, num_squares, eps,
-    GATE: gl.constexpr, SCALED: gl.constexpr, WITH_BIAS: gl.constexpr, WITH_RESIDUAL: gl.constexpr,
-    WITH_NORM: gl.constexpr,
+    first_row, first_token, num_tokens, num_out, num_in, num_squares, eps,
+    PADDED: gl.constexpr, GATE: gl.constexpr, SCALED: gl.constexpr, WITH_BIAS: gl.constexpr,
+    WITH_RESIDUAL: gl.constexpr, WITH_NORM: gl.constexpr,
 ):  # fmt: skip
-    """Sums of some rows, [rows, tokens], to what is stored of them. own_squares: [tokens], of these rows alone."""
+    """Sums of some rows, [rows, tokens], to what is stored of them. own_squares: [PADDED], of these rows alone."""
     LAYOUT: gl.constexpr = acc.type.layout
     DTYPE: gl.constexpr = y.dtype.element_ty
     TOKENS: gl.constexpr = acc.shape[1]
     out = first_row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))
-    token = gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT))
+    token = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT))
     is_row = out < num_out
     here = is_row[:, None] & (token < num_tokens)[None, :]
     place = token[None, :] * num_out + out[:, None]
@@ -240,10 +247,10 @@ def _finish(
         AT_ONCE: gl.constexpr = some_squares.shape[0]
         sums = gl.sum(some_squares, 0)
         part = gl.arange(0, AT_ONCE, gl.SliceLayout(1, PARTS))
-        column = gl.arange(0, TOKENS, gl.SliceLayout(0, PARTS))
+        column = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, PARTS))
         for first in range(AT_ONCE, num_squares, AT_ONCE):
             inside = (first + part < num_squares)[:, None]
-            sums += gl.sum(gl.load(squares + (first + part)[:, None] * TOKENS + column[None, :], inside, 0.0), 0)
+            sums += gl.sum(gl.load(squares + (first + part)[:, None] * PADDED + column[None, :], inside, 0.0), 0)
         scale = gl.rsqrt(gl.convert_layout(sums, gl.SliceLayout(0, LAYOUT)) / num_in + eps)
         acc *= scale[None, :]
         up *= scale[None, :]
@@ -269,10 +276,10 @@ def _finish(
 @gluon.jit
 def _consume(
     bias, squares, residual, norm, y, weighted, own_squares, parts, meetings,
-    ring, tile, split, begin, end, num_tokens, num_out, num_in, num_squares, eps,
-    ROWS: gl.constexpr, TOKENS: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr, GATE: gl.constexpr,
-    SCALED: gl.constexpr, WITH_BIAS: gl.constexpr, WITH_RESIDUAL: gl.constexpr, WITH_NORM: gl.constexpr,
-    OVERLAPPED: gl.constexpr,
+    ring, tile, first_token, split, begin, end, num_tokens, num_out, num_in, num_squares, eps,
+    ROWS: gl.constexpr, TOKENS: gl.constexpr, PADDED: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
+    GATE: gl.constexpr, SCALED: gl.constexpr, WITH_BIAS: gl.constexpr, WITH_RESIDUAL: gl.constexpr,
+    WITH_NORM: gl.constexpr, OVERLAPPED: gl.constexpr,
 ):  # fmt: skip
     """The four warps that multiply."""
     HALVES: gl.constexpr = 2 if GATE != "" else 1
@@ -284,8 +291,8 @@ def _consume(
     some_squares = gl.zeros([AT_ONCE, TOKENS], gl.float32, PARTS)
     if SCALED:  # asked for now, needed at the end
         part = gl.arange(0, AT_ONCE, gl.SliceLayout(1, PARTS))[:, None]
-        column = gl.arange(0, TOKENS, gl.SliceLayout(0, PARTS))[None, :]
-        some_squares = gl.load(squares + part * TOKENS + column, mask=part < num_squares, other=0.0)
+        column = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, PARTS))[None, :]
+        some_squares = gl.load(squares + part * PADDED + column, mask=part < num_squares, other=0.0)
     acc = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
     up = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
     for turn in range(end - begin):
@@ -300,25 +307,26 @@ def _consume(
             acc = warpgroup_mma_wait(0, deps=[pending])
         mbarrier.arrive(free.index(stage), count=1)
 
-    own_squares += (tile * SPLITS + split) * TOKENS
+    own_squares += (tile * SPLITS + split) * PADDED
     if SPLITS == 1:
         _finish(
             acc, up, squares, some_squares, bias, residual, norm, y, weighted, own_squares,
-            tile * ROWS, num_tokens, num_out, num_in, num_squares, eps,
-            GATE, SCALED, WITH_BIAS, WITH_RESIDUAL, WITH_NORM,
+            tile * ROWS, first_token, num_tokens, num_out, num_in, num_squares, eps,
+            PADDED, GATE, SCALED, WITH_BIAS, WITH_RESIDUAL, WITH_NORM,
         )  # fmt: skip
     else:
         SHARE: gl.constexpr = ROWS // SPLITS
         SHARED: gl.constexpr = _share_layout(SHARE)
         SIZE: gl.constexpr = HALVES * ROWS * TOKENS  # a token's rows are side by side
-        theirs = parts + tile * SPLITS * SIZE
+        group = gl.program_id(0) // SPLITS
+        theirs = parts + group * SPLITS * SIZE
         row = gl.arange(0, ROWS, gl.SliceLayout(1, ACC))[:, None]
         token = gl.arange(0, TOKENS, gl.SliceLayout(0, ACC))[None, :]
         own = theirs + split * SIZE + token * ROWS + row
         gl.store(own, acc)
         if GATE != "":
             gl.store(own + ROWS * TOKENS, up)
-        _meet(meetings + tile, split == 0, SPLITS)
+        _meet(meetings + group, split == 0, SPLITS)
         row = split * SHARE + gl.arange(0, SHARE, gl.SliceLayout(1, SHARED))[:, None]
         token = gl.arange(0, TOKENS, gl.SliceLayout(0, SHARED))[None, :]
         share = gl.zeros([SHARE, TOKENS], gl.float32, SHARED)
@@ -330,8 +338,8 @@ def _consume(
                 upper_share += gl.load(at + ROWS * TOKENS, cache_modifier=".cg")
         _finish(
             share, upper_share, squares, some_squares, bias, residual, norm, y, weighted, own_squares,
-            tile * ROWS + split * SHARE, num_tokens, num_out, num_in, num_squares, eps,
-            GATE, SCALED, WITH_BIAS, WITH_RESIDUAL, WITH_NORM,
+            tile * ROWS + split * SHARE, first_token, num_tokens, num_out, num_in, num_squares, eps,
+            PADDED, GATE, SCALED, WITH_BIAS, WITH_RESIDUAL, WITH_NORM,
         )  # fmt: skip
 
 
@@ -355,6 +363,7 @@ def _stream_linear(
     eps,
     ROWS: gl.constexpr,
     TOKENS: gl.constexpr,
+    PADDED: gl.constexpr,
     COLUMNS: gl.constexpr,
     SPLITS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -365,11 +374,12 @@ def _stream_linear(
     WITH_NORM: gl.constexpr,
     OVERLAPPED: gl.constexpr,
 ):
-    """A tile of rows, and one of SPLITS parts of their columns. xs, weights: descriptions of x [num_tokens, num_in] and
-    the weight."""
+    """A tile of rows, one of tokens, and one of SPLITS parts of the columns; tiles of the same rows are side by side.
+    xs, weights: descriptions of x [num_tokens, num_in] and the weight."""
     HALVES: gl.constexpr = 2 if GATE != "" else 1
     DTYPE: gl.constexpr = y.dtype.element_ty
-    tile = gl.program_id(0) // SPLITS
+    tile = gl.program_id(0) // (PADDED // TOKENS * SPLITS)
+    first_token = gl.program_id(0) // SPLITS % (PADDED // TOKENS) * TOKENS
     split = gl.program_id(0) % SPLITS
     num_steps = (num_in + COLUMNS - 1) // COLUMNS
     begin = split * num_steps // SPLITS
@@ -389,13 +399,16 @@ def _stream_linear(
                 _consume,
                 (
                     bias, squares, residual, norm, y, weighted, own_squares, parts, meetings,
-                    ring, tile, split, begin, end, num_tokens, num_out, num_in, num_squares, eps,
-                    ROWS, TOKENS, SPLITS, STAGES, GATE, SCALED, WITH_BIAS, WITH_RESIDUAL, WITH_NORM, OVERLAPPED,
+                    ring, tile, first_token, split, begin, end, num_tokens, num_out, num_in, num_squares, eps,
+                    ROWS, TOKENS, PADDED, SPLITS, STAGES, GATE, SCALED, WITH_BIAS, WITH_RESIDUAL, WITH_NORM, OVERLAPPED,
                 ),
             ),
             (
                 _produce,
-                (xs, weights, ring, tile, begin, end, num_out, ROWS, TOKENS, COLUMNS, STAGES, HALVES, OVERLAPPED),
+                (
+                    xs, weights, ring, tile, first_token, begin, end, num_out,
+                    ROWS, TOKENS, COLUMNS, STAGES, HALVES, OVERLAPPED,
+                ),
             ),
         ],
         [1],
