@@ -7,6 +7,7 @@ keeps what is busy in registers: a spill in its loop costs more than all that is
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
@@ -14,23 +15,19 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed (the gpu extra)", allow_module_level=True)
 
-from triton import compile as triton_compile
-from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
 
 from octavo.kernels import prefill_gluon
+from tests.kernels.hopper import SHARED_BYTES, compile_for_hopper
 
-SHARED_BYTES = 227 * 1024
 POINTERS = {"out": "*bf16", "lse": "*fp32", "partial": "*fp32", "partial_lse": "*fp32"}
 INDICES = ("tiles", "count", "block_tables", "query_start", "seq_lens")
 
 
-def compile_for_hopper(head_dim: int, block_size: int, group: int, *, may_split: bool) -> object:
+def compiled(head_dim: int, block_size: int, group: int, *, may_split: bool) -> Any:
     tuning = prefill_gluon.prefill_tuning(head_dim)
     padded, packed, rows = 1 << (head_dim - 1).bit_length(), group & -group, min(block_size, tuning.keys)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-    kernel = prefill_gluon._prefill
     constants = {
         "NUM_HEADS": 2 * group,
         "GROUP": group,
@@ -51,24 +48,17 @@ def compile_for_hopper(head_dim: int, block_size: int, group: int, *, may_split:
         "scale": "fp32",
         **POINTERS,
         **dict.fromkeys(INDICES, "*i32"),
-        **dict.fromkeys(constants, "constexpr"),
     }
-    source = GluonASTSource(
-        kernel,
-        signature={name: types.get(name, "i32") for name in kernel.arg_names},
-        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if types.get(n, "")[:1] == "*"},
-    )
-    return triton_compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    return compile_for_hopper(prefill_gluon._prefill, constants, types)
 
 
 @pytest.mark.parametrize(
     ("head_dim", "block_size", "group", "may_split"), [(128, 16, 4, False), (64, 64, 7, True)], ids=str
 )
 def test_it_compiles_for_hopper_and_fits(head_dim: int, block_size: int, group: int, may_split: bool) -> None:
-    kernel = compile_for_hopper(head_dim, block_size, group, may_split=may_split)
-    assert kernel.metadata.shared <= SHARED_BYTES  # type: ignore[attr-defined]
-    ptx = kernel.asm["ptx"]  # type: ignore[attr-defined]
+    kernel = compiled(head_dim, block_size, group, may_split=may_split)
+    assert kernel.metadata.shared <= SHARED_BYTES
+    ptx = kernel.asm["ptx"]
     # One warp orders copies, two groups multiply; and each has its own share of the registers
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor.3d" in ptx and ptx.count("setmaxnreg") >= 3
 

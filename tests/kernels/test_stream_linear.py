@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
@@ -10,14 +11,11 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed (the gpu extra)", allow_module_level=True)
 
-from triton import compile as triton_compile
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
-
 from octavo.kernels import stream_linear, thin_linear
+from octavo.kernels.reference import Stream
 from octavo.kernels.stream_linear import StreamTuning, stream_tuning
+from tests.kernels.hopper import SHARED_BYTES, compile_for_hopper
 
-SHARED_BYTES = 227 * 1024
 POINTERS = {
     **dict.fromkeys(("bias", "residual", "norm", "y", "weighted"), "*bf16"),
     **dict.fromkeys(("squares", "own_squares", "parts"), "*fp32"),
@@ -25,11 +23,10 @@ POINTERS = {
 }
 
 
-def compile_for_hopper(tuning: StreamTuning, num_tokens: int, *, gate: str, sums: bool) -> object:
+def compiled(tuning: StreamTuning, num_tokens: int, *, gate: str, sums: bool) -> Any:
     """A product behind a norm, or one that is added to a stream."""
     padded = stream_linear.padded_tokens(num_tokens)
     tokens = min(padded, stream_linear.TILE_TOKENS)
-    kernel = stream_linear._stream_linear
     constants = {
         "ROWS": tuning.rows,
         "TOKENS": tokens,
@@ -49,16 +46,8 @@ def compile_for_hopper(tuning: StreamTuning, num_tokens: int, *, gate: str, sums
         "weights": f"tensordesc<bf16[{tuning.rows}, {tuning.columns}],{stream_linear.LAYOUT!r}>",
         "eps": "fp32",
         **POINTERS,
-        **dict.fromkeys(constants, "constexpr"),
     }
-    source = GluonASTSource(
-        kernel,
-        signature={name: types.get(name, "i32") for name in kernel.arg_names},
-        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if types.get(n, "")[:1] == "*"},
-    )
-    options = {"num_warps": 4, "maxnreg": stream_linear.REGISTERS}
-    return triton_compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return compile_for_hopper(stream_linear._stream_linear, constants, types, maxnreg=stream_linear.REGISTERS)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 32, 64, 130])
@@ -70,9 +59,9 @@ def compile_for_hopper(tuning: StreamTuning, num_tokens: int, *, gate: str, sums
 def test_it_compiles_for_hopper_and_fits(num_out: int, num_in: int, gate: str, sums: bool, num_tokens: int) -> None:
     """Products of a layer of Llama 3.1 8B, and a small one."""
     tuning = stream_tuning(num_out, num_in, num_tokens, bool(gate))
-    kernel = compile_for_hopper(tuning, num_tokens, gate=gate, sums=sums)
-    assert kernel.metadata.shared <= SHARED_BYTES  # type: ignore[attr-defined]
-    ptx = kernel.asm["ptx"]  # type: ignore[attr-defined]
+    kernel = compiled(tuning, num_tokens, gate=gate, sums=sums)
+    assert kernel.metadata.shared <= SHARED_BYTES
+    ptx = kernel.asm["ptx"]
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor.2d" in ptx and "setmaxnreg" in ptx
     # The copies of weights come before the wait for the kernel in front, those of what it may have written behind it
     first, wait, last = ptx.index("cp.async.bulk"), ptx.rindex("griddepcontrol.wait"), ptx.rindex("cp.async.bulk")
@@ -92,6 +81,33 @@ def test_every_program_of_a_tuning_is_at_work_at_once() -> None:
                 programs = -(-num_out // tuning.rows) * tuning.splits * -(-padded // stream_linear.TILE_TOKENS)
                 assert used <= SHARED_BYTES and tuning.rows // tuning.splits >= 8
                 assert programs <= stream_linear.MULTIPROCESSORS * (SHARED_BYTES // used) or tuning.splits == 1
+
+
+def test_what_the_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tensor under its name; what is not there is none that it would follow."""
+    told: dict[str, Any] = {}
+    names = stream_linear._stream_linear.arg_names
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            return lambda *given, **options: told.update(
+                {"grid": grid} | dict(zip(names, given, strict=False)) | options
+            )
+
+    monkeypatch.setattr(stream_linear, "_stream_linear", Kernel())
+    x, weight, bias, norm = (torch.zeros(n, dtype=torch.bfloat16) for n in ((70, 96), (304, 96), 304, 304))
+    stream = Stream(*(torch.zeros(70, 304, dtype=torch.bfloat16) for _ in range(2)), torch.zeros(5, 128))
+    after = thin_linear.add_linear(stream, x, weight, bias, norm, tuning=StreamTuning(128, 64, 4, 3))
+    expected = {"bias": bias, "residual": stream.x, "norm": norm, "y": after.x, "weighted": after.weighted}
+    assert all(told[name] is tensor for name, tensor in expected.items()) and told["own_squares"] is after.squares
+    assert after.squares.shape == (12, 128) and told["grid"] == (24,)  # 3 tiles of rows, 4 shares, 2 tiles of tokens
+    assert told["parts"].numel() == 24 * 128 * 64 and told["squares"] is after.x and not told["SCALED"]
+    assert (told["num_tokens"], told["num_out"], told["num_in"]) == (70, 304, 96)
+    gate_up = torch.zeros(608, 304, dtype=torch.bfloat16)
+    y = thin_linear.norm_linear(stream, 1e-6, gate_up, None, "silu", tuning=StreamTuning(64, 64, 1, 3))
+    assert y.shape == (70, 304) and told["y"] is y and told["bias"] is y and not told["WITH_BIAS"]
+    assert told["squares"] is stream.squares and told["num_squares"] == 5 and told["grid"] == (10,)
+    assert told["xs"].base is stream.weighted and told["weights"].base is gate_up and not told["WITH_NORM"]
 
 
 def test_who_takes_a_product(monkeypatch: pytest.MonkeyPatch) -> None:

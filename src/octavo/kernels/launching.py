@@ -15,6 +15,7 @@ import functools
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
@@ -24,6 +25,11 @@ def overlapped(device: torch.device) -> dict[str, bool]:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return {"OVERLAPPED": False}
     return {"OVERLAPPED": True, "launch_pdl": True}
+
+
+def given(instead: Tensor, *tensors: Tensor | None) -> list[Tensor]:
+    """Pointers for a kernel to tensors that may not be there: those it never follows, and any will do for them."""
+    return [instead if tensor is None else tensor for tensor in tensors]
 
 
 @triton.jit

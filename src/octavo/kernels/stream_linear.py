@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octavo.kernels.activation import GELU_SLOPE
-from octavo.kernels.launching import overlapped, wait_for_predecessor
+from octavo.kernels.launching import given, overlapped, wait_for_predecessor
 from octavo.kernels.reference import Gate
 
 MOST_TOKENS = 64
@@ -128,13 +128,7 @@ def launch(
     _stream_linear[(programs,)](
         xs,
         weights,
-        y if bias is None else bias,
-        y if squares is None else squares,
-        y if residual is None else residual,
-        y if norm is None else norm,
-        y,
-        y if written is None else written[0],
-        y if written is None else written[1],
+        *given(y, bias, squares, residual, norm, y, *(written or (None, None))),
         torch.empty(num_sums, dtype=torch.float32, device=x.device),
         _meetings(x.device),
         num_tokens,

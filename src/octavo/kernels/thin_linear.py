@@ -29,7 +29,7 @@ from torch import Tensor
 
 from octavo.kernels import stream_linear
 from octavo.kernels.activation import GELU_SLOPE
-from octavo.kernels.launching import overlapped, wait_for_predecessor
+from octavo.kernels.launching import given, overlapped, wait_for_predecessor
 from octavo.kernels.reference import Gate, Stream
 from octavo.kernels.stream_linear import StreamTuning, can_stream, padded_tokens, stream_tuning
 
@@ -172,13 +172,7 @@ def _launch(
     _thin_linear[(tiles, tuning.splits)](
         x,
         weight,
-        y if bias is None else bias,
-        y if squares is None else squares,
-        y if residual is None else residual,
-        y if norm is None else norm,
-        y,
-        y if written is None else written[0],
-        y if written is None else written[1],
+        *given(y, bias, squares, residual, norm, y, *(written or (None, None))),
         torch.empty(num_sums, dtype=torch.float32, device=x.device),
         _counters(x.device),
         num_tokens,
