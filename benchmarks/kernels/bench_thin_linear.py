@@ -31,7 +31,7 @@ from octavo.kernels.stream_linear import can_stream, stream_tuning
 from octavo.kernels.thin_linear import ThinTuning, Tuning, add_linear, begin_stream, norm_linear, thin_tuning
 
 NUM_TOKENS = (1, 8, 16, 32)
-MORE_TOKENS = (48, 64, 96, 128, 192, 256)  # those above 64 are not taken by themselves
+MORE_TOKENS = (48, 64, 72, 96, 128, 160, 192, 256)  # above 64, they are taken by themselves for small weights alone
 CALLS = 40
 BEYOND_CACHE = 160 << 20
 

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
@@ -32,7 +33,7 @@ from octavo.models.weights import Model, dummy_model, empty_model, load_decoder
 from octavo.runner.cuda_executor import CudaExecutor
 from octavo.runner.cuda_runner import CudaRunner
 from octavo.runner.executor import LocalExecutor
-from octavo.runner.gpu import GPUMemory, check_weights, find_gpu, measure
+from octavo.runner.gpu import GPUMemory, Rehearse, check_weights, find_gpu, measure
 from octavo.runner.memory import Budget, free_memory, plan_memory
 from octavo.runner.runner import ModelRunner
 from octavo.text import chat_template
@@ -71,6 +72,12 @@ class _Stopwatch:
 
 def build(args: EngineArgs) -> Built:
     """Load the model, plan the memory, and put the engine together. Raises `ModelError` or `MemoryBudgetError`."""
+    with ExitStack() as starting:
+        return _build(args, starting)
+
+
+def _build(args: EngineArgs, starting: ExitStack) -> Built:
+    """starting: what is left when the engine has started, or has not."""
     watch = _Stopwatch()
     checkpoint = open_checkpoint(args.model, revision=args.revision, weights=args.load_format != "dummy")
     spec = spec_from_config(checkpoint.config, checkpoint.generation_config)
@@ -84,17 +91,18 @@ def build(args: EngineArgs) -> Built:
     dtype = _dtype(args, spec, checkpoint, device)
     _check_quantization(args, dtype, device)
     ops = _ops(device)
+    model_len = spec.num_positions(args.max_model_len)
+    rehearse = _rehearse(args, spec, dtype, device, model_len, starting) if device.type == "cuda" else None
     # Planned before anything large is loaded: the system kills who takes too much.
     weight_bytes = _weight_bytes(empty_model(spec, ops=ops, dtype=dtype, device="meta", max_len=1), args)
     kv_shape = (spec.num_layers, 2, spec.num_kv_heads, args.block_size, spec.head_dim)
-    model_len = spec.num_positions(args.max_model_len)
     gpu: GPUMemory | None = None
     watch.lap("files")
     if device.type == "cuda":
         check_weights(weight_bytes, args)
         decoder = _load(checkpoint, spec, args, dtype, device, ops, max_len=model_len)
         watch.lap("weights")
-        gpu = measure(decoder, args, ops=ops, kv_shape=kv_shape, dtype=dtype)
+        gpu = measure(decoder, args, ops=ops, kv_shape=kv_shape, dtype=dtype, rehearse=rehearse)
         gpu.check()
         watch.lap("kernels and memory")
     budget = plan_memory(
@@ -123,7 +131,7 @@ def build(args: EngineArgs) -> Built:
         weight_bytes=budget.weight_bytes,
         attention_window=spec.kept_window or 0,
     )
-    executor = _executor(decoder, config, budget, (kv_shape, dtype), device, ops)
+    executor = _executor(decoder, config, budget, (kv_shape, dtype), device, ops, rehearse)
     watch.lap("pool" if gpu is None else "pool and graphs")
     eos = {*spec.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}
     scheduler = make_scheduler(config)
@@ -215,6 +223,16 @@ def _ops(device: torch.device) -> ModuleType:
     return cuda_ops
 
 
+def _rehearse(
+    args: EngineArgs, spec: ModelSpec, dtype: torch.dtype, device: torch.device, model_len: int, starting: ExitStack
+) -> Rehearse:
+    """What compiles kernels ahead, on a GPU alone. Its processes start now, while files are read."""
+    from octavo.kernels.ahead import Ahead  # as in `_ops`
+
+    sizes = args.block_size, args.max_num_seqs, args.max_num_batched_tokens, args.enforce_eager, model_len
+    return starting.enter_context(Ahead(f"{spec} {dtype} {sizes}", device)).rehearse
+
+
 def _load(
     checkpoint: Checkpoint,
     spec: ModelSpec,
@@ -245,6 +263,7 @@ def _executor(
     block: tuple[tuple[int, ...], torch.dtype],
     device: torch.device,
     ops: ModuleType,
+    rehearse: Rehearse | None,
 ) -> LocalExecutor | CudaExecutor:
     """block is the shape and dtype of one block of K and V."""
     shape, dtype = block
@@ -265,7 +284,7 @@ def _executor(
             ops=ops,
             graphs=not args.enforce_eager,
         )
-        runner.capture()
+        runner.capture(rehearse)
         return CudaExecutor(runner)
     try:
         kv = _lazy_zeros((config.num_blocks + 1, *shape), dtype)

@@ -36,33 +36,36 @@ from octavo.kernels.activation import GELU_SLOPE
 from octavo.kernels.launching import given, overlapped, wait_for_predecessor
 from octavo.kernels.reference import Gate
 
-MOST_TOKENS = 64
-"""Up to which it has the edge; it is right with any number."""
+MOST_TOKENS, MOST_TOKENS_OF_SMALL = 64, 256
+"""Up to which it has the edge, the second with weights of SMALL_BYTES; it is right with any number."""
+SMALL_BYTES = 32 << 20
 TILE_TOKENS = 64
 MULTIPROCESSORS = 132
 """Of the GPU that tunings are chosen for; they are right on any."""
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-REGISTERS, REGISTERS_OF_COPIER = 128, gl.constexpr(40)
-"""Of a thread when a program starts, and of the warp that drives the copy engine: what it gives back is for those that
-multiply."""
+REGISTERS_OF_COPIER = gl.constexpr(40)
+"""Of the warp that drives the copy engine: what it gives back is for those that multiply."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamTuning:
     """rows: of a tile, with a gate of either half of the weight; columns: of a step; splits: programs that share a
-    tile; stages: steps in shared memory."""
+    tile; stages: steps in shared memory; registers: of a thread when a program starts."""
 
     rows: int
     columns: int
     splits: int
     stages: int
+    registers: int = 128
 
 
 def stream_tuning(num_out: int, num_in: int, num_tokens: int, gated: bool) -> StreamTuning:
     """What was fastest on an H200; see benchmarks/kernels/bench_thin_linear.py. All programs are at work at once, most
     often as many as multiprocessors or a few less, so that none begins when others end."""
+    if num_tokens > TILE_TOKENS:
+        return _many_tuning(num_out, num_in, num_tokens, gated)
     few = num_tokens <= 32
-    tiles = triton.cdiv(num_out, 128) * triton.cdiv(num_tokens, TILE_TOKENS)
+    tiles = triton.cdiv(num_out, 128)
     if tiles > MULTIPROCESSORS:  # two programs fit into each
         return StreamTuning(128, 64, 1, stages=(3 if few else 2) if gated else (5 if few else 4))
     splits = max(1, min(MULTIPROCESSORS // tiles, num_in // 128, 16))
@@ -74,6 +77,22 @@ def stream_tuning(num_out: int, num_in: int, num_tokens: int, gated: bool) -> St
     if splits == 1:
         return StreamTuning(128, 64, 1, stages=3 if gated else 5)
     return StreamTuning(64, 64, splits // 2, stages=5 if gated else 8)  # sums of many tokens are much to trade
+
+
+def _many_tuning(num_out: int, num_in: int, num_tokens: int, gated: bool) -> StreamTuning:
+    """Of several tiles of tokens: one program fills a multiprocessor, or where there are more of them, two."""
+    tiles = triton.cdiv(num_out, 64) * triton.cdiv(num_tokens, TILE_TOKENS)
+    if tiles > MULTIPROCESSORS:
+        return StreamTuning(64, 64, 1, stages=4 if gated else 6)
+    if gated:
+        return StreamTuning(64, 128, 1, stages=4, registers=232)
+    splits = 1
+    while splits < 8 and 2 * splits * tiles <= MULTIPROCESSORS and num_in >= 256 * splits:
+        adds = splits == 1 and num_out <= num_in  # to the stream, which takes long at the end
+        if splits * tiles >= 50 and num_in // splits <= 1600 and not adds:
+            break
+        splits *= 2
+    return StreamTuning(64, 128, splits, max(2, min(7, triton.cdiv(num_in, 128 * splits))), registers=232)
 
 
 def padded_tokens(num_tokens: int) -> int:
@@ -148,7 +167,7 @@ def launch(
         WITH_RESIDUAL=residual is not None,
         WITH_NORM=norm is not None,
         num_warps=4,
-        maxnreg=REGISTERS,
+        maxnreg=tuning.registers,
         **overlapped(x.device),
     )
     return y, written

@@ -82,7 +82,8 @@ def thin_tuning(num_out: int, num_in: int, num_tokens: int, gated: bool) -> Thin
 def max_thin_tokens(weight: Tensor) -> int:
     """See `reference.max_thin_tokens`."""
     if can_stream(weight):
-        return stream_linear.MOST_TOKENS
+        small = weight.nbytes <= stream_linear.SMALL_BYTES
+        return stream_linear.MOST_TOKENS_OF_SMALL if small else stream_linear.MOST_TOKENS
     return EDGE_TOKENS if weight.nbytes <= LARGE_BYTES else 0
 
 

@@ -98,8 +98,9 @@ class LayerNorm:
     def __init__(self, spec: GPTSpec, *, ops: ModuleType, dtype: torch.dtype, device: torch.device | str) -> None:
         self.ops = ops
         self.eps = spec.layer_norm_eps
-        self.weight = torch.empty(spec.hidden_size, dtype=dtype, device=device) if spec.norm_weights else None
-        self.bias = None if self.weight is None else torch.empty_like(self.weight)
+        size, has = spec.hidden_size, spec.norm_weights
+        self.weight = torch.empty(size, dtype=dtype, device=device) if has else None
+        self.bias = torch.empty(size, dtype=dtype, device=device) if has else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [num_tokens, hidden_size] -> the same."""

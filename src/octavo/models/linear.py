@@ -61,6 +61,11 @@ class Weight:
         return cls(name, tuple(tensor.shape), tensor, (0,) * tensor.ndim)
 
 
+def _empty_like(weight: Tensor, device: torch.device | str) -> Tensor:
+    """As torch's, which on "meta" imports a system for algebra first: half a second, and two on a slow disk."""
+    return torch.empty(weight.shape, dtype=weight.dtype, device=device)
+
+
 class Matrix:
     """A weight [num_out, num_in] and what it is multiplied as: itself, or packed by `kernels.packed`."""
 
@@ -73,7 +78,7 @@ class Matrix:
         Nothing happens where there is no such layout."""
         self.packed = pack(self.weight, quantization)
         if self.packed is not None:
-            self.weight = torch.empty_like(self.weight, device="meta")
+            self.weight = _empty_like(self.weight, "meta")
 
     def num_bytes(self, quantization: Quantization | None = None) -> int:
         """What it takes when it is packed."""
@@ -139,7 +144,7 @@ class Vocabulary(Matrix):
     ) -> None:
         self.embedding = torch.empty(vocab_size, width, dtype=dtype, device=device)
         self.tied = tied
-        super().__init__(self.embedding if tied else torch.empty_like(self.embedding))
+        super().__init__(self.embedding if tied else _empty_like(self.embedding, device))
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[num_tokens] int64 -> [num_tokens, width]."""
@@ -160,7 +165,7 @@ class Vocabulary(Matrix):
         if packed is None or (self.tied and not packed.has_rows):  # two copies would be one too many
             return
         self.packed = packed
-        self.weight = torch.empty_like(self.weight, device="meta")
+        self.weight = _empty_like(self.weight, "meta")
         if self.tied:
             self.embedding = self.weight
 

@@ -132,10 +132,10 @@ class ChunkStep(NamedTuple):
     draw_positions: Tensor
 
     def batch(self, size: ChunkSize, block_size: int) -> RaggedBatch:
-        """The ragged batch, for `begin_chunks` to fill in."""
+        """The ragged batch, for `begin_chunks` to fill in. Where that is only rehearsed, it has positions, too."""
         device, width = self.known.device, -(-size.max_seq_len // block_size)
         return RaggedBatch(
-            positions=torch.empty_like(self.known),
+            positions=torch.zeros_like(self.known),
             slot_mapping=torch.empty_like(self.known),
             query_start=self.query_start.int(),
             seq_lens=torch.empty(size.num_slices, dtype=torch.int32, device=device),

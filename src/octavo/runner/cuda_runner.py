@@ -38,6 +38,7 @@ from octavo.kernels.rows import (
 )
 from octavo.runner.careful import CarefulRunner, Logits
 from octavo.runner.chunks import Chunks, ChunkSize, ChunkSizes, ChunkStep, split
+from octavo.runner.gpu import Rehearse
 from octavo.runner.graphs import Graphs, decode_sizes
 from octavo.runner.inbox import Inbox
 from octavo.runner.landing import Landing, Ring
@@ -110,9 +111,11 @@ class CudaRunner:
         self._kept = torch.empty(0, 0)  # [num_draws at most, vocab_size] float32: see `_keep`
 
     @torch.inference_mode()
-    def capture(self) -> None:
+    def capture(self, rehearse: Rehearse | None = None) -> None:
         """Capture all graphs, and compile what they launch, before the first request needs them."""
         if self.graphs is not None:
+            if rehearse is not None:
+                rehearse(self._every_kind)
             for size in sorted(self._chunk_sizes.sizes, reverse=True):
                 self._capture_chunks(self.graphs, size)
             for num_slices in reversed(self._decode_sizes):
@@ -363,6 +366,16 @@ class CudaRunner:
         with self._idle():
             graphs.capture((num_slices, ruled), lambda: self._decode(num_slices, ruled))
 
+    def _every_kind(self) -> None:
+        """A pass of each kind that `capture` captures, with nothing to do: of those that decode, one up to each power
+        of two, which is what kernels differ in."""
+        for size in self._chunk_sizes.sizes:
+            self._compute_chunks(size, self._words_of(size), ruled=False)
+        kinds = {(num_slices - 1).bit_length(): num_slices for num_slices in reversed(self._decode_sizes)}
+        with self._idle():
+            for num_slices in kinds.values():
+                self._decode(num_slices, ruled=False)
+
     @contextmanager
     def _idle(self) -> Iterator[None]:
         """A decode pass has nothing to do."""
@@ -449,7 +462,7 @@ class CudaRunner:
     def _forward_chunks(self, size: ChunkSize, words: Tensor) -> Tensor:
         """A batch of its own each time: what kernels derive from it belongs to the graph."""
         step = ChunkStep(*split(words, size))
-        batch, token_ids = step.batch(size, self.block_size), torch.empty_like(step.known)
+        batch, token_ids = step.batch(size, self.block_size), torch.zeros_like(step.known)
         self.ops.begin_chunks(self.state, step.rows, step.starts, step.known, batch, token_ids, self.block_size)
         return self.model.forward(token_ids, batch, self.kv, step.draw_tokens)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any, cast
 
@@ -19,6 +21,8 @@ from octavo.runner.replay import Model
 
 logger = logging.getLogger("octavo")
 
+Rehearse = Callable[..., None]
+"""`kernels.ahead.Ahead.rehearse`."""
 GRAPH_BYTES = 8 << 20
 """Of device memory for each captured graph: its nodes and their arguments, not the tensors that all of them share."""
 SPARE_BYTES = 256 << 20
@@ -111,7 +115,13 @@ class GPUMemory:
 
 
 def measure(
-    model: Model, args: EngineArgs, *, ops: ModuleType, kv_shape: tuple[int, ...], dtype: torch.dtype
+    model: Model,
+    args: EngineArgs,
+    *,
+    ops: ModuleType,
+    kv_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    rehearse: Rehearse | None = None,
 ) -> GPUMemory:
     """Run the largest passes that the engine may ask for, over a pool of one block, and look at what they took. On the
     way, the kernels of all kinds of passes are compiled, or found in their cache.
@@ -122,10 +132,9 @@ def measure(
     torch.cuda.reset_peak_memory_stats()
     before, foreign = torch.cuda.memory_allocated(), _not_torchs()
     kv = torch.zeros((2, *kv_shape), dtype=dtype, device="cuda")
-    singles = [1] * min(num_rows, num_tokens)
-    _pass(model, kv, singles, ops)
-    _pass(model, kv, [num_tokens // len(singles)] * len(singles), ops)
-    _pass(model, kv, [num_tokens - len(singles) + 1, *singles[1:]], ops)
+    if rehearse is not None:
+        rehearse(partial(_pass, model, kv, [64], ops), partial(_largest_passes, model, kv, num_tokens, num_rows, ops))
+    _largest_passes(model, kv, num_tokens, num_rows, ops)
     torch.cuda.synchronize()
     activations = torch.cuda.max_memory_reserved() - before
     # All graphs together live in what the largest pass takes, beside what passes without a graph take.
@@ -148,6 +157,13 @@ def _not_torchs() -> int:
     """Bytes in use that torch's allocator does not have."""
     free, total = torch.cuda.mem_get_info()
     return max(0, total - free - torch.cuda.memory_reserved())
+
+
+def _largest_passes(model: Model, kv: torch.Tensor, num_tokens: int, num_rows: int, ops: ModuleType) -> None:
+    singles = [1] * min(num_rows, num_tokens)
+    _pass(model, kv, singles, ops)
+    _pass(model, kv, [num_tokens // len(singles)] * len(singles), ops)
+    _pass(model, kv, [num_tokens - len(singles) + 1, *singles[1:]], ops)
 
 
 @torch.inference_mode()
