@@ -258,6 +258,21 @@ def test_rules_beside_prompts_that_take_several_passes(
     assert told(outputs) == told(expected)
 
 
+def test_a_draw_behind_masks_and_the_pass_after_it_are_one_graph(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a window, but for its first draw behind prompts, and its last."""
+    replayed: list[Any] = []
+    replay = Recorded.replay
+    monkeypatch.setattr(Recorded, "replay", lambda self, name: [replayed.append(name), replay(self, name)])
+    params = [
+        SamplingParams(temperature=1, seed=i, max_tokens=12, structured_outputs={"regex": "[a-d]+"}) for i in (1, 2)
+    ]
+    _, expected = generate(model, params, rows=False, decode_window=4)
+    _, outputs = generate(model, params, rows=True, recorded=True, decode_window=4)
+    assert told(outputs) == told(expected)
+    decodes = [name for name in replayed if name[0] in ("masked", "masked pass") and isinstance(name[1], int)]
+    assert sum(name[0] == "masked pass" for name in decodes) >= len(decodes) // 2 > 3
+
+
 @pytest.mark.parametrize("recorded", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("form", [False, True], ids=["free", "constrained"])
 def test_beams(model: str, form: bool, recorded: bool) -> None:

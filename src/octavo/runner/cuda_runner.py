@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import chain
 from types import ModuleType
 
@@ -187,20 +188,27 @@ class CudaRunner:
         again: Seq[int],
         ruled: bool,
     ) -> Finish:
-        """A pass; the draw behind it, and the next pass, are queued once its masks are there. Nobody waits for the
-        device."""
+        """A pass; the draw behind it, and the next pass, are queued once its masks are there: in one graph, or the
+        device would wait for the second. Nobody waits for the device."""
         num_columns, num_masked = max(plan.samples), plan.num_masked
         landing = self.ring.landing(len(plan.rows))
         slices: Seq[int] = again if chunks is None else chunks.draw_slices
+        draw_and_go_on = None
+        if self.graphs is not None and num_masked > 1:
+            draw_and_go_on = partial(self.graphs.replay, self._masked_pass(self.graphs, len(again), ruled))
         draw = self._launch_logits(size, words, len(again), ruled)
 
         @torch.inference_mode()
         def finish(masks: Masks | None) -> Landing:
             nonlocal draw, slices
             self.masks.fill(masks, slices)
+            goes_on = len(landing.events) + 1 < num_masked
+            if goes_on and draw_and_go_on is not None and slices is again:
+                self.ring.land_within(landing, slices, draw_and_go_on)
+                return landing
             draw()
             self.ring.land(landing, slices)
-            if len(landing.events) < num_masked:
+            if goes_on:
                 draw, slices = self._launch_logits(None, (), len(again), ruled), again
             else:
                 self._run_window(landing, again, num_columns - len(landing.events), ruled)
@@ -224,6 +232,22 @@ class CudaRunner:
             self._chunk_words[size].copy_(words[0])
         graphs.replay(("logits", key))
         return lambda: graphs.replay(name)
+
+    def _masked_pass(self, graphs: Graphs, num_slices: int, ruled: bool) -> Hashable:
+        """The graph of a draw of rows that decode, and the next pass of them; not to be asked for between these two."""
+        size = self._decode_size(num_slices)
+        name = ("masked pass", size, ruled)
+        if name not in graphs:
+            self.masks.which.fill_(-1)
+            with self._idle():
+                made = self._decode_logits(num_slices)
+
+                def work() -> None:
+                    self._sample(made, ruled, self.masks)
+                    self._keep(self._forward_decode(self._step.first(size)))
+
+                graphs.capture(name, work)
+        return name
 
     def _capture_masked(
         self, graphs: Graphs, name: Hashable, size: ChunkSize | None, num_slices: int, ruled: bool

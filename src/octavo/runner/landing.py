@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import weakref
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -14,6 +16,28 @@ from octavo.kernels.rows import NOT_FINITE as NOT_FINITE_MARK
 from octavo.runner.executor import append
 from octavo.runner.sampler import NO_ALLOWED_TOKEN, NOT_FINITE
 from octavo.runner.streams import Event, Reached, mark
+
+NOT_YET = -99
+"""In a column that the device has not filled; no token, and no mark of `kernels.rows`."""
+
+
+class Seen:
+    """The point where a column of the ring has been filled, of a piece of work that goes on behind it: seen in the
+    column itself. What the work's end says of errors is heeded, too."""
+
+    def __init__(self, column: np.ndarray, end: Event) -> None:
+        self._column = column
+        self._end = end
+
+    def record(self) -> None:
+        raise NotImplementedError
+
+    def query(self) -> bool:
+        return bool((self._column != NOT_YET).all()) or self._end.query()
+
+    def synchronize(self) -> None:
+        while not self.query():
+            time.sleep(0)  # others may run, and nobody sleeps: as with CUDA's events
 
 
 class Landing:
@@ -108,6 +132,16 @@ class Ring:
         """The next column has been filled, or what fills it is queued."""
         landing.events.append(self._events[self._turn * self.num_columns + len(landing.slice_ids)])
         landing.events[-1].record()
+        landing.slice_ids.append(slice_ids)
+
+    def land_within(self, landing: Landing, slice_ids: Seq[int], queue: Callable[[], None]) -> None:
+        """As `queue` and `land`, where what is queued goes on behind what fills the column."""
+        event = self._events[self._turn * self.num_columns + len(landing.slice_ids)]
+        column = landing.tokens[len(landing.slice_ids), : len(slice_ids)]
+        column[:] = NOT_YET
+        queue()
+        event.record()
+        landing.events.append(Seen(column, event))
         landing.slice_ids.append(slice_ids)
 
     def end(self, landing: Landing) -> None:
