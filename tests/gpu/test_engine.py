@@ -91,6 +91,21 @@ def test_rules_that_need_no_host(way: str, tmp_path: Path, monkeypatch: pytest.M
     assert found[1] == found[0]
 
 
+@pytest.mark.parametrize("way", ["eager", "windows", "chunks", "swap"])
+def test_grammars_that_need_no_host(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Again and again: the first time, graphs are captured between draws whose masks are on their way."""
+    directory = str(make_talking_checkpoint(tmp_path))
+    params = [*constrained(), *mixture()[:4], *constrained(), *ruled(), *constrained()]
+    prompts = [[3 + (7 * i + j * j) % 90 for j in range(3 + 5 * i % 23)] for i in range(len(params))]
+    options = OPTIONS | {"skip_tokenizer_init": False, "num_gpu_blocks_override": 40, "preemption_mode": "swap"}
+    with LLM(directory, device="cpu", **(options | WAYS[way])) as llm:
+        expected = told(llm.generate(prompts, params, use_tqdm=False))
+    monkeypatch.delattr(CarefulRunner, "draw")
+    with LLM(directory, device="cuda", **(options | WAYS[way] | {"enable_prefix_caching": False})) as llm:
+        for _ in range(4):
+            assert told(llm.generate(prompts, params, use_tqdm=False)) == expected
+
+
 def test_a_closed_engine_leaves_no_memory_behind(tmp_path: Path) -> None:
     def taken() -> int:
         torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for every stream that had a product, which torch keeps

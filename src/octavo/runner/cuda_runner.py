@@ -238,7 +238,7 @@ class CudaRunner:
         size = self._decode_size(num_slices)
         name = ("masked pass", size, ruled)
         if name not in graphs:
-            self.masks.which.fill_(-1)
+            self.masks.clear()
             with self._idle():
                 made = self._decode_logits(num_slices)
 
@@ -253,7 +253,7 @@ class CudaRunner:
         self, graphs: Graphs, name: Hashable, size: ChunkSize | None, num_slices: int, ruled: bool
     ) -> None:
         """The draw behind such a pass, by itself: when it is captured, a pass has been that had nothing to do."""
-        self.masks.which.fill_(-1)
+        self.masks.clear()
         if size is not None:
             self._chunk_logits(size, self._words_of(size))
             step = ChunkStep(*split(self._chunk_words[size], size))

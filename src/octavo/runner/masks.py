@@ -9,6 +9,7 @@ import torch
 
 from octavo.engine.executor import Masks
 from octavo.runner.sampler import which_of
+from octavo.runner.streams import SideStream
 
 
 class MaskSpace:
@@ -24,15 +25,26 @@ class MaskSpace:
         self._all = torch.empty(self._head + num_lines * num_words, dtype=torch.int32, device=device)
         self.which = self._all[:num_lines]
         self.words = self._all[self._head :].view(num_lines, num_words)
+        self._copies = SideStream(device)
+        self._is_read = False  # all that was queued and read or wrote masks, but for what `fill` speaks of
         self._staging = torch.empty_like(self._all, device="cpu", pin_memory=device.type == "cuda")
 
+    def clear(self) -> None:
+        """No draw has a mask; queued with what else is."""
+        self.which.fill_(-1)
+        self._is_read = False
+
     def fill(self, masks: Masks | None, slices: Seq[int]) -> None:
-        """Queue a copy of the masks of draws for these slices. Nothing here waits: who has made them knows the tokens
-        that were drawn behind the last ones, so those have been copied."""
+        """Queue a copy of the masks of draws for these slices, beside the pass that they draw behind. Nothing here
+        waits: who has made them knows the tokens that were drawn behind the last ones, so those have been copied, and
+        read."""
         numbers, end, num_words = self._staging.numpy(), self._head, self.words.shape[1]
         numbers[:end] = -1
         if masks is not None:
             numbers[: len(slices)] = which_of(masks, slices)
             end += len(masks.slices) * num_words
             np.copyto(numbers[self._head : end].reshape(-1, num_words), masks.words[:, :num_words])
-        self._all[:end].copy_(self._staging[:end], non_blocking=True)
+        with self._copies.apart() if self._is_read else self._copies:
+            self._all[:end].copy_(self._staging[:end], non_blocking=True)
+        self._copies.join()
+        self._is_read = True

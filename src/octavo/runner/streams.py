@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol, cast
 
@@ -64,6 +66,15 @@ class SideStream:
         if self._inside is not None:
             self._inside.__exit__(kind, error, traceback)
             self._inside = None
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """As `with`, and what is queued inside waits for nothing but what this stream was told before."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
 
     def join(self) -> None:
         if self._stream is not None:
