@@ -19,10 +19,11 @@ BUDGETS: dict[str, int] = {
     "text": 1400,  # 700, vocab.json with merges.txt, bounds of a stranger's template, grammars on trial, and tool calls
     "kernels": 5300,  # 2200, prefill on Hopper, sampling and rows of a GPU, the CPU's packed and native kernels, layers
     # of few tokens with all that is around their products, decoding that merges in one launch, small blocks' swaps, and
-    # what requests ask of their logits, kept by rows, masks inside the draw, beams' candidates, and streamed weights
+    # what requests ask of their logits, kept by rows, masks inside the draw, beams' candidates, streamed weights, and kernels
+    # compiled ahead
     "models": 1200,
-    "runner": 2080,  # 1800, and what requests ask of their logits on a GPU: its own part of it, and the host's; masks
-    # and beams from graphs
+    "runner": 2140,  # 1800, and what requests ask of their logits on a GPU: its own part of it, and the host's; masks
+    # and beams from graphs, a draw with the pass behind it; passes that are rehearsed
     "serve": 4350,  # 1800, the table of parameters, limits before a request, responses, restarts, traces, the viewer
     "cluster": 500,
     "simulate": 2750,  # 1800, the nine figures of the paper as a file each, calibration, and pictures without a library

@@ -106,6 +106,7 @@ def test_it_is_done_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         raise KeyError
     with ahead.Ahead("a model", device) as first:
         first.rehearse(work)
+        first.rehearse(lambda: [][0])  # says so when it is done for real
     assert [len(lines) for lines in made] == [1, 3, 1]
     with ahead.Ahead("a model", device) as again:
         again.rehearse(lambda: pytest.fail("it was seen"))

@@ -28,8 +28,6 @@ import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 logger = logging.getLogger("octavo")
@@ -51,8 +49,12 @@ class Ahead:
     def rehearse(self, *works: Work) -> None:
         """Do all that without launching any kernel, and compile what it would have launched: nothing in it may depend
         on what a kernel writes."""
-        if self._compilers is not None:
+        if self._compilers is None:
+            return
+        try:
             self._compilers.compile(listed(*works))
+        except Exception as error:  # what is wrong with the passes themselves, they will say
+            logger.debug("kernels are not compiled ahead: %s", error)
 
     def __enter__(self) -> Ahead:
         return self
@@ -137,6 +139,9 @@ class Compilers:
 
 def compile_line(line: str) -> None:
     """Compile one kernel, as `listed` wrote it down, for the cache on disk. Takes no GPU."""
+    from triton.compiler import ASTSource  # private to triton, in part: an engine starts without them
+    from triton.experimental.gluon._runtime import GluonASTSource
+
     module, name, data, *target = json.loads(line)
     function = getattr(importlib.import_module(module), name)
     told = json.loads(data)
