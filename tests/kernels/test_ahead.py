@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +82,26 @@ def test_what_a_rehearsal_lists_is_found_later(monkeypatch: pytest.MonkeyPatch) 
         ("_stream_linear", False),
     ]
     assert ahead.listed(work) == []  # all of it is in memory
+
+
+def test_others_go_on_while_one_rehearses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second engine may start while the first one computes."""
+    ran: list[bool] = []
+    monkeypatch.setattr(ahead.JITFunction, "run", lambda self, *args, warmup, **kwargs: ran.append(warmup))
+
+    def compiles() -> None:
+        kernel = SimpleNamespace(module="a module", name="a kernel")
+        ran.append(knobs.runtime.jit_cache_hook(fn=kernel, compile={"specialization_data": "{}"}))  # type: ignore[misc]
+
+    def beside() -> None:
+        for target in (work, compiles):
+            target()
+            thread = threading.Thread(target=target)
+            thread.start()
+            thread.join()
+
+    assert len(ahead.listed(beside)) == 1
+    assert ran == [True] * 4 + [False] * 4 + [True, False]
 
 
 def test_processes_compile_and_one_that_dies_costs_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

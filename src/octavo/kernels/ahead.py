@@ -18,8 +18,10 @@ import os
 import queue
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,6 +35,8 @@ from triton.runtime.jit import JITFunction
 logger = logging.getLogger("octavo")
 
 MOST_PROCESSES = 12
+COMPILE_S = 120.0
+"""How long a kernel may take, and a process to start; then it is compiled when it is launched."""
 Work = Callable[[], object]
 
 
@@ -80,18 +84,24 @@ def _code() -> str:
 
 
 def listed(*works: Work) -> list[str]:
-    """What they launch and is not in memory yet: a line for `compile_line` each. Nothing is launched."""
+    """What they launch and is not in memory yet: a line for `compile_line` each. Nothing is launched by this thread;
+    those of other engines go on."""
     target = triton.runtime.driver.active.get_current_target()
     lines: dict[str, None] = {}
+    own = threading.get_ident()
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        if threading.get_ident() != own:
+            return False
         told = [fn.module, fn.name, compile["specialization_data"], target.backend, target.arch, target.warp_size]
         lines[json.dumps(told)] = None
         return True  # do not compile it now
 
+    def rehearsed(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run(self, *args, warmup=warmup or threading.get_ident() == own, **kwargs)
+
     run, hook = JITFunction.run, knobs.runtime.jit_cache_hook
-    knobs.runtime.jit_cache_hook = note
-    JITFunction.run = lambda self, *args, **kwargs: run(self, *args, **(kwargs | {"warmup": True}))
+    knobs.runtime.jit_cache_hook, JITFunction.run = note, rehearsed
     try:
         for work in works:
             work()
@@ -124,6 +134,8 @@ class Compilers:
         try:
             process.stdin.write(line + "\n")
             process.stdin.flush()
+            if not wait([process.stdout.fileno()], COMPILE_S):
+                process.kill()
             return process.stdout.readline() == "done\n"
         except OSError:  # it is gone
             return False
