@@ -114,7 +114,7 @@ class Compilers:
     """Processes that compile kernels. They start when they are made, and nobody waits for that."""
 
     def __init__(self, num: int) -> None:
-        command = [sys.executable, "-m", __name__]
+        command = [sys.executable, "-P", "-m", __name__]  # -P: the current folder is no place to import from
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
         self._processes = [subprocess.Popen(command, **pipes) for _ in range(num)]
         self._idle: queue.SimpleQueue[subprocess.Popen[str]] = queue.SimpleQueue()
