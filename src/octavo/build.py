@@ -120,17 +120,7 @@ def _build(args: EngineArgs, starting: ExitStack) -> Built:
         watch.lap("weights")
     else:
         logger.info("%s", gpu.table(budget))
-    config = EngineConfig(
-        args=args,
-        device=device.type,
-        dtype=str(dtype).removeprefix("torch."),
-        max_model_len=budget.max_model_len,
-        num_blocks=budget.num_blocks,
-        num_host_blocks=budget.num_host_blocks,
-        bytes_per_block=budget.bytes_per_block,
-        weight_bytes=budget.weight_bytes,
-        attention_window=spec.kept_window or 0,
-    )
+    config = _config(args, spec, device, dtype, budget)
     executor = _executor(decoder, config, budget, (kv_shape, dtype), device, ops, rehearse)
     watch.lap("pool" if gpu is None else "pool and graphs")
     eos = {*spec.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}
@@ -154,6 +144,22 @@ def _build(args: EngineArgs, starting: ExitStack) -> Built:
         engine.recorder = FlightRecorder(engine, Path(args.flight_recorder))
     logger.info("%s", watch)
     return Built(engine, config, spec, tokenizer, defaults)
+
+
+def _config(
+    args: EngineArgs, spec: ModelSpec, device: torch.device, dtype: torch.dtype, budget: Budget
+) -> EngineConfig:
+    return EngineConfig(
+        args=args,
+        device=device.type,
+        dtype=str(dtype).removeprefix("torch."),
+        max_model_len=budget.max_model_len,
+        num_blocks=budget.num_blocks,
+        num_host_blocks=budget.num_host_blocks,
+        bytes_per_block=budget.bytes_per_block,
+        weight_bytes=budget.weight_bytes,
+        attention_window=spec.kept_window or 0,
+    )
 
 
 def make_scheduler(config: EngineConfig) -> Scheduler:

@@ -15,7 +15,7 @@ from octavo.kernels.rows import NO_TOKEN_LEFT
 from octavo.kernels.rows import NOT_FINITE as NOT_FINITE_MARK
 from octavo.runner.executor import append
 from octavo.runner.sampler import NO_ALLOWED_TOKEN, NOT_FINITE
-from octavo.runner.streams import Event, Reached, mark
+from octavo.runner.streams import Point, Reached, mark
 
 NOT_YET = -99
 """In a column that the device has not filled; no token, and no mark of `kernels.rows`."""
@@ -25,12 +25,9 @@ class Seen:
     """The point where a column of the ring has been filled, of a piece of work that goes on behind it: seen in the
     column itself. What the work's end says of errors is heeded, too."""
 
-    def __init__(self, column: np.ndarray, end: Event) -> None:
+    def __init__(self, column: np.ndarray, end: Point) -> None:
         self._column = column
         self._end = end
-
-    def record(self) -> None:
-        raise NotImplementedError
 
     def query(self) -> bool:
         return bool((self._column != NOT_YET).all()) or self._end.query()
@@ -52,7 +49,7 @@ class Landing:
         self.num_slices = num_slices
         self.tokens = tokens
         self.slice_ids: list[Seq[int]] = []
-        self.events: list[Event] = []
+        self.events: list[Point] = []
         self.results: list[StepResult] = []  # of a plan whose tokens came another way, and are here
 
     @classmethod
@@ -130,8 +127,9 @@ class Ring:
 
     def land(self, landing: Landing, slice_ids: Seq[int]) -> None:
         """The next column has been filled, or what fills it is queued."""
-        landing.events.append(self._events[self._turn * self.num_columns + len(landing.slice_ids)])
-        landing.events[-1].record()
+        event = self._events[self._turn * self.num_columns + len(landing.slice_ids)]
+        event.record()
+        landing.events.append(event)
         landing.slice_ids.append(slice_ids)
 
     def land_within(self, landing: Landing, slice_ids: Seq[int], queue: Callable[[], None]) -> None:

@@ -10,17 +10,21 @@ from typing import Any, Protocol, cast
 import torch
 
 
-class Event(Protocol):
+class Point(Protocol):
     """A point in a device's work."""
-
-    def record(self) -> None:
-        """From now on it is the point behind all that has been queued on the current stream."""
 
     def query(self) -> bool:
         """Whether it has been reached."""
 
     def synchronize(self) -> None:
         """Wait until it is."""
+
+
+class Event(Point, Protocol):
+    """A point that can be moved."""
+
+    def record(self) -> None:
+        """From now on it is the point behind all that has been queued on the current stream."""
 
 
 class Reached:
