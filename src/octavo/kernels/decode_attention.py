@@ -22,84 +22,29 @@ them, Triton's pipeliner would spend its stages on that indirection, with fewer 
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.kernels.attention_rows import LN_2, LOG2_E, NOTHING, load_rows, store_nothing
 from octavo.kernels.batch import RaggedBatch
+from octavo.kernels.decode_schedule import (
+    BEGIN,
+    LINE,
+    NUMBER,
+    SPLIT,
+    DecodeTuning,
+    Schedule,
+    decode_tuning,
+    load_segment,
+    make_schedule,
+)
 from octavo.kernels.launching import overlapped, wait_for_predecessor
 
-SPLIT = 512
-"""Keys of a piece, where the split is fixed."""
 FEW_SHARERS = 10
 """Programs that share a (head, sequence), up to which the last of them merges."""
-
-
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 3  # Triton's interpreter: few enough that programs share sequences also in small tests
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeTuning:
-    """tile: keys read at a time; a program's stretch is at least min_tiles of them. early: programs start before the
-    kernel before them has ended, if it is a layer's; not where a multiprocessor has room for more than its share of
-    them, since those that start early would crowd."""
-
-    tile: int
-    num_warps: int
-    num_stages: int
-    programs_per_multiprocessor: int
-    min_tiles: int = 1
-    early: bool = True
-
-
-def decode_tuning(q: Tensor, num_seqs: int) -> DecodeTuning:
-    """What was fastest on an H200; see benchmarks/kernels/gpu_check.py."""
-    row_bytes = triton.next_power_of_2(q.shape[2]) * q.element_size()
-    if row_bytes <= 128 and num_seqs > 32:
-        return DecodeTuning(tile=128, num_warps=4, num_stages=3, programs_per_multiprocessor=2, early=False)
-    tile = min(max(8192 // row_bytes, 16), 64)  # short tiles are shared out more evenly, and more of them are in flight
-    if num_seqs > 32:
-        return DecodeTuning(tile, num_warps=2, num_stages=3, programs_per_multiprocessor=6)
-    return DecodeTuning(tile, 1 if row_bytes == 256 else 2, num_stages=4, programs_per_multiprocessor=4)
-
-
-@dataclass(slots=True)
-class _Schedule:
-    """Who reads what in a step, the same for all its layers.
-
-    tile_ends   [num_seqs + 1] int32, tile_ends[s + 1] is the sum of the tiles of sequences 0 to s, tile_ends[0] = 0
-    starts      [num_programs] int32, the sequence that each program's first tile belongs to
-    totals      [4] int32: tiles of all sequences for one head, and the stretch of one program; two unused
-    merges      [5, num_merges] int32, what is shared by several programs and to be merged: its token, or -1 where
-                nothing is; its K/V head; the first and the last program that share it; and the slot that the first of
-                these left its part in, all others having used slot 0. A column for every (sequence, head) or, if those
-                are fewer, for every program, whose first tile is not the first of its (head, sequence)
-    arrivals    [num_programs] int32, how many of those that share what a program is the first to share have left their
-                part; zeros between launches
-    partial     [2 * num_programs, group_size, head_dim] float32, unnormalised output of the shared (head, sequence)s
-    partial_ml  [2 * num_programs, 2, group_size] float32, their largest scores and their sums of exponentials
-
-    With a fixed split, sequences are padded to whole pieces in tile_ends, a piece has a slot of its own instead of a
-    program two, and merges name a first and a last piece.
-    """
-
-    tile_ends: Tensor
-    starts: Tensor
-    totals: Tensor
-    merges: Tensor
-    arrivals: Tensor
-    partial: Tensor
-    partial_ml: Tensor
 
 
 def decode_attention(
@@ -124,14 +69,12 @@ def decode_attention(
     tuning = tuning or decode_tuning(q, 64 if batch.fixed_split else batch.num_seqs)
     split = SPLIT // tuning.tile if batch.fixed_split else 0  # tiles of a piece
     key = ("paged_attention.decode", tuning, num_kv_heads, group_size, head_dim, window)
-    schedule: _Schedule | None = batch.derived.get(key)
+    schedule: Schedule | None = batch.derived.get(key)
     # An earlier layer has made it: there is something to do before q is there.
     early = schedule is not None and tuning.early
     if schedule is None:
-        schedule = batch.derived[key] = _make_schedule(
-            batch, tuning, split, num_kv_heads, group_size, head_dim, window, q.device
-        )
-    num_programs = schedule.starts.shape[0]
+        schedule = batch.derived[key] = make_schedule(batch, tuning, split, num_kv_heads, group_size, head_dim, window)
+    num_programs = len(schedule.arrivals)
     head_dim_padded = max(triton.next_power_of_2(head_dim), 16)
     # How many programs share a (head, sequence), roughly.
     shared = num_programs // (batch.num_seqs * num_kv_heads) + 2
@@ -147,7 +90,7 @@ def decode_attention(
         batch.block_tables,
         batch.query_start,
         batch.seq_lens,
-        schedule.tile_ends,
+        schedule.segments,
         schedule.starts,
         schedule.totals,
         scale * LOG2_E,
@@ -168,6 +111,7 @@ def decode_attention(
         TILE=tuning.tile,
         STAGES=tuning.num_stages,
         SPLIT=split,
+        GAP=0 if split else tuning.gap,
         WINDOWED=window > 0,
         WITH_LSE=lse.numel() > 0,
         MERGING=merging,
@@ -176,6 +120,7 @@ def decode_attention(
         KV_HEADS_PADDED=triton.next_power_of_2(num_kv_heads),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tuning.num_warps,
+        maxnreg=tuning.registers,
         **(overlapped(q.device) if early else {"OVERLAPPED": False}),
     )
     if merging:
@@ -188,7 +133,7 @@ def decode_attention(
         schedule.partial,
         schedule.partial_ml,
         batch.query_start,
-        schedule.tile_ends,
+        batch.seq_lens,
         schedule.merges,
         num_merges,
         num_tokens,
@@ -206,140 +151,6 @@ def decode_attention(
     )
 
 
-def _make_schedule(
-    batch: RaggedBatch,
-    tuning: DecodeTuning,
-    split: int,
-    num_kv_heads: int,
-    group_size: int,
-    head_dim: int,
-    window: int,
-    device: torch.device,
-) -> _Schedule:
-    num_programs = -(-_num_multiprocessors(device) * tuning.programs_per_multiprocessor // 4) * 4
-    # One piece of memory, and what has a multiple of 16 bytes first: a pointer's alignment makes a kernel's variant.
-    num_merges, num_slots = min(num_programs, batch.num_seqs * num_kv_heads), 2 * num_programs
-    if split:
-        num_tiles = -(-batch.max_seq_len // tuning.tile)  # of one sequence; a window may begin and end inside one
-        num_tiles = min(num_tiles, window // tuning.tile + 2) if window else num_tiles
-        num_merges = batch.num_seqs * num_kv_heads
-        num_slots = num_merges * -(-num_tiles // split)
-    sizes = [4, num_programs, num_programs, batch.num_seqs + 1, 5 * num_merges]
-    ints = torch.empty(sum(sizes), dtype=torch.int32, device=device)
-    totals, starts, arrivals, tile_ends, merges = ints.split(sizes)
-    floats = torch.empty(num_slots * group_size * (head_dim + 2), dtype=torch.float32, device=device)
-    partial, partial_ml = floats.split([num_slots * group_size * head_dim, 2 * num_slots * group_size])
-    _plan_decode[(1,)](
-        batch.seq_lens,
-        batch.query_start,
-        tile_ends,
-        starts,
-        arrivals,
-        totals,
-        merges,
-        batch.num_seqs,
-        num_programs,
-        num_merges,
-        tuning.min_tiles,
-        window,
-        NUM_KV_HEADS=num_kv_heads,
-        TILE=tuning.tile,
-        SEQS=max(64, triton.next_power_of_2(batch.num_seqs)),
-        PROGRAMS=triton.next_power_of_2(max(num_programs, num_merges)),
-        BY_PROGRAM=not split and num_merges == num_programs,
-        SPLIT=split,
-        num_warps=8,
-    )
-    return _Schedule(tile_ends, starts, totals, merges.view(5, num_merges), arrivals, partial, partial_ml)
-
-
-# Numbers that differ from batch to batch are not specialised on: every variant of a kernel is a compilation.
-@triton.jit(do_not_specialize=["num_seqs", "num_merges", "window"])
-def _plan_decode(
-    seq_lens,
-    query_start,
-    tile_ends,
-    starts,
-    arrivals,
-    totals,
-    merges,
-    num_seqs,
-    num_programs,
-    num_merges,
-    min_tiles,
-    window,
-    NUM_KV_HEADS: tl.constexpr,
-    TILE: tl.constexpr,
-    SEQS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BY_PROGRAM: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
-    """Fill a `_Schedule`; one program. Sequences with no query, or with several, have no tiles."""
-    seq = tl.arange(0, SEQS)
-    alive = seq < num_seqs
-    seq_len = tl.load(seq_lens + seq, mask=alive, other=0)
-    query_begin = tl.load(query_start + seq, mask=alive, other=0)
-    query_end = tl.load(query_start + seq + 1, mask=alive, other=0)
-    tiles = tl.cdiv(seq_len, TILE)
-    if window > 0:
-        tiles -= tl.maximum(seq_len - window, 0) // TILE
-    if SPLIT:
-        tiles = tl.cdiv(tiles, SPLIT) * SPLIT
-    tiles = tl.where(query_end - query_begin == 1, tiles, 0)
-    ends = tl.cumsum(tiles, 0)
-    num_tiles = tl.sum(tiles, 0)
-    stretch = tl.maximum(tl.cdiv(num_tiles * NUM_KV_HEADS, num_programs), min_tiles)
-    share = stretch  # what a slot is for
-    if SPLIT:
-        stretch = tl.cdiv(stretch, SPLIT) * SPLIT
-        share = SPLIT
-    tl.store(tile_ends, 0)
-    tl.store(tile_ends + 1 + seq, ends, mask=alive)
-    tl.store(totals, num_tiles)
-    tl.store(totals + 1, stretch)
-    tl.debug_barrier()  # what this program's threads wrote is read by others of them
-    program = tl.arange(0, PROGRAMS)
-    tile = (program * stretch) % tl.maximum(num_tiles, 1)
-    low = tl.zeros([PROGRAMS], tl.int32)  # tile_ends[low] <= tile < tile_ends[high], but for programs without work
-    high = tl.zeros([PROGRAMS], tl.int32) + num_seqs
-    step = SEQS
-    while step > 0:
-        middle = (low + high) // 2
-        below = tl.load(tile_ends + middle) <= tile
-        low = tl.where(below, middle, low)
-        high = tl.where(below, high, middle)
-        step = step // 2
-    tl.store(starts + program, low, mask=program < num_programs)
-    tl.store(arrivals + program, 0, mask=program < num_programs)
-
-    merge = program
-    alive = merge < num_merges
-    if BY_PROGRAM:
-        boundary = program * stretch
-        seq = low
-        head = boundary // tl.maximum(num_tiles, 1)
-    else:
-        boundary = program * 0
-        seq = tl.minimum(merge // NUM_KV_HEADS, num_seqs - 1)
-        head = merge % NUM_KV_HEADS
-    begin = head * num_tiles + tl.load(tile_ends + seq)
-    end = head * num_tiles + tl.load(tile_ends + seq + 1)
-    first = begin // share
-    last = (end - 1) // share
-    if BY_PROGRAM:
-        # Of several programs that begin inside it, the first one merges
-        shared = (boundary < num_tiles * NUM_KV_HEADS) & (begin < boundary) & (first == program - 1)
-    else:
-        shared = first < last
-    tl.store(merges + merge, tl.where(shared, tl.load(query_start + seq), -1), mask=alive)
-    tl.store(merges + num_merges + merge, head, mask=alive)
-    tl.store(merges + 2 * num_merges + merge, first, mask=alive)
-    tl.store(merges + 3 * num_merges + merge, last, mask=alive)
-    # It came last in the program that it began in the middle of, and first in all that follow.
-    tl.store(merges + 4 * num_merges + merge, (begin != first * share).to(tl.int32), mask=alive)
-
-
 @triton.jit(do_not_specialize=["window", "num_tokens", "num_seqs", "table_stride"])
 def _decode(
     q,
@@ -352,7 +163,7 @@ def _decode(
     block_tables,
     query_start,
     seq_lens,
-    tile_ends,
+    segments,
     starts,
     totals,
     scale,
@@ -373,6 +184,7 @@ def _decode(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     SPLIT: tl.constexpr,
+    GAP: tl.constexpr,
     WINDOWED: tl.constexpr,
     WITH_LSE: tl.constexpr,
     MERGING: tl.constexpr,
@@ -390,9 +202,11 @@ def _decode(
     program = tl.program_id(0)
     num_tiles = tl.load(totals)
     stretch = tl.load(totals + 1)
-    seq = tl.load(starts + program)
-    begin = program * stretch
-    end = tl.minimum(begin + stretch, num_tiles * NUM_KV_HEADS)
+    own = starts + program * LINE
+    begin = tl.load(own + BEGIN)
+    end = tl.load(own + LINE + BEGIN)
+    segment = tl.load(own + NUMBER)
+    seq_begin, seq_end, seq_len, token, seq = load_segment(own)
     row = tl.arange(0, 16)  # a matrix product has 16 rows at least; those past the group are padding
     column = tl.arange(0, HEAD_DIM_PADDED)
     key = tl.arange(0, TILE)
@@ -402,14 +216,6 @@ def _decode(
     while at < end:
         head = at // num_tiles
         tile = at - head * num_tiles
-        seq = tl.where(tile == 0, 0, seq)  # the next head's line begins with the first sequence again
-        seq_end = tl.load(tile_ends + seq + 1)
-        while seq_end <= tile:
-            seq += 1
-            seq_end = tl.load(tile_ends + seq + 1)
-        seq_begin = tl.load(tile_ends + seq)
-        seq_len = tl.load(seq_lens + seq)
-        token = tl.load(query_start + seq).to(tl.int64)
         take = tl.minimum(seq_end - tile, end - at)
         slot = 2 * program + (at != begin).to(tl.int32)
         if SPLIT:
@@ -422,6 +228,15 @@ def _decode(
             first_tile += first_key // TILE
         low = first_tile * TILE
         high = tl.minimum(low + take * TILE, seq_len)
+        table = block_tables + seq.to(tl.int64) * table_stride
+        # Beyond either end, the end again: what is not there is not read, and no load needs a mask.
+        first_block = first_key // BLOCK_SIZE
+        last_block = tl.maximum((high - 1) // BLOCK_SIZE, first_block)
+        next_ids = tl.load(table + tl.maximum(tl.minimum((low + key) // BLOCK_SIZE, last_block), first_block))
+        # What comes next is asked for before there is need of it. Behind the last segment the next head's first begins.
+        is_last = tile + take == seq_end
+        segment = tl.where(is_last, tl.where(seq_end == num_tiles, 0, segment + 1), segment)
+        next_begin, next_end, next_len, next_token, next_seq = load_segment(segments + segment * LINE)
 
         if OVERLAPPED:  # noqa: SIM102 (one is known to the compiler, the other is not)
             if at == begin:
@@ -435,11 +250,6 @@ def _decode(
         best = tl.full([16], NOTHING, tl.float32)
         total = tl.zeros([16], tl.float32)
         acc = tl.zeros([16, HEAD_DIM_PADDED], tl.float32)
-        table = block_tables + seq.to(tl.int64) * table_stride
-        # Beyond either end, the end again: what is not there is not read, and no load needs a mask.
-        last_block = (high - 1) // BLOCK_SIZE
-        blocks = tl.minimum((low + key) // BLOCK_SIZE, last_block)
-        next_ids = tl.load(table + tl.maximum(blocks, first_key // BLOCK_SIZE))
         for start in tl.range(low, high, TILE, num_stages=STAGES):
             position = tl.maximum(tl.minimum(start + key, high - 1), first_key)
             seen = start + key == position
@@ -459,6 +269,10 @@ def _decode(
             acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision=PRECISION)
             best = new_best
 
+        following = at + take + tl.where(is_last, GAP, 0)
+        if OVERLAPPED:  # noqa: SIM102
+            if following >= end:  # what is left is short
+                gdc_launch_dependents()
         if take == seq_end - seq_begin:
             target = (token * NUM_KV_HEADS * GROUP + heads) * HEAD_DIM
             result = (acc / total[:, None]).to(out.dtype.element_ty)
@@ -483,7 +297,7 @@ def _decode(
                         partial_ml,
                         first,
                         last,
-                        (whole != first * stretch).to(tl.int32),
+                        (first * stretch < whole - GAP).to(tl.int32),
                         token * NUM_KV_HEADS * GROUP + head * GROUP,
                         GROUP,
                         GROUP_PADDED,
@@ -492,7 +306,8 @@ def _decode(
                         WITH_LSE,
                     )
                     tl.store(arrivals + first, 0)
-        at += take
+        at = following
+        seq_begin, seq_end, seq_len, token, seq = next_begin, next_end, next_len, next_token, next_seq
     if OVERLAPPED:  # noqa: SIM102
         if begin >= end:  # those without work wait, too: see `kernels.launching`
             gdc_wait()
@@ -503,7 +318,7 @@ def _decode(
                 out,
                 lse,
                 query_start,
-                tile_ends,
+                seq_lens,
                 idle,
                 num_tokens,
                 num_seqs,
@@ -570,7 +385,7 @@ def _write_nothing(
     out,
     lse,
     query_start,
-    tile_ends,
+    seq_lens,
     seq,
     num_tokens,
     num_seqs,
@@ -585,8 +400,7 @@ def _write_nothing(
     kv_heads = tl.arange(0, KV_HEADS_PADDED)
     alive = kv_heads < NUM_KV_HEADS
     own = tl.load(query_start + seq)
-    has_keys = tl.load(tile_ends + seq) != tl.load(tile_ends + seq + 1)
-    is_idle = (own < tl.load(query_start + seq + 1)) & (not has_keys)
+    is_idle = (own < tl.load(query_start + seq + 1)) & (tl.load(seq_lens + seq) == 0)
     is_padding = (seq >= tl.load(query_start + num_seqs)) & (seq < num_tokens)
     if is_idle | is_padding:
         for i in range(0, GROUP):
@@ -603,7 +417,7 @@ def _combine(
     partial,
     partial_ml,
     query_start,
-    tile_ends,
+    seq_lens,
     merges,
     num_merges,
     num_tokens,
@@ -663,7 +477,7 @@ def _combine(
             out,
             lse,
             query_start,
-            tile_ends,
+            seq_lens,
             merge - num_merges,
             num_tokens,
             num_seqs,

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.launching import overlapped, wait_before_successor
-from octavo.kernels.rope import turn_heads
+from octavo.kernels.rope import load_factors, load_halves, turn_halves
 
 
 def kv_write(k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
@@ -158,31 +158,36 @@ def _rope_kv_write(
     NORM: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """One token: all its heads."""
-    wait_before_successor(OVERLAPPED)
+    """One token: all its heads. What no kernel of this layer writes is asked for before the wait, and all else at once
+    behind it: there is little to compute, so that each time one waits for memory counts."""
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, HALF_PADDED)
-    in_half = (pair < HALF)[None, :]
-    angles = cos_sin + tl.load(positions + token) * 2 * HALF + pair[None, :]
+    in_half = pair < HALF
+    angles = cos_sin + tl.load(positions + token) * 2 * HALF + pair
     slot = tl.load(slot_mapping + token)
     cos = tl.load(angles, mask=in_half, other=0.0).to(tl.float32)
     sin = tl.load(angles + HALF, mask=in_half, other=0.0).to(tl.float32)
+    q_factor, q_second_factor, k_factor, k_second_factor = cos, cos, cos, cos
+    if NORM:
+        q_factor, q_second_factor = load_factors(q_norm, pair, HALF)
+        k_factor, k_second_factor = load_factors(k_norm, pair, HALF)
+    wait_before_successor(OVERLAPPED)
     head = tl.arange(0, HEADS_PADDED)
-    here = (head < HEADS)[:, None] & in_half
-    first, second = turn_heads(q + token * q_token_stride, q_norm, eps, cos, sin, head, pair, here, HALF, NORM)
-    place = out + token * HEADS * 2 * HALF + head[:, None] * 2 * HALF + pair[None, :]
-    tl.store(place, first, mask=here)
-    tl.store(place + HALF, second, mask=here)
+    here = (head < HEADS)[:, None] & in_half[None, :]
+    q_first, q_second = load_halves(q + token * q_token_stride, head, pair, here, HALF)
+    kv_head = tl.arange(0, KV_HEADS_PADDED)
+    kv_here = (kv_head < KV_HEADS)[:, None] & in_half[None, :]
+    k_first, k_second = load_halves(k + token * k_token_stride, kv_head, pair, kv_here, HALF)
+    v_first, v_second = load_halves(v + token * v_token_stride, kv_head, pair, kv_here, HALF)
 
-    head = tl.arange(0, KV_HEADS_PADDED)
-    here = (head < KV_HEADS)[:, None] & in_half
+    q_first, q_second = turn_halves(q_first, q_second, q_factor, q_second_factor, q_norm, eps, cos, sin, HALF, NORM)
+    place = out + token * HEADS * 2 * HALF + head[:, None] * 2 * HALF + pair[None, :]
+    tl.store(place, q_first, mask=here)
+    tl.store(place + HALF, q_second, mask=here)
+    k_first, k_second = turn_halves(k_first, k_second, k_factor, k_second_factor, k_norm, eps, cos, sin, HALF, NORM)
     place = kv + (slot // BLOCK_SIZE) * kv_block_stride + (slot % BLOCK_SIZE) * 2 * HALF
-    place += head[:, None] * kv_head_stride + pair[None, :]
-    first, second = turn_heads(k + token * k_token_stride, k_norm, eps, cos, sin, head, pair, here, HALF, NORM)
-    tl.store(place, first.to(kv.dtype.element_ty), mask=here)
-    tl.store(place + HALF, second.to(kv.dtype.element_ty), mask=here)
-    source = v + token * v_token_stride + head[:, None] * 2 * HALF + pair[None, :]
-    first = tl.load(source, mask=here)
-    second = tl.load(source + HALF, mask=here)
-    tl.store(place + kv_value_stride, first.to(kv.dtype.element_ty), mask=here)
-    tl.store(place + kv_value_stride + HALF, second.to(kv.dtype.element_ty), mask=here)
+    place += kv_head[:, None] * kv_head_stride + pair[None, :]
+    tl.store(place, k_first.to(kv.dtype.element_ty), mask=kv_here)
+    tl.store(place + HALF, k_second.to(kv.dtype.element_ty), mask=kv_here)
+    tl.store(place + kv_value_stride, v_first.to(kv.dtype.element_ty), mask=kv_here)
+    tl.store(place + kv_value_stride + HALF, v_second.to(kv.dtype.element_ty), mask=kv_here)

@@ -38,29 +38,43 @@ def apply_rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tupl
 
 
 @triton.jit
-def turn_heads(x, weight, eps, cos, sin, head, pair, here, HALF: tl.constexpr, NORM: tl.constexpr):
-    """Both halves of one token's heads, turned and rounded; x points at its first head, cos and sin are [1, HALF].
-
-    NORM: each head is normalised by its root mean square and weighted first, as `reference.rms_norm` does it.
-    """
+def load_halves(x, head, pair, here, HALF: tl.constexpr):
+    """Both halves of one token's heads; x points at the first of them."""
     place = x + head[:, None] * 2 * HALF + pair[None, :]
-    first = tl.load(place, mask=here, other=0.0)
-    second = tl.load(place + HALF, mask=here, other=0.0)
+    return tl.load(place, mask=here, other=0.0), tl.load(place + HALF, mask=here, other=0.0)
+
+
+@triton.jit
+def load_factors(weight, pair, HALF: tl.constexpr):
+    """Both halves of a norm's weight."""
+    first = tl.load(weight + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+    return first, tl.load(weight + HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def normed(x, scale, factor, like):
+    """`reference.rms_norm` of heads by a scale each. like: where the weight comes from, a wider one than x being
+    applied before rounding."""
+    wide = x.to(tl.float32) * scale[:, None]
+    if like.dtype.element_ty == x.dtype:
+        wide = wide.to(x.dtype).to(tl.float32)
+    return (wide * factor[None, :]).to(x.dtype)
+
+
+@triton.jit
+def turned(x, partner, cos, sin):
+    """A part of heads, by what is half a head away from it; sin is negative for first halves."""
+    return (x.to(tl.float32) * cos[None, :] + partner.to(tl.float32) * sin[None, :]).to(x.dtype)
+
+
+@triton.jit
+def turn_halves(first, second, factor, second_factor, like, eps, cos, sin, HALF: tl.constexpr, NORM: tl.constexpr):
+    """Both halves of heads, each head normalised first if NORM."""
     if NORM:
-        wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
-        square = tl.sum(wide_first * wide_first + wide_second * wide_second, 1)
-        scale = tl.rsqrt(square / (2 * HALF) + eps)[:, None]
-        in_half = (pair < HALF)[None, :]
-        wide_first, wide_second = wide_first * scale, wide_second * scale
-        if weight.dtype.element_ty == first.dtype:  # a wider weight is applied before rounding
-            wide_first = wide_first.to(first.dtype).to(tl.float32)
-            wide_second = wide_second.to(second.dtype).to(tl.float32)
-        factor = tl.load(weight + pair[None, :], mask=in_half, other=0.0).to(tl.float32)
-        first = (wide_first * factor).to(first.dtype)
-        factor = tl.load(weight + HALF + pair[None, :], mask=in_half, other=0.0).to(tl.float32)
-        second = (wide_second * factor).to(second.dtype)
-    a, b = first.to(tl.float32), second.to(tl.float32)
-    return (a * cos - b * sin).to(first.dtype), (b * cos + a * sin).to(second.dtype)
+        a, b = first.to(tl.float32), second.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * HALF) + eps)
+        first, second = normed(first, scale, factor, like), normed(second, scale, second_factor, like)
+    return turned(first, second, cos, -sin), turned(second, first, cos, sin)
 
 
 @triton.jit
@@ -83,19 +97,19 @@ def _apply_rope(
     """One token: all heads of q and k."""
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, HALF_PADDED)
-    in_half = (pair < HALF)[None, :]
-    angles = cos_sin + tl.load(positions + token) * 2 * HALF + pair[None, :]
+    in_half = pair < HALF
+    angles = cos_sin + tl.load(positions + token) * 2 * HALF + pair
     cos = tl.load(angles, mask=in_half, other=0.0).to(tl.float32)
     sin = tl.load(angles + HALF, mask=in_half, other=0.0).to(tl.float32)
     head = tl.arange(0, HEADS_PADDED)
-    here = (head < HEADS)[:, None] & in_half
-    first, second = turn_heads(q + token * q_token_stride, q, 0.0, cos, sin, head, pair, here, HALF, False)
+    here = (head < HEADS)[:, None] & in_half[None, :]
+    first, second = load_halves(q + token * q_token_stride, head, pair, here, HALF)
     place = q_out + token * HEADS * 2 * HALF + head[:, None] * 2 * HALF + pair[None, :]
-    tl.store(place, first, mask=here)
-    tl.store(place + HALF, second, mask=here)
+    tl.store(place, turned(first, second, cos, -sin), mask=here)
+    tl.store(place + HALF, turned(second, first, cos, sin), mask=here)
     head = tl.arange(0, KV_HEADS_PADDED)
-    here = (head < KV_HEADS)[:, None] & in_half
-    first, second = turn_heads(k + token * k_token_stride, k, 0.0, cos, sin, head, pair, here, HALF, False)
+    here = (head < KV_HEADS)[:, None] & in_half[None, :]
+    first, second = load_halves(k + token * k_token_stride, head, pair, here, HALF)
     place = k_out + token * KV_HEADS * 2 * HALF + head[:, None] * 2 * HALF + pair[None, :]
-    tl.store(place, first, mask=here)
-    tl.store(place + HALF, second, mask=here)
+    tl.store(place, turned(first, second, cos, -sin), mask=here)
+    tl.store(place + HALF, turned(second, first, cos, sin), mask=here)

@@ -240,8 +240,43 @@ def _meet(meeting, is_first, NUM: gl.constexpr):
 
 
 @gluon.jit
+def _places(
+    first_row, first_token, num_tokens, num_out, ROWS: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Of some rows and tokens of y: the rows, the tokens, which rows there are, which of all, and where they lie."""
+    out = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    token = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT))
+    is_row = out < num_out
+    here = is_row[:, None] & (token < num_tokens)[None, :]
+    return out, token, is_row, here, token[None, :] * num_out + out[:, None]
+
+
+@gluon.jit
+def _ask_for(
+    bias, residual, norm, first_row, first_token, num_tokens, num_out,
+    ROWS: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr, GATE: gl.constexpr, WITH_BIAS: gl.constexpr,
+    WITH_RESIDUAL: gl.constexpr, WITH_NORM: gl.constexpr,
+):  # fmt: skip
+    """What `_finish` adds to the sums or multiplies them by, as it is in memory; zeros for what is not there."""
+    out, _, is_row, here, place = _places(first_row, first_token, num_tokens, num_out, ROWS, TOKENS, LAYOUT)
+    own_bias = gl.zeros([ROWS], bias.dtype.element_ty, gl.SliceLayout(1, LAYOUT))
+    up_bias = own_bias
+    factor = gl.zeros([ROWS], norm.dtype.element_ty, gl.SliceLayout(1, LAYOUT))
+    added = gl.zeros([ROWS, TOKENS], residual.dtype.element_ty, LAYOUT)
+    if WITH_BIAS:
+        own_bias = gl.load(bias + out, mask=is_row, other=0.0)
+        if GATE != "":
+            up_bias = gl.load(bias + num_out + out, mask=is_row, other=0.0)
+    if WITH_RESIDUAL:
+        added = gl.load(residual + place, mask=here, other=0.0)
+    if WITH_NORM:
+        factor = gl.load(norm + out, mask=is_row, other=0.0)
+    return own_bias, up_bias, added, factor
+
+
+@gluon.jit
 def _finish(
-    acc, up, squares, some_squares, bias, residual, norm, y, weighted, own_squares,
+    acc, up, squares, some_squares, asked_for, y, weighted, own_squares,
     first_row, first_token, num_tokens, num_out, num_in, num_squares, eps,
     PADDED: gl.constexpr, GATE: gl.constexpr, SCALED: gl.constexpr, WITH_BIAS: gl.constexpr,
     WITH_RESIDUAL: gl.constexpr, WITH_NORM: gl.constexpr,
@@ -250,11 +285,8 @@ def _finish(
     LAYOUT: gl.constexpr = acc.type.layout
     DTYPE: gl.constexpr = y.dtype.element_ty
     TOKENS: gl.constexpr = acc.shape[1]
-    out = first_row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))
-    token = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT))
-    is_row = out < num_out
-    here = is_row[:, None] & (token < num_tokens)[None, :]
-    place = token[None, :] * num_out + out[:, None]
+    own_bias, up_bias, added, factor = asked_for
+    _, token, _, here, place = _places(first_row, first_token, num_tokens, num_out, acc.shape[0], TOKENS, LAYOUT)
     if SCALED:
         PARTS: gl.constexpr = some_squares.type.layout
         AT_ONCE: gl.constexpr = some_squares.shape[0]
@@ -268,22 +300,20 @@ def _finish(
         acc *= scale[None, :]
         up *= scale[None, :]
     if WITH_BIAS:
-        acc += gl.load(bias + out, mask=is_row, other=0.0).to(gl.float32)[:, None]
-        if GATE != "":
-            up += gl.load(bias + num_out + out, mask=is_row, other=0.0).to(gl.float32)[:, None]
+        acc += own_bias.to(gl.float32)[:, None]
+        up += up_bias.to(gl.float32)[:, None]
     if GATE == "silu":
         acc = acc / (1.0 + gl.exp(-acc)) * up
     if GATE == "gelu":
         acc = acc / (1.0 + gl.exp(-GELU_SLOPE * (acc + 0.044715 * acc * acc * acc))) * up
     if WITH_RESIDUAL:
-        acc += gl.load(residual + place, mask=here, other=0.0).to(gl.float32)
+        acc += added.to(gl.float32)
     rounded = acc.to(DTYPE)
     gl.store(y + place, rounded, mask=here)
     if WITH_NORM:
         wide = gl.where(here, rounded.to(gl.float32), 0.0)
         gl.store(own_squares + token, gl.sum(wide * wide, 0))
-        factor = gl.load(norm + out, mask=is_row, other=0.0).to(gl.float32)
-        gl.store(weighted + place, (wide * factor[:, None]).to(DTYPE), mask=here)
+        gl.store(weighted + place, (wide * factor.to(gl.float32)[:, None]).to(DTYPE), mask=here)
 
 
 @gluon.jit
@@ -302,10 +332,18 @@ def _consume(
     tiles, x_tiles, full, free = ring
     wait_for_predecessor(OVERLAPPED)
     some_squares = gl.zeros([AT_ONCE, TOKENS], gl.float32, PARTS)
-    if SCALED:  # asked for now, needed at the end
+    # All of this is asked for now, and needed at the end.
+    if SCALED:
         part = gl.arange(0, AT_ONCE, gl.SliceLayout(1, PARTS))[:, None]
         column = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, PARTS))[None, :]
         some_squares = gl.load(squares + part * PADDED + column, mask=part < num_squares, other=0.0)
+    SHARE: gl.constexpr = ROWS // SPLITS
+    SHARED: gl.constexpr = ACC if SPLITS == 1 else _share_layout(SHARE)
+    first_row = tile * ROWS + split * SHARE
+    asked_for = _ask_for(
+        bias, residual, norm, first_row, first_token, num_tokens, num_out,
+        SHARE, TOKENS, SHARED, GATE, WITH_BIAS, WITH_RESIDUAL, WITH_NORM,
+    )  # fmt: skip
     acc = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
     up = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
     for turn in range(end - begin):
@@ -323,13 +361,11 @@ def _consume(
     own_squares += (tile * SPLITS + split) * PADDED
     if SPLITS == 1:
         _finish(
-            acc, up, squares, some_squares, bias, residual, norm, y, weighted, own_squares,
-            tile * ROWS, first_token, num_tokens, num_out, num_in, num_squares, eps,
+            acc, up, squares, some_squares, asked_for, y, weighted, own_squares,
+            first_row, first_token, num_tokens, num_out, num_in, num_squares, eps,
             PADDED, GATE, SCALED, WITH_BIAS, WITH_RESIDUAL, WITH_NORM,
         )  # fmt: skip
     else:
-        SHARE: gl.constexpr = ROWS // SPLITS
-        SHARED: gl.constexpr = _share_layout(SHARE)
         SIZE: gl.constexpr = HALVES * ROWS * TOKENS  # a token's rows are side by side
         group = gl.program_id(0) // SPLITS
         theirs = parts + group * SPLITS * SIZE
@@ -350,8 +386,8 @@ def _consume(
             if GATE != "":
                 upper_share += gl.load(at + ROWS * TOKENS, cache_modifier=".cg")
         _finish(
-            share, upper_share, squares, some_squares, bias, residual, norm, y, weighted, own_squares,
-            tile * ROWS + split * SHARE, first_token, num_tokens, num_out, num_in, num_squares, eps,
+            share, upper_share, squares, some_squares, asked_for, y, weighted, own_squares,
+            first_row, first_token, num_tokens, num_out, num_in, num_squares, eps,
             PADDED, GATE, SCALED, WITH_BIAS, WITH_RESIDUAL, WITH_NORM,
         )  # fmt: skip
 
