@@ -23,9 +23,11 @@ from octavo.kernels.batch import SamplingTensors
 from octavo.kernels.reference import GOLDEN, MIX_1, MIX_2
 
 TILE = 1024
-MIN_PIECE = 4096
-NUM_PIECES = 512
-"""In which a step's logits are cut, all rows together, where there are fewer rows than that."""
+RACE_TILE = 512
+MIN_PIECE = 2048
+NUM_PIECES = 2048
+"""In which a step's logits are cut, all rows together, where there are fewer rows than that. Many small ones keep the
+GPU's threads busy: 107 us for 256 rows of 152k logits, 129 with 512 pieces in tiles of 1,024."""
 MAX_PIECES = 64
 """Of one row."""
 MOST_FOUND = 256
@@ -100,7 +102,7 @@ def _sample(
     if num_rows == 0:
         return tokens
     pieces = max(1, min(NUM_PIECES // num_rows, triton.cdiv(vocab_size, MIN_PIECE), MAX_PIECES))
-    piece = triton.cdiv(triton.cdiv(vocab_size, pieces), TILE) * TILE
+    piece = triton.cdiv(triton.cdiv(vocab_size, pieces), RACE_TILE) * RACE_TILE
     pieces = triton.cdiv(vocab_size, piece)
     floats = torch.empty(2, num_rows, pieces, dtype=torch.float32, device=logits.device)
     best_scores, highest = floats[0], floats[1]
@@ -122,7 +124,7 @@ def _sample(
         piece,
         ALL_FINITE=all_finite,
         MASKED=masks is not None,
-        TILE=TILE,
+        TILE=RACE_TILE,
         num_warps=4,
     )
     _finish[(num_rows,)](
