@@ -146,6 +146,17 @@ class LLM:
         stream: bool,
     ) -> list[str]:
         """Queue requests, all or none; returns their ids."""
+        with self.engine.garbage:  # the device waits for this
+            return self._queue(prompts, sampling_params, priority, stream=stream)
+
+    def _queue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+        *,
+        stream: bool,
+    ) -> list[str]:
         encoded = [self._prompts.encode(p) for p in list_of(prompts)]
         params = self._params_of(sampling_params, len(encoded))
         grammars = [self._prompts.grammar(p) for p in params]

@@ -546,6 +546,8 @@ def check_prompt(prompt_token_ids: Seq[int], vocab_size: int) -> None:
     """Raises `PromptError` for an empty prompt or a token that the model does not have."""
     if not prompt_token_ids:
         raise PromptError("the prompt is empty; give it at least one token", param="prompt", code="empty_prompt")
+    if set(map(type, prompt_token_ids)) == {int} and min(prompt_token_ids) >= 0 and max(prompt_token_ids) < vocab_size:
+        return  # the usual, four times as fast: a thousand prompts wait for each other here
     for i, token in enumerate(prompt_token_ids):
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             raise PromptError(
