@@ -6,6 +6,7 @@ and on a GPU (tests/gpu/test_triton.py).
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from octavo.kernels import cuda, reference
 from octavo.kernels.batch import RaggedBatch
+from octavo.kernels.decode_schedule import BEGIN, NUMBER, DecodeTuning, make_schedule
 from octavo.kernels.prefill_gluon import _merge
 from octavo.kernels.query_tiles import query_tiles
 from octavo.kernels.swap import Grid, move
@@ -100,6 +102,51 @@ def test_attention_of_every_head_shape(
 def test_many_programs_share_one_sequence_and_one_program_has_many() -> None:
     check(make_case([1], [1500], num_kv_heads=1, group_size=1))
     check(make_case([1] * 20, [3] * 19 + [70], num_kv_heads=1, group_size=2))
+    check(make_case([1] * 40, [3] * 19 + [170] + [5] * 20, num_kv_heads=2, group_size=2))
+
+
+@pytest.mark.parametrize("gap", [0, 1, 3])
+@pytest.mark.parametrize("num_seqs", [1, 3, 40])
+def test_programs_share_out_every_tile_once(num_seqs: int, gap: int) -> None:
+    rnd = random.Random(num_seqs)
+    for longest in (0, 20, 300, 3000):
+        seq_lens = [rnd.choice([0, 1, rnd.randint(0, longest)]) if longest else 0 for _ in range(num_seqs)]
+        batch = on_device(RaggedBatch.from_lists([1] * num_seqs, [1] * num_seqs, [[1]] * num_seqs, 16))
+        batch.seq_lens[:] = torch.tensor(seq_lens)
+        tuning = DecodeTuning(tile=16, num_warps=1, num_stages=2, programs_per_multiprocessor=4, gap=gap)
+        schedule = make_schedule(batch, tuning, 0, num_kv_heads=3, group_size=1, head_dim=16, window=0)
+        num_tiles, stretch = schedule.totals[:2].tolist()
+
+        segments, place = [], 0
+        for seq, n in enumerate(seq_lens):
+            if n:
+                first = place + gap
+                place = first + math.ceil(n / 16)
+                segments.append([first, place, n, seq, seq])
+        assert num_tiles == place
+        assert schedule.segments[: len(segments), :5].tolist() == segments
+
+        starts = schedule.starts.tolist()
+        begins = [line[BEGIN.value] for line in starts]
+        assert begins[-1] == 3 * num_tiles
+        owners: dict[tuple[int, int], list[int]] = {}
+        for program, (begin, end) in enumerate(itertools.pairwise(begins)):
+            assert begin <= end <= begin + stretch + gap
+            if begin < end:
+                number = starts[program][NUMBER.value]
+                assert starts[program][:5] == segments[number]
+                assert segments[number][0] <= begin % num_tiles < segments[number][1]
+            for head, (number, (first, last, *_)) in itertools.product(range(3), enumerate(segments)):
+                if begin < head * num_tiles + last and end > head * num_tiles + first:
+                    owners.setdefault((head, number), []).append(program)
+        assert len(owners) == 3 * len(segments)
+        merges = [
+            [segments[number][3], head, own[0], own[-1], int(begins[own[0]] != head * num_tiles + segments[number][0])]
+            for (head, number), own in owners.items()
+            if len(own) > 1
+        ]
+        found = [column for column in schedule.merges.T.tolist() if column[0] >= 0]
+        assert sorted(found) == sorted(merges)
 
 
 @pytest.mark.parametrize("query_lens", [[1, 0, 1], [3, 0, 1]], ids=["decode", "mixed"])
@@ -183,8 +230,8 @@ def test_with_a_fixed_split_a_sequence_gets_the_same_bits_in_any_batch(query_len
 
 
 def test_more_parts_than_are_merged_at_a_time() -> None:
-    """Of 18 pieces, 16 and then 2."""
-    case = make_case([1], [17 * 512 + 3], num_kv_heads=1, group_size=2, block_size=16)
+    """Of 18 pieces, 16 and then 2. A program has several of one sequence, and then some of the next."""
+    case = make_case([1, 1], [17 * 512 + 3, 6 * 512 + 5], num_kv_heads=1, group_size=2, block_size=16)
     case.batch = replace(case.batch, fixed_split=True)
     check(case)
 

@@ -53,7 +53,7 @@ def rope_kv_write(
 
     q [num_tokens, num_heads, head_dim], k, v [num_tokens, num_kv_heads, head_dim], which may be views of a fused
     projection; positions, slot_mapping [num_tokens]; cos_sin from `rope_table`. One launch, and k never returns to
-    memory but in its slot.
+    memory but in its slot. All but q, k and v are read before the kernel in front has ended: it must not write them.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
