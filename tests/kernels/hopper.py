@@ -1,25 +1,50 @@
-"""Gluon kernels compiled for Hopper where there is none."""
+"""Kernels compiled for Hopper where there is none."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
 from typing import Any
 
 from triton import compile as triton_compile
+from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 SHARED_BYTES = 227 * 1024
 """That a program may have."""
+SHARED_BYTES_OF_ALL = 228 * 1024
+"""That a multiprocessor has; each program takes a KiB besides its own."""
+REGISTERS_OF_ALL = 65536
 
 
 def compile_for_hopper(kernel: Any, constants: dict[str, Any], types: dict[str, str], **options: int) -> Any:
-    """types: of parameters, as Triton spells them; what has none is an i32. Pointers are aligned, as torch's are."""
+    """types: of parameters, as Triton spells them; what has none is an i32. Pointers are aligned, as torch's are, and
+    strides are multiples of 16, but for a table's."""
     types = types | dict.fromkeys(constants, "constexpr")
     names = kernel.arg_names
-    source = GluonASTSource(
+    aligned = [
+        types.get(name, "").startswith("*") or (name.endswith("_stride") and name != "table_stride") for name in names
+    ]
+    kind = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = kind(
         kernel,
         signature={name: types.get(name, "i32") for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types.get(name, "")[:1] == "*"},
+        attrs={(i,): [["tt.divisibility", 16]] for i, even in enumerate(aligned) if even},
     )
     return triton_compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **options})
+
+
+def registers_of(kernel: Any) -> tuple[int, int]:
+    """Of a thread, and what it has spilled to its stack, in bytes."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", told)
+    assert found is not None, told
+    return int(found[1]), int(found[2])

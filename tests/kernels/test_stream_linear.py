@@ -73,6 +73,8 @@ def test_it_compiles_for_hopper_and_fits(num_out: int, num_in: int, gate: str, s
     first, wait, last = ptx.index("cp.async.bulk"), ptx.rindex("griddepcontrol.wait"), ptx.rindex("cp.async.bulk")
     assert first < wait < last
     assert ("atom" in ptx) == (tuning.splits > 1)  # where programs meet
+    # What is added in the end is asked for before the first product.
+    assert not sums or "ld.global" in ptx[ptx.index("griddepcontrol.wait") : ptx.index("wgmma.mma_async")]
 
 
 def test_every_program_of_a_tuning_is_at_work_at_once() -> None:

@@ -195,7 +195,7 @@ def _decode(
     OVERLAPPED: tl.constexpr,
 ):
     """One program's stretch of tiles. scale is for scores in base 2. OVERLAPPED: it starts before its predecessor has
-    ended, finds out what it is to read, and waits then.
+    ended, finds out what it is to read, and waits then; and its successor may start when only sums are left to write.
 
     Written for the pipeliner: one inner loop, no mask on its loads (a mask cost 1 to 10 %).
     """

@@ -1,0 +1,69 @@
+"""Decode attention, without a GPU: compiled for Hopper. The interpreter and tests/gpu run it."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed (the gpu extra)", allow_module_level=True)
+
+from octavo.kernels import decode_attention
+from octavo.kernels.decode_schedule import DecodeTuning, decode_tuning
+from tests.kernels.hopper import REGISTERS_OF_ALL, SHARED_BYTES_OF_ALL, compile_for_hopper, registers_of
+
+POINTERS = {
+    **dict.fromkeys(("q", "kv", "out"), "*bf16"),
+    **dict.fromkeys(("lse", "partial", "partial_ml"), "*fp32"),
+    **dict.fromkeys(("arrivals", "block_tables", "query_start", "seq_lens", "segments", "starts", "totals"), "*i32"),
+}
+
+
+def compiled(tuning: DecodeTuning, group: int, head_dim: int) -> Any:
+    constants = {
+        "NUM_KV_HEADS": 8,
+        "GROUP": group,
+        "BLOCK_SIZE": 16,
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_PADDED": head_dim,
+        "TILE": tuning.tile,
+        "STAGES": tuning.num_stages,
+        "SPLIT": 0,
+        "GAP": tuning.gap,
+        "WINDOWED": False,
+        "WITH_LSE": False,
+        "MERGING": True,
+        "ALONE": True,
+        "GROUP_PADDED": 1 << (group - 1).bit_length(),
+        "KV_HEADS_PADDED": 8,
+        "PRECISION": "tf32",
+        "OVERLAPPED": True,
+    }
+    types = {"scale": "fp32", **POINTERS}
+    options = {"num_warps": tuning.num_warps, "maxnreg": tuning.registers}
+    return compile_for_hopper(decode_attention._decode, constants, types, **options)
+
+
+@pytest.mark.parametrize(("group", "head_dim"), [(2, 128), (4, 128), (7, 64)])
+@pytest.mark.parametrize("num_seqs", [1, 256])
+def test_all_programs_of_a_tuning_are_there_at_once(group: int, head_dim: int, num_seqs: int) -> None:
+    """Each has an equal share of the keys: one that begins when others end takes as long again."""
+    tuning = decode_tuning(torch.empty(num_seqs, 8 * group, head_dim, dtype=torch.bfloat16), num_seqs)
+    kernel = compiled(tuning, group, head_dim)
+    programs = tuning.programs_per_multiprocessor
+    assert programs * (kernel.metadata.shared + 1024) <= SHARED_BYTES_OF_ALL
+    registers, spilled = registers_of(kernel)
+    assert programs * tuning.num_warps * 32 * registers <= REGISTERS_OF_ALL
+    assert spilled <= 8  # a number that the loop over keys has no use for
+
+
+def test_the_next_kernel_is_let_go_behind_the_keys() -> None:
+    """And no earlier: behind the loop that reads them, before the last sums are written."""
+    tuning = decode_tuning(torch.empty(256, 16, 128, dtype=torch.bfloat16), 256)
+    code = compiled(tuning, 2, 128).asm["ttir"]  # in which what comes later is further down
+    assert code.count("griddepcontrol.launch_dependents") == 1
+    wait, let_go = code.index("griddepcontrol.wait"), code.index("griddepcontrol.launch_dependents")
+    assert wait < code.index("tt.dot") < code.rindex("tt.dot") < let_go < code.index("tt.store")
