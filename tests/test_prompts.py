@@ -13,7 +13,7 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.build import build
 from octavo.config import EngineArgs
-from octavo.errors import CheckpointError, ParameterError, PromptError, TemplateError, UsageError
+from octavo.errors import CheckpointError, ContextLengthError, ParameterError, PromptError, TemplateError, UsageError
 from octavo.prompts import Prompts, list_of
 
 from .engine.models import make_talking_checkpoint
@@ -191,3 +191,12 @@ def test_without_a_tokenizer_ids_are_all() -> None:
     with pytest.raises(PromptError, match="bytes"):
         prompts.encode(b"x")
     assert list_of([1, 2]) == [[1, 2]] and list_of(["a", [1]]) == ["a", [1]]
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = llm.engine.max_model_len * llm.get_tokenizer().most_chars
+    with pytest.raises(ContextLengthError, match="you requested"):
+        llm.generate("a" * most, ONE, use_tqdm=False)
+    monkeypatch.setattr(type(llm.get_tokenizer()), "encode", lambda *_, **__: pytest.fail("tokenised"))
+    with pytest.raises(ContextLengthError, match=f"{most + 1} characters cannot fit"):
+        llm.generate("a" * (most + 1), ONE, use_tqdm=False)

@@ -38,7 +38,7 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None = None) -> None:
-        self._prompts = Prompts(tokenizer, engine.vocab_size)
+        self._prompts = Prompts(tokenizer, engine.vocab_size, engine.max_model_len)
         self._default_params = engine.default_params
         self._max_model_len = engine.max_model_len
         self._begin = time.monotonic()

@@ -40,7 +40,7 @@ class LLM:
         self.config = built.config
         self.spec = built.spec
         self.sampling_defaults = built.sampling_defaults
-        self._prompts = Prompts(built.tokenizer, built.engine.vocab_size)
+        self._prompts = Prompts(built.tokenizer, built.engine.vocab_size, built.engine.max_model_len)
         self._ids = itertools.count()
         self._mail: dict[str, RequestOutput] = {}  # the newest output of requests, for those who run them
         # Whoever forgets to close it gets the memory back with the object, and no thread outlives the interpreter.

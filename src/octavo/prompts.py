@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 
 from octavo.engine.beam_search import BeamSearchParams
-from octavo.errors import ParameterError, PromptError, UnknownOptionError
+from octavo.errors import ContextLengthError, ParameterError, PromptError, UnknownOptionError
 from octavo.text.detokenizer import Detokenizer
 from octavo.text.tokenizer import Tokenizer
 
@@ -40,12 +40,16 @@ TEMPLATE_ARGUMENTS = frozenset(
 class Prompts:
     """What `LLM` and `AsyncEngine` do with text. `tokenizer` is None for an engine that takes and gives ids alone.
 
-    vocab_size   tokens that the model has logits for, where that is not the tokenizer's number of ids
+    vocab_size      tokens that the model has logits for, where that is not the tokenizer's number of ids
+    max_model_len   what no text can fit is refused before it is tokenised; None: that is left to the engine
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int | None = None, max_model_len: int | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
         self._warned = False
         self._compiler: GrammarCompiler | None = None
 
@@ -64,12 +68,23 @@ class Prompts:
         text, token_ids, parse_special = _parts_of(prompt)
         if token_ids is None:
             assert text is not None
+            self.check_length(text)
             token_ids = self.tokenizer.encode(text, parse_special=parse_special)
             if not token_ids:
                 raise PromptError("the prompt is empty; give it some text", param="prompt", code="empty_prompt")
             if not parse_special and (spelled := self.tokenizer.spelled_special(text)):
                 self._warn_once(spelled)
         return text, token_ids
+
+    def check_length(self, text: str, param: str = "prompt") -> None:
+        """Before any work is spent on it. Raises `ContextLengthError` for what is too long in any tokens."""
+        limit = self._max_model_len
+        if limit is not None and len(text) > 4 * limit and len(text) > limit * self.tokenizer.most_chars:
+            raise ContextLengthError(
+                f"This model's maximum context length is {limit} tokens. However, your text of {len(text)} characters "
+                "cannot fit; shorten it",
+                param=param,
+            )
 
     def encode_prefix(self, prefix: Prompt | Messages) -> Sequence[int]:
         """The tokens of a beginning: of messages what the chat template makes of them, with no turn opened."""

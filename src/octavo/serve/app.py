@@ -217,7 +217,7 @@ class App:
                 template["tools"] = given["tools"]
             token_ids = (await service.encode_chat(messages, template)).token_ids
         elif "prompt" in given:
-            service.check_length(given["prompt"], "prompt")
+            service.prompts.check_length(given["prompt"])
             token_ids = await service.encode_text(given["prompt"], given.get("add_special_tokens", True))
         else:
             raise bad("missing_required_parameter", "prompt is missing; or give messages", "prompt")

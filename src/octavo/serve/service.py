@@ -10,7 +10,6 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from octavo.core.sampling_params import SamplingParams
@@ -72,7 +71,7 @@ class Service:
         self.limits = limits or Limits()
         self.names = tuple(settings.served_model_name) or (model,)
         self.tokenizer: Tokenizer = backend.get_tokenizer()
-        self.prompts = Prompts(self.tokenizer)
+        self.prompts = Prompts(self.tokenizer, max_model_len=backend.max_model_len)
         self.metrics = Metrics(self.names[0], backend.max_model_len)
         self.admission = Admission(
             max_num_seqs=self.limits.max_num_seqs,
@@ -100,30 +99,13 @@ class Service:
 
     # -- text ----------------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def _most_chars(self) -> int:
-        """Characters of the longest text that could fit the context."""
-        longest = max(map(len, self.tokenizer.backend.get_vocab()), default=1)
-        return self.backend.max_model_len * max(longest, 4)
-
-    def check_length(self, text: str, param: str) -> None:
-        """Before any work is spent on it. Raises `Problem` 400."""
-        if len(text) > self._most_chars:
-            limit = self.backend.max_model_len
-            raise bad(
-                "context_length_exceeded",
-                f"This model's maximum context length is {limit} tokens. However, your text of {len(text)} characters "
-                f"cannot fit; shorten it",
-                param,
-            )
-
     async def encode(self, ask: Ask) -> list[Encoded]:
         """The prompts of a completion. Raises `Problem`, or a `UsageError` whose param is the request's."""
         encoded = []
         for i, prompt in enumerate(ask.prompts):
             where = "prompt" if len(ask.prompts) == 1 else f"prompt[{i}]"
             if isinstance(prompt, str):
-                self.check_length(prompt, "prompt")
+                self.prompts.check_length(prompt)
                 token_ids = await self.encode_text(prompt, ask.add_special_tokens)
                 if not token_ids:
                     text = f"{where} is empty, and the model has no token to begin a text with; write something"
@@ -146,7 +128,7 @@ class Service:
     async def encode_chat(
         self, messages: list[dict[str, Any]], template: dict[str, Any], truncate: int | None = None
     ) -> Encoded:
-        self.check_length("".join(m["content"] for m in messages), "messages")
+        self.prompts.check_length("".join(m["content"] for m in messages), "messages")
         prompt = await asyncio.to_thread(lambda: self.prompts.chat(messages, **template))
         if not prompt["prompt_token_ids"]:
             raise bad("empty_prompt", "the chat template makes nothing of these messages", "messages")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import tokenizers
@@ -76,6 +77,11 @@ class Tokenizer:
             chat_templates=parts.chat_templates if chat_template is None else {"default": chat_template},
             num_ids=parts.num_ids,
         )
+
+    @cached_property
+    def most_chars(self) -> int:
+        """Of a text that one token can stand for."""
+        return max(4, max(map(len, self.backend.get_vocab()), default=0))
 
     @property
     def chat_template(self) -> str | None:
