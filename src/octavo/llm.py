@@ -146,17 +146,6 @@ class LLM:
         stream: bool,
     ) -> list[str]:
         """Queue requests, all or none; returns their ids."""
-        with self.engine.garbage:  # the device waits for this
-            return self._queue(prompts, sampling_params, priority, stream=stream)
-
-    def _queue(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: Sequence[int] | None,
-        *,
-        stream: bool,
-    ) -> list[str]:
         encoded = [self._prompts.encode(p) for p in list_of(prompts)]
         params = self._params_of(sampling_params, len(encoded))
         grammars = [self._prompts.grammar(p) for p in params]
@@ -165,24 +154,25 @@ class LLM:
         if priority is not None and not all(isinstance(p, int) for p in priority):
             raise ParameterError(f"priority is a list of integers, not {priority!r}", param="priority")
         names: list[str] = []
-        try:
-            for i, ((text, token_ids), p) in enumerate(zip(encoded, params, strict=True)):
-                name = str(next(self._ids))
-                self.engine.add(
-                    name,
-                    token_ids,
-                    p,
-                    prompt=text,
-                    priority=0 if priority is None else priority[i],
-                    grammar=grammars[i],
-                    make_detokenizer=self._prompts.make_detokenizer,
-                    stream=stream,
-                )
-                names.append(name)
-        except BaseException:
-            for name in names:
-                self.engine.abort(name)
-            raise
+        with self.engine.garbage:  # the device waits for this, too
+            try:
+                for i, ((text, token_ids), p) in enumerate(zip(encoded, params, strict=True)):
+                    name = str(next(self._ids))
+                    self.engine.add(
+                        name,
+                        token_ids,
+                        p,
+                        prompt=text,
+                        priority=0 if priority is None else priority[i],
+                        grammar=grammars[i],
+                        make_detokenizer=self._prompts.make_detokenizer,
+                        stream=stream,
+                    )
+                    names.append(name)
+            except BaseException:
+                for name in names:
+                    self.engine.abort(name)
+                raise
         return names
 
     def _params_of(
