@@ -229,6 +229,23 @@ main()
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
+def test_ctrl_c_inside_torchs_own_import(tmp_path: Path) -> None:
+    """Where an exception would go through its C++, and abort the process."""
+    program = """
+import os, signal, time
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
+finally:
+    os.abort()
+"""
+    (tmp_path / "torch.py").write_text(program)
+    command = [sys.executable, "-m", "octavo.cli.main", "generate", "--model", str(tmp_path), "-p", "once"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=50, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("after_s", [0.3, 0.9])
 def test_ctrl_c_while_it_loads(model: str, after_s: float, times: int) -> None:

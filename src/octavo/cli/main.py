@@ -12,6 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from types import FrameType
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 
@@ -21,12 +22,23 @@ def main() -> None:
         if getattr(sys, name) is None:  # closed by whoever started us: Python leaves nothing there to print to
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process
     sys.unraisablehook = press_again
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
     signal.signal(signal.SIGALRM, lambda number, frame: signal.raise_signal(signal.SIGINT))
     code = run(sys.argv[1:])
     if code == INTERRUPTED:
         # Whoever presses Ctrl-C again while threads are being joined wants it to end, not to read about threads.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(code)
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C. While torch is being imported there is nothing to put in order yet, and an exception that is raised where
+    its C++ calls Python ends in an abort."""
+    torch = sys.modules.get("torch")
+    if getattr(getattr(torch, "__spec__", None), "_initializing", False):
+        os._exit(INTERRUPTED)
+    signal.default_int_handler(number, frame)
 
 
 def press_again(dropped: sys.UnraisableHookArgs) -> None:
