@@ -71,7 +71,7 @@ def decode_attention(
     key = ("paged_attention.decode", tuning, num_kv_heads, group_size, head_dim, window)
     schedule: Schedule | None = batch.derived.get(key)
     # An earlier layer has made it: there is something to do before q is there.
-    early = schedule is not None and tuning.early
+    early = schedule is not None
     if schedule is None:
         schedule = batch.derived[key] = make_schedule(batch, tuning, split, num_kv_heads, group_size, head_dim, window)
     num_programs = len(schedule.arrivals)

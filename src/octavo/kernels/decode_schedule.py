@@ -32,17 +32,14 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
-    """tile: keys read at a time; a program's stretch is at least min_tiles of them. early: programs start before the
-    kernel before them has ended, if it is a layer's; not where a multiprocessor has room for more than its share of
-    them, since those that start early would crowd. gap: going from one sequence to the next counts like so many tiles.
-    """
+    """tile: keys read at a time; a program's stretch is at least min_tiles of them. gap: going on to another sequence
+    counts like so many tiles."""
 
     tile: int
     num_warps: int
     num_stages: int
     programs_per_multiprocessor: int
     min_tiles: int = 1
-    early: bool = True
     gap: int = 0
 
     @property
@@ -69,11 +66,13 @@ class Schedule:
     """Who reads what in a step, the same for all its layers.
 
     segments    [num_seqs, LINE] int32, a line for each sequence that has tiles, in their order: the first of these and
-                the one behind the last, on the line of one head; its length, its token, its number; the rest is unused
+                the one behind the last, on the line of one head, with a gap before each sequence; its length, its
+                token, its number; the rest is unused
     starts      [num_programs + 1, LINE] int32, the same of the sequence that each program begins in; that one's line in
                 `segments`; and where the program begins, on the line of all heads. It ends where the next one begins.
                 So what a program needs first lies in one place
-    totals      [4] int32: tiles of all sequences for one head, and the stretch of one program; two unused
+    totals      [4] int32: tiles of all sequences for one head, with the gaps, and the stretch of one program; two
+                unused
     merges      [5, num_merges] int32, what is shared by several programs and to be merged: its token, or -1 where
                 nothing is; its K/V head; the first and the last program that share it; and the slot that the first of
                 these left its part in, all others having used slot 0. A column for every (head, segment) or, if those
