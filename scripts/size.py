@@ -17,10 +17,10 @@ BUDGETS: dict[str, int] = {
     "core": 2000,  # 1500, a failed step, attention windows, all of vLLM's parameters, preemption by cost, and pins
     "engine": 2250,  # 1200, every parameter's output, beams, constraints, a process of its own, and events for routers
     "text": 1400,  # 700, vocab.json with merges.txt, bounds of a stranger's template, grammars on trial, and tool calls
-    "kernels": 5370,  # 2200, prefill on Hopper, sampling and rows of a GPU, the CPU's packed and native kernels, layers
+    "kernels": 5720,  # 2200, prefill on Hopper, sampling and rows of a GPU, the CPU's packed and native kernels, layers
     # of few tokens with all that is around their products, decoding that merges in one launch, small blocks' swaps, and
     # what requests ask of their logits, kept by rows, masks inside the draw, beams' candidates, streamed weights, and
-    # kernels compiled ahead, and a schedule of decoding in one place
+    # kernels compiled ahead, a schedule of decoding in one place, and the product that turns and writes its heads
     "models": 1200,
     "runner": 2140,  # 1800, and what requests ask of their logits on a GPU: its own part of it, and the host's; masks
     # and beams from graphs, a draw with the pass behind it; passes that are rehearsed

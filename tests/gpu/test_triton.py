@@ -142,6 +142,44 @@ def test_layers_of_streamed_weights_one_behind_the_other(num_tokens: int, hidden
         assert torch.equal(out.x, run(wait=True).x)
 
 
+@HOPPER
+@pytest.mark.parametrize("num_tokens", [1, 3, 16, 17, 33, 64, 70, 130, 200, 256])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "size", "normed", "biased"),
+    [(16, 8, 128, 1024, True, False), (12, 2, 128, 1536, False, True), (32, 8, 128, 4096, False, False),
+     (14, 2, 64, 896, False, True), (9, 3, 64, 576, True, False)],
+)  # fmt: skip
+def test_heads_that_are_projected_turned_and_written_in_one(
+    heads: int, kv_heads: int, head_dim: int, size: int, normed: bool, biased: bool, num_tokens: int
+) -> None:
+    """Beside the product and `rope_kv_write`; three times the same bits, and no slot but the tokens' changes."""
+    stream = cuda.begin_stream(random(num_tokens, size), 1 + random(size, scale=0.1))
+    weight = random((heads + 2 * kv_heads) * head_dim, size, scale=0.05)
+    bias = random((heads + 2 * kv_heads) * head_dim) if biased else None
+    norms: dict[str, Any] = {"q_norm": None, "k_norm": None}
+    if normed:
+        norms = {"q_norm": 1 + random(head_dim, scale=0.1), "k_norm": 1 + random(head_dim, scale=0.1)}
+    batch = RaggedBatch.from_lists([1] * num_tokens, [1] * num_tokens, [[0]] * num_tokens, 16, device="cuda")
+    batch.positions.copy_(torch.randint(900, (num_tokens,)))
+    batch.slot_mapping.copy_(torch.randperm(64 * 16)[:num_tokens])
+    table = reference.rope_table(head_dim, 1000, 10000.0, device="cuda")
+    before = random(64, 3, 2, kv_heads, 16, head_dim)
+    pools = [before.clone() for _ in range(4)]
+    q = [
+        cuda.project_heads(stream, 1e-5, weight, bias, kv[:, 1], batch, table, norm_eps=1e-6, **norms)
+        for kv in pools[:3]
+    ]
+    parts = reference.split_heads(cuda.norm_linear(stream, 1e-5, weight, bias), pools[3][:, 1])
+    expected = cuda.rope_kv_write(*parts, batch.positions, table, pools[3][:, 1], batch.slot_mapping, eps=1e-6, **norms)
+    assert all(torch.equal(x, q[0]) for x in q) and all(torch.equal(kv, pools[0]) for kv in pools[:3])
+    assert relative_error(q[0], expected.double()) < 1e-2 and relative_error(pools[0], pools[3].double()) < 1e-2
+    slots = torch.zeros(64 * 16, dtype=torch.bool, device="cuda")
+    slots[batch.slot_mapping] = True
+    untouched = ~slots.view(64, 16)
+    assert torch.equal(pools[0][:, 0], before[:, 0]) and torch.equal(pools[0][:, 2], before[:, 2])
+    assert torch.equal(pools[0][:, 1].permute(0, 3, 1, 2, 4)[untouched], before[:, 1].permute(0, 3, 1, 2, 4)[untouched])
+
+
 LONG = ([130, 1, 65, 140, 7], [130, 90, 65, 500, 300])
 
 

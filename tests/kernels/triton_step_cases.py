@@ -187,6 +187,26 @@ def test_a_gate_in_its_product(gate: Any, biased: bool) -> None:
     assert relative_error(cuda.norm_linear(stream, 1e-5, weight, bias, gate), expected) < 2e-3
 
 
+def test_heads_of_few_tokens_are_projected_turned_and_written() -> None:
+    """With two eps that are far apart, and a bias."""
+    num_heads, num_kv_heads, head_dim, size = 4, 2, 32, 96
+    rows = (num_heads + 2 * num_kv_heads) * head_dim
+    weight, bias = torch.randn(rows, size, device=DEVICE).half() / 8, torch.randn(rows, device=DEVICE).half()
+    norms = [torch.rand(head_dim, device=DEVICE).half() for _ in range(2)]
+    batch = RaggedBatch.from_lists([1] * 5, [3, 30, 17, 1, 9], [[4, 7], [1, 5], [3, 6], [2], [8]], 16, device=DEVICE)
+    table = reference.rope_table(head_dim, 64, 10000.0, device=DEVICE)
+    stream = cuda.begin_stream(torch.randn(5, size, device=DEVICE).half(), torch.rand(size, device=DEVICE).half())
+    kv = torch.zeros(9, 2, num_kv_heads, 16, head_dim, device=DEVICE, dtype=torch.float16)
+    wide_kv = kv.double()
+    q = cuda.project_heads(stream, 0.5, weight, bias, kv, batch, table, q_norm=norms[0], k_norm=norms[1], norm_eps=0.1)
+    expected = reference.project_heads(
+        wide(stream), 0.5, weight.double(), bias.double(), wide_kv, batch, table.double(),
+        q_norm=norms[0].double(), k_norm=norms[1].double(), norm_eps=0.1,
+    )  # fmt: skip
+    assert q.shape == (5, num_heads, head_dim) and relative_error(q, expected) < 3e-3
+    assert relative_error(kv, wide_kv) < 3e-3 and wide_kv.count_nonzero() == 5 * 2 * num_kv_heads * head_dim
+
+
 # -- sampling ---------------------------------------------------------------------------------------------------------
 
 

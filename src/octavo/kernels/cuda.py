@@ -22,7 +22,7 @@ from octavo.kernels.rope import apply_rope
 from octavo.kernels.row_rules import apply_row_rules, note_tokens, tell_tokens
 from octavo.kernels.sampling import best_tokens, draw, mask_tokens, sample, token_logprobs
 from octavo.kernels.swap import swap_in, swap_out
-from octavo.kernels.thin_linear import add_linear, begin_stream, max_thin_tokens, norm_linear
+from octavo.kernels.thin_linear import add_linear, begin_stream, max_thin_tokens, norm_linear, project_heads
 
 __all__ = [
     "add_linear",
@@ -46,6 +46,7 @@ __all__ = [
     "norm_linear",
     "note_tokens",
     "paged_attention",
+    "project_heads",
     "rms_norm",
     "rope_kv_write",
     "rope_table",

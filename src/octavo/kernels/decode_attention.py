@@ -231,7 +231,7 @@ def _decode(
         table = block_tables + seq.to(tl.int64) * table_stride
         # Beyond either end, the end again: what is not there is not read, and no load needs a mask.
         first_block = first_key // BLOCK_SIZE
-        last_block = tl.maximum((high - 1) // BLOCK_SIZE, first_block)
+        last_block = (high - 1) // BLOCK_SIZE
         next_ids = tl.load(table + tl.maximum(tl.minimum((low + key) // BLOCK_SIZE, last_block), first_block))
         # What comes next is asked for before there is need of it. Behind the last segment the next head's first begins.
         is_last = tile + take == seq_end

@@ -272,6 +272,38 @@ def rope_kv_write(
     return q
 
 
+def split_heads(projected: Tensor, kv_layer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] -> q, k, v as `rope_kv_write` takes them."""
+    num_kv_heads, _, head_dim = kv_layer.shape[2:]
+    heads = projected.view(len(projected), -1, head_dim)
+    q, k, v = torch.split(heads, [heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+    return q, k, v
+
+
+def project_heads(
+    stream: Stream,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    kv_layer: Tensor,
+    batch: RaggedBatch,
+    cos_sin: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 0.0,
+) -> Tensor:
+    """All that comes before a layer's attention: `norm_linear`, whose heads are those of q, of k and of v, and
+    `rope_kv_write` of these -> q, turned.
+
+    weight [(num_heads + 2 * num_kv_heads) * head_dim, size]
+    """
+    q, k, v = split_heads(norm_linear(stream, eps, weight, bias), kv_layer)
+    return rope_kv_write(
+        q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, q_norm=q_norm, k_norm=k_norm, eps=norm_eps
+    )
+
+
 def block_copy(kv: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
     """Copy-on-write: whole blocks, over all layers. Every source is read before any target is written."""
     kv.index_copy_(0, dst_ids, kv.index_select(0, src_ids))

@@ -113,8 +113,8 @@ def can_stream(weight: Tensor) -> bool:
 
 
 @functools.cache
-def _meetings(device: torch.device) -> Tensor:
-    """For each tile, where its programs meet; see `_meet`."""
+def meeting_places(device: torch.device) -> Tensor:
+    """For each tile, where its programs meet; see `meet`."""
     return torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
@@ -149,7 +149,7 @@ def launch(
         weights,
         *given(y, bias, squares, residual, norm, y, *(written or (None, None))),
         torch.empty(num_sums, dtype=torch.float32, device=x.device),
-        _meetings(x.device),
+        meeting_places(x.device),
         num_tokens,
         num_out,
         num_in,
@@ -174,14 +174,32 @@ def launch(
 
 
 @gluon.constexpr_function
-def _squares_layout(tokens):
-    return gl.BlockedLayout([1, 4], [128 // tokens, tokens // 4], [4, 1], [1, 0])
+def squares_layout(tokens):
+    across = max(tokens // 4, 1)
+    return gl.BlockedLayout([1, min(tokens, 4)], [32 // across, across], [4, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def _share_layout(rows):
     """Of a share of a tile's rows: a thread has some side by side, as they are stored."""
     return gl.BlockedLayout([min(rows // 8, 4), 1], [8, 4], [1, 4], [0, 1])
+
+
+@gluon.jit
+def make_ring(
+    xs, weights, ROWS: gl.constexpr, TOKENS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
+    HALVES: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """STAGES steps of the weight and of the tokens, and for each the barriers that say that it is there, and free."""
+    tiles = gl.allocate_shared_memory(DTYPE, [STAGES * HALVES, ROWS, COLUMNS], weights.layout)
+    x_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, TOKENS, COLUMNS], xs.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    fence_async_shared()
+    return tiles, x_tiles, full, free
 
 
 @gluon.jit
@@ -206,7 +224,7 @@ def _fetch_tokens(xs, ring, stage, first_token, step, wanted, COLUMNS: gl.conste
 
 
 @gluon.jit
-def _produce(
+def produce(
     xs, weights, ring, tile, first_token, begin, end, num_out,
     ROWS: gl.constexpr, TOKENS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
     OVERLAPPED: gl.constexpr,
@@ -228,7 +246,7 @@ def _produce(
 
 
 @gluon.jit
-def _meet(meeting, is_first, NUM: gl.constexpr):
+def meet(meeting, is_first, NUM: gl.constexpr):
     """Wait until NUM programs are here, and see what they have written. All that they add together flips the highest
     bit and leaves the others 0, so that nobody has to reset it for the next ones."""
     gl.thread_barrier()
@@ -327,7 +345,7 @@ def _consume(
     """The four warps that multiply."""
     HALVES: gl.constexpr = 2 if GATE != "" else 1
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TOKENS, 16])
-    PARTS: gl.constexpr = _squares_layout(TOKENS)
+    PARTS: gl.constexpr = squares_layout(TOKENS)
     AT_ONCE: gl.constexpr = 4096 // TOKENS  # parts of squares
     tiles, x_tiles, full, free = ring
     wait_for_predecessor(OVERLAPPED)
@@ -375,7 +393,7 @@ def _consume(
         gl.store(own, acc)
         if GATE != "":
             gl.store(own + ROWS * TOKENS, up)
-        _meet(meetings + group, split == 0, SPLITS)
+        meet(meetings + group, split == 0, SPLITS)
         row = split * SHARE + gl.arange(0, SHARE, gl.SliceLayout(1, SHARED))[:, None]
         token = gl.arange(0, TOKENS, gl.SliceLayout(0, SHARED))[None, :]
         share = gl.zeros([SHARE, TOKENS], gl.float32, SHARED)
@@ -433,15 +451,7 @@ def _stream_linear(
     num_steps = (num_in + COLUMNS - 1) // COLUMNS
     begin = split * num_steps // SPLITS
     end = (split + 1) * num_steps // SPLITS
-    tiles = gl.allocate_shared_memory(DTYPE, [STAGES * HALVES, ROWS, COLUMNS], weights.layout)
-    x_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, TOKENS, COLUMNS], xs.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
-    fence_async_shared()
-    ring = (tiles, x_tiles, full, free)
+    ring = make_ring(xs, weights, ROWS, TOKENS, COLUMNS, STAGES, HALVES, DTYPE)
     gl.warp_specialize(
         [
             (
@@ -453,7 +463,7 @@ def _stream_linear(
                 ),
             ),
             (
-                _produce,
+                produce,
                 (
                     xs, weights, ring, tile, first_token, begin, end, num_out,
                     ROWS, TOKENS, COLUMNS, STAGES, HALVES, OVERLAPPED,

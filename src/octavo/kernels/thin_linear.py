@@ -7,10 +7,11 @@ activation or a sum behind it are kernels that take as long to start as to run. 
     begin_stream   x -> stream
     norm_linear    stream -> rms_norm(stream) @ weight.T, and of a gated MLP's weight the activation, too
     add_linear     stream, x -> stream + x @ weight.T
+    project_heads  stream -> q; K and V into their slots: `norm_linear` and `rope_kv_write`, on Hopper in one
 
-so that a layer is four products, attention, and what prepares that. A norm's factor is the same for all outputs of a
-token, so it is applied to them in the end; the sums of squares that it takes are left, in parts, by whoever wrote the
-stream.
+so that a layer is four products, attention, and at most one kernel that prepares that. A norm's factor is the same for
+all outputs of a token, so it is applied to them in the end; the sums of squares that it takes are left, in parts, by
+whoever wrote the stream.
 
 A program takes a few rows of the weight and, where these are few in all, a part of their columns: the last program to
 finish adds up the parts, in a fixed order, so that results do not depend on who was last. On Hopper, `stream_linear` is
@@ -27,10 +28,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels import stream_linear
+from octavo.kernels import stream_heads, stream_linear
 from octavo.kernels.activation import GELU_SLOPE
+from octavo.kernels.batch import RaggedBatch
+from octavo.kernels.kv_write import rope_kv_write
 from octavo.kernels.launching import given, overlapped, wait_for_predecessor
-from octavo.kernels.reference import Gate, Stream
+from octavo.kernels.reference import Gate, Stream, split_heads
 from octavo.kernels.stream_linear import StreamTuning, can_stream, padded_tokens, stream_tuning
 
 MOST_TOKENS = 32
@@ -125,6 +128,30 @@ def add_linear(
     y, written = _launch(x, weight, bias, "", tuning, residual=stream.x, norm=norm)
     assert written is not None
     return Stream(y, *written)
+
+
+def project_heads(
+    stream: Stream,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    kv_layer: Tensor,
+    batch: RaggedBatch,
+    cos_sin: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 0.0,
+) -> Tensor:
+    """See `reference.project_heads`, for at most `max_thin_tokens`."""
+    if can_stream(weight) and kv_layer.shape[4] in stream_heads.HEAD_DIMS:
+        return stream_heads.launch(
+            stream, eps, weight, bias, kv_layer, batch, cos_sin, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps
+        )
+    q, k, v = split_heads(norm_linear(stream, eps, weight, bias), kv_layer)
+    return rope_kv_write(
+        q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, q_norm=q_norm, k_norm=k_norm, eps=norm_eps
+    )
 
 
 def _tuning(weight: Tensor, num_tokens: int, gated: bool) -> Tuning:

@@ -63,9 +63,8 @@ class DecoderLayer:
 
         next_norm  [hidden_size], the weight of the norm behind this layer
         """
-        ops, qkv, out, gate_up, down = self.ops, self.attention.qkv, self.attention.out, self.mlp.gate_up, self.mlp.down
-        projected = ops.norm_linear(stream, self.eps, qkv.weight, qkv.bias)
-        attended = self.attention.attend(projected, batch, kv_layer, cos_sin)
+        ops, out, gate_up, down = self.ops, self.attention.out, self.mlp.gate_up, self.mlp.down
+        attended = self.attention.thin(stream, self.eps, batch, kv_layer, cos_sin)
         stream = ops.add_linear(stream, attended, out.weight, out.bias, self.mlp_norm)
         inner = ops.norm_linear(stream, self.eps, gate_up.weight, gate_up.bias, self.mlp.gate_name)
         after: Stream = ops.add_linear(stream, inner, down.weight, down.bias, next_norm)

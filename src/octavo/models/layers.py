@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.batch import RaggedBatch
+from octavo.kernels.reference import Stream, split_heads
 from octavo.models.linear import Linear, TensorParallel, Weight
 from octavo.models.spec import DecoderSpec
 
@@ -32,13 +33,11 @@ class Attention:
         device: torch.device | str,
     ) -> None:
         self.ops = ops
-        self.head_dim = spec.head_dim
         self.eps = spec.rms_norm_eps
         self.scale = spec.attention_scale or spec.head_dim**-0.5
         self.window = spec.window_of(layer)
-        num_heads = tp.share(spec.num_heads, "attention heads")
-        num_kv_heads = tp.share(spec.num_kv_heads, "K/V heads")
-        self.head_counts = [num_heads, num_kv_heads, num_kv_heads]
+        tp.share(spec.num_heads, "attention heads")  # raises where they do not divide
+        tp.share(spec.num_kv_heads, "K/V heads")
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.qkv = Linear(
             spec.hidden_size,
@@ -55,13 +54,7 @@ class Attention:
 
     def __call__(self, x: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
         """x [num_tokens, hidden_size] -> [num_tokens, hidden_size]; the tokens' K and V are in kv_layer afterwards."""
-        return self.out(self.attend(self.qkv(x), batch, kv_layer, cos_sin))
-
-    def attend(self, projected: Tensor, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
-        """What is between the projections: projected [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], all that
-        `qkv` gives -> [num_tokens, num_heads * head_dim]."""
-        heads = projected.view(len(projected), -1, self.head_dim)
-        q, k, v = torch.split(heads, self.head_counts, dim=1)
+        q, k, v = split_heads(self.qkv(x), kv_layer)
         q = self.ops.rope_kv_write(
             q,
             k,
@@ -74,6 +67,26 @@ class Attention:
             k_norm=self.k_norm,
             eps=self.eps,
         )
+        return self.out(self._attend(q, batch, kv_layer))
+
+    def thin(self, stream: Stream, eps: float, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
+        """The same for few tokens, from a norm whose factor is still to be applied to what comes before the projection
+        back: [num_tokens, num_heads * head_dim]."""
+        q = self.ops.project_heads(
+            stream,
+            eps,
+            self.qkv.weight,
+            self.qkv.bias,
+            kv_layer,
+            batch,
+            cos_sin,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            norm_eps=self.eps,
+        )
+        return self._attend(q, batch, kv_layer)
+
+    def _attend(self, q: Tensor, batch: RaggedBatch, kv_layer: Tensor) -> Tensor:
         attended: Tensor = self.ops.paged_attention(q, kv_layer, batch, scale=self.scale, window=self.window)
         return attended.flatten(1)
 

@@ -1,0 +1,121 @@
+"""The product of q, k and v that turns and writes them, without a Hopper: compiled for one, and how it is told to.
+
+tests/gpu runs it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed (the gpu extra)", allow_module_level=True)
+
+from octavo.kernels import stream_heads, stream_linear, thin_linear
+from octavo.kernels.batch import RaggedBatch
+from octavo.kernels.reference import Stream
+from octavo.kernels.stream_heads import heads_tuning
+from tests.kernels.hopper import SHARED_BYTES, compile_for_hopper, registers_of
+
+POINTERS = {
+    **dict.fromkeys(("bias", "q_norm", "k_norm", "q", "kv"), "*bf16"),
+    **dict.fromkeys(("squares", "cos_sin", "parts"), "*fp32"),
+    **dict.fromkeys(("positions", "slots"), "*i64"),
+    "meetings": "*i32",
+}
+
+
+@pytest.mark.parametrize("num_tokens", [1, 32, 64, 130, 256])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "num_in", "normed"),
+    [(16, 8, 128, 1024, True), (32, 8, 128, 4096, False), (12, 2, 128, 1536, False), (14, 2, 64, 896, False)],
+)
+def test_it_compiles_for_hopper_and_fits(
+    heads: int, kv_heads: int, head_dim: int, num_in: int, normed: bool, num_tokens: int
+) -> None:
+    """Of Qwen3-0.6B, Llama 3.1 8B, Qwen2.5-1.5B and 0.5B."""
+    tuning = heads_tuning(heads + 2 * kv_heads, head_dim, num_in, num_tokens)
+    padded = stream_linear.padded_tokens(num_tokens)
+    tokens = min(padded, stream_linear.TILE_TOKENS)
+    constants = {
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "BLOCK_SIZE": 16,
+        "HEAD_DIM": head_dim,
+        "TOKENS": tokens,
+        "PADDED": padded,
+        "COLUMNS": tuning.columns,
+        "SPLITS": tuning.splits,
+        "STAGES": tuning.stages,
+        "WITH_BIAS": not normed,
+        "NORM": normed,
+        "OVERLAPPED": True,
+    }
+    types = {
+        "xs": f"tensordesc<bf16[{tokens}, {tuning.columns}],{stream_linear.LAYOUT!r}>",
+        "weights": f"tensordesc<bf16[{head_dim}, {tuning.columns}],{stream_linear.LAYOUT!r}>",
+        "eps": "fp32",
+        "norm_eps": "fp32",
+        **POINTERS,
+    }
+    kernel = compile_for_hopper(stream_heads._stream_heads, constants, types, maxnreg=tuning.registers)
+    assert kernel.metadata.shared <= SHARED_BYTES and registers_of(kernel)[1] == 0
+    ptx = kernel.asm["ptx"]
+    assert ("atom" in ptx) == (tuning.splits > 1)
+    assert ptx.count("griddepcontrol.wait") == 2, "the copying warp and those that multiply"
+    first, wait, last = ptx.index("cp.async.bulk"), ptx.rindex("griddepcontrol.wait"), ptx.rindex("cp.async.bulk")
+    assert first < wait < last
+
+
+def test_every_program_of_a_tuning_is_at_work_at_once() -> None:
+    """Those that share a tile wait for each other; and a thread stores four rows of a token's share."""
+    for num_heads in (6, 18, 24, 32, 48, 80):
+        for head_dim in stream_heads.HEAD_DIMS:
+            for num_tokens in (1, 16, 32, 33, 64, 65, 128, 256):
+                for num_in in (576, 1024, 4096):
+                    tuning = heads_tuning(num_heads, head_dim, num_in, num_tokens)
+                    padded = stream_linear.padded_tokens(num_tokens)
+                    tokens = min(padded, stream_linear.TILE_TOKENS)
+                    programs = num_heads * (padded // tokens) * tuning.splits
+                    assert tuning.splits == 1 or programs <= stream_linear.MULTIPROCESSORS
+                    assert tokens % tuning.splits == 0 and tuning.rows == head_dim
+                    assert (head_dim + tokens) * tuning.columns * 2 * tuning.stages + 18432 <= SHARED_BYTES
+
+
+def test_what_the_kernel_is_told_and_who_takes_a_projection(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Any] = {}
+    names = stream_heads._stream_heads.arg_names
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            return lambda *given, **options: told.update(
+                {"grid": grid} | dict(zip(names, given, strict=False)) | options
+            )
+
+    monkeypatch.setattr(stream_heads, "_stream_heads", Kernel())
+    monkeypatch.setattr(stream_linear, "_hopper", lambda device: True)
+    x, bias = torch.zeros(70, 256, dtype=torch.bfloat16), torch.zeros(8 * 64, dtype=torch.bfloat16)
+    weight, norm = torch.zeros(8 * 64, 256, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
+    stream = Stream(x, x + 1, torch.zeros(3, 128))
+    kv = torch.zeros(9, 3, 2, 2, 16, 64, dtype=torch.bfloat16)
+    batch = RaggedBatch.from_lists([1] * 70, [5] * 70, [[1]] * 70, 16)
+    table = torch.zeros(99, 64)
+    norms = {"q_norm": norm, "k_norm": norm + 1, "norm_eps": 1e-6}
+    q = thin_linear.project_heads(stream, 1e-5, weight, bias, kv[:, 1], batch, table, **norms)
+    assert q.shape == (70, 4, 64) and told["q"] is q and told["bias"] is bias and told["squares"] is stream.squares
+    assert told["q_norm"] is norm and told["k_norm"] is norms["k_norm"] and told["NORM"] and told["WITH_BIAS"]
+    assert told["positions"] is batch.positions and told["slots"] is batch.slot_mapping and told["cos_sin"] is table
+    assert told["xs"].base is stream.weighted and told["weights"].base is weight
+    assert told["kv"].data_ptr() == kv[:, 1].data_ptr() and told["kv_head_stride"] == kv.stride(3)
+    assert (told["HEADS"], told["KV_HEADS"], told["HEAD_DIM"], told["eps"], told["norm_eps"]) == (4, 2, 64, 1e-5, 1e-6)
+    assert told["grid"] == (8 * 2 * told["SPLITS"],)
+    told.clear()
+    asked = []
+    monkeypatch.setattr(thin_linear, "norm_linear", lambda *given: asked.append(given) or x)
+    monkeypatch.setattr(thin_linear, "rope_kv_write", lambda *given, **_: given)
+    narrow = torch.zeros(9, 3, 2, 2, 16, 32, dtype=torch.bfloat16)  # heads of 32: two kernels
+    q, *_ = thin_linear.project_heads(stream, 1e-5, weight, bias, narrow[:, 1], batch, table)
+    assert not told and asked == [(stream, 1e-5, weight, bias)] and q.shape == (70, 4, 32)
