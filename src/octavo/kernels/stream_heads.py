@@ -68,7 +68,6 @@ def launch(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     norm_eps: float,
-    tuning: StreamTuning | None = None,
 ) -> Tensor:
     """See `reference.project_heads`. Calls on a device must not overlap, with those of `stream_linear` neither: their
     programs meet at the same places. What no layer writes is read before the kernel in front has ended."""
@@ -78,7 +77,7 @@ def launch(
     num_heads = all_heads - 2 * num_kv_heads
     assert kv_layer.stride()[3:] == (head_dim, 1) and kv_layer.dtype == stream.x.dtype, kv_layer.stride()
     assert cos_sin.is_contiguous() and cos_sin.shape[1] == head_dim, cos_sin.shape
-    tuning = tuning or heads_tuning(all_heads, head_dim, num_in, num_tokens)
+    tuning = heads_tuning(all_heads, head_dim, num_in, num_tokens)
     padded = padded_tokens(num_tokens)
     tokens = min(padded, TILE_TOKENS)
     programs = all_heads * (padded // tokens) * tuning.splits
@@ -210,7 +209,7 @@ def _finish(
         second = (y * cos + x * sin).to(DTYPE)
     pair = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))
     token = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT))
-    here = (token < num_tokens)[None, :] & (pair < HALF)[:, None]
+    here = (token < num_tokens)[None, :]
     if head < HEADS:
         place = q + (token * HEADS + head)[None, :] * 2 * HALF + pair[:, None]
         gl.store(place, first, mask=here)
