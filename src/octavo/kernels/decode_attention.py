@@ -43,9 +43,6 @@ from octavo.kernels.decode_schedule import (
 )
 from octavo.kernels.launching import overlapped, wait_for_predecessor
 
-FEW_SHARERS = 10
-"""Programs that share a (head, sequence), up to which the last of them merges."""
-
 
 def decode_attention(
     q: Tensor,
@@ -76,9 +73,7 @@ def decode_attention(
         schedule = batch.derived[key] = make_schedule(batch, tuning, split, num_kv_heads, group_size, head_dim, window)
     num_programs = len(schedule.arrivals)
     head_dim_padded = max(triton.next_power_of_2(head_dim), 16)
-    # How many programs share a (head, sequence), roughly.
-    shared = num_programs // (batch.num_seqs * num_kv_heads) + 2
-    merging = not split and shared <= FEW_SHARERS
+    num_merges = schedule.merges.shape[1]
     _decode[(num_programs,)](
         q,
         kv_layer,
@@ -114,7 +109,7 @@ def decode_attention(
         GAP=0 if split else tuning.gap,
         WINDOWED=window > 0,
         WITH_LSE=lse.numel() > 0,
-        MERGING=merging,
+        MERGING=num_merges == 0,
         ALONE=alone,
         GROUP_PADDED=triton.next_power_of_2(group_size),
         KV_HEADS_PADDED=triton.next_power_of_2(num_kv_heads),
@@ -123,10 +118,9 @@ def decode_attention(
         maxnreg=tuning.registers,
         **(overlapped(q.device) if early else {"OVERLAPPED": False}),
     )
-    if merging:
+    if num_merges == 0:
         return
-    splits = 16 if split else 4 if shared <= 4 else 16 if shared <= 16 else 64  # read at a time
-    num_merges = schedule.merges.shape[1]
+    splits = 16 if split or schedule.num_sharers <= 16 else 64  # read at a time
     _combine[(num_merges + (batch.num_seqs if alone else 0), group_size)](
         out,
         lse,
@@ -146,7 +140,7 @@ def decode_attention(
         SPLITS=splits,
         SLOTS=1 if split else 2,
         WITH_LSE=lse.numel() > 0,
-        num_warps=1 if splits == 4 else 4,
+        num_warps=4,
         **overlapped(q.device),
     )
 

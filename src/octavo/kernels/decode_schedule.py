@@ -21,6 +21,8 @@ LINE = tl.constexpr(8)
 """Numbers of a line of `Schedule.segments` and `Schedule.starts`."""
 NUMBER, BEGIN = tl.constexpr(5), tl.constexpr(6)
 """Where in a line of `starts` are the segment's number, and where the program begins."""
+FEW_SHARERS = 10
+"""Programs that share a (head, sequence), up to which the last of them to be done merges."""
 
 
 @functools.cache
@@ -55,7 +57,7 @@ def decode_tuning(q: Tensor, num_seqs: int) -> DecodeTuning:
         return DecodeTuning(tile=64, num_warps=2, num_stages=3, programs_per_multiprocessor=4, gap=2)
     tile = min(max(8192 // row_bytes, 16), 64)  # short tiles are shared out more evenly, and more of them are in flight
     if num_seqs > 32:
-        return DecodeTuning(tile, num_warps=2, num_stages=3, programs_per_multiprocessor=6)
+        return DecodeTuning(tile, 1 if row_bytes == 256 else 2, num_stages=3, programs_per_multiprocessor=6)
     if row_bytes == 256:
         return DecodeTuning(tile, num_warps=1, num_stages=4, programs_per_multiprocessor=4, gap=1)
     return DecodeTuning(tile, num_warps=2, num_stages=4, programs_per_multiprocessor=4)
@@ -75,8 +77,8 @@ class Schedule:
                 unused
     merges      [5, num_merges] int32, what is shared by several programs and to be merged: its token, or -1 where
                 nothing is; its K/V head; the first and the last program that share it; and the slot that the first of
-                these left its part in, all others having used slot 0. A column for every (head, segment) or, if those
-                are fewer, for every program, whose first tile is not the first of its (head, segment)
+                these left its part in, all others having used slot 0. A column for every (head, segment), or none if
+                the last of those that share it merges
     arrivals    [num_programs] int32, how many of those that share what a program is the first to share have left their
                 part; zeros between launches
     partial     [2 * num_programs, group_size, head_dim] float32, unnormalised output of the shared (head, segment)s
@@ -86,6 +88,8 @@ class Schedule:
     program two, and merges name a first and a last piece.
     """
 
+    num_sharers: int
+    """Programs that share a (head, segment), roughly."""
     segments: Tensor
     starts: Tensor
     totals: Tensor
@@ -107,13 +111,14 @@ def make_schedule(
     """split: tiles of a piece, or 0."""
     device = batch.seq_lens.device
     num_programs = -(-_num_multiprocessors(device) * tuning.programs_per_multiprocessor // 4) * 4
-    # One piece of memory, and what has a multiple of 16 bytes first: a pointer's alignment makes a kernel's variant.
-    num_merges, num_slots = min(num_programs, batch.num_seqs * num_kv_heads), 2 * num_programs
+    num_shared = batch.num_seqs * num_kv_heads
+    num_sharers = num_programs // num_shared + 2
+    num_merges, num_slots = num_shared if split or num_sharers > FEW_SHARERS else 0, 2 * num_programs
     if split:
         num_tiles = -(-batch.max_seq_len // tuning.tile)  # of one sequence; a window may begin and end inside one
         num_tiles = min(num_tiles, window // tuning.tile + 2) if window else num_tiles
-        num_merges = batch.num_seqs * num_kv_heads
-        num_slots = num_merges * -(-num_tiles // split)
+        num_slots = num_shared * -(-num_tiles // split)
+    # One piece of memory, and what has a multiple of 16 bytes first: a pointer's alignment makes a kernel's variant.
     sizes = [4, LINE.value * (num_programs + 1), LINE.value * batch.num_seqs, num_programs, 5 * num_merges]
     ints = torch.empty(sum(sizes), dtype=torch.int32, device=device)
     totals, starts, segments, arrivals, merges = ints.split(sizes)
@@ -137,12 +142,12 @@ def make_schedule(
         SEQS=max(64, triton.next_power_of_2(batch.num_seqs)),
         GAP=0 if split else tuning.gap,
         PROGRAMS=triton.next_power_of_2(max(num_programs + 1, num_merges)),
-        BY_PROGRAM=not split and num_merges == num_programs,
         SPLIT=split,
         num_warps=8,
     )
     segments, starts = segments.view(-1, LINE.value), starts.view(-1, LINE.value)
-    return Schedule(segments, starts, totals, merges.view(5, num_merges), arrivals, partial, partial_ml)
+    merges = merges.view(5, num_merges)
+    return Schedule(num_sharers, segments, starts, totals, merges, arrivals, partial, partial_ml)
 
 
 # Numbers that differ from batch to batch are not specialised on: every variant of a kernel is a compilation.
@@ -165,7 +170,6 @@ def _plan_decode(
     SEQS: tl.constexpr,
     GAP: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    BY_PROGRAM: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
     """Fill a `Schedule`; one program. Sequences with no query, with several, or with no keys have no tiles."""
@@ -219,34 +223,22 @@ def _plan_decode(
     tl.store(starts + program * LINE + BEGIN, begin, mask=program <= num_programs)
     tl.store(arrivals + program, 0, mask=program < num_programs)
 
-    merge = program
-    if BY_PROGRAM:
-        boundary = program * stretch
-        segment = low
-        head = boundary // tl.maximum(num_tiles, 1)
-    else:
-        boundary = program * 0
-        segment = merge // NUM_KV_HEADS
+    if num_merges > 0:
+        merge = program
         head = merge % NUM_KV_HEADS
-    alive = (merge < num_merges) & (segment < num_segments)
-    begin = head * num_tiles + tl.load(segments + segment * LINE, mask=alive, other=0)
-    end = head * num_tiles + tl.load(segments + segment * LINE + 1, mask=alive, other=0)
-    first = begin // share
-    last = (end - 1) // share
-    if BY_PROGRAM:
-        # Of several programs that begin inside it, the first one merges
-        shared = (boundary < num_tiles * NUM_KV_HEADS) & (begin < boundary) & (first == program - 1)
-    else:
-        shared = first < last
-    token = tl.load(segments + segment * LINE + 3, mask=alive, other=0)
-    shared &= alive
-    alive = merge < num_merges
-    tl.store(merges + merge, tl.where(shared, token, -1), mask=alive)
-    tl.store(merges + num_merges + merge, head, mask=alive)
-    tl.store(merges + 2 * num_merges + merge, first, mask=alive)
-    tl.store(merges + 3 * num_merges + merge, last, mask=alive)
-    # It came last in the program that it began in the middle of, and first in all that follow.
-    tl.store(merges + 4 * num_merges + merge, (first * share < begin - GAP).to(tl.int32), mask=alive)
+        shared = segments + merge // NUM_KV_HEADS * LINE
+        here = merge < num_merges
+        alive = here & (merge // NUM_KV_HEADS < num_segments)
+        whole = head * num_tiles + tl.load(shared, mask=alive, other=0)
+        first = whole // share
+        last = (head * num_tiles + tl.load(shared + 1, mask=alive, other=0) - 1) // share
+        token = tl.load(shared + 3, mask=alive, other=0)
+        tl.store(merges + merge, tl.where(alive & (first < last), token, -1), mask=here)
+        tl.store(merges + num_merges + merge, head, mask=here)
+        tl.store(merges + 2 * num_merges + merge, first, mask=here)
+        tl.store(merges + 3 * num_merges + merge, last, mask=here)
+        # It came last in the program that it began in the middle of, and first in all that follow.
+        tl.store(merges + 4 * num_merges + merge, (first * share < whole - GAP).to(tl.int32), mask=here)
 
 
 @triton.jit
