@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from octavo.core import events as ev
 from octavo.core.plan import TokenLogprobs
 from octavo.core.sampling_params import RequestOutputKind
 from octavo.engine.beam_search import BeamSearchParams, Hypothesis
-from octavo.engine.host import FIRST_STEPS, PATIENCE, WARM_UP_S, Pulse, StepTimes
+from octavo.engine.host import FIRST_STEPS, PATIENCE, WARM_UP_S, EngineHost, Pulse, StepTimes
 from octavo.engine.ipc import (
     HERE,
     Abort,
@@ -47,7 +48,8 @@ from octavo.engine.ipc import (
     params_to_wire,
     unpack,
 )
-from octavo.errors import CapacityError, EngineError, ParameterError, UnknownOptionError
+from octavo.errors import CapacityError, EngineError, ParameterError, RequestFailedError, UnknownOptionError
+from octavo.serve import problems
 from octavo.serve.supervisor import error_of
 
 from .engines import own_directory, run  # noqa: F401
@@ -158,6 +160,19 @@ def test_errors_of_another_process() -> None:
     assert type(error) is CapacityError and (str(error), error.param) == ("too much", "n")
     for name in ("ValueError", "Iterable", "difflib", "__builtins__", ""):
         assert type(error_of(name, "x")) is EngineError
+
+
+def test_a_grammar_that_no_process_tries_fails_its_request_alone() -> None:
+    host = EngineHost.__new__(EngineHost)
+    failed: Future[Any] = Future()
+    failed.set_exception(RequestFailedError("no process", code="grammar_unavailable"))
+    host._compiling = {"a": (Add("a", b"", {}), SamplingParams(), failed)}
+    host._refusals = []
+    host._add_compiled()
+    (refusal,) = host._refusals
+    error = error_of(refusal.error, refusal.message, refusal.param, refusal.code)
+    problem = problems.of(error, refusal.request_id)
+    assert (problem.status, problem.code, str(problem)) == (503, "grammar_unavailable", "no process")
 
 
 def test_a_channel_carries_all_in_order(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -330,6 +331,22 @@ def test_three_restarts_that_come_to_nothing_are_the_end(model: str, tmp_path: P
 
     with nothing_left():
         run(main())
+
+
+def test_restarts_without_room_for_files_are_the_end_too(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        client = oracle_client(model)
+        await client.start()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+        os.kill(client.pid or 0, signal.SIGKILL)
+        await until(lambda: client.health().state == "failed")
+        with pytest.raises(EngineError, match=r"no process for the engine: .*gone.*room for files"):
+            await last_of(client, prompt(0), PARAMS)
+        client.shutdown()
+
+    run(main())
 
 
 def test_no_engine_outlives_its_parent(model: str) -> None:

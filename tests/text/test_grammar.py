@@ -6,6 +6,7 @@ import gc
 import json
 import random
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import tokenizers
 from conftest import make_sentencepiece, train_byte_level
 from tokenizers import decoders, models
 
-from octavo.errors import EngineError, ParameterError
+from octavo.errors import EngineError, ParameterError, RequestFailedError
 from octavo.text import grammar, grammar_trial
 from octavo.text.grammar import (
     Grammar,
@@ -297,6 +298,21 @@ def test_a_failure_is_not_kept(compiler: GrammarCompiler, monkeypatch: pytest.Mo
         with pytest.raises(ParameterError, match="no time"):
             compiler.compile(source)
     assert masks_of([compiler.compile(source).start()]).any()
+
+
+def test_without_a_process_one_request_fails(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that cannot be started, and one that says nothing."""
+    made = GrammarCompiler(tokenizer, tokenizer.vocab_size)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/no/such/python")
+        with pytest.raises(RequestFailedError, match=r"no process .*/no/such/python") as caught:
+            made.compile(regex_grammar("a"))
+        assert caught.value.code == "grammar_unavailable"
+        patch.setattr(sys, "executable", "/bin/false")
+        with pytest.raises(RequestFailedError, match="no process to compile a grammar in: it does not answer"):
+            made.compile(regex_grammar("a"))
+    made.compile(regex_grammar("a"))
+    made.close()
 
 
 @pytest.mark.parametrize("forgotten", [False, True])

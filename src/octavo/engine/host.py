@@ -41,7 +41,7 @@ from octavo.engine.ipc import (
 )
 from octavo.engine.outputs import MakeDetokenizer, RequestState
 from octavo.engine.stats import BackendStats
-from octavo.errors import UsageError
+from octavo.errors import OctavoError, UsageError
 
 STATS_S = 0.25
 """How old the callers' idea of the engine's counters may be while it works."""
@@ -276,7 +276,7 @@ class EngineHost:
             add, params, future = self._compiling.pop(name)
             try:
                 grammar = future.result()
-            except UsageError as error:
+            except OctavoError as error:
                 self._refuse(add, error)
             else:
                 self._add(add, params, grammar)
@@ -305,7 +305,7 @@ class EngineHost:
             assert state is not None
             state.told_of(index).num_tokens = len(output) // 4  # it comes from there
 
-    def _refuse(self, add: Add, error: UsageError) -> None:
+    def _refuse(self, add: Add, error: OctavoError) -> None:
         self._refusals.append(Refusal(add.request_id, type(error).__name__, str(error), error.param, error.code))
 
     def _answer(self, ask: Ask) -> Answer:

@@ -24,12 +24,8 @@ TYPES = {
     429: "rate_limit_error",
     500: "server_error",
     503: "server_error",
-    504: "timeout_error",
 }
 """By status; every other is an invalid_request_error."""
-
-FINAL = frozenset({500, 501})
-"""Statuses of the server's where the same request would fail again: clients are told not to retry."""
 
 
 class Problem(Exception):  # noqa: N818 - an answer, of which the error is a part
@@ -80,7 +76,7 @@ class Problem(Exception):  # noqa: N818 - an answer, of which the error is a par
         headers = {"content-type": "application/json", **self.more_headers}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(self.retry_after_s)
-        elif self.status in FINAL:
+        elif self.status == 500:  # the same request would fail again
             headers["x-should-retry"] = "false"
         if self.close:
             headers["connection"] = "close"
@@ -145,6 +141,8 @@ def of(error: BaseException, request_id: str) -> Problem:
     if isinstance(error, RequestFailedError):
         if error.code == "no_allowed_token":
             return bad(error.code, "no token may come next; allow more", "allowed_token_ids")
+        if error.code == "grammar_unavailable":
+            return Problem(503, error.code, str(error), retry_after_s=5)
         return Problem(500, error.code, "the model's numbers for this request are not finite; no other is touched")
     if isinstance(error, EngineError):
         return unavailable()

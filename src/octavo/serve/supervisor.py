@@ -99,24 +99,22 @@ class EngineProcess:
         self._cpu_s = 0.0  # that the process had used then
         self._decoder = msgspec.msgpack.Decoder(Report)
         self._beats = msgspec.msgpack.Decoder(Beat)
-        # Nobody but this user may enter it, and it is gone as soon as the engine has been there.
-        long = len(tempfile.gettempdir()) > SOCKET_PATH_CHARS
-        self._directory = tempfile.mkdtemp(prefix="octavo-", dir="/tmp" if long else None)
         self._lifeline, there = Lifeline.pair()
-        try:
+        with contextlib.ExitStack() as undo, contextlib.closing(there):
+            undo.callback(self._lifeline.close)
+            # Nobody but this user may enter it, and it is gone as soon as the engine has been there.
+            long = len(tempfile.gettempdir()) > SOCKET_PATH_CHARS
+            self._directory = tempfile.mkdtemp(prefix="octavo-", dir="/tmp" if long else None)
+            undo.callback(self._leave_directory)
             self._channel = Channel(bind=endpoint_in(self._directory))
+            undo.callback(self._channel.close)
             self._process = subprocess.Popen(
                 [*command, str(there.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[there.fileno()],
                 process_group=0,  # Ctrl-C is for this process; and what it starts itself ends with it
             )
-        except BaseException:
-            self._lifeline.close()
-            self._leave_directory()
-            raise
-        finally:
-            there.close()
+            undo.pop_all()
         self._lifeline.send(Launch(endpoint_in(self._directory), options), wait=True)
         self._channel.attach(self._loop, self._take_in)
         self._loop.add_reader(self._lifeline.fileno(), self._listen)
@@ -311,7 +309,10 @@ class Supervisor:
         self._state, self._reason, self._since = state, reason, time.monotonic()
 
     async def _come_up(self) -> None:
-        self._process = EngineProcess(self._command, self._options, self._limits, self._on_step)
+        try:
+            self._process = EngineProcess(self._command, self._options, self._limits, self._on_step)
+        except OSError as error:
+            raise EngineError(f"no process for the engine: {error}; is there room for files and processes?") from error
         try:
             ready = await self._process.ready()
         except BaseException:

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
-from octavo.errors import EngineError, ParameterError
+from octavo.errors import EngineError, ParameterError, RequestFailedError
 from octavo.text import grammar_trial
 from octavo.text.grammar_trial import Vocabulary, compiled
 from octavo.text.tokenizer import Tokenizer
@@ -237,12 +237,17 @@ class _Trials:
     def _start(self, vocabulary: Vocabulary) -> subprocess.Popen[bytes]:
         # -P: its own folder, which has a `tokenizer.py`, is no place to import from.
         command = [sys.executable, "-P", str(Path(grammar_trial.__file__))]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+        except OSError as error:
+            raise _no_process(str(error)) from error
         tokens = [token.hex() for token in vocabulary.tokens[: vocabulary.eos_token_id]]
         told = {"tokens": tokens, "special_token_ids": vocabulary.special_token_ids[:-1]}
         if self._ask(process, told, START_S) is None:
             _end(process)
-            raise RuntimeError("the process that compiles grammars does not start; is there memory for it?")
+            raise _no_process(f"it does not answer within {START_S:g} s")
         return process
 
     @staticmethod
@@ -262,6 +267,11 @@ class _Trials:
             idle, self._idle = self._idle, []
         for process in idle:
             _end(process)
+
+
+def _no_process(why: str) -> RequestFailedError:
+    text = f"no process to compile a grammar in: {why}; is there memory for it? Try again, or without a grammar"
+    return RequestFailedError(text, code="grammar_unavailable")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
