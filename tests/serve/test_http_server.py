@@ -364,6 +364,41 @@ def test_an_address_in_use_is_found_before_a_model_is_loaded(model: str, capsys:
     assert command(["serve", "/nonexistent/model", "--port", "0"]) == 1
 
 
+def test_a_path_in_use_stays_its_servers(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from octavo.cli.main import run as command
+
+    path = str(tmp_path / "octavo.sock")
+    with contextlib.closing(bind("", 0, path)) as sock:
+        sock.listen()
+        assert command(["serve", model, "--uds", path]) == 1
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error == f"error: address in use: {path}; choose another path"
+        with contextlib.closing(socket.socket(socket.AF_UNIX)) as caller:
+            caller.connect(path)
+    with contextlib.closing(bind("", 0, path)):  # what a server that died has left is taken
+        assert Path(path).is_socket()
+
+
+@pytest.mark.parametrize(
+    ("files", "text"),
+    [
+        (["--ssl-certfile", "none.pem", "--ssl-keyfile", "none.pem"], "ssl_certfile none.pem: No such file"),
+        (["--ssl-certfile", "junk.pem", "--ssl-keyfile", "none.pem"], "ssl_keyfile none.pem: No such file"),
+        (["--ssl-certfile", "junk.pem", "--ssl-keyfile", "junk.pem"], "ssl_certfile junk.pem: "),
+        (["--ssl-ca-certs", "junk.pem"], "ssl_ca_certs needs TLS"),
+    ],
+)
+def test_files_of_tls_are_read_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], files: list[str], text: str
+) -> None:
+    from octavo.cli.main import run as command
+
+    monkeypatch.chdir(tmp_path)
+    Path("junk.pem").write_text("junk")
+    assert command(["serve", "/nonexistent/model", "--port", "0", *files]) == 2
+    assert text in capsys.readouterr().err.strip().splitlines()[-1]
+
+
 def test_help_loads_no_server() -> None:
     code = "import sys; sys.argv = ['octavo', 'serve', '--help']\nfrom octavo.cli.main import run\nrun(sys.argv[1:])\n"
     code += "print([m for m in ('torch', 'fastapi', 'uvicorn', 'tokenizers') if m in sys.modules])"

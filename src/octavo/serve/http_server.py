@@ -271,9 +271,12 @@ def bind(host: str, port: int, uds: str | None = None) -> socket.socket:
     """
     if uds is not None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with contextlib.suppress(FileNotFoundError):
-            if Path(uds).is_socket():
-                Path(uds).unlink()
+        if Path(uds).is_socket():
+            try:
+                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+                    caller.connect(uds)  # somebody listens: binding says so
+            except OSError:
+                Path(uds).unlink(missing_ok=True)
         address: Any = uds
     else:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import gc
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -101,16 +103,17 @@ async def serve(
     *,
     keys: Sequence[str] = (),
     phases: Phases | None = None,
-    on_ready: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Serve until told to leave. The address is taken before anything is loaded; nothing is left when this returns."""
     phases = phases or Phases()
     settings.check_exposure(keys)
+    settings.check_tls()
     known, prefixes = Keys(keys), prefixes_of(settings)
     tracing = None
     if settings.otlp_traces_endpoint is not None:
         tracing = Tracing.to(settings.otlp_traces_endpoint, (*settings.served_model_name, args.model)[0])
     sock = _bound(settings)
+    place = None if settings.uds is None else os.stat(settings.uds)
     try:
         backend = EngineClient(**{f.name: getattr(args, f.name) for f in fields(args)})
         phases.done("tokenizer")
@@ -135,7 +138,7 @@ async def serve(
             gc.freeze()  # what is here now stays: a large body's many objects need not have it searched again and again
             phases.done("routes")
             try:
-                await HTTPServer(app, _announcing(phases, on_ready)).run_on(sock)
+                await HTTPServer(app, _announcing(phases)).run_on(sock)
             finally:
                 await app.close()
                 if tracing is not None:
@@ -144,8 +147,10 @@ async def serve(
             backend.shutdown()
     finally:
         sock.close()
-        if settings.uds is not None:
-            Path(settings.uds).unlink(missing_ok=True)
+        if settings.uds is not None and place is not None:
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(place, os.stat(settings.uds)):  # it may have become another server's
+                    Path(settings.uds).unlink()
     logger.info("the server has stopped")
 
 
@@ -199,12 +204,11 @@ def run(args: EngineArgs, settings: ServeArgs, keys: Sequence[str] = (), phases:
             raise OctavoError("told to stop while it was starting") from None
 
 
-def _announcing(phases: Phases, on_ready: Callable[[str], None]) -> Callable[[str], None]:
+def _announcing(phases: Phases) -> Callable[[str], None]:
     def announce(url: str) -> None:
         phases.done("listening")
         logger.info("%s", phases.table())
         logger.info("serving on %s", url)
-        on_ready(url)
 
     return announce
 
@@ -214,7 +218,8 @@ def _bound(settings: ServeArgs) -> socket.socket:
         return bind(settings.host, settings.port, settings.uds)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise OctavoError(f"address in use: {error.filename}; choose another port, 0 takes a free one") from None
+            other = "another port, 0 takes a free one" if settings.uds is None else "another path"
+            raise OctavoError(f"address in use: {error.filename}; choose {other}") from None
         raise OctavoError(f"cannot listen on {error.filename or settings.host}: {error.strerror}") from None
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from octavo.core.checked import Checked
@@ -110,6 +112,31 @@ class ServeArgs(Checked):
             raise ParameterError(text, param="otlp_traces_endpoint")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ParameterError("ssl_keyfile and ssl_certfile go together; give both or none", param="ssl_certfile")
+        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+            raise ParameterError("ssl_ca_certs needs TLS; give ssl_keyfile and ssl_certfile too", param="ssl_ca_certs")
+
+    def check_tls(self) -> None:
+        """Raises `ParameterError` where the files of TLS cannot be used."""
+        if self.ssl_certfile is None:
+            return
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        name = "ssl_certfile"
+        try:
+            for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+                if (path := getattr(self, name)) is not None:
+                    Path(path).read_bytes()
+            name = "ssl_certfile"  # with its key
+            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password="")
+            name = "ssl_ca_certs"
+            if self.ssl_ca_certs is not None:
+                context.load_verify_locations(self.ssl_ca_certs)
+        except ssl.SSLError as error:
+            what = "a certificate and its own key" if name == "ssl_certfile" else "certificates"
+            text = f"{name} {getattr(self, name)}: {error.reason or error}; it must be {what}, PEM and not encrypted"
+            raise ParameterError(text, param=name) from None
+        except OSError as error:
+            text = f"{name} {getattr(self, name)}: {error.strerror}; name a file that can be read"
+            raise ParameterError(text, param=name) from None
 
     def check_exposure(self, keys: Sequence[str]) -> None:
         """Raises `ParameterError` where anybody on the network could use the server without a key."""
