@@ -23,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import astuple
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -33,6 +34,8 @@ from torch import Tensor
 
 from octavo.kernels import reference
 from octavo.kernels.batch import RaggedBatch
+from octavo.kernels.decode_attention import decode_attention
+from octavo.kernels.decode_schedule import DecodeTuning, decode_tuning
 
 Line = dict[str, Any]
 DEVICE = "cuda"
@@ -358,8 +361,8 @@ def decode_loads() -> dict[str, list[int]]:
 HEAD_SHAPES = [(32, 8, 128), (16, 8, 128), (14, 2, 64), (32, 32, 128)]
 
 
-def decode_tunings(head_dim: int) -> list[tuple[int, int, int, int, int]]:
-    """(tile, warps, stages, programs a multiprocessor, least tiles) to try."""
+def decode_tunings(head_dim: int) -> list[DecodeTuning]:
+    """To try, beside the one that is taken."""
     if head_dim == 64:
         tunings = [(64, 2, 4, 4), (128, 4, 3, 2), (128, 4, 3, 3), (64, 2, 3, 6), (64, 4, 4, 4)]
     else:
@@ -372,12 +375,10 @@ def decode_tunings(head_dim: int) -> list[tuple[int, int, int, int, int]]:
             (32, 2, 3, 6),
             (128, 8, 3, 1),
         ]
-    return [(*tuning, 1) for tuning in tunings]
+    return [DecodeTuning(*tuning) for tuning in tunings]
 
 
 def time_decode(heads: tuple[int, int, int], name: str, lens: list[int], block_size: int) -> Line:
-    from octavo.kernels.decode_attention import DecodeTuning, decode_attention, decode_tuning
-
     num_heads, kv_heads, head_dim = heads
     pool_blocks = sum(-(-n // block_size) for n in lens)
     num_bytes = 2 * sum(lens) * kv_heads * head_dim * 2
@@ -386,10 +387,10 @@ def time_decode(heads: tuple[int, int, int], name: str, lens: list[int], block_s
     batch = make_batch([1] * len(lens), lens, block_size, pool_blocks)
     q = torch.randn(len(lens), num_heads, head_dim, device=DEVICE, dtype=torch.bfloat16)
     out, lse = torch.empty_like(q), q.new_empty(0, dtype=torch.float32)
-    found: list[tuple[float, float, list[int]]] = []
+    found: dict[DecodeTuning, tuple[float, float]] = {}
     errors = []
-    for numbers in decode_tunings(head_dim):
-        tuning = DecodeTuning(*numbers)
+    chosen = decode_tuning(q, len(lens))
+    for tuning in dict.fromkeys([chosen, *decode_tunings(head_dim)]):
 
         def call(layer: int, tuning: DecodeTuning = tuning) -> None:
             decode_attention(
@@ -399,23 +400,22 @@ def time_decode(heads: tuple[int, int, int], name: str, lens: list[int], block_s
         try:
             hot = graph_us([lambda: call(0)] * 20)
             cold = graph_us([lambda i=i: call(i % layers) for i in range(max(20, layers))]) if layers > 1 else hot
-            found.append((cold, hot, list(numbers)))
+            found[tuning] = cold, hot
         except Exception as error:
-            errors.append(f"{numbers}: {error!r}"[:200])
-    chosen = decode_tuning(q, len(lens))
-    cold, hot, numbers = next(line for line in found if DecodeTuning(*line[2]) == chosen)
+            errors.append(f"{tuning}: {error!r}"[:200])
+    cold, hot = found[chosen]
     return {
         "decode": list(heads),
         "load": name,
         "block_size": block_size,
-        "tuning": numbers,
+        "tuning": list(astuple(chosen)),
         "us": round(hot, 2),
         "tb_s": round(num_bytes / hot / 1e6, 3),
         "cold_us": round(cold, 2),
         "cold_tb_s": round(num_bytes / cold / 1e6, 3),
-        "best_us": round(min(hot for _, hot, _ in found), 2),
-        "best_cold_us": round(min(found)[0], 2),
-        "all_cold": {"/".join(map(str, numbers)): round(us, 1) for us, _, numbers in found},
+        "best_us": round(min(hot for _, hot in found.values()), 2),
+        "best_cold_us": round(min(cold for cold, _ in found.values()), 2),
+        "all_cold": {"/".join(map(str, astuple(tuning))): round(us, 1) for tuning, (us, _) in found.items()},
         **({"errors": errors} if errors else {}),
     }
 
@@ -508,17 +508,15 @@ def time_copy() -> Line:
     return {"copy_tb_s": round(2 * source.nbytes / us / 1e6, 3)}
 
 
-def compile_decode(heads: tuple[int, int, int], numbers: tuple[int, int, int, int, int]) -> None:
+def compile_decode(heads: tuple[int, int, int], tuning: DecodeTuning) -> None:
     """Into Triton's cache on the disk, beside others that do the same."""
-    from octavo.kernels.decode_attention import DecodeTuning, decode_attention
-
     num_heads, kv_heads, head_dim = heads
     for num_seqs in (1, 8, 32, 64, 256):  # `_combine` differs
         kv = torch.zeros(num_seqs + 1, 2, 2, kv_heads, 16, head_dim, device=DEVICE, dtype=torch.bfloat16)
         batch = make_batch([1] * num_seqs, [16] * num_seqs, 16, num_seqs)
         q = torch.zeros(num_seqs, num_heads, head_dim, device=DEVICE, dtype=torch.bfloat16)
         out, lse = torch.empty_like(q), q.new_empty(0, dtype=torch.float32)
-        decode_attention(q, kv[:, 1], batch, out, lse, scale=1.0, window=0, alone=True, tuning=DecodeTuning(*numbers))
+        decode_attention(q, kv[:, 1], batch, out, lse, scale=1.0, window=0, alone=True, tuning=tuning)
 
 
 # -- all of it --------------------------------------------------------------------------------------------------------
@@ -545,9 +543,9 @@ def main() -> int:
         warm = []
         if args.only != "check":
             warm = [
-                pool.submit(compile_decode, heads, numbers)
+                pool.submit(compile_decode, heads, tuning)
                 for heads in HEAD_SHAPES
-                for numbers in decode_tunings(heads[2])
+                for tuning in decode_tunings(heads[2])
             ]
         if args.only != "time":
             jobs = itertools.chain(

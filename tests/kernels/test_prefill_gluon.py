@@ -38,7 +38,7 @@ def compiled(head_dim: int, block_size: int, group: int, *, may_split: bool) -> 
         "KEYS": tuning.keys,
         "K_STAGES": tuning.k_stages,
         "V_STAGES": tuning.v_stages,
-        "REGISTERS": tuning.registers,
+        "REGISTERS": prefill_gluon.REGISTERS,
         "MAY_SPLIT": may_split,
         "WITH_LSE": True,
     }

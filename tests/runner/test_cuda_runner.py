@@ -587,6 +587,14 @@ def test_of_graphs_for_chunks_the_smallest_that_holds_a_pass() -> None:
     assert large.holding(ChunkSize(3583, 9, 9, 600, 900)) is None
 
 
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 6, 7, 30])
+def test_no_graph_for_chunks_is_made_for_nothing(num_rows: int) -> None:
+    sizes = ChunkSizes(num_rows, 3000, 4000)
+    passes = [(tokens, slices) for tokens in range(1, 3001) for slices in {1, min(tokens, num_rows, 8), num_rows + 1}]
+    found = {sizes.holding(ChunkSize(tokens, slices, slices, tokens, tokens)) for tokens, slices in passes}
+    assert found - {None} == set(sizes.sizes) and len(set(sizes.sizes)) == len(sizes.sizes)
+
+
 def test_buckets_hold_every_number_of_slices() -> None:
     for most in (1, 3, 4, 100, 256, 300, 1000):
         sizes = decode_sizes(most)

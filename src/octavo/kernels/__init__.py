@@ -1,5 +1,6 @@
-"""The device's operations: in plain torch (`reference`, the oracle), and the CPU's fast path (`cpu`).
+"""The device's operations: plain torch (`reference`, the oracle), the CPU's fast path (`cpu`), Triton (`cuda`).
 
-`reference` and `cpu` have the same functions with the same signatures, so that a model takes either as its `ops`.
+A model takes one of these modules as its `ops`: a function that several have, has one signature. `cpu` lacks what only
+a GPU's runner calls.
 `ladder` climbs from gathered to parallel attention, one idea a rung.
 """

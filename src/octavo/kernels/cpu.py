@@ -167,7 +167,7 @@ QUERY_TILE = 128
 
 @dataclass(slots=True)
 class _Span:
-    """One sequence's share of a batch: query rows [begin, end), of which the first sees keys from `first_key` on.
+    """One sequence's share of a batch: query rows [begin, end).
 
     start, stop    the keys that any of them sees, counted from the first slot of the first block gathered
     """

@@ -34,14 +34,12 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
-    """tile: keys read at a time; a program's stretch is at least min_tiles of them. gap: going on to another sequence
-    counts like so many tiles."""
+    """tile: keys read at a time; gap: going on to another sequence counts like so many of them."""
 
     tile: int
     num_warps: int
     num_stages: int
     programs_per_multiprocessor: int
-    min_tiles: int = 1
     gap: int = 0
 
     @property
@@ -135,7 +133,6 @@ def make_schedule(
         batch.num_seqs,
         num_programs,
         num_merges,
-        tuning.min_tiles,
         window,
         NUM_KV_HEADS=num_kv_heads,
         TILE=tuning.tile,
@@ -163,7 +160,6 @@ def _plan_decode(
     num_seqs,
     num_programs,
     num_merges,
-    min_tiles,
     window,
     NUM_KV_HEADS: tl.constexpr,
     TILE: tl.constexpr,
@@ -188,7 +184,7 @@ def _plan_decode(
     ends = tl.cumsum(length, 0)
     num_tiles = tl.sum(length, 0)
     num_segments = tl.sum(decodes.to(tl.int32), 0)
-    stretch = tl.maximum(tl.cdiv(num_tiles * NUM_KV_HEADS, num_programs), min_tiles)
+    stretch = tl.maximum(tl.cdiv(num_tiles * NUM_KV_HEADS, num_programs), 1)
     share = stretch  # what a slot is for
     if SPLIT:
         stretch = tl.cdiv(stretch, SPLIT) * SPLIT

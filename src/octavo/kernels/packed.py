@@ -156,7 +156,6 @@ def _tiles_of(reordered: Tensor, weight: Tensor, tile: int, inputs: int) -> Tens
     num_out, num_in = weight.shape
     size = torch.ops.mkldnn._nbytes(reordered)
     num_tiles = -(-num_out // tile)
-    padded_in = -(-num_in // inputs) * inputs
     for pad in (inputs, 32, 64):  # inputs are padded to as many as a step of the processor's takes
         padded_in = -(-num_in // pad) * pad
         num_numbers = num_tiles * tile * padded_in

@@ -62,7 +62,7 @@ def paged_attention(
     if num_tokens == 0:
         return (out, lse) if return_lse else out
     if batch.max_query_len <= 1:
-        if num_tokens > batch.num_seqs:  # more padding than `_combine` has programs
+        if num_tokens > batch.num_seqs:  # more padding than any of its kernels has programs for
             out.zero_()
             lse.fill_(-math.inf)
         decode_attention(q, kv_layer, batch, out, lse, scale=scale, window=window, alone=True)

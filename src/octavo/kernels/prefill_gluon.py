@@ -43,27 +43,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from octavo.kernels.attention_rows import LN_2, LOG2_E, MAX_GROUP, NOTHING
+from octavo.kernels.attention_rows import LN_2, LOG2_E, NOTHING
 from octavo.kernels.batch import RaggedBatch
 from octavo.kernels.query_tiles import query_tiles
 
 ROWS = 128
 """Of a tile, (query, head)s: two groups of 64, a matrix instruction's."""
+REGISTERS = 232
+"""Of a thread that computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTuning:
-    """keys: of a tile; k_stages, v_stages: tiles in shared memory; registers: of a thread that computes.
-
-    heads: at most so many, that share a K/V head, side by side in a tile of queries. The fewer queries that leaves, the
-    fewer rows are wasted where a sequence's queries end.
-    """
+    """keys: of a tile; k_stages, v_stages: tiles in shared memory."""
 
     keys: int
     k_stages: int
     v_stages: int
-    heads: int = MAX_GROUP
-    registers: int = 232
 
 
 def prefill_tuning(head_dim: int) -> PrefillTuning:
@@ -107,14 +103,15 @@ def can_prefill(q: Tensor, kv_layer: Tensor) -> bool:
 
 def is_worth_it(q: Tensor, kv_layer: Tensor, batch: RaggedBatch) -> bool:
     """Whether this kernel is ahead of `chunk_attention`: if a sequence fills a tile, or keys must be split."""
-    packed = _packed(q, kv_layer, MAX_GROUP)
+    packed = _packed(q, kv_layer)
     return batch.max_query_len * packed >= ROWS or _may_split(q, batch, packed)
 
 
-def _packed(q: Tensor, kv_layer: Tensor, most: int) -> int:
-    """Heads side by side in a tile: the largest power of two that divides a group."""
+def _packed(q: Tensor, kv_layer: Tensor) -> int:
+    """Heads side by side in a tile of queries: the largest power of two that divides a group. The fewer queries that
+    leaves, the fewer rows are wasted where a sequence's queries end."""
     group = q.shape[1] // kv_layer.shape[2]
-    return min(group & -group, most)
+    return group & -group
 
 
 def _may_split(q: Tensor, batch: RaggedBatch, packed: int) -> bool:
@@ -134,7 +131,6 @@ def prefill_attention(
     *,
     scale: float,
     skip_single: bool,
-    tuning: PrefillTuning | None = None,
 ) -> None:
     """Causal attention of queries of any lengths, into their rows of out and lse (empty if nobody asks); padding is 0.
 
@@ -142,8 +138,7 @@ def prefill_attention(
     """
     num_tokens, num_heads, head_dim = q.shape
     num_blocks, _, num_kv_heads, block_size, _ = kv_layer.shape
-    tuning = tuning or prefill_tuning(head_dim)
-    packed = _packed(q, kv_layer, tuning.heads)
+    tuning, packed = prefill_tuning(head_dim), _packed(q, kv_layer)
     padded = max(triton.next_power_of_2(head_dim), 64)
     rows = min(block_size, tuning.keys)  # of a box
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
@@ -191,7 +186,7 @@ def prefill_attention(
         KEYS=tuning.keys,
         K_STAGES=tuning.k_stages,
         V_STAGES=tuning.v_stages,
-        REGISTERS=tuning.registers,
+        REGISTERS=REGISTERS,
         MAY_SPLIT=may_split,
         WITH_LSE=lse.numel() > 0,
         num_warps=4,

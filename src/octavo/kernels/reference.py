@@ -639,7 +639,7 @@ def begin_decode(state: RowState, step: DecodeStep, block_size: int) -> None:
     batch.slot_mapping.copy_(torch.where(live, block * block_size + position % block_size, 0))
     batch.seq_lens.copy_(torch.where(live, position + 1, 0))
     batch.block_tables.copy_(tables)
-    own = state.sampling(step.rows, torch.full_like(step.rows, -1), position + 1, any_filter=True)
+    own = state.sampling(step.rows, torch.full_like(step.rows, -1), position + 1)
     for name in PER_ROW:
         getattr(sampling, name).copy_(getattr(own, name))
 

@@ -60,7 +60,7 @@ class RowState:
     def null_row(self) -> int:
         return self.done.shape[0] - 1
 
-    def sampling(self, rows: Tensor, sample_indices: Tensor, positions: Tensor, *, any_filter: bool) -> SamplingTensors:
+    def sampling(self, rows: Tensor, sample_indices: Tensor, positions: Tensor) -> SamplingTensors:
         """How the next tokens of rows [num_draws] int64 are sampled; a sample index of -1 is the row's own."""
         setup = self.setup[rows]  # [num_draws, NUM_COLUMNS]
         floats = setup.view(torch.float64)
@@ -73,7 +73,7 @@ class RowState:
             sample_index=torch.where(sample_indices < 0, setup[:, SAMPLE_INDEX], sample_indices),
             position=positions,
             all_greedy=False,
-            any_filter=any_filter,
+            any_filter=True,
         )
 
 

@@ -43,21 +43,21 @@ EDGE_TOKENS = 24
 LARGE_BYTES = 128 << 20
 """Of a weight: from there on the library reads at the memory's speed, and has the edge with any number of tokens."""
 LINE_BYTES = tl.constexpr(128)
+FETCHED = tl.constexpr(1024)
+"""Columns of its rows that a program asks for before its predecessor has ended."""
 SQUARES = tl.constexpr(64)
 """Parts of a stream's squares that are read at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThinTuning:
-    """rows, columns: of the weight, a program's tile; splits: programs that share a row; fetched: columns of its rows
-    that a program asks for before its predecessor has ended."""
+    """rows, columns: of the weight, a program's tile; splits: programs that share a row."""
 
     rows: int
     columns: int
     splits: int
     num_warps: int
     num_stages: int
-    fetched: int = 1024
 
 
 Tuning = ThinTuning | StreamTuning
@@ -215,7 +215,6 @@ def _launch(
         EVEN=num_in % tuning.columns == 0,
         SPLITS=tuning.splits,
         STAGES=tuning.num_stages,
-        FETCHED=tuning.fetched,
         GATE=gate,
         SCALED=squares is not None,
         WITH_BIAS=bias is not None,
@@ -242,7 +241,7 @@ def _begin_stream(x, norm, weighted, squares, num_tokens, size, SIZE: tl.constex
 
 
 @triton.jit
-def _fetch(lines, begin, end, FETCHED: tl.constexpr):
+def _fetch(lines, begin, end):
     """Ask for columns from begin on, FETCHED at most, of some rows of a weight, for the level-2 cache; never for
     what is not theirs, also where there is nothing to ask for."""
     step: tl.constexpr = LINE_BYTES // (lines.dtype.element_ty.primitive_bitwidth // 8)
@@ -276,7 +275,6 @@ def _thin_linear(
     EVEN: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
-    FETCHED: tl.constexpr,
     GATE: tl.constexpr,
     SCALED: tl.constexpr,
     WITH_BIAS: tl.constexpr,
@@ -297,10 +295,10 @@ def _thin_linear(
     # Rows past the last are the last again: what is not there is not read, and no load needs a mask for it.
     lines = weight + tl.minimum(out, num_out - 1).to(tl.int64)[:, None] * num_in
     upper = lines + num_out.to(tl.int64) * num_in
-    if OVERLAPPED and FETCHED:
-        _fetch(lines, begin, tl.minimum(end, num_in), FETCHED)
+    if OVERLAPPED:
+        _fetch(lines, begin, tl.minimum(end, num_in))
         if GATE != "":
-            _fetch(upper, begin, tl.minimum(end, num_in), FETCHED)
+            _fetch(upper, begin, tl.minimum(end, num_in))
     wait_for_predecessor(OVERLAPPED)
     some = tl.arange(0, SQUARES)
     if SCALED:  # asked for now, needed at the end

@@ -117,7 +117,7 @@ class Decoder:
         # A rank's sums are not yet the stream's, and float16 has no room for a stream times a norm's weight.
         has_thin = not spec.post_norms and tp.size == 1 and dtype != torch.float16
         most = [ops.max_thin_tokens(matrix.weight) for layer in self.layers[:1] for matrix in layer.linears()]
-        self.max_thin_tokens = min(most, default=0) if has_thin else 0
+        self.max_thin_tokens = min(most) if has_thin else 0
         # [max_len, head_dim], made on the CPU: the same numbers on every device, and none at all for a model on "meta".
         max_len = max_len or spec.max_position_embeddings
         table = ops.rope_table(spec.head_dim, max_len, spec.rope_theta, scaling=spec.rope_scaling)

@@ -169,7 +169,7 @@ class Vocabulary(Matrix):
         if self.tied:
             self.embedding = self.weight
 
-    def weights(self, embedding: str, head: str = "lm_head") -> Iterator[Weight]:
+    def weights(self, embedding: str) -> Iterator[Weight]:
         yield Weight.whole(f"{embedding}.weight", self.embedding)
         if not self.tied:
-            yield Weight.whole(f"{head}.weight", self.weight)
+            yield Weight.whole("lm_head.weight", self.weight)

@@ -1,5 +1,5 @@
-"""The way round for requests that ask more of sampling than a row on the device keeps: grammars, words that are ruled
-out, log-probabilities, beams. A step that holds one of them computes its logits as any other does, and the host draws
+"""The way round for requests that ask more of sampling than a row on the device keeps: words that are ruled out,
+log-probabilities, beams. A step that holds one of them computes its logits as any other does, and the host draws
 from them, pass by pass, each waiting for its tokens. What the model thought of a prompt is asked for but once, so a
 step that has to tell runs as on a CPU.
 """

@@ -161,10 +161,12 @@ class ChunkSizes:
 
     def __init__(self, num_rows: int, max_num_tokens: int, max_model_len: int) -> None:
         self._longest = max_model_len
-        many = sorted({*self.TOKENS_OF_MANY, max_num_tokens})
+        many = {*self.TOKENS_OF_MANY, max_num_tokens}
+        if num_rows + 2 <= self.FEW:
+            many -= set(self.TOKENS_OF_FEW)
         self.sizes = [
             ChunkSize(num_tokens, num_slices, num_slices, num_tokens, max_model_len)
-            for num_slices, steps in ((self.FEW, self.TOKENS_OF_FEW), (num_rows + 2, many))
+            for num_slices, steps in ((self.FEW, self.TOKENS_OF_FEW), (num_rows + 2, sorted(many)))
             for num_tokens in steps
             if num_slices <= num_tokens <= max_num_tokens and num_tokens <= num_slices * max_model_len
         ]

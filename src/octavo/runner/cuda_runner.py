@@ -282,22 +282,19 @@ class CudaRunner:
             return lambda masks: Landing.of(len(plan.rows), [careful.candidates(plan, best)])
         else:
             careful.read_done()
-            made, slices = None, again
             if chunks is not None and size is not None:
-                slices = list(dict.fromkeys(chunks.draw_slices))
-                made = self._chunk_logits(size, words[0])
-            elif plan.rows:
-                made = self._decode_logits(len(again))
+                made, slices = self._chunk_logits(size, words[0]), list(dict.fromkeys(chunks.draw_slices))
+            else:
+                made, slices = self._decode_logits(len(again)), list(again)
 
             def work(masks: Masks | None) -> None:
                 nonlocal made, slices
-                if made is not None:
-                    drawn = careful.draw(plan, made, careful.draws(plan, slices, len(columns)), masks)
-                    self.rules.note(drawn.rows, drawn.positions, drawn.tokens)
-                    self.ops.settle(self.state, drawn.rows, drawn.tokens, self.ring.columns, self.inbox.clock)
-                    columns.append(drawn.column)
+                drawn = careful.draw(plan, made, careful.draws(plan, slices, len(columns)), masks)
+                self.rules.note(drawn.rows, drawn.positions, drawn.tokens)
+                self.ops.settle(self.state, drawn.rows, drawn.tokens, self.ring.columns, self.inbox.clock)
+                columns.append(drawn.column)
                 if len(columns) < num_columns:
-                    made, slices = self._decode_logits(len(again)), again
+                    made, slices = self._decode_logits(len(again)), list(again)
 
         @torch.inference_mode()
         def finish(masks: Masks | None) -> Landing:
@@ -491,7 +488,7 @@ class CudaRunner:
         return self.model.forward(token_ids, batch, self.kv, step.draw_tokens)
 
     def _sampling(self, step: ChunkStep) -> SamplingTensors:
-        return self.state.sampling(step.draw_rows, step.draw_indices, step.draw_positions, any_filter=True)
+        return self.state.sampling(step.draw_rows, step.draw_indices, step.draw_positions)
 
 
 def _words(numbers: Seq[int]) -> np.ndarray:

@@ -60,7 +60,7 @@ class GPUMemory:
     foreign     what other processes and the CUDA context hold
     weights     the model's, and its tables
     activations the most that one pass takes beside them
-    graphs      what decode steps take once more, captured
+    graphs      what decode steps and small passes take once more, captured
     libraries   what CUDA's libraries and the kernels took when they were first used
     """
 

@@ -29,9 +29,6 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._side = SideStream(clock.device)
 
-    def __len__(self) -> int:
-        return len(self._graphs)
-
     def __contains__(self, name: Hashable) -> bool:
         return name in self._graphs
 

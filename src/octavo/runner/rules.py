@@ -33,7 +33,7 @@ NO_TOKEN = -2
 class DeviceRules:
     """`RuleState`, kept up by plans for the rows that ask for anything it has.
 
-    A row that asks for more (grammars, log-probabilities, words of several tokens) is the host's: see
+    A row that asks for more (log-probabilities, words that are ruled out) is the host's: see
     `careful.CarefulRunner`. Its steps may hold rows of ours, which then are sampled there, and noted here.
     """
 

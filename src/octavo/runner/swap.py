@@ -1,4 +1,5 @@
-"""Blocks between the device and the host, on a stream of their own: a block, being contiguous, is one move."""
+"""Blocks between the device and the host, on a stream of their own: a block, being contiguous, is one move, and so are
+neighbours."""
 
 from __future__ import annotations
 
