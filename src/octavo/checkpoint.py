@@ -80,19 +80,18 @@ def open_checkpoint(
     raise _not_found(text)
 
 
-def read_json(path: Path, what: str = "") -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """An object from a JSON file of a model. Whatever is wrong with it is a `CheckpointError` naming the file."""
-    what = what or str(path)
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{what} has {path.stat().st_size:,} bytes; at most {MAX_JSON_BYTES:,} are read")
+            raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes; at most {MAX_JSON_BYTES:,} are read")
         value = json.loads(path.read_bytes())
     except OSError as e:
-        raise CheckpointError(f"cannot read {what}: {e.strerror or e}") from e
+        raise CheckpointError(f"cannot read {path}: {e.strerror or e}") from e
     except (ValueError, RecursionError) as e:
-        raise CheckpointError(f"{what} is not valid JSON ({' '.join(str(e).split())}); fetch it again") from e
+        raise CheckpointError(f"{path} is not valid JSON ({' '.join(str(e).split())}); fetch it again") from e
     if not isinstance(value, dict):
-        raise CheckpointError(f"{what} holds a JSON {type(value).__name__} where an object belongs; fetch it again")
+        raise CheckpointError(f"{path} holds a JSON {type(value).__name__} where an object belongs; fetch it again")
     return value
 
 

@@ -102,11 +102,10 @@ class KVCache:
         num_rows: int = 0,
         enable_prefix_caching: bool = True,
         attention_window: int = 0,
-        events: EventStream | None = None,
     ) -> None:
         assert num_blocks > 0 and block_size > 0, (num_blocks, block_size)
         assert 0 <= num_host_blocks <= num_blocks, "the swap space is never larger than the pool"
-        self.events = events or EventStream()
+        self.events = EventStream()
         self.block_size = block_size
         self.pool = BlockPool(num_blocks, self.events)
         self.swap_space = SwapSpace(num_host_blocks)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Subscribe it: `scheduler.events.subscribe(stats)`. Peaks are since the start or the last `reset_peaks`."""
+    """Subscribe it: `scheduler.events.subscribe(stats)`. Peaks are since the start."""
 
     num_steps: int = 0
     num_tokens_computed: int = 0
@@ -42,9 +42,6 @@ class EngineStats:
             self.num_generation_tokens += event.num_tokens
         elif isinstance(event, ev.Arrived):
             self.num_prompt_tokens += event.num_prompt_tokens
-
-    def reset_peaks(self) -> None:
-        self.peak_running = self.peak_used_blocks = 0
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)

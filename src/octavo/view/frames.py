@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-FREE_WORD, SEALED_BIT, MOST_REFS = 0, 0x8000, 0x7FFF
-"""A block's word: bit 15 says that it is sealed, the others are its references, cut to what they can hold."""
+SEALED_BIT, MOST_REFS = 0x8000, 0x7FFF
+"""A block's word, 0 if free: bit 15 says that it is sealed, the others are its references, as far as they can."""
 MOST_EVENTS = 256
 """Of events and of steps, each, that a frame tells."""
 MOST_WAITING = 256

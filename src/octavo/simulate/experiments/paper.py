@@ -99,7 +99,6 @@ class Server:
 
 
 OPT_13B = Server(MODELS["opt-13b"], DEVICES["a100-40"], 1, 15_728, (5, 14))
-OPT_66B = Server(MODELS["opt-66b"], DEVICES["a100-40"], 4, 9_712, (2, 8))
 OPT_175B = Server(MODELS["opt-175b"], DEVICES["a100-80"], 8, 60_096, (24, 80))
 LLAMA_13B = replace(OPT_13B, model=MODELS["llama-13b"])
 
