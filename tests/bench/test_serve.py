@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import threading
 from itertools import pairwise
@@ -99,6 +100,7 @@ def test_without_usage_a_chunk_is_a_token(clock: list[float]) -> None:
         ((choice(text="a"), event({"error": {"code": "cut", "message": "off"}}), DONE), "cut: off"),
         ((event(b"{not json}"), DONE), "an event of the stream is no chunk"),
         ((event({"choices": 3}), DONE), "an event of the stream is no chunk"),
+        ((event(b'{"error": "\xff"}'), DONE), "an event of the stream is no chunk"),
     ],
 )
 def test_streams_that_failed(clock: list[float], pieces: tuple[bytes, ...], error: str) -> None:
@@ -191,6 +193,9 @@ def test_servers_that_cannot_be_measured() -> None:
     assert "does not answer a first request: 404 model_not_found" in run(why(model="other"))
     replies = {"POST /tokenize": whole(b"", "404 Not Found")}
     assert "does not count tokens (/tokenize says 404); name a tokenizer" in run(why())
+    for body in ({"tokens": [1, 2]}, {"count": None}, [3], b'{"count": "\xff"}', b"<html>"):
+        replies = {"POST /tokenize": whole(body)}
+        assert re.search(r"does not count tokens \(/tokenize says 200.*\); name a tokenizer", run(why()))
 
 
 def test_a_server_gets_time_to_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,11 @@ def test_serve_takes_command_lines_made_for_vllm(call: Call, loads: list[BenchAr
         (("ttft:5",), "unexpected extra argument 'ttft:5'"),
         (("--dataset-name", "sonnet"), "dataset-name"),
         (("--num-prompt", "5"), "did you mean --num-prompts?"),
+        (
+            ("--base-url", "http://localhost:99999"),
+            "--base-url: base_url is 'http://localhost:99999'; write one such as",
+        ),
+        (("--host", "[::1"), "--host: host is '[::1'; write one such as"),
         (("--ramp-up-strategy", "linear"), "vLLM flag --ramp-up-strategy is not supported here"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,18 @@ def test_a_script_that_is_absent(call: Call, tmp_path: Path) -> None:
     done = call("blocks", "--script", str(tmp_path / "absent"))
     assert done.code == 2
     assert "No such file" in done.err
+
+
+def test_a_script_that_is_no_utf_8(call: Call, tmp_path: Path) -> None:
+    script = tmp_path / "session"
+    script.write_bytes("allocate A café\n".encode("latin-1"))
+    done = call("blocks", "--script", str(script))
+    assert done.code == 2
+    assert f"cannot read {script}: " in done.err and "save it as UTF-8" in done.err
+
+
+def test_stdin_that_is_no_utf_8(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    for args in ((), ("--script", "-")):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"allocate A \xe9\n"), encoding="utf-8"))
+        done = call("blocks", *args)
+        assert done.code == 2 and "save it as UTF-8" in done.err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from socketserver import StreamRequestHandler, TCPServer
 
 import msgspec
 import pytest
@@ -93,3 +94,27 @@ def test_a_server_that_does_not_answer(call: Call, url: str, monkeypatch: pytest
     assert "wants a key" in call("top", url, "--once").err
     assert "does not answer" in call("top", "http://127.0.0.1:9", "--once").err
     assert "is no address" in call("top", "ftp://x").err
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://localhost:abc", "http://localhost:99999", "http://[::1", "http://a b", f"http://{'a' * 70}", "http:///"],
+)
+def test_an_address_that_is_none(call: Call, url: str) -> None:
+    done = call("top", url, "--once")
+    assert done.code == 2 and "it looks like http://127.0.0.1:8000" in done.err
+
+
+def test_a_server_that_speaks_no_http(call: Call) -> None:
+    class Greeting(StreamRequestHandler):
+        def handle(self) -> None:
+            while self.rfile.readline().strip():
+                pass
+            self.wfile.write(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+    with TCPServer(("127.0.0.1", 0), Greeting) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        done = call("top", f"http://127.0.0.1:{server.server_address[1]}", "--once")
+        thread.join()
+    assert done.code == 1 and r"does not speak HTTP: 'SSH-2.0-OpenSSH_9.6\r\n'" in done.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo.serve import view_server
 from octavo.view.replay import Replay, read_frames
 from tests.cli.conftest import Call
 
@@ -45,6 +47,35 @@ def test_a_trace_is_simulated_and_saved(call: Call, trace: Path, tmp_path: Path)
     assert finished == {"0", "1", "2"}
 
 
+def test_what_is_saved_is_whole_or_what_was_there_stays(call: Call, trace: Path, tmp_path: Path) -> None:
+    """Also where a link leads, and a recording is not written over while it is read."""
+    out, link, other = (tmp_path / name for name in ("out.frames", "link.frames", "other.frames"))
+    link.symlink_to(out)
+    assert call("view", str(trace), "--num-gpu-blocks-override", "20", "--save", str(link)).code == 0
+    was = out.read_bytes()
+    assert link.is_symlink() and was.count(b"\n") > 3
+    for name in (out, link):
+        done = call("view", str(out), "--save", str(name))
+        assert done.code == 2 and "which is what is read; choose another name" in done.err
+    other.write_bytes(was[:-9])
+    assert "is no frame" in call("view", str(other), "--save", str(out)).err
+    assert out.read_bytes() == was
+    assert sorted(tmp_path.iterdir()) == sorted((trace, out, link, other))
+
+
+def test_what_is_saved_goes_into_a_pipe(call: Call, trace: Path, tmp_path: Path) -> None:
+    out, pipe = tmp_path / "out.frames", tmp_path / "pipe"
+    assert call("view", str(trace), "--num-gpu-blocks-override", "20", "--save", str(out)).code == 0
+    out.write_bytes(first := out.read_bytes().splitlines(keepends=True)[0])
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert call("view", str(out), "--save", str(pipe)).code == 0
+        assert os.read(reader, 1 << 16) == first and pipe.is_fifo()
+    finally:
+        os.close(reader)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -57,9 +88,17 @@ def test_a_trace_is_simulated_and_saved(call: Call, trace: Path, tmp_path: Path)
         (["--replay-endpoint", "tcp://127.0.0.1:1"], "goes with --attach"),
         (["--attach", "tcp://127.0.0.1:1", "--replay-endpoint", "nowhere"], "it looks like tcp://"),
         (["{trace}.frames"], "is no frame"),
+        (["--attach", "tcp://127.0.0.1:1", "--metrics", "http://127.0.0.1:abc/metrics"], "goes with --attach"),
+        (["--attach", "tcp://127.0.0.1:1", "--metrics", "http://127.0.0.1:99999/metrics"], "goes with --attach"),
+        (["--save", "out.frames"], "save writes down what a FILE holds"),
+        (["--attach", "tcp://127.0.0.1:1", "--save", "out.frames"], "save writes down what a FILE holds"),
+        (["{trace}", "--save", "nowhere/out.frames"], "nowhere: No such file or directory"),
     ],
 )
-def test_what_makes_no_sense(call: Call, trace: Path, arguments: list[str], said: str) -> None:
+def test_what_makes_no_sense(
+    call: Call, trace: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    monkeypatch.setattr(view_server, "run", lambda *args: None)  # what is not refused is not waited for
     trace.with_name("trace.jsonl.frames").write_text("frames\n")
     done = call("view", *(a.replace("{trace}", str(trace)) for a in arguments))
     assert done.code == 2 and said in done.err and done.err.count("\n") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import struct
 import threading
@@ -230,6 +231,29 @@ def test_over_a_real_socket_with_the_numbers_of_its_metrics() -> None:
     context.term()
     server.shutdown()
     server.server_close()
+
+
+def test_metrics_that_are_none_are_left_alone() -> None:
+    class Odd(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(answers[self.path])
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    answers = {"/ssh": b"SSH-2.0-OpenSSH_9.6\r\n"}
+    answers["/inf"] = b"HTTP/1.0 200 OK\r\n\r\nvllm:num_requests_running 1e999\n"
+    server = HTTPServer(("127.0.0.1", 0), Odd)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    here = f"http://127.0.0.1:{server.server_port}"
+    try:
+        for url in (f"{here}/ssh", f"{here}/inf", "http://127.0.0.1:abc/metrics", "http://127.0.0.1:9/a b"):
+            with contextlib.closing(Attached("tcp://127.0.0.1:9", url)) as attached:
+                picture = Watcher(attached).look()
+                assert picture.counts.running == 0 and attached._metrics_at > 0
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 class Lossy:

@@ -7,6 +7,7 @@ in. What is told of them is `report`'s.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -28,6 +29,8 @@ RETRY_S = 1.0
 GREETING = Sample("Hello", 1, 1)
 TEXTS = ("content", "reasoning", "reasoning_content", "tool_calls")
 """What a delta of a chat holds when a token has come; the role alone comes before any."""
+NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError)
+"""What msgspec raises for bytes that are none, or another than was expected."""
 
 Progress = Callable[[int, int], None]
 """Called with how many requests have ended, and of how many."""
@@ -42,6 +45,10 @@ class _Choice(msgspec.Struct):
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
+
+
+class _Counted(msgspec.Struct):
+    count: int
 
 
 class _Chunk(msgspec.Struct):
@@ -106,7 +113,7 @@ class StreamReader:
             return
         try:
             chunk = msgspec.json.decode(data, type=_Chunk)
-        except msgspec.MsgspecError:
+        except NO_JSON:
             record.error = record.error or "an event of the stream is no chunk"
             return
         if chunk.error is not None:
@@ -197,7 +204,7 @@ class Bench:
             return (await self._ask(GREETING)).error
         except LostConnectionError as error:
             return str(error)
-        except (msgspec.MsgspecError, LookupError, TypeError):
+        except (*NO_JSON, LookupError, TypeError):
             return "/v1/models lists no model; name it"
 
     def _counter(self) -> Count:
@@ -216,7 +223,8 @@ class Bench:
     async def _count(self, text: str) -> int:
         answer = await self._client.post("/tokenize", msgspec.json.encode({"model": self.model, "prompt": text}))
         if answer.status == 200:
-            return int(msgspec.json.decode(answer.body)["count"])
+            with contextlib.suppress(*NO_JSON):
+                return msgspec.json.decode(answer.body, type=_Counted).count
         raise ParameterError(
             f"the server does not count tokens (/tokenize says {_failure_of(answer)}); name a tokenizer",
             param="tokenizer",
@@ -293,7 +301,7 @@ def _failure_of(answer: Answer) -> str:
     try:
         body = msgspec.json.decode(answer.body)
         reason = _reason_of(body.get("error") or body.get("detail") or "") if isinstance(body, dict) else ""
-    except msgspec.MsgspecError:
+    except NO_JSON:
         reason = answer.body[:100].decode("utf-8", "replace")
     return f"{answer.status} {reason}".strip()
 

@@ -129,9 +129,9 @@ class BenchArgs(Checked):
         self.percentiles()
         self.metrics()
         self.objectives()
-        url = urlsplit(self.url)
-        if url.scheme not in ("http", "https") or not url.hostname:
-            raise wrong("base_url", f"is {self.base_url!r}; write one such as http://localhost:8000")
+        if not is_address(self.url):
+            name, such = ("base_url", "http://localhost:8000") if self.base_url else ("host", "127.0.0.1 or [::1]")
+            raise wrong(name, f"is {getattr(self, name)!r}; write one such as {such}")
 
     @property
     def url(self) -> str:
@@ -168,3 +168,14 @@ class BenchArgs(Checked):
             if name not in ("ttft", "tpot", "e2el") or not 0 < found[name] < math.inf:
                 raise wrong("goodput", f"has {part!r}; write objectives in ms such as ttft:500 tpot:50 e2el:3000")
         return found
+
+
+def is_address(url: str) -> bool:
+    """Whether a server may be there: its scheme, host and port are such, and all of it fits into a request."""
+    try:
+        parts = urlsplit(url)
+        host = (parts.hostname or "").encode("idna")
+        is_plain = url.isascii() and url.isprintable() and " " not in url
+        return parts.scheme in ("http", "https") and bool(host) and parts.port != 0 and is_plain
+    except ValueError:  # a port that is no number, a bracket left open, a name too long
+        return False

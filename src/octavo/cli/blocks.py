@@ -210,17 +210,20 @@ def blocks(
     Allocate, generate, fork and free sequences, and look at block tables and statistics. Every word is a token.
     """
     session = Session(num_blocks, block_size)
-    if script is None:
-        _converse(session)
-    elif str(script) == "-":
-        _recite(session, sys.stdin)
-    else:
-        try:
-            file = script.open(encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"cannot read {script}: {error.strerror}", param="script") from None
-        with file:
-            _recite(session, file)
+    try:
+        if script is None:
+            _converse(session)
+        elif str(script) == "-":
+            _recite(session, sys.stdin)
+        else:
+            try:
+                file = script.open(encoding="utf-8")
+            except OSError as error:
+                raise UsageError(f"cannot read {script}: {error.strerror}", param="script") from None
+            with file:
+                _recite(session, file)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"cannot read {script or 'stdin'}: {error}; save it as UTF-8", param="script") from None
 
 
 def _converse(session: Session) -> None:

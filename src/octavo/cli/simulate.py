@@ -46,9 +46,9 @@ SimulatedModel = Annotated[str, typer.Option("--model", "-m", help="A name, or a
 Device = Annotated[str, typer.Option("--gpu", help="h200, h100, a100-80, a100-40, l4, or cpu for this machine.")]
 Rate = Annotated[float | None, typer.Option(help="Requests a second; a file has its own.")]
 NumRequests = Annotated[int | None, typer.Option("--requests", help="End after so many; 1,000 if they are made up.")]
-Scale = Annotated[float, typer.Option(help="Multiply lengths by this, to fit a long trace into a short context.")]
+Scale = Annotated[float, typer.Option(help="Multiply a file's lengths by this, to fit them into a short context.")]
 Burstiness = Annotated[float, typer.Option(help="Deviation of the gaps between requests over their mean; 1: Poisson.")]
-Seed = Annotated[int, typer.Option(help="What is drawn depends on it.")]
+Seed = Annotated[int, typer.Option(min=0, help="What is drawn depends on it.")]
 TensorParallel = Annotated[int, typer.Option("--tensor-parallel-size", "-tp", help="Devices that share one model.")]
 Cost = Annotated[Path | None, typer.Option(metavar="FILE", help="What `octavo calibrate` wrote, for --gpu's roofline.")]
 
@@ -174,6 +174,9 @@ def arrivals_of(
         if not path.exists():
             raise ParameterError(f"no file {trace!r}, and no workload; known: {', '.join(WORKLOADS)}", param="trace")
         return islice(traces.read_trace(path, scale=scale, rate=rate, seed=seed), most)
+    if scale != 1:
+        told = f"scale is {scale}; it is for a file's lengths, and those of {trace} are made up: leave it out"
+        raise ParameterError(told, param="scale")
     assert most is not None
     times = traces.bursty(1.0 if rate is None else rate, burstiness, seed)
     lengths = traces.alpaca_like(most, seed) if trace == "alpaca" else traces.sharegpt_like(most, seed)

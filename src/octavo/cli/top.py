@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from octavo.bench.settings import is_address
 from octavo.errors import EngineError, ParameterError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def top(
     from rich.console import Console
     from rich.live import Live
 
-    if not url.startswith(("http://", "https://")):
+    if not is_address(url):
         raise ParameterError(f"{url!r} is no address of a server; it looks like http://127.0.0.1:8000", param="url")
     key = api_key or os.environ.get("OCTAVO_API_KEY")
     console = Console()
@@ -76,6 +77,8 @@ def pictures(url: str, key: str | None, *, silence_s: float = SILENCE_S) -> Iter
         raise EngineError(f"{url} {what}") from None
     except OSError as error:
         raise EngineError(f"{url} does not answer: {getattr(error, 'reason', error)}") from None
+    except http.client.HTTPException as error:
+        raise EngineError(f"{url} does not speak HTTP: {str(error)[:80]!r}; is it an Octavo server's port?") from None
     with answer, contextlib.suppress(OSError, http.client.HTTPException):
         picture = None
         for frame in frames_in(answer, url):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from octavo.bench.settings import is_address
 from octavo.cli.options import options_of
 from octavo.cli.simulate import OPTIONS, Device, NumRequests, SimulatedModel, arrivals_of, setup_of
 from octavo.config import EngineArgs
@@ -67,13 +70,17 @@ def view(
         raise ParameterError(
             "a recording and a server to attach to are two things to look at; give one", param="attach"
         )
-    if metrics is not None and (attach is None or not metrics.startswith(("http://", "https://"))):
+    if metrics is not None and (attach is None or not is_address(metrics)):
         raise ParameterError("metrics is a server's address, http://..., and goes with --attach", param="metrics")
     if replay_endpoint is not None and attach is None:
         raise ParameterError("replay_endpoint is a server's address, and goes with --attach", param="replay_endpoint")
+    if save is not None and file is None:
+        raise ParameterError("save writes down what a FILE holds; name one, and no server to attach to", param="save")
     if file is not None:
         if not file.exists():
             raise ParameterError(f"no file {str(file)!r}", param="file")
+        if save is not None and save.exists() and save.samefile(file):
+            raise ParameterError(f"save is {str(save)!r}, which is what is read; choose another name", param="save")
         if file.suffix in FLIGHTS:
             frames = frames_of_flight(file)
         elif file.name.endswith(FRAMES):
@@ -82,8 +89,7 @@ def view(
             setup = setup_of(model, gpu, engine)
             frames = simulated_frames(setup, arrivals_of(str(file), None, requests))
         if save is not None:
-            with save.open("wb") as out:
-                out.writelines(lines_of([frame]) for frame in frames)
+            write_whole(save, (lines_of([frame]) for frame in frames))
             return
         replay = Replay(frames)
     with contextlib.ExitStack() as stack:
@@ -98,6 +104,24 @@ def view(
         shown = View(file.name if file is not None else attach or "", hub=hub, replay=replay)
         with contextlib.suppress(KeyboardInterrupt):
             view_server.run(shown, sock, lambda url: print(url, flush=True))
+
+
+def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
+    """Put in place with one rename, so that pieces that end in an error leave what was there."""
+    if path.exists() and not path.is_file():  # a pipe or a device: it must stay what it is
+        with path.open("wb") as out:
+            out.writelines(pieces)
+        return
+    path = path.resolve()  # where a link leads: a rename would replace the link
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=".save-", dir=path.parent))
+        except OSError as error:
+            raise ParameterError(f"cannot write to {path.parent}: {error.strerror}", param="save") from None
+        part = Path(folder) / path.name
+        with part.open("wb") as out:
+            out.writelines(pieces)
+        os.replace(part, path)
 
 
 def simulated_frames(setup: Setup, arrivals: Iterator[Arrival]) -> Iterator[Frame]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import re
 import secrets
 import time
@@ -333,7 +334,7 @@ class Attached:
         if self._metrics is None or time.monotonic() - self._metrics_at < METRICS_S:
             return
         self._metrics_at = time.monotonic()
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, OverflowError, http.client.HTTPException):
             with urllib.request.urlopen(self._metrics, timeout=0.5) as answer:
                 text = answer.read(METRICS_BYTES).decode("utf-8", "replace")
             lines = {"running": 0.0, "waiting": 0.0}
