@@ -42,6 +42,8 @@ def test_what_is_within_its_limits_is_taken_as_it_is() -> None:
         ({"size": 2.0}, "size must be an integer, not 2.0"),
         ({"share": 1.5}, "share is 1.5, it must be from 0 to 1"),
         ({"share": float("inf")}, "share must be a finite number, not inf"),
+        ({"share": 10**400}, f"share is {10**400}, it must be from 0 to 1"),  # which no float can hold
+        ({"share": True}, "share must be a finite number, not True"),
         ({"share": "much"}, "share must be a finite number, not 'much'"),
         ({"kind": "green"}, "kind is 'green', it must be one of red, blue"),
         ({"loud": 1}, "loud must be True or False, not 1"),

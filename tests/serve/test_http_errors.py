@@ -36,6 +36,11 @@ def deep(levels: int) -> str:
     return "[" * levels + "]" * levels
 
 
+def nested(levels: int) -> str:
+    """The arguments of a call."""
+    return '{"a":' * levels + "1" + "}" * levels
+
+
 # Bodies as they are: (body, code, param).
 RAW: list[tuple[bytes, str, str | None]] = [
     (b"", "invalid_json", None),
@@ -142,6 +147,9 @@ COMPLETIONS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"temperature": -0.1}, "decimal_out_of_range", "temperature"),
     ({"temperature": 2.1}, "decimal_out_of_range", "temperature"),
     ({"temperature": 1e308}, "decimal_out_of_range", "temperature"),
+    ({"temperature": 10**400}, "decimal_out_of_range", "temperature"),
+    ({"top_p": -(10**400)}, "decimal_out_of_range", "top_p"),
+    ({"use_beam_search": True, "n": 2, "length_penalty": 10**400}, "decimal_out_of_range", "length_penalty"),
     ({"top_p": -1}, "decimal_out_of_range", "top_p"),
     ({"top_p": 1.0000001}, "decimal_out_of_range", "top_p"),
     ({"top_k": -2}, "decimal_out_of_range", "top_k"),
@@ -195,6 +203,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"structured_outputs": {}}, "invalid_value", "structured_outputs"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "invalid_value", "structured_outputs"),
     ({"truncate_prompt_tokens": 0}, "integer_out_of_range", "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -1}, "integer_out_of_range", "truncate_prompt_tokens"),
 ]
 
 CHATS: list[tuple[dict[str, Any], str, str | None]] = [
@@ -225,6 +234,14 @@ CHATS: list[tuple[dict[str, Any], str, str | None]] = [
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]},
         "invalid_value",
         "messages[0].tool_calls[0].function.arguments",
+    ),
+    *(
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": nested(n)}}]}]},
+            "invalid_value",
+            "messages[0].tool_calls[0].function.arguments",
+        )
+        for n in (65, 900, 5000)
     ),
     *(
         (
@@ -311,6 +328,10 @@ def test_parameters_that_are_wrong(model: str, path: str, cases: list[tuple[dict
 def test_what_is_legal_though_it_looks_wrong(model: str) -> None:
     async def main() -> None:
         async with serving(model) as server:
+            for arguments in (nested(64), '{"a": "' + "[" * 99 + '"}', ""):
+                call = {"id": "1", "function": {"name": "f", "arguments": arguments}}
+                messages = [*SAY, {"role": "assistant", "tool_calls": [call]}, {"role": "assistant", "content": None}]
+                good(await server.post(H, messages=messages, max_tokens=1))
             for body in (
                 {"prompt": "a\u0000b\u0007"},
                 {
@@ -338,6 +359,47 @@ def test_what_is_legal_though_it_looks_wrong(model: str) -> None:
                 full = {"max_tokens": 1, **body}
                 good(await server.client.post(C, json=full))
             await server.at_rest()
+
+    run(main())
+
+
+TYPE_OF = {"string": str, "array": list, "object": dict, "null": type(None), "integer": int}
+
+
+def fits(schema: dict[str, Any], value: Any) -> bool:
+    """As much of JSON Schema as a message's takes."""
+    kinds = schema.get("type", list(TYPE_OF))
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    inside = value if isinstance(value, dict) else {}
+    return (
+        isinstance(value, tuple(TYPE_OF[kind] for kind in kinds))
+        and ("enum" not in schema or value in schema["enum"])
+        and ("const" not in schema or value == schema["const"])
+        and ("minimum" not in schema or value >= schema["minimum"])
+        and ("anyOf" not in schema or any(fits(choice, value) for choice in schema["anyOf"]))
+        and all(name in inside for name in schema.get("required", ()))
+        and all(fits(part, inside[name]) for name, part in schema.get("properties", {}).items() if name in inside)
+    )
+
+
+def test_the_document_says_what_is_taken(model: str) -> None:
+    contents: list[dict[str, Any]] = [{}, *({"content": c} for c in (None, "a", [{"type": "text", "text": "a"}], 7))]
+
+    async def main() -> None:
+        async with serving(model) as server:
+            schemas = good(await server.client.get("/openapi.json"))["components"]["schemas"]
+            num_taken = 0
+            for role in ("system", "user", "assistant", "tool", "king"):
+                for content in contents:
+                    message = {"role": role, **content}
+                    response = await server.post("/tokenize", messages=[message])
+                    num_taken += response.status_code == 200
+                    assert fits(schemas["Message"], message) == (response.status_code == 200), message
+            assert num_taken == 4 * 2 + 2  # an assistant may have said nothing
+            for number in (-1, 0, 1):
+                response = await server.post(C, prompt="ab", max_tokens=1, truncate_prompt_tokens=number)
+                schema = schemas["CompletionRequest"]["properties"]["truncate_prompt_tokens"]
+                assert fits(schema, number) == (response.status_code == 200), number
 
     run(main())
 

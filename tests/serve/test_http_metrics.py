@@ -11,6 +11,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from octavo import SamplingParams
@@ -272,6 +273,23 @@ def test_the_line_of_numbers_reads_as_vllms() -> None:
     last = line.tell(BackendStats(EngineStats(**engine), kv))
     assert last is not None and "Preemptions" not in last and "throughput: 0.0 tokens/s" in last
     assert line.tell(BackendStats(EngineStats(**engine), kv)) is None  # nothing happens: nothing is said
+
+
+def test_paths_that_are_not_logged_are_the_routes_behind_a_proxy_too(
+    model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "octavo.access")
+
+    async def main() -> None:
+        async with serving(model, disable_access_log_for_endpoints=["/health"]) as server:
+            transport = httpx.ASGITransport(server.app.asgi, root_path="/api")  # as --root-path says it to uvicorn
+            async with httpx.AsyncClient(transport=transport, base_url="http://tiny/api") as client:
+                for path in ("/health", "/version"):
+                    assert (await client.get(path)).status_code == 200
+
+    run(main())
+    lines = [json.loads(record.message) for record in caplog.records if record.name == "octavo.access"]
+    assert [line["path"] for line in lines] == ["/api/version"]
 
 
 def test_every_line_of_a_log_may_be_an_object(model: str, caplog: pytest.LogCaptureFixture) -> None:

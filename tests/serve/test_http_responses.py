@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from octavo.serve.problems import bad
+from octavo.serve.responses import renamed
+
 from .http_lab import Server, good, run, serving
 from .test_http_tools import CALL, HERMES, answers
 
@@ -70,7 +73,9 @@ def test_reasoning_and_calls_are_items(model: str) -> None:
             goes_on = [
                 {"role": "user", "content": "Hi"},
                 {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"},
+                {"type": "function_call", "call_id": "2", "name": "weather"},
                 {"type": "function_call_output", "call_id": "1", "output": "sun"},
+                {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "rain"}]},
             ]
             good(await server.post(R, input=goes_on, tools=tools))
 
@@ -92,9 +97,53 @@ def test_what_is_wrong_is_told_in_its_own_words(model: str) -> None:
                 ({"input": "a", "tools": [{"type": "web_search"}]}, "unsupported_parameter", "tools"),
                 ({"input": "a", "temprature": 1}, "unknown_parameter", "temprature"),
                 ({"input": "a", "temperature": 3}, "decimal_out_of_range", "temperature"),
+                ({"input": "a", "temperature": 10**400}, "decimal_out_of_range", "temperature"),
             ):
                 response = await server.post(R, **asked)
                 error = response.json()["error"]
                 assert (response.status_code, error["code"], error["param"]) == (400, code, param), asked
 
     run(main())
+
+
+def test_what_is_wrong_is_told_of_its_own_place(model: str) -> None:
+    """Items are not the chat's messages: some are none, some are a part of one, and instructions come before."""
+    say, skipped = {"role": "user", "content": "a"}, {"type": "reasoning", "summary": []}
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "1", "output": "b"}
+    deep = '{"a":' * 900 + "1" + "}" * 900
+
+    async def main() -> None:
+        async with serving(model) as server:
+            for asked, param, begin in (
+                ({"input": [{"role": "king"}], "instructions": "b"}, "input[0].role", "input[0].role is 'king'"),
+                ({"input": [skipped, skipped, {"role": "king"}]}, "input[2].role", "input[2].role is 'king'"),
+                ({"input": [{"content": "x"}, call]}, "input[0].role", "input[0].role is None"),
+                ({"input": [say, call, call, {"role": "user"}]}, "input[3].content", "input[3].content must be"),
+                ({"input": [say, call | {"name": None}]}, "input[1].name", "input[1].name must be"),
+                ({"input": [say, call, call | {"arguments": "["}]}, "input[2].arguments", "input[2].arguments must be"),
+                ({"input": [say, call | {"arguments": deep}]}, "input[1].arguments", "input[1].arguments must be"),
+                ({"input": [say, call, output | {"output": 7}]}, "input[2].output", "input[2].output must be"),
+                ({"input": [skipped]}, "input", "input is an empty array"),
+                ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0"),
+                ({"input": "a", "text": {"format": {"type": "yaml"}}}, "text.format", "text.format.type is 'yaml'"),
+                ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format", "text.format.schema must"),
+                (
+                    {"input": "a", "text": {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}},
+                    "text.format",
+                    "text.format: ",
+                ),
+            ):
+                response = await server.post(R, **asked)
+                error = response.json()["error"]
+                assert (response.status_code, error["param"]) == (400, param), asked
+                assert error["message"].startswith(begin), error["message"]
+            await server.at_rest()
+
+    run(main())
+
+
+def test_a_remedy_has_its_own_words_too() -> None:
+    text = "the request needs 9 blocks; max_tokens of at most 5 fits"
+    told = renamed(bad("exceeds_kv_capacity", text, "prompt"))
+    assert (told.param, told.message) == ("input", text.replace("max_tokens", "max_output_tokens"))

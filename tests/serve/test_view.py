@@ -172,6 +172,17 @@ def test_nothing_without_the_key(model: str) -> None:
     run(main())
 
 
+def test_a_name_that_no_file_can_have_is_no_file(model: str) -> None:
+    async def main() -> None:
+        async with serving(model) as server:
+            assert (await server.client.get("/view/static/index.html")).status_code == 200
+            for name in ("%00.js", "a%00.js", "x" * 5000 + ".js", "%C3%A9" * 200 + ".js", "a/" * 3000 + "b.js"):
+                answer = await server.client.get(f"/view/static/{name}")
+                assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found"), name[:20]
+
+    run(main())
+
+
 def test_an_engine_in_a_process_of_its_own_is_seen_and_so_is_its_successor(model: str) -> None:
     """Its frames come over the channel; when it is killed, the next one's snapshot comes in the same stream."""
 

@@ -43,7 +43,8 @@ class Checked:
         value = getattr(self, name)
         if value is None and optional:
             return
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        # Every integer is finite, and math.isfinite takes none that no float can hold.
+        if not _is_integer(value) and not (isinstance(value, float) and math.isfinite(value)):
             raise wrong(name, f"must be a finite number, not {value!r}", "invalid_type")
         if not low <= value <= high:
             raise wrong(name, f"is {value}, it must be from {low:g} to {high:g}", "decimal_out_of_range")

@@ -150,7 +150,8 @@ class Guard:
         method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
         self._metrics.http_requests.labels(method, str(exchange.status or 499), handler).inc()
         self._metrics.http_seconds.labels(method, handler).observe(elapsed_s)
-        if scope["path"] in self._quiet_paths or not access_log.isEnabledFor(logging.INFO):
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # options name paths as the routes do
+        if path in self._quiet_paths or not access_log.isEnabledFor(logging.INFO):
             return
         client = scope.get("client") or ("-", 0)
         access = {

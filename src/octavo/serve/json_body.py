@@ -54,17 +54,17 @@ def parse_value(body: bytes) -> Any:
         value = float(digits)
         return value if math.isfinite(value) else not_finite(digits)
 
-    too_deep = _too_deep(body)
+    is_too_deep = too_deep(body)
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_constant=not_finite, parse_float=number)
     except RecursionError:
-        too_deep = True
+        is_too_deep = True
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise bad("invalid_json", f"the body is not JSON: {error.msg} at {where}") from None
     except ValueError:  # an integer of thousands of digits
         raise bad("invalid_json", "the body has a number with too many digits") from None
-    if too_deep:
+    if is_too_deep:
         raise bad("too_deep", f"the body nests deeper than {MAX_DEPTH} levels")
     if suspicious or _SURROGATE.search(body):
         for path, part in _walk(value):
@@ -86,7 +86,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _too_deep(body: bytes) -> bool:
+def too_deep(body: bytes) -> bool:
+    """Whether it nests deeper than `MAX_DEPTH` levels, read without any recursion."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return False
     brackets = _STRING.sub(b"", body).translate(_TO_BRACKETS, _NO_BRACKETS)

@@ -75,7 +75,7 @@ SHARED: dict[str, Schema] = SAMPLING | {
     "priority": INTEGER,
     "cache_salt": {"type": "string", "minLength": 1, "maxLength": 256},
     "add_special_tokens": FLAG,
-    "truncate_prompt_tokens": _of(INTEGER, -1, 1 << 31),
+    "truncate_prompt_tokens": _of(INTEGER, 1, 1 << 31),
     "return_token_ids": FLAG,
     "return_tokens_as_token_ids": FLAG,
     "response_format": OBJECT,
@@ -129,13 +129,18 @@ MESSAGE: Schema = {
             "anyOf": [
                 {"type": "string"},
                 _list({"type": "object", "properties": {"type": {"const": "text"}, "text": TEXT}}),
+                {"type": "null"},
             ]
         },
         "name": TEXT,
         "tool_calls": ARRAY,
         "tool_call_id": TEXT,
     },
-    "required": ["role", "content"],
+    "required": ["role"],
+    "anyOf": [
+        {"properties": {"role": {"const": "assistant"}}},  # which may have said nothing
+        {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]},
+    ],
 }
 TOOL: Schema = {
     "type": "object",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -13,6 +14,7 @@ from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.core.structured_outputs import StructuredOutputsParams
 from octavo.engine.beam_search import BeamSearchParams
 from octavo.errors import UsageError
+from octavo.serve import json_body
 from octavo.serve import parameters as fields
 from octavo.serve.problems import Problem, bad, of
 
@@ -248,14 +250,8 @@ class Rules:
             raise bad("invalid_value", "a beam search has no answer before its end; leave stream out", "stream")
         if given.get("use_beam_search") is False:
             raise bad("invalid_value", "beam_width needs use_beam_search to be true", "beam_width")
-        for name, neutral in (
-            ("temperature", 0),
-            ("top_p", 1),
-            ("min_p", 0),
-            ("top_k", 0),
-            ("seed", None),
-            ("best_of", None),
-        ):
+        none_drawn = {"temperature": 0, "top_p": 1, "min_p": 0, "top_k": 0, "seed": None, "best_of": None}
+        for name, neutral in none_drawn.items():
             if name in given and given[name] != neutral and not (name == "top_k" and given[name] == -1):
                 text = f"a beam search draws nothing; leave {name} out"
                 raise bad("invalid_value", text, "best_of" if name == "best_of" else "use_beam_search")
@@ -383,10 +379,11 @@ def messages_of(value: Any) -> list[dict[str, Any]]:
     if len(value) > MAX_MESSAGES:
         text = f"messages has {len(value)} items, at most {MAX_MESSAGES} are allowed"
         raise bad("array_above_max_length", text, "messages")
-    return [_message(item, f"messages[{i}]") for i, item in enumerate(value)]
+    return [message_of(item, f"messages[{i}]") for i, item in enumerate(value)]
 
 
-def _message(item: Any, path: str) -> dict[str, Any]:
+def message_of(item: Any, path: str) -> dict[str, Any]:
+    """One message of it; what it makes it leaves as it is. `path`: where the request has it."""
     if not isinstance(item, dict):
         raise bad("invalid_type", f"{path} must be an object, not {fields.brief(item)}", "messages")
     role = item.get("role")
@@ -397,7 +394,7 @@ def _message(item: Any, path: str) -> dict[str, Any]:
         if name not in MESSAGE_KEYS and name not in ECHOED_KEYS and value is not None:
             raise bad("unknown_parameter", f"a message has no {name[:64]!r}", f"{path}.{name}")
     message: dict[str, Any] = {"role": "system" if role == "developer" else role}
-    message["content"] = _content(item.get("content"), path, may_lack=role == "assistant")
+    message["content"] = content_of(item.get("content"), f"{path}.content", may_lack=role == "assistant")
     for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
         if (value := item.get(name)) is not None:
             if not isinstance(value, str):
@@ -412,8 +409,8 @@ def _message(item: Any, path: str) -> dict[str, Any]:
     return message
 
 
-def _content(value: Any, path: str, *, may_lack: bool) -> str:
-    path = f"{path}.content"
+def content_of(value: Any, path: str, *, may_lack: bool = False) -> str:
+    """The text of a content, which may be in parts."""
     if isinstance(value, str):
         return value
     if value is None and may_lack:
@@ -439,23 +436,22 @@ def _calls(value: list[Any], path: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise bad("invalid_value", f"{path}[{i}] must be a call with a function and its name", f"{path}[{i}]")
-        arguments = function.get("arguments", "{}")
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError):
-                arguments = None
-        if not isinstance(arguments, dict):
-            where = f"{path}[{i}].function.arguments"
-            raise bad("invalid_value", f"{where} must be a JSON object in a string", where)
-        calls.append(
-            {
-                "id": str(call.get("id", "")),
-                "type": "function",
-                "function": {"name": function["name"], "arguments": arguments},
-            }
-        )
+        arguments = arguments_of(function, f"{path}[{i}].function.arguments")
+        function = {"name": function["name"], "arguments": arguments}
+        calls.append({"id": str(call.get("id", "")), "type": "function", "function": function})
     return calls
+
+
+def arguments_of(call: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """A call's arguments as an object. In a string they are JSON, which may be no deeper than a body."""
+    arguments = call.get("arguments", "{}")
+    if isinstance(arguments, str) and not json_body.too_deep(arguments.encode()):
+        with contextlib.suppress(ValueError):
+            arguments = json.loads(arguments or "{}")
+    if not isinstance(arguments, dict):
+        text = f"{path} must be a JSON object in a string, of at most {json_body.MAX_DEPTH} levels"
+        raise bad("invalid_value", text, path)
+    return arguments
 
 
 def check_tools(tools: Sequence[Any]) -> set[str]:
@@ -473,7 +469,7 @@ def check_tools(tools: Sequence[Any]) -> set[str]:
             raise bad("invalid_value", f"tools has {name!r} twice; names must differ", "tools")
         schema = function.get("parameters") if isinstance(function, dict) else None
         if schema is not None and (not isinstance(schema, dict) or schema.get("type", "object") != "object"):
-            raise bad("invalid_value", f"tools[{i}].function.parameters must be the JSON schema of an object", "tools")
+            raise bad("invalid_value", f"the parameters of tools[{i}] must be the JSON schema of an object", "tools")
         names.add(name)
     return names
 
@@ -541,5 +537,6 @@ def _salt(value: str | None) -> bytes:
 
 def _truncation(value: int | None) -> int | None:
     if value is not None and value < 1:
-        raise bad("integer_out_of_range", f"truncate_prompt_tokens is {value}, at least 1", "truncate_prompt_tokens")
+        text = f"truncate_prompt_tokens is {value}, it must be at least 1; leave it out to keep all of the prompt"
+        raise bad("integer_out_of_range", text, "truncate_prompt_tokens")
     return value

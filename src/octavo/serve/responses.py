@@ -14,6 +14,7 @@ A body is translated into that of a chat, and the chat's deltas into items and t
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,7 @@ from octavo.serve import parameters
 from octavo.serve.answers import Json
 from octavo.serve.parameters import FLAG, INTEGER, NUMBER, OBJECT, TEXT, Schema
 from octavo.serve.problems import Problem, bad
+from octavo.serve.protocol import arguments_of, content_of, message_of
 
 FIELDS: dict[str, Schema] = {
     "model": TEXT,
@@ -49,7 +51,13 @@ FIELDS: dict[str, Schema] = {
     "include": {"type": "array"},
 }
 SAME = frozenset(FIELDS) & (frozenset(parameters.CHAT) - {"tools", "tool_choice"})
-RENAMED = {"messages": "input", "max_completion_tokens": "max_output_tokens", "max_tokens": "max_output_tokens"}
+RENAMED = {
+    "messages": "input",
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "structured_outputs": "text.format",
+}
 STATEFUL = ("previous_response_id", "conversation", "background", "prompt")
 
 
@@ -86,14 +94,17 @@ def to_chat(body: Mapping[str, Any], *, warn: bool) -> dict[str, Any]:
 
 
 def renamed(problem: Problem) -> Problem:
-    """A problem of the chat, in the words of the request."""
-    head, dot, rest = (problem.param or "").partition("[")
-    if head in RENAMED:
-        problem.param = RENAMED[head] + dot + rest
+    """A problem of the chat, in the words of the request. Of an item it has them already."""
+    name = problem.param or ""
+    if name in RENAMED:
+        problem.param = RENAMED[name]
+        problem.message = re.sub(rf"^{name}(\.json_schema)?\b", problem.param, problem.message)
+    problem.message = problem.message.replace("max_tokens", "max_output_tokens")  # a remedy may name it, too
     return problem
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
+    """Read here already: a problem has its item's number and the names that it has there."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
@@ -101,25 +112,25 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         raise bad(code, f"input must be a string or an array of items, not {parameters.brief(value)}", "input")
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(value):
+        path = f"input[{i}]"
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "message":
-            messages.append({k: v for k, v in item.items() if k in ("role", "content")})
+            messages.append(message_of({k: v for k, v in item.items() if k in ("role", "content")}, path))
         elif kind == "function_call":
-            call = {
-                "id": item.get("call_id"),
-                "type": "function",
-                "function": {"name": item.get("name"), "arguments": item.get("arguments", "{}")},
-            }
+            if not isinstance(item.get("name"), str):
+                raise bad("invalid_value", f"{path}.name must be the name of a function", f"{path}.name")
+            function = {"name": item["name"], "arguments": arguments_of(item, f"{path}.arguments")}
+            call = {"id": item.get("call_id", ""), "type": "function", "function": function}
             if messages and messages[-1]["role"] == "assistant":
                 messages[-1].setdefault("tool_calls", []).append(call)
             else:
                 messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
         elif kind == "function_call_output":
-            output = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
-            messages.append(output)
+            output = content_of(item.get("output"), f"{path}.output")
+            messages.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": output})
         elif kind != "reasoning":  # of which a model is not told again
-            text = f"input[{i}] is of type {parameters.brief(kind)}; there are messages, calls and their outputs"
-            raise bad("unsupported_content", text, f"input[{i}].type")
+            text = f"{path} is of type {parameters.brief(kind)}; there are messages, calls and their outputs"
+            raise bad("unsupported_content", text, f"{path}.type")
     return messages
 
 

@@ -174,11 +174,14 @@ class View:
 
 
 def _file(name: str) -> Reply:
-    path = (STATIC / name).resolve()
-    kind = TYPES.get(path.suffix)
-    if kind is None or not path.is_relative_to(STATIC.resolve()) or not path.is_file():
+    try:
+        path = (STATIC / name).resolve()
+        is_ours = path.suffix in TYPES and path.is_relative_to(STATIC.resolve()) and path.is_file()
+    except (OSError, ValueError):  # too long, or with a NUL in it: no file has such a name
+        is_ours = False
+    if not is_ours:
         raise not_found("such file", "name")
-    return Reply(path.read_bytes(), content_type=kind, headers=dict(HEADERS))
+    return Reply(path.read_bytes(), content_type=TYPES[path.suffix], headers=dict(HEADERS))
 
 
 def _json(value: Any) -> Reply:
