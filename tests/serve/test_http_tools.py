@@ -113,6 +113,9 @@ def test_a_tool_that_must_be_called(model: str) -> None:
             form = {"type": "json_object"}
             response = await server.post(H, **asked, tools=[TOOL], tool_choice=named, response_format=form)
             assert response.status_code == 400 and response.json()["error"]["param"] == "tool_choice"
+            wrong = {"type": "function", "function": {"name": "x", "parameters": {"type": "object", "required": 3}}}
+            response = await server.post(H, **asked, tools=[wrong], tool_choice="required")
+            assert response.status_code == 400 and response.json()["error"]["param"] == "tools"
             response = await server.post(H, **asked, tools=[other], tool_choice=named)
             assert response.status_code == 400 and response.json()["error"]["param"] == "tool_choice"
 

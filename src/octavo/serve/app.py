@@ -65,7 +65,6 @@ class App:
             docs_url=None,
             redoc_url=None,
             redirect_slashes=False,
-            root_path=settings.root_path,
         )
         app.add_exception_handler(HTTPException, on_http_exception)
         self._add(app, "POST", "/v1/completions", self.completions)

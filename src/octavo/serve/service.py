@@ -183,6 +183,8 @@ class Service:
                 reason = "refused"
                 if ask.messages and error.param == "prompt":
                     error.param = "messages"
+                if ask.forced_tool and error.param == "structured_outputs":  # made of their schemas
+                    error.param = "tools"
                 raise
             except Exception:
                 reason = "error"
