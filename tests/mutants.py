@@ -314,7 +314,7 @@ MUTANTS = [
     Mutant("events of blocks for everybody", EVENTS, "        if blocks:\n            self._block_listeners.append(listener)", "        if True:\n            self._block_listeners.append(listener)"),
     Mutant("counters since the start, not since the step before", SCHEDULER, "        self._counted = now = self.cache.counts()\n", "        now = self.cache.counts()\n"),
     Mutant("unfilled slots of shared tails counted twice", CACHE, "len(filled) * self.block_size - sum(filled.values())", "sum(s.room - s.num_computed for s in self._holders)"),
-    Mutant("a temperature that is no number", CHECKED, "or isinstance(value, bool) or not math.isfinite(value)", "or isinstance(value, bool)"),
+    Mutant("a temperature that is no number", CHECKED, "(isinstance(value, float) and math.isfinite(value))", "isinstance(value, float)"),
     # -- the device ----------------------------------------------------------------------------------------------------
     Mutant("device: copies before swaps in", ORACLE, "        for src, dst in plan.swap_ins:\n            self.kv[dst] = list(self.host[src])\n        sources = [list(self.kv[src]) for src, _ in plan.copies]  # a batched kernel may read all before it writes any\n", "        sources = [list(self.kv[src]) for src, _ in plan.copies]\n        for src, dst in plan.swap_ins:\n            self.kv[dst] = list(self.host[src])\n"),
     Mutant("device: swaps out after the slices", ORACLE, "        for src, dst in plan.swap_outs:\n            self.host[dst] = list(self.kv[src])\n        for src, dst in plan.swap_ins", "        for src, dst in self.__dict__.get(\"late\", ()):\n            self.host[dst] = list(self.kv[src])\n        self.late = plan.swap_outs\n        for src, dst in plan.swap_ins"),

@@ -48,7 +48,10 @@ def main(fd: int, build: Build = build) -> int:
         signal.signal(number, signal.SIG_IGN)
     lifeline = Lifeline.inherited(fd)
     os.set_inheritable(fd, False)
-    launch = msgspec.msgpack.decode(lifeline.receive() or b"", type=Launch)
+    told = lifeline.receive()
+    if not told:
+        return 1  # the parent has gone, and said nothing
+    launch = msgspec.msgpack.decode(told, type=Launch)
     directory = os.path.dirname(launch.endpoint.removeprefix("ipc://"))
 
     def orphaned() -> None:

@@ -21,6 +21,7 @@ import pytest
 
 from octavo import SamplingParams
 from octavo.core.sampling_params import RequestOutputKind
+from octavo.engine.ipc import Lifeline
 from octavo.errors import (
     CapacityError,
     EngineError,
@@ -379,6 +380,16 @@ asyncio.run(main())
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert residue() <= before
+
+
+def test_an_engine_that_is_told_nothing_ends_quietly() -> None:
+    """Its parent was stopped just after it had started it."""
+    here, there = Lifeline.pair()
+    command = [sys.executable, "-m", "octavo.engine_process", str(there.fileno())]
+    process = subprocess.Popen(command, pass_fds=[there.fileno()], stderr=subprocess.PIPE)
+    there.close()
+    here.close()
+    assert process.communicate(timeout=60) == (None, b"") and process.returncode == 1
 
 
 def test_an_engine_ends_with_its_lifeline(model: str) -> None:
