@@ -142,19 +142,19 @@ def test_sequences_that_share_blocks(ops: ModuleType) -> None:
 
 @BOTH
 def test_padding_gives_zeros_and_changes_nothing(ops: ModuleType) -> None:
-    """Tokens past the last sequence, sequences without queries, and rows of length 0, as a captured graph pads."""
+    """Sequences without queries, and rows of length 0, as a captured graph pads."""
     case = make_case([3, 1], [3, 9])
     expected, expected_lse = attend(ops, case)
     padded = RaggedBatch(
-        positions=torch.tensor([0, 1, 2, 8, 0, 0]),
-        slot_mapping=torch.zeros(6, dtype=torch.int64),
+        positions=torch.tensor([0, 1, 2, 8, 0]),
+        slot_mapping=torch.zeros(5, dtype=torch.int64),
         query_start=torch.tensor([0, 3, 3, 4, 5], dtype=torch.int32),
         seq_lens=torch.tensor([3, 7, 9, 0], dtype=torch.int32),
         block_tables=torch.tensor([[*case.tables[0], 0, 0], [0, 0, 0], case.tables[1], [0, 0, 0]], dtype=torch.int32),
         max_query_len=3,
         max_seq_len=9,
     )
-    q = torch.cat((case.q, torch.full((2, *case.q.shape[1:]), 7.0)))
+    q = torch.cat((case.q, torch.full((1, *case.q.shape[1:]), 7.0)))
     out, lse = attend(ops, dataclasses.replace(case, q=q, batch=padded))
     assert torch.equal(out[:4], expected)
     assert torch.equal(lse[:4], expected_lse)

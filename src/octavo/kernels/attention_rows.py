@@ -1,4 +1,4 @@
-"""What the attention kernels share: constants, and loading and storing rows of heads."""
+"""What the attention kernels share: constants, and loading rows of heads."""
 
 from __future__ import annotations
 
@@ -20,16 +20,3 @@ def load_rows(place, in_head, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.conste
     else:
         rows = tl.load(place, mask=in_head[None, :], other=0.0)
     return rows
-
-
-@triton.jit
-def store_nothing(
-    out, lse, place, wanted, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr, WITH_LSE: tl.constexpr
-):
-    """What attention over no keys gives, into the rows `place` of [num_tokens * num_heads]."""
-    column = tl.arange(0, HEAD_DIM_PADDED)
-    nothing = tl.zeros([place.shape[0], HEAD_DIM_PADDED], out.dtype.element_ty)
-    here = wanted[:, None] & (column < HEAD_DIM)[None, :]
-    tl.store(out + place[:, None] * HEAD_DIM + column[None, :], nothing, mask=here)
-    if WITH_LSE:
-        tl.store(lse + place, tl.full([place.shape[0]], -float("inf"), tl.float32), mask=wanted)

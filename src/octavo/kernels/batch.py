@@ -24,8 +24,7 @@ class RaggedBatch:
 
     positions      [num_tokens] int64, each token's place in its sequence
     slot_mapping   [num_tokens] int64, each token's place in the pool: block_id * block_size + offset
-    query_start    [num_seqs + 1] int32, exclusive prefix sum of the query lengths. Tokens past its last entry are
-                   padding: nobody reads what attention gives for them
+    query_start    [num_seqs + 1] int32, exclusive prefix sum of the query lengths; the last entry is num_tokens
     seq_lens       [num_seqs] int32, context length, this call's tokens included
     block_tables   [num_seqs, max_blocks] int32, padded with 0, the null block
     max_query_len, max_seq_len   ints of the host, so that sizing a launch needs no look at the device

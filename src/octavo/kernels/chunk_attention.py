@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.attention_rows import LN_2, LOG2_E, NOTHING, load_rows, store_nothing
+from octavo.kernels.attention_rows import LN_2, LOG2_E, NOTHING, load_rows
 from octavo.kernels.batch import RaggedBatch
 from octavo.kernels.query_tiles import query_tiles
 
@@ -52,7 +52,7 @@ def chunk_attention(
     skip_single: bool,
     tuning: ChunkTuning | None = None,
 ) -> None:
-    """Attention of queries of any lengths, into their rows of out and lse (empty if nobody asks); padding is 0.
+    """Attention of queries of any lengths, into their rows of out and lse (empty if nobody asks).
 
     skip_single: leave sequences with one query to `decode_attention`.
     """
@@ -135,9 +135,7 @@ def _chunk(
     wanted = query < num_queries
     token = (first_token + query).to(tl.int64)
     place = token * NUM_KV_HEADS * GROUP + heads
-    if seq < 0:
-        store_nothing(out, lse, place, wanted, HEAD_DIM, HEAD_DIM_PADDED, WITH_LSE)
-    else:
+    if seq >= 0:
         position = first_position + query
         wanted_2d = wanted[:, None] & in_head[None, :]
         queries = tl.load(

@@ -32,7 +32,6 @@ from octavo.kernels.reference import (
     kv_write,
     layer_norm,
     max_thin_tokens,
-    merge_attention,
     noise_keys,
     rope_table,
     swap_in,
@@ -41,7 +40,6 @@ from octavo.kernels.reference import (
 
 __all__ = [
     "add_rms_norm",
-    "apply_rope",
     "apply_rules",
     "block_copy",
     "finite_rows",
@@ -50,7 +48,6 @@ __all__ = [
     "layer_norm",
     "mask_tokens",
     "max_thin_tokens",
-    "merge_attention",
     "paged_attention",
     "rms_norm",
     "rope_kv_write",

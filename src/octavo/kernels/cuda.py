@@ -15,10 +15,8 @@ from octavo.kernels.reference import (
     apply_rules,
     finite_rows,
     layer_norm,
-    merge_attention,
     rope_table,
 )
-from octavo.kernels.rope import apply_rope
 from octavo.kernels.row_rules import apply_row_rules, note_tokens, tell_tokens
 from octavo.kernels.sampling import best_tokens, draw, mask_tokens, sample, token_logprobs
 from octavo.kernels.swap import swap_in, swap_out
@@ -27,7 +25,6 @@ from octavo.kernels.thin_linear import add_linear, begin_stream, max_thin_tokens
 __all__ = [
     "add_linear",
     "add_rms_norm",
-    "apply_rope",
     "apply_row_rules",
     "apply_rules",
     "begin_chunks",
@@ -42,7 +39,6 @@ __all__ = [
     "layer_norm",
     "mask_tokens",
     "max_thin_tokens",
-    "merge_attention",
     "norm_linear",
     "note_tokens",
     "paged_attention",

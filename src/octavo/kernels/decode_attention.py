@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.kernels.attention_rows import LN_2, LOG2_E, NOTHING, load_rows, store_nothing
+from octavo.kernels.attention_rows import LN_2, LOG2_E, NOTHING, load_rows
 from octavo.kernels.batch import RaggedBatch
 from octavo.kernels.decode_schedule import (
     BEGIN,
@@ -58,9 +58,9 @@ def decode_attention(
 ) -> None:
     """Attention of the sequences with one query, into their rows of out and lse (which is empty if nobody asks).
 
-    alone: also write the rows that have no keys, the padding; otherwise another kernel owns them.
+    alone: all sequences have one query, and those without keys get 0.
     """
-    num_tokens, num_heads, head_dim = q.shape
+    num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = kv_layer.shape[2:4]
     group_size = num_heads // num_kv_heads
     tuning = tuning or decode_tuning(q, 64 if batch.fixed_split else batch.num_seqs)
@@ -90,7 +90,6 @@ def decode_attention(
         schedule.totals,
         scale * LOG2_E,
         window,
-        num_tokens,
         batch.num_seqs,
         q.stride(0),
         q.stride(1),
@@ -130,8 +129,6 @@ def decode_attention(
         batch.seq_lens,
         schedule.merges,
         num_merges,
-        num_tokens,
-        batch.num_seqs,
         NUM_KV_HEADS=num_kv_heads,
         KV_HEADS_PADDED=triton.next_power_of_2(num_kv_heads),
         GROUP=group_size,
@@ -145,7 +142,7 @@ def decode_attention(
     )
 
 
-@triton.jit(do_not_specialize=["window", "num_tokens", "num_seqs", "table_stride"])
+@triton.jit(do_not_specialize=["window", "num_seqs", "table_stride"])
 def _decode(
     q,
     kv,
@@ -162,7 +159,6 @@ def _decode(
     totals,
     scale,
     window,
-    num_tokens,
     num_seqs,
     q_token_stride,
     q_head_stride,
@@ -314,8 +310,6 @@ def _decode(
                 query_start,
                 seq_lens,
                 idle,
-                num_tokens,
-                num_seqs,
                 NUM_KV_HEADS,
                 KV_HEADS_PADDED,
                 GROUP,
@@ -381,8 +375,6 @@ def _write_nothing(
     query_start,
     seq_lens,
     seq,
-    num_tokens,
-    num_seqs,
     NUM_KV_HEADS: tl.constexpr,
     KV_HEADS_PADDED: tl.constexpr,
     GROUP: tl.constexpr,
@@ -390,21 +382,22 @@ def _write_nothing(
     HEAD_DIM_PADDED: tl.constexpr,
     WITH_LSE: tl.constexpr,
 ):
-    """0 into a sequence's row if it has no keys, and into row `seq` if that is padding behind the last sequence's."""
-    kv_heads = tl.arange(0, KV_HEADS_PADDED)
-    alive = kv_heads < NUM_KV_HEADS
-    own = tl.load(query_start + seq)
-    is_idle = (own < tl.load(query_start + seq + 1)) & (tl.load(seq_lens + seq) == 0)
-    is_padding = (seq >= tl.load(query_start + num_seqs)) & (seq < num_tokens)
-    if is_idle | is_padding:
+    """What attention over no keys gives, into a sequence's row if it has none."""
+    token = tl.load(query_start + seq).to(tl.int64)
+    if (token < tl.load(query_start + seq + 1)) & (tl.load(seq_lens + seq) == 0):
+        kv_head = tl.arange(0, KV_HEADS_PADDED)
+        column = tl.arange(0, HEAD_DIM_PADDED)
+        here = kv_head < NUM_KV_HEADS
+        here_2d = here[:, None] & (column < HEAD_DIM)[None, :]
+        nothing = tl.zeros([KV_HEADS_PADDED, HEAD_DIM_PADDED], out.dtype.element_ty)
         for i in range(0, GROUP):
-            place = own.to(tl.int64) * NUM_KV_HEADS * GROUP + kv_heads * GROUP + i
-            store_nothing(out, lse, place, alive & is_idle, HEAD_DIM, HEAD_DIM_PADDED, WITH_LSE)
-            place = seq.to(tl.int64) * NUM_KV_HEADS * GROUP + kv_heads * GROUP + i
-            store_nothing(out, lse, place, alive & is_padding, HEAD_DIM, HEAD_DIM_PADDED, WITH_LSE)
+            place = (token * NUM_KV_HEADS + kv_head) * GROUP + i
+            tl.store(out + place[:, None] * HEAD_DIM + column[None, :], nothing, mask=here_2d)
+            if WITH_LSE:
+                tl.store(lse + place, tl.full([KV_HEADS_PADDED], -float("inf"), tl.float32), mask=here)
 
 
-@triton.jit(do_not_specialize=["num_merges", "num_tokens", "num_seqs"])
+@triton.jit(do_not_specialize=["num_merges"])
 def _combine(
     out,
     lse,
@@ -414,8 +407,6 @@ def _combine(
     seq_lens,
     merges,
     num_merges,
-    num_tokens,
-    num_seqs,
     NUM_KV_HEADS: tl.constexpr,
     KV_HEADS_PADDED: tl.constexpr,
     GROUP: tl.constexpr,
@@ -428,8 +419,7 @@ def _combine(
 ):
     """Merge the partial results of one (head, sequence), one query head of its group, SPLITS at a time.
 
-    Programs beyond those, one a sequence, write rows without keys: 0, and so is row s where it is padding behind the
-    last sequence's.
+    Programs beyond those, one a sequence, write rows without keys.
     """
     merge = tl.program_id(0)
     in_group = tl.program_id(1)
@@ -473,8 +463,6 @@ def _combine(
             query_start,
             seq_lens,
             merge - num_merges,
-            num_tokens,
-            num_seqs,
             NUM_KV_HEADS,
             KV_HEADS_PADDED,
             GROUP,

@@ -11,9 +11,9 @@ from octavo.kernels.launching import overlapped, wait_for_predecessor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `reference.rms_norm`. x may be strided (the heads of a fused projection) if its last dimension is not."""
+    """See `reference.rms_norm`."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, None, weight, out, None, eps)
+    _launch(x.contiguous(), None, weight, out, None, eps)
     return out
 
 
@@ -26,11 +26,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, total: Tensor | None, eps: float) -> None:
     size = x.shape[-1]
-    if x.ndim > 3 or x.stride(-1) != 1:
-        x = x.contiguous().view(-1, size)
-    # Rows, as [outer, inner] of them: a head's rows lie closer than a token's.
-    inner = x.shape[-2] if x.ndim == 3 else 1
-    outer_stride = x.stride(0) if x.ndim > 1 else 0
     num_rows = x.numel() // size
     if num_rows == 0:
         return
@@ -43,9 +38,6 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, tot
         out,
         out if total is None else total,
         num_rows,
-        inner,
-        outer_stride,
-        x.stride(-2) if x.ndim == 3 else 0,
         eps,
         SIZE=size,
         ROWS=rows,
@@ -56,7 +48,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, tot
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "inner"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm(
     x,
     residual,
@@ -64,9 +56,6 @@ def _rms_norm(
     out,
     total,
     num_rows,
-    inner,
-    outer_stride,
-    inner_stride,
     eps,
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -80,8 +69,7 @@ def _rms_norm(
     column = tl.arange(0, COLUMNS)
     here = (row < num_rows)[:, None] & (column < SIZE)[None, :]
     place = row[:, None] * SIZE + column[None, :]
-    source = (row // inner) * outer_stride + (row % inner) * inner_stride
-    values = tl.load(x + source[:, None] + column[None, :], mask=here, other=0.0)
+    values = tl.load(x + place, mask=here, other=0.0)
     if ADD:
         values = (values.to(tl.float32) + tl.load(residual + place, mask=here, other=0.0).to(tl.float32)).to(
             values.dtype

@@ -7,7 +7,6 @@ window, never counts: it may hold NaN.
 
 from __future__ import annotations
 
-import math
 from typing import Literal, overload
 
 import torch
@@ -62,9 +61,6 @@ def paged_attention(
     if num_tokens == 0:
         return (out, lse) if return_lse else out
     if batch.max_query_len <= 1:
-        if num_tokens > batch.num_seqs:  # more padding than any of its kernels has programs for
-            out.zero_()
-            lse.fill_(-math.inf)
         decode_attention(q, kv_layer, batch, out, lse, scale=scale, window=window, alone=True)
     else:
         # Where all queries are as long as the longest, none has length 1. Only the device could say more.

@@ -132,7 +132,7 @@ def prefill_attention(
     scale: float,
     skip_single: bool,
 ) -> None:
-    """Causal attention of queries of any lengths, into their rows of out and lse (empty if nobody asks); padding is 0.
+    """Causal attention of queries of any lengths, into their rows of out and lse (empty if nobody asks).
 
     skip_single: leave sequences with one query to `decode_attention`. What it takes, `can_prefill` says.
     """
@@ -168,10 +168,7 @@ def prefill_attention(
         work.tiles,
         work.count,
         batch.block_tables,
-        batch.query_start,
         batch.seq_lens,
-        num_tokens,
-        batch.num_seqs,
         scale * LOG2_E,
         batch.block_tables.stride(0),
         block_boxes,
@@ -422,8 +419,7 @@ def _store_part(partial, partial_lse, first_row, result, row_lse):
 
 @gluon.jit
 def _consume(
-    out, lse, partial, partial_lse, q_ring, k_ring, v_ring, tiles, count, query_start, seq_lens, num_tokens, num_seqs,
-    scale,
+    out, lse, partial, partial_lse, q_ring, k_ring, v_ring, tiles, count, seq_lens, scale,
     WHICH: gl.constexpr, NUM_HEADS: gl.constexpr, PACKED: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr, HEAD_DIM_PADDED: gl.constexpr, KEYS: gl.constexpr, K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr, MAY_SPLIT: gl.constexpr, WITH_LSE: gl.constexpr,
@@ -543,19 +539,6 @@ def _consume(
             num_stored = gl.where(num_parts > 1, 0, num_queries)
         _store(out, lse, token, head, FIRST, num_stored, acc_done, row_lse, NUM_HEADS, PACKED, HEAD_DIM, WITH_LSE)
 
-    if WHICH == 0:  # the tokens behind the last sequence's
-        FLAT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
-        lane = gl.arange(0, 1024, FLAT)
-        nothing = gl.zeros([1024], DTYPE, FLAT)
-        for token in range(gl.load(query_start + num_seqs) + program, num_tokens, num_programs):
-            place = token.to(gl.int64) * NUM_HEADS  # type: ignore[attr-defined]
-            for start in range(0, NUM_HEADS * HEAD_DIM, 1024):
-                at_lane = start + lane
-                gl.store(out + place * HEAD_DIM + at_lane, nothing, mask=at_lane < NUM_HEADS * HEAD_DIM)
-            if WITH_LSE:
-                no_sum = gl.full([1024], -float("inf"), gl.float32, FLAT)
-                gl.store(lse + place + lane, no_sum, mask=lane < NUM_HEADS)
-
 
 @gluon.jit
 def _ring(SHAPE: gl.constexpr, LAYOUT: gl.constexpr, DTYPE: gl.constexpr, NUM_USERS: gl.constexpr):
@@ -570,7 +553,7 @@ def _ring(SHAPE: gl.constexpr, LAYOUT: gl.constexpr, DTYPE: gl.constexpr, NUM_US
     return tiles, full, free
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "num_seqs", "table_stride"])
+@gluon.jit(do_not_specialize=["table_stride"])
 def _prefill(
     queries,
     pool,
@@ -581,10 +564,7 @@ def _prefill(
     tiles,
     count,
     block_tables,
-    query_start,
     seq_lens,
-    num_tokens,
-    num_seqs,
     scale,
     table_stride,
     block_boxes,
@@ -620,8 +600,7 @@ def _prefill(
             (
                 _consume,
                 (
-                    out, lse, partial, partial_lse, q_ring, k_ring, v_ring, tiles, count, query_start, seq_lens,
-                    num_tokens, num_seqs, scale,
+                    out, lse, partial, partial_lse, q_ring, k_ring, v_ring, tiles, count, seq_lens, scale,
                     0, NUM_HEADS, PACKED, BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PADDED, KEYS, K_STAGES, V_STAGES, MAY_SPLIT,
                     WITH_LSE,
                 ),
@@ -629,8 +608,7 @@ def _prefill(
             (
                 _consume,
                 (
-                    out, lse, partial, partial_lse, q_ring, k_ring, v_ring, tiles, count, query_start, seq_lens,
-                    num_tokens, num_seqs, scale,
+                    out, lse, partial, partial_lse, q_ring, k_ring, v_ring, tiles, count, seq_lens, scale,
                     1, NUM_HEADS, PACKED, BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PADDED, KEYS, K_STAGES, V_STAGES, MAY_SPLIT,
                     WITH_LSE,
                 ),

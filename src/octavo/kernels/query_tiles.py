@@ -25,9 +25,8 @@ from octavo.kernels.batch import RaggedBatch
 class QueryTiles:
     """tiles  [bound, 4] int32: sequence, first token, number of queries, position of the first
 
-    How many there are is the device's secret; the host knows a bound. Tiles past the count have sequence -1 and stand
-    for padding: together they cover the tokens behind the last sequence's, the second number being a token, and the
-    third no larger than 0 where there is none left.
+    How many there are is the device's secret; the host knows a bound. Of tiles past the count only the sequence is
+    written: -1.
 
     count  [1] int32
     """
@@ -53,7 +52,6 @@ def query_tiles(batch: RaggedBatch, queries: int, keys: int, num_tokens: int, *,
             found.tiles,
             found.count,
             bound,
-            num_tokens,
             batch.num_seqs,
             QUERIES=queries,
             KEYS=keys,
@@ -74,21 +72,20 @@ def _lens(query_start, seq_lens, seq, num_seqs, QUERIES: tl.constexpr, LEAST: tl
 
 
 # Numbers that differ from batch to batch are not specialised on: every variant of a kernel is a compilation.
-@triton.jit(do_not_specialize=["bound", "num_tokens", "num_seqs"])
+@triton.jit(do_not_specialize=["bound", "num_seqs"])
 def _lay_out(
     query_start,
     seq_lens,
     tiles,
     count,
     bound,
-    num_tokens,
     num_seqs,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     LEAST: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """A program a sequence, and one for the count and the padding."""
+    """A program a sequence, and one for the count and the tiles past it."""
     seq = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
     if seq < num_seqs:
@@ -121,13 +118,6 @@ def _lay_out(
             _, _, _, some = _lens(query_start, seq_lens, start + lane, num_seqs, QUERIES, LEAST)
             total += tl.sum(some, 0)
         tl.store(count, total)
-        padding = tl.load(query_start + num_seqs)
         for start in range(total, bound, CHUNK):
             tile = start + lane
-            token = padding + (tile - total) * QUERIES
-            mine = tile < bound
-            target = tiles + tile * 4
-            tl.store(target, tl.full([CHUNK], -1, tl.int32), mask=mine)
-            tl.store(target + 1, token, mask=mine)
-            tl.store(target + 2, tl.minimum(num_tokens - token, QUERIES), mask=mine)
-            tl.store(target + 3, tl.zeros([CHUNK], tl.int32), mask=mine)
+            tl.store(tiles + tile * 4, tl.full([CHUNK], -1, tl.int32), mask=tile < bound)

@@ -1,40 +1,9 @@
-"""Rotary position embedding on a GPU, in Triton: q and k in one launch."""
+"""Rotary position embedding on a GPU, in Triton, and the norm of heads before it: parts of kernels that also write."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-
-def apply_rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-    """See `reference.apply_rope`. q and k may be views of a fused projection; what comes back is contiguous."""
-    num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads = k.shape[1]
-    assert q.stride()[1:] == k.stride()[1:] == (head_dim, 1), (q.stride(), k.stride())
-    assert cos_sin.is_contiguous() and cos_sin.shape[1] == head_dim, cos_sin.shape
-    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    if num_tokens:
-        _apply_rope[(num_tokens,)](
-            q,
-            k,
-            q_out,
-            k_out,
-            positions,
-            cos_sin,
-            q.stride(0),
-            k.stride(0),
-            HEADS=num_heads,
-            KV_HEADS=num_kv_heads,
-            HEADS_PADDED=triton.next_power_of_2(num_heads),
-            KV_HEADS_PADDED=triton.next_power_of_2(num_kv_heads),
-            HALF=head_dim // 2,
-            HALF_PADDED=triton.next_power_of_2(head_dim // 2),
-            num_warps=4,
-        )
-    return q_out, k_out
 
 
 @triton.jit
@@ -75,41 +44,3 @@ def turn_halves(first, second, factor, second_factor, like, eps, cos, sin, HALF:
         scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * HALF) + eps)
         first, second = normed(first, scale, factor, like), normed(second, scale, second_factor, like)
     return turned(first, second, cos, -sin), turned(second, first, cos, sin)
-
-
-@triton.jit
-def _apply_rope(
-    q,
-    k,
-    q_out,
-    k_out,
-    positions,
-    cos_sin,
-    q_token_stride,
-    k_token_stride,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEADS_PADDED: tl.constexpr,
-    KV_HEADS_PADDED: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_PADDED: tl.constexpr,
-):
-    """One token: all heads of q and k."""
-    token = tl.program_id(0).to(tl.int64)
-    pair = tl.arange(0, HALF_PADDED)
-    in_half = pair < HALF
-    angles = cos_sin + tl.load(positions + token) * 2 * HALF + pair
-    cos = tl.load(angles, mask=in_half, other=0.0).to(tl.float32)
-    sin = tl.load(angles + HALF, mask=in_half, other=0.0).to(tl.float32)
-    head = tl.arange(0, HEADS_PADDED)
-    here = (head < HEADS)[:, None] & in_half[None, :]
-    first, second = load_halves(q + token * q_token_stride, head, pair, here, HALF)
-    place = q_out + token * HEADS * 2 * HALF + head[:, None] * 2 * HALF + pair[None, :]
-    tl.store(place, turned(first, second, cos, -sin), mask=here)
-    tl.store(place + HALF, turned(second, first, cos, sin), mask=here)
-    head = tl.arange(0, KV_HEADS_PADDED)
-    here = (head < KV_HEADS)[:, None] & in_half[None, :]
-    first, second = load_halves(k + token * k_token_stride, head, pair, here, HALF)
-    place = k_out + token * KV_HEADS * 2 * HALF + head[:, None] * 2 * HALF + pair[None, :]
-    tl.store(place, turned(first, second, cos, -sin), mask=here)
-    tl.store(place + HALF, turned(second, first, cos, sin), mask=here)

@@ -89,8 +89,8 @@ class CudaRunner:
         max_blocks = -(-max_model_len // self.block_size)
         self.state = RowState.empty(num_rows, max_blocks, self.device)
         self.inbox = Inbox(num_rows, self.device)
-        # Beams draw two candidates a row; graphs draw for padding, too.
-        self.ring = Ring(max_window, max(2 * num_rows, num_rows + 2, ChunkSizes.FEW), self.device)
+        self._num_lines = max(num_rows + 2, ChunkSizes.FEW)  # of logits, that a pass makes: graphs pad
+        self.ring = Ring(max_window, self._num_lines, self.device)
         self.swapper = Swapper(kv, host_kv, ops)
         self.careful = CarefulRunner(model, self.state, kv, max_model_len=max_model_len, ops=ops)
         self.rules = DeviceRules(self.state, self.careful.sampler, vocab_size, ops)
@@ -106,7 +106,6 @@ class CudaRunner:
         self._decode_sizes = decode_sizes(num_rows)
         self._chunk_sizes = ChunkSizes(num_rows, max_num_tokens, max_model_len)
         self._chunk_words: dict[ChunkSize, Tensor] = {}  # where graphs read them
-        self._num_lines = max(num_rows + 2, ChunkSizes.FEW)  # of logits, that a graph makes
         self.masks = MaskSpace(self._num_lines, vocab_size, self.device)
         self._best: dict[tuple[str, int, int], Tensor] = {}  # where graphs write them
         self._kept = torch.empty(0, 0)  # [num_draws at most, vocab_size] float32: see `_keep`
