@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import hypothesis
 import numpy as np
 import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+
+hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no bug
+hypothesis.settings.load_profile("untimed")
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog and the other dogs " * 4,

@@ -155,7 +155,7 @@ def test_other_magic_and_version(write_gguf):
             open_checkpoint(path)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_bytes_that_were_changed_give_an_octavo_error_or_a_checkpoint(write_gguf, tmp_path, data):
     whole = bytearray(write_gguf().read_bytes())
