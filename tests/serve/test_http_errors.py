@@ -464,6 +464,8 @@ def test_pool_and_context_are_told_apart(model: str) -> None:
             assert limit <= LONGEST
             response = await server.post(C, prompt="a" * 30, max_tokens=4, n=16)
             assert error_of(response) == (400, "exceeds_kv_capacity", "prompt")
+            response = await server.post(H, messages=[{"role": "user", "content": "a" * 24}], max_tokens=4, n=16)
+            assert error_of(response) == (400, "exceeds_kv_capacity", "messages")
             await is_unmoved(server)
 
     run(main())

@@ -124,7 +124,7 @@ def test_what_is_wrong_is_told_of_its_own_place(model: str) -> None:
                 ({"input": [say, call, call | {"arguments": "["}]}, "input[2].arguments", "input[2].arguments must be"),
                 ({"input": [say, call | {"arguments": deep}]}, "input[1].arguments", "input[1].arguments must be"),
                 ({"input": [say, call, output | {"output": 7}]}, "input[2].output", "input[2].output must be"),
-                ({"input": [skipped]}, "input", "input is an empty array"),
+                ({"input": [skipped]}, "input", "input is reasoning alone"),
                 ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0"),
                 ({"input": "a", "text": {"format": {"type": "yaml"}}}, "text.format", "text.format.type is 'yaml'"),
                 ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format", "text.format.schema must"),

@@ -63,6 +63,11 @@ MISTAKES = {
     ),
     "scale 0": (["simulate", "--scale", "0"], "scale is 0.0; it is for a file's lengths"),
     "scale of a plan": (["plan", "--trace", "chat", "--slo", "ttft=1s", "--scale", "2"], "scale is 2.0"),
+    "burstiness": (
+        ["simulate", __file__, "--burstiness", "0.5"],
+        "burstiness is 0.5; it is for requests made up",
+    ),
+    "burstiness 0": (["simulate", "--burstiness", "0"], "burstiness is 0.0, it must be above 0"),
     "figure": (["reproduce", "fig1"], "no experiment 'fig1'; known: fig2"),
     "time": (["reproduce", "fig2", "--time", "0"], "time is 0.0"),
     "lengths": (["reproduce", "fig2", "--lengths", "nowhere.npz"], "no file 'nowhere.npz'"),

@@ -294,7 +294,7 @@ def departures(args: BenchArgs, samples: Sequence[Sample]) -> list[float]:
         return [0.0] * len(samples)
     from octavo.simulate.traces import bursty
 
-    return list(islice(bursty(args.request_rate, args.burstiness**-0.5, args.seed), len(samples)))
+    return list(islice(bursty(args.request_rate, args.burstiness, args.seed), len(samples)))
 
 
 def _failure_of(answer: Answer) -> str:

@@ -47,7 +47,7 @@ Device = Annotated[str, typer.Option("--gpu", help="h200, h100, a100-80, a100-40
 Rate = Annotated[float | None, typer.Option(help="Requests a second; a file has its own.")]
 NumRequests = Annotated[int | None, typer.Option("--requests", help="End after so many; 1,000 if they are made up.")]
 Scale = Annotated[float, typer.Option(help="Multiply a file's lengths by this, to fit them into a short context.")]
-Burstiness = Annotated[float, typer.Option(help="Deviation of the gaps between requests over their mean; 1: Poisson.")]
+Burstiness = Annotated[float, typer.Option(help="Of requests made up; 1: a Poisson process; less is burstier.")]
 Seed = Annotated[int, typer.Option(min=0, help="What is drawn depends on it.")]
 TensorParallel = Annotated[int, typer.Option("--tensor-parallel-size", "-tp", help="Devices that share one model.")]
 Cost = Annotated[Path | None, typer.Option(metavar="FILE", help="What `octavo calibrate` wrote, for --gpu's roofline.")]
@@ -173,6 +173,9 @@ def arrivals_of(
         path = Path(trace)
         if not path.exists():
             raise ParameterError(f"no file {trace!r}, and no workload; known: {', '.join(WORKLOADS)}", param="trace")
+        if burstiness != 1:
+            told = f"burstiness is {burstiness}; it is for requests made up, and {trace} is a file: leave it out"
+            raise ParameterError(told, param="burstiness")
         return islice(traces.read_trace(path, scale=scale, rate=rate, seed=seed), most)
     if scale != 1:
         told = f"scale is {scale}; it is for a file's lengths, and those of {trace} are made up: leave it out"

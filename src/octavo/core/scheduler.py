@@ -96,13 +96,15 @@ class Scheduler:
             raise CapacityError(
                 f"the request needs {needs} blocks of {cache.block_size} tokens at its longest ({prompt} prompt "
                 f"tokens, max_tokens {request.max_tokens}, width {width}) and the pool has {self._capacity()}; "
-                + (f"max_tokens of at most {most} fits" if most >= 1 else self._remedy(width))
+                + (f"max_tokens of at most {most} fits" if most >= 1 else self._remedy(width)),
+                param="prompt",
             )
         most_rows = min(self.max_num_seqs, self.max_num_batched_tokens)
         if width > most_rows:
             raise CapacityError(
                 f"the request decodes {width} sequences together and at most {most_rows} run in a step; "
-                "lower n or raise max_num_seqs and max_num_batched_tokens"
+                "lower n or raise max_num_seqs and max_num_batched_tokens",
+                param="n",
             )
         if request.pin:
             self._reserve(request)
@@ -131,7 +133,8 @@ class Scheduler:
         if cache.num_pinned + needs > total // 2:
             raise CapacityError(
                 f"{len(request.prompt_token_ids)} tokens to pin take {needs} blocks, {cache.num_pinned} are pinned, "
-                f"and at most half of the pool's {total} may be; unpin others or enlarge the pool"
+                f"and at most half of the pool's {total} may be; unpin others or enlarge the pool",
+                param="prompt",
             )
         longest = 0
         for other in self.requests.values():
@@ -142,7 +145,8 @@ class Scheduler:
         if longest > cache.num_usable - needs:
             raise CapacityError(
                 f"a request that was let in may come to need {longest} blocks, and with {needs} more pinned "
-                f"{cache.num_usable - needs} are left for it; pin before it comes or after it has gone"
+                f"{cache.num_usable - needs} are left for it; pin before it comes or after it has gone",
+                param="prompt",
             )
         cache.num_pinned += needs
 

@@ -151,9 +151,8 @@ def of(error: BaseException, request_id: str) -> Problem:
 
 def _usage(error: UsageError) -> Problem:
     param, code = error.param, error.code
-    if isinstance(error, CapacityError) and param is None:
-        wide = "sequences together" in str(error)
-        param, code = ("n", "integer_out_of_range") if wide else ("prompt", code)
+    if isinstance(error, CapacityError) and param == "n":
+        code = "integer_out_of_range"
     if isinstance(error, TemplateError) and code == "no_chat_template" and "no chat template" not in str(error):
         code, param = "invalid_value", param or "messages"
     if isinstance(error, ParameterError):

@@ -131,6 +131,8 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         elif kind != "reasoning":  # of which a model is not told again
             text = f"{path} is of type {parameters.brief(kind)}; there are messages, calls and their outputs"
             raise bad("unsupported_content", text, f"{path}.type")
+    if not messages:
+        raise bad("invalid_value", "input is reasoning alone, of which a model is not told; add a message", "input")
     return messages
 
 

@@ -313,10 +313,11 @@ def poisson(rate: float, seed: int = 0) -> Iterator[float]:
     return bursty(rate, 1.0, seed)
 
 
-def bursty(rate: float, cv: float, seed: int = 0) -> Iterator[float]:
-    """Gaps from a gamma distribution whose deviation is `cv` times its mean: 1 is a Poisson process."""
+def bursty(rate: float, burstiness: float, seed: int = 0) -> Iterator[float]:
+    """Gaps from a gamma distribution of that shape: 1 is a Poisson process, less is burstier. Their deviation is
+    1 / sqrt(burstiness) of their mean."""
     rng = np.random.default_rng([seed, 1])
-    mean, shape = 1 / _positive("rate", rate), 1 / _positive("burstiness", cv) ** 2
+    mean, shape = 1 / _positive("rate", rate), _positive("burstiness", burstiness)
     now = 0.0
     while True:  # as many at a time as cost nothing
         times = now + np.cumsum(rng.gamma(shape, mean / shape, size=4096))
