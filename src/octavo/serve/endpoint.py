@@ -110,8 +110,8 @@ class Endpoint:
         route: str,
         handler: Handler,
         *,
+        bodies: BodyWorker,
         body_limit: Callable[[], int] | None = None,
-        bodies: BodyWorker | None = None,
         running: set[Running] | None = None,
         streams: bool = False,
     ) -> None:
@@ -119,7 +119,7 @@ class Endpoint:
         self._route = route
         self._handler = handler
         self._body_limit = body_limit
-        self._bodies = bodies or BodyWorker()
+        self._bodies = bodies
         self._running = running
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

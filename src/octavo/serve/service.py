@@ -62,13 +62,13 @@ class Service:
         backend: Backend,
         settings: ServeArgs,
         model: str,
-        limits: Limits | None = None,
+        limits: Limits,
         tracing: Tracing | None = None,
     ) -> None:
         self.backend = backend
         self.tracing = tracing
         self.settings = settings
-        self.limits = limits or Limits()
+        self.limits = limits
         self.names = tuple(settings.served_model_name) or (model,)
         self.tokenizer: Tokenizer = backend.get_tokenizer()
         self.prompts = Prompts(self.tokenizer, max_model_len=backend.max_model_len)

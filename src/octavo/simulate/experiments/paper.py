@@ -241,20 +241,20 @@ def poisson_trace(
     return traces.first_seconds(arrivals, duration_s)
 
 
-def latency_at(setup: Setup, arrivals: Iterable[Arrival], *, at_most_s: float = float("inf")) -> float:
+def latency_at(setup: Setup, arrivals: Iterable[Arrival]) -> float:
     """Normalised latency over all requests of a trace, those included that are served after its end."""
-    return normalized_latency(simulate(setup, arrivals, until_s=at_most_s, sample_s=1e9))
+    return normalized_latency(simulate(setup, arrivals, sample_s=1e9))
 
 
-def knee(latency: Callable[[float], float], low: float, high: float, *, steps: int = 6, at: float = KNEE_S) -> float:
-    """The rate at which the latency is `at`, bisected on a logarithmic scale; it must lie between the two."""
-    while latency(high) < at:
+def knee(latency: Callable[[float], float], low: float, high: float, *, steps: int) -> float:
+    """The rate at which the latency is `KNEE_S`, bisected on a logarithmic scale; it must lie between the two."""
+    while latency(high) < KNEE_S:
         low, high = high, high * 2
-    while latency(low) > at:
+    while latency(low) > KNEE_S:
         low, high = low / 2, low
     for _ in range(steps):
         middle = float(np.sqrt(low * high))
-        if latency(middle) < at:
+        if latency(middle) < KNEE_S:
             low = middle
         else:
             high = middle
