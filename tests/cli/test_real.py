@@ -229,6 +229,39 @@ main()
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
+def test_who_takes_ctrl_c_over_where_the_handler_is_the_default_one_finds_it() -> None:
+    """An engine in a step, whose core would be torn, and asyncio, whose tasks end in order."""
+    program = """
+import asyncio, os, signal, sys
+import octavo.cli.app
+from octavo.cli.main import main
+from octavo.engine.interrupts import BetweenSteps
+
+async def wait():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        print("cancelled")
+        raise
+
+def call(args):
+    try:
+        with BetweenSteps():
+            os.kill(os.getpid(), signal.SIGINT)
+            print("to the step's end")
+    except KeyboardInterrupt:
+        asyncio.run(wait())
+
+octavo.cli.app.call = call
+sys.argv[1:] = ["models"]
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=50, check=False)
+    assert (done.returncode, done.stderr) == (130, b"")
+    assert done.stdout.splitlines() == [b"to the step's end", b"cancelled"]
+
+
 def test_ctrl_c_inside_torchs_own_import(tmp_path: Path) -> None:
     """Where an exception would go through its C++, and abort the process."""
     program = """

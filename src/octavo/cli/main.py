@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+PYTHONS_OWN = signal.default_int_handler
 
 
 def main() -> None:
@@ -22,7 +23,9 @@ def main() -> None:
         if getattr(sys, name) is None:  # closed by whoever started us: Python leaves nothing there to print to
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process
     sys.unraisablehook = press_again
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if signal.getsignal(signal.SIGINT) is PYTHONS_OWN:
+        # Its place, too: asyncio, and an engine in a step, take Ctrl-C over where the handler is the default one.
+        setattr(signal, "default_int_handler", interrupt)  # noqa: B010 - mypy knows it for a function
         signal.signal(signal.SIGINT, interrupt)
     signal.signal(signal.SIGALRM, lambda number, frame: signal.raise_signal(signal.SIGINT))
     code = run(sys.argv[1:])
@@ -38,7 +41,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     torch = sys.modules.get("torch")
     if getattr(getattr(torch, "__spec__", None), "_initializing", False):
         os._exit(INTERRUPTED)
-    signal.default_int_handler(number, frame)
+    PYTHONS_OWN(number, frame)
 
 
 def press_again(dropped: sys.UnraisableHookArgs) -> None:
