@@ -381,10 +381,9 @@ class Engine:
             step.running.put(masks)  # whatever happens: the device waits for them
         given_up: dict[str, RequestState] = {}
         for i, error in errors.items():
-            request_id = plan.sequences[i].request.request_id
-            if (state := self._states.get(request_id)) is not None:
+            if (state := self._state_of(plan.sequences[i])) is not None:
                 self._give_up(state, f"its structured_outputs cannot be followed: {error}")
-                given_up[request_id] = state
+                given_up[state.request.request_id] = state
         return list(given_up.values())
 
     def _take_in(self, plan: StepPlan, result: StepResult, *, last: bool) -> list[RequestState]:
@@ -445,7 +444,13 @@ class Engine:
                 finished.append(request)
 
     def _state_of(self, sequence: Sequence) -> RequestState | None:
-        return self._states.get(sequence.request.request_id)
+        """None once its request is forgotten: what is in flight of that is not a later one's of the same name."""
+        state = self._states.get(sequence.request.request_id)
+        return state if state is not None and state.request is sequence.request else None
+
+    def _states_of(self, plan: StepPlan) -> list[RequestState]:
+        states = [self._state_of(seq) for seq in plan.sequences]
+        return list({state.request.request_id: state for state in states if state is not None}.values())
 
     def _close(self, request_id: str, now: float | None = None) -> RequestState | None:
         """A request that has ended is forgotten here."""
@@ -468,11 +473,10 @@ class Engine:
             return self._out_of_memory(plan, error)
         self.scheduler.fail(plan)
         given_up: list[RequestState] = []
-        for request_id in dict.fromkeys(seq.request.request_id for seq in plan.sequences):
-            if (state := self._states.get(request_id)) is not None:
-                if state.num_known == state.failed_at:
-                    given_up.append(state)
-                state.failed_at = state.num_known
+        for state in self._states_of(plan):
+            if state.num_known == state.failed_at:
+                given_up.append(state)
+            state.failed_at = state.num_known
         if not given_up:
             logger.warning("step %d failed and is computed again: %s", plan.step, error)
             return []
@@ -485,21 +489,20 @@ class Engine:
         """A step took more memory than the device has. All that was in flight is computed again, in smaller steps: who
         has no place in them waits. Given up is who does not fit even alone, with a position at a time."""
         limit, num_tokens = self._step_limit.below(plan), plan.num_tokens
-        requests = dict.fromkeys(seq.request.request_id for seq in plan.sequences)
+        states = self._states_of(plan)
         self.scheduler.fail(plan, limit)
         if limit:
             logger.warning(
                 "step %d, %d tokens of %d requests, took more memory than there is; it is computed again in steps of "
                 "at most %d: %s",
-                *(plan.step, num_tokens, len(requests), limit, error),
+                *(plan.step, num_tokens, len(states), limit, error),
             )
             return []
-        given_up = [state for name in requests if (state := self._states.get(name)) is not None]
-        for state in given_up:
+        for state in states:
             logger.error("request %s takes more memory than there is: %s", state.request.request_id, error)
             self._give_up(state, f"out_of_memory: a step of its own, {num_tokens} tokens, {TOO_LARGE}: {error}")
         self._step_limit.lift()
-        return given_up
+        return states
 
     def _give_up(self, state: RequestState, why: str) -> None:
         state.request.error = why

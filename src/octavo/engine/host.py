@@ -248,11 +248,15 @@ class EngineHost:
         if isinstance(command, Add):
             self._receive(command)
         elif isinstance(command, Abort):
-            self._compiling.pop(command.request_id, None)
+            if self._compiling.pop(command.request_id, None) is not None:
+                self._updates.append(Update(command.request_id, [], finished=True))
             if (state := engine.drop(command.request_id)) is not None:
                 self._tell(state)
         elif isinstance(command, Stop):
+            state = engine.find(command.request_id)
             engine.stop(command.request_id, command.index)
+            if state is not None and engine.find(command.request_id) is None:
+                self._tell(state)
         elif isinstance(command, Ask):
             self._answers.append(self._answer(command))
         elif isinstance(command, Close):

@@ -66,7 +66,8 @@ class Abort(msgspec.Struct, array_like=True, tag="abort"):
 
 
 class Stop(msgspec.Struct, array_like=True, tag="stop"):
-    """A sample has ended in a stop string, which is seen where its text is made."""
+    """A sample has ended in a stop string, which is seen where its text is made. After the last one an `Update` tells
+    that the request is over."""
 
     request_id: str
     index: int

@@ -133,6 +133,7 @@ class EngineClient:
         self._names = itertools.count()
         self._questions = itertools.count()
         self._streams: dict[str, _Stream] = {}  # that have not finished, oldest first
+        self._ending: set[str] = set()  # whose streams are gone, while the engine may still tell of them
         self._pins: dict[str, Add] = {}  # that are computed, by request id: the next engine does not know them
         self._asked: dict[int, asyncio.Future[Answer]] = {}
         self._outbox: list[Command] = []
@@ -235,12 +236,15 @@ class EngineClient:
             del self._streams[stream.mirror.request_id]
             if stream.sent:
                 self._send(Abort(stream.mirror.request_id))
+                self._ending.add(stream.mirror.request_id)
             self._try_next(stream)
         stream.mirror.forget()
 
     def _end(self, stream: _Stream, reason: str, error: str = "") -> None:
         """With what there is, and without the engine."""
         del self._streams[stream.mirror.request_id]
+        if stream.sent:
+            self._ending.add(stream.mirror.request_id)
         stream.mirror.end(reason, error)
         stream.tell()
         self._try_next(stream)
@@ -381,20 +385,28 @@ class EngineClient:
         if step.stats is not None:
             self._stats = step.stats
         for refusal in step.refusals:
-            if (stream := self._streams.pop(refusal.request_id, None)) is not None:
+            if refusal.request_id in self._ending:
+                self._ended(refusal.request_id)
+            elif (stream := self._streams.pop(refusal.request_id, None)) is not None:
                 stream.fail(error_of(refusal.error, refusal.message, refusal.param, refusal.code))
                 self._try_next(stream)
             elif self._pins.pop(refusal.request_id, None) is not None:
                 logger.warning("%s is not pinned any more: %s", refusal.request_id, refusal.message)
         num_new = 0
         for update in step.updates:
+            if update.request_id in self._ending:  # its reader has gone
+                if update.finished:
+                    self._ended(update.request_id)
+                continue
             if (stream := self._streams.get(update.request_id)) is None:
-                continue  # its reader has gone
+                continue  # a pin of an engine that has died, computed anew
             for index in stream.take_in(update):
                 self._send(Stop(update.request_id, index))
             num_new += stream.num_new(update)
             if stream.mirror.finished:
                 del self._streams[update.request_id]
+                if not update.finished:
+                    self._ending.add(update.request_id)
             stream.tell()
             self._try_next(stream)
         if num_new:
@@ -404,6 +416,13 @@ class EngineClient:
             if future is not None and not future.done():
                 future.set_result(answer)
 
+    def _ended(self, request_id: str) -> None:
+        """The engine has told the last of it. Another of that name may begin."""
+        self._ending.remove(request_id)
+        stream = self._streams.get(request_id)
+        if stream is not None and self._trial in (None, stream):
+            self._give(stream)
+
     def _on_down(self, by_itself: bool) -> None:
         self._up.clear()
         self._outbox.clear()
@@ -412,6 +431,7 @@ class EngineClient:
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(_Gone())
+        self._ending.clear()
         for stream in list(self._streams.values()):
             if stream.sent:
                 stream.sent = False
@@ -449,7 +469,7 @@ class EngineClient:
             self._feed()
 
     def _give(self, stream: _Stream) -> None:
-        if self._supervisor.is_up:
+        if self._supervisor.is_up and stream.mirror.request_id not in self._ending:
             stream.sent = True
             self._send(stream.mirror.add())
 
