@@ -514,3 +514,44 @@ def test_a_pinned_prefix(built: Built, wanted: dict[str, str]) -> None:
                 await engine.unpin_prefix(name)
 
     run(main())
+
+
+def test_a_pin_whose_caller_leaves_when_it_is_computed_does_not_stay(built: Built) -> None:
+    async def main() -> None:
+        async with serving(built) as engine:
+            for wait_s in (0.0, 0.5):  # before, and after
+                pinning = asyncio.ensure_future(engine.pin_prefix("tell-me-a-story"))
+                while not engine._thread._mail:
+                    await asyncio.sleep(0)
+                time.sleep(wait_s)  # the loop hears of nothing
+                pinning.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await pinning
+                stats = await engine.kv_stats()
+                assert (stats.num_used, stats.num_pinned) == (0, 0)
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["abort", "close"])
+def test_a_name_used_again_gets_nothing_of_the_former_request(built: Built, how: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0)
+    longer = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, logprobs=0)
+
+    async def main() -> None:
+        async with serving(built) as engine:
+            wanted = (await last_of(engine, "What?", params)).outputs[0]
+            for _ in range(12):
+                stream = engine.generate("Hello", longer, "x")
+                await anext(stream)
+                if how == "abort":
+                    assert await engine.abort("x")
+                else:
+                    await stream.aclose()
+                    await engine.kv_stats()  # between steps: it has gone
+                found = (await last_of(engine, "What?", params, request_id="x")).outputs[0]
+                assert found.token_ids == wanted.token_ids
+                assert found.cumulative_logprob == pytest.approx(wanted.cumulative_logprob, abs=0.05)
+                await stream.aclose()
+
+    run(main())

@@ -19,6 +19,7 @@ from octavo.engine.inspect import describe_kv, describe_request
 from octavo.engine.outputs import RequestOutput, failure
 from octavo.engine.stats import BackendStats, Health
 from octavo.engine.thread import EngineThread
+from octavo.errors import OctavoError
 from octavo.prompts import Messages, Prompt, Prompts
 from octavo.text.tokenizer import Tokenizer
 from octavo.view import tap
@@ -147,11 +148,18 @@ class AsyncEngine:
         token_ids = await asyncio.to_thread(self._prompts.encode_prefix, prefix)
         name = str(next(self._names)) if name is None else name
         mail = self._thread.open(pin_id(name))
+        queued: list[str] = []
         try:
-            await self._ask(lambda engine: engine.pin(name, token_ids, salt=salt))
+            await self._ask(lambda engine: queued.append(engine.pin(name, token_ids, salt=salt)))
             output = await mail.read()
             if output.outputs[0].finish_reason == "error":
                 raise failure(output)
+        except asyncio.CancelledError:
+            self._thread.leave(mail)
+            # It may be computed already. Of a name that was taken, the pin that is there is another's.
+            with contextlib.suppress(OctavoError):
+                self._thread.call(lambda engine: [engine.scheduler.unpin(request_id) for request_id in queued])
+            raise
         finally:
             self._thread.leave(mail)
         return name

@@ -45,6 +45,7 @@ from .engines import (
     nothing_left,
     oracle_client,
     own_directory,  # noqa: F401
+    real_client,
     residue,
     run,
     serving,
@@ -93,6 +94,48 @@ def test_streams_go_on_when_the_engine_is_killed(model: str) -> None:
                 assert client.health().num_restarts == killed
                 assert "SIGKILL" in client.health().reason
             assert await streams == expected(12)
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["abort", "close", "killed"])
+def test_a_name_used_again_gets_nothing_of_the_former_request(model: str, how: str) -> None:
+    """Though the engine tells of that for a while."""
+    longer = SamplingParams(max_tokens=200, seed=1)
+
+    async def main() -> None:
+        async with serving(oracle_client(model, step_s=0.002)) as client:
+            for i in range(3 if how == "killed" else 20):
+                stream = client.generate(prompt(100 + i), longer, "x")
+                await anext(stream)
+                if how == "abort":
+                    assert await client.abort("x")
+                else:
+                    await stream.aclose()
+                again = asyncio.ensure_future(last_of(client, prompt(i), PARAMS, request_id="x"))
+                if how == "killed":
+                    await asyncio.sleep(0)
+                    assert client.pid is not None
+                    os.kill(client.pid, signal.SIGKILL)
+                assert tokens_of(await again) == answers(prompt(i), PARAMS)
+                await stream.aclose()
+
+    run(main())
+
+
+def test_a_name_whose_request_ended_in_a_stop_string_can_be_used_again(model: str) -> None:
+    """Which the engine is told of, and goes on until then."""
+
+    async def main() -> None:
+        async with serving(real_client(model)) as client:
+            plain = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+            text = (await last_of(client, "Hello", plain)).outputs[0].text
+            params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=[text[4]])
+            wanted = tokens_of(await last_of(client, "What?", plain))
+            for _ in range(20):
+                first = await last_of(client, "Hello", params, request_id="x")
+                assert first.outputs[0].finish_reason == "stop"
+                assert tokens_of(await last_of(client, "What?", plain, request_id="x")) == wanted
 
     run(main())
 
