@@ -102,6 +102,7 @@ def test_serve_takes_command_lines_made_for_vllm(call: Call, loads: list[BenchAr
             "--base-url: base_url is 'http://localhost:99999'; write one such as",
         ),
         (("--host", "[::1"), "--host: host is '[::1'; write one such as"),
+        (("--backend", "nobody"), "error: invalid value for '--backend': 'nobody' is not one of"),
         (("--ramp-up-strategy", "linear"), "vLLM flag --ramp-up-strategy is not supported here"),
     ],
 )
@@ -117,3 +118,4 @@ def test_serve_without_a_server(call: Call) -> None:
     done = call("bench", "serve", "--port", "1", "--num-prompts", "2")
     assert done.code == 1
     assert done.err.startswith("error: the server at http://127.0.0.1:1 does not answer a first request")
+    assert done.err.endswith("start it, or give it time with ready_check_timeout_sec\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -61,6 +62,14 @@ def test_what_is_saved_is_whole_or_what_was_there_stays(call: Call, trace: Path,
     assert "is no frame" in call("view", str(other), "--save", str(out)).err
     assert out.read_bytes() == was
     assert sorted(tmp_path.iterdir()) == sorted((trace, out, link, other))
+
+
+def test_a_trace_may_be_gzipped(call: Call, trace: Path, tmp_path: Path) -> None:
+    out, packed, again = tmp_path / "out.frames", tmp_path / "trace.jsonl.gz", tmp_path / "again.frames"
+    packed.write_bytes(gzip.compress(trace.read_bytes()))
+    for source, target in ((trace, out), (packed, again)):
+        assert call("view", str(source), "--num-gpu-blocks-override", "20", "--save", str(target)).code == 0
+    assert len(out.read_bytes().splitlines()) == len(again.read_bytes().splitlines()) > 2
 
 
 def test_what_is_saved_goes_into_a_pipe(call: Call, trace: Path, tmp_path: Path) -> None:

@@ -220,6 +220,25 @@ def test_stop_strings_over_two_tokens_never_show(model: str) -> None:
     run(main())
 
 
+def test_a_chats_token_ids_are_all_there(model: str) -> None:
+    """Also those of tokens whose text is held back."""
+
+    async def main() -> None:
+        async with serving(model) as server:
+            text = (await server.chat(max_tokens=20))["choices"][0]["message"]["content"]
+            asked = {"max_tokens": 20, "stop": text[9:12], "return_token_ids": True}
+            body = await server.chat(**asked)
+            choice, usage = body["choices"][0], body["usage"]
+            assert len(choice["token_ids"]) == usage["completion_tokens"] > 9
+            assert len(choice["prompt_token_ids"]) == usage["prompt_tokens"]
+            asked |= {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "ignore_eos": True}
+            chunks = [chunk["choices"][0] for chunk in await server.events(H, **asked)]
+            assert [token for c in chunks for token in c.get("token_ids") or []] == choice["token_ids"]
+            assert [c["prompt_token_ids"] for c in chunks if c.get("prompt_token_ids")] == [choice["prompt_token_ids"]]
+
+    run(main())
+
+
 def test_beams(model: str) -> None:
     async def main() -> None:
         async with serving(model) as server:

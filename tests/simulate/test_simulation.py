@@ -50,6 +50,8 @@ def test_times_are_those_of_the_steps() -> None:
     assert report.ttft(records)[by_index].tolist() == pytest.approx([0.5, 0.8])
     assert report.tpot(records)[by_index].tolist() == pytest.approx([0.5, 0.0])
     assert report.normalized_latency(records) == pytest.approx((1.5 / 3 + 0.8) / 2)
+    records.num_output[by_index[1]] = 0  # as of a beam search in a recording
+    assert report.normalized_latency(records) == pytest.approx(1.5 / 3)
 
 
 def test_overlap_hides_the_host_and_its_absence_does_not() -> None:

@@ -61,6 +61,10 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, str, list[tuple[str, Any]]]]] 
     ('{"name": "other", "parameters": {"a": 1}}', L, ("", '{"name": "other", "parameters": {"a": 1}}', [])),
     ('{"answer": 42}', L, ("", '{"answer": 42}', [])),
     ('{"parameters": {"a": 1}, "name": "f"}', L, ("", "", [("f", {"a": 1})])),
+    (" <tool_call>hi", H, ("", " <tool_call>hi", [])),
+    ("\n<tool_call>hi</tool_call> ", H, ("", "\n<tool_call>hi</tool_call> ", [])),
+    (f"{LLAMA}<tool;{LLAMA} ", L, ("", "", [("weather", {"city": "Oslo"})])),
+    (LLAMA + "<think>;}</tool_call>}", L, ("", "", [("weather", {"city": "Oslo"})])),
     (f"It is {LLAMA}", L, ("", f"It is {LLAMA}", [])),
 ]
 

@@ -191,7 +191,8 @@ class Bench:
         deadline = time.monotonic() + self.args.ready_check_timeout_sec
         while (reason := await self._why_not_ready()) is not None:
             if time.monotonic() >= deadline:
-                raise OctavoError(f"the server at {self.args.url} does not answer a first request: {reason}")
+                text = f"the server at {self.args.url} does not answer a first request: {reason}; start it"
+                raise OctavoError(text + ", or give it time with ready_check_timeout_sec")
             await asyncio.sleep(RETRY_S)
 
     async def _why_not_ready(self) -> str | None:
@@ -330,7 +331,7 @@ def main(args: BenchArgs, progress: Progress = lambda done, of: None) -> dict[st
     run = run_until_done(lambda: Bench(args).run(progress))
     told = report.summary(run, args)
     print("\n".join(report.lines(told, run, args)), flush=True)
-    if args.save_result:
+    if args.save_result or args.save_detailed or args.append_result:
         print(f"written to {report.save(told, args)}")
     if run.interrupted:
         raise KeyboardInterrupt

@@ -48,7 +48,8 @@ class BenchArgs(Checked):
     goodput                 objectives in ms, such as ttft:500; goodput counts the requests that keep all of them
     num_warmups             requests that are sent before, one after another, and not counted
     ready_check_timeout_sec  seconds that the server gets to answer a first request
-    save_result, save_detailed, append_result, result_dir, result_filename, metadata, label   the JSON file
+    save_result, save_detailed, append_result, result_dir, result_filename, metadata, label   the JSON file; each of
+                            the first three asks for it
     """
 
     TITLE: ClassVar[str] = "bench serve"

@@ -84,5 +84,5 @@ def usage_problem(error: Exception) -> str | None:
         if (known_there := unsupported(option)) is not None:
             return f"vLLM flag {known_there} is not supported here; see {command} --help"
         return f"no option {option}; " + (f"did you mean {near[0]}?" if near else f"see {command} --help")
-    message = error.format_message().rstrip(".")
+    message = error.format_message().rstrip(".").replace(": Value error, ", ": ")
     return message[:1].lower() + message[1:]

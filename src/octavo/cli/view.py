@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from octavo.view.frames import Frame
 
 FLIGHTS = (".flight",)
-FRAMES = (".frames", ".jsonl.gz", ".frames.gz")
+FRAMES = (".frames", ".frames.gz")
 
 
 @options_of(EngineArgs, OPTIONS, into="engine")

@@ -237,7 +237,7 @@ class ChatAnswer(_Answer):
             self.usage.num_reasoning += len(c.token_ids)
         deltas = [self._delta(part) for part in parts + (parser.finish() if c.finished() else [])]
         deltas = [d for d in _joined(deltas) if d]
-        if not deltas and (c.finished() or c.logprobs):
+        if not deltas and (c.finished() or c.logprobs or (self.ask.token_ids and (c.token_ids or first))):
             deltas = [{}] if c.finished() else [{"content": ""}]
         choices = [self._choice(c, delta, None) for delta in deltas]
         if choices:

@@ -66,8 +66,12 @@ def latency(records: Records) -> np.ndarray:
 
 
 def normalized_latency(records: Records) -> float:
-    """Mean over requests of latency / output length, in seconds a token: the paper's metric (section 6.1)."""
-    return float(np.mean(latency(records) / records.column("num_output"))) if len(records) else float("nan")
+    """Mean over requests of latency / output length, in seconds a token: the paper's metric (section 6.1). Of those
+    whose length is known: a recording has none of a beam search."""
+    known = records.column("num_output") > 0
+    return (
+        float(np.mean(latency(records)[known] / records.column("num_output")[known])) if known.any() else float("nan")
+    )
 
 
 def summary(records: Records, slo: SLO | None = None) -> dict[str, Any]:

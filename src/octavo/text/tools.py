@@ -78,6 +78,8 @@ class AnswerParser:
         self._step = self._reasoning if think and in_think else self._begin
         self._scanner = _ObjectScanner()
         self._out: list[Part] = []
+        self._blank = ""  # white space before what may be a call
+        self._is_fresh = True  # no content has been told
 
     @property
     def in_reasoning(self) -> bool:
@@ -96,10 +98,10 @@ class AnswerParser:
             return [*parts, *_piece("reasoning", rest)]
         if self._step == self._head:
             call = self._whole_call(self._text)
-            rest = "" if call else self._opening + self._text
+            rest = "" if call else self._blank + self._opening + self._text
             parts += call
             self.num_calls += bool(call)
-        elif self._step in (self._arguments, self._behind):
+        elif self._step in (self._arguments, self._behind, self._over):
             rest = ""
         else:
             rest = self._text
@@ -116,6 +118,7 @@ class AnswerParser:
 
     def _tell(self, kind: Literal["reasoning", "content"], text: str) -> None:
         self._out += _piece(kind, text)
+        self._is_fresh = self._is_fresh and not (text and kind == "content")
 
     def _begin(self) -> bool:
         """Before the first word. White space there belongs to whatever follows."""
@@ -161,13 +164,13 @@ class AnswerParser:
         before, found, after = self._text.partition(CALL)
         if not found:
             before, self._text = _held_back(self._text, CALL)
-            if self.num_calls and not (before + self._text).strip():
-                self._text = before + self._text  # white space between calls is nobody's
+            if (self.num_calls or self._is_fresh) and not before.strip():
+                self._text = before + self._text  # white space before calls is nobody's
                 return False
             self._tell("content", before)
             return False
-        if before.strip():
-            self._tell("content", before)
+        self._blank = "" if before.strip() else before
+        self._tell("content", before.removesuffix(self._blank))
         self._text = after
         self._step = self._head
         return True
@@ -185,8 +188,9 @@ class AnswerParser:
             before, over, after = self._text.partition(END_CALL)
             if over:  # in another order, or no call at all
                 call = self._whole_call(before)
-                self._out += call or _piece("content", CALL + before + END_CALL)
+                self._out += call
                 self.num_calls += bool(call)
+                self._tell("content", "" if call else self._blank + CALL + before + END_CALL)
                 self._text = after
                 self._step = self._content
                 return True
@@ -218,13 +222,16 @@ class AnswerParser:
             self._text = after
             self._step = self._content
             return True
-        rest = self._text.lstrip(" \n\t}")
-        if not rest.startswith(";"):
-            self._text = ""
-            return False
-        self._text = rest[1:]
-        self._step = self._head
-        return True
+        self._text = self._text.lstrip(" \n\t}")
+        if self._text:
+            self._step = self._head if self._text.startswith(";") else self._over
+            self._text = self._text[1:]
+        return bool(self._text)
+
+    def _over(self) -> bool:
+        """Behind the last call: nothing of it is told."""
+        self._text = ""
+        return False
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
