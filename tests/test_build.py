@@ -101,3 +101,12 @@ def test_float16_is_computed_as_it_is_said(halves: Path) -> None:
     with open_llm(halves, dtype="float16") as llm:
         assert llm.engine.executor.runner.kv.dtype == torch.float16
         assert len(llm.generate({"prompt_token_ids": [5]}, params, use_tqdm=False)[0].outputs[0].token_ids) == 4
+
+
+def test_a_folder_for_dumps_is_tried_at_once(halves: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for taken in ("file", "file/below"):
+        with pytest.raises(ParameterError, match=r"flight_recorder is .* cannot be written to: .*; name a folder"):
+            open_llm(halves, flight_recorder=str(tmp_path / taken))
+    with open_llm(halves, flight_recorder=str(tmp_path / "new" / "folder")):
+        assert list((tmp_path / "new" / "folder").iterdir()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -72,6 +73,8 @@ class _Stopwatch:
 
 def build(args: EngineArgs) -> Built:
     """Load the model, plan the memory, and put the engine together. Raises `ModelError` or `MemoryBudgetError`."""
+    if args.flight_recorder is not None:
+        check_folder(args.flight_recorder)
     with ExitStack() as starting:
         return _build(args, starting)
 
@@ -144,6 +147,16 @@ def _build(args: EngineArgs, starting: ExitStack) -> Built:
         engine.recorder = FlightRecorder(engine, Path(args.flight_recorder))
     logger.info("%s", watch)
     return Built(engine, config, spec, tokenizer, defaults)
+
+
+def check_folder(flight_recorder: str) -> None:
+    """Where dumps go is made, and tried, now: they are written when something is wrong already."""
+    try:
+        Path(flight_recorder).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=flight_recorder).close()
+    except OSError as error:
+        text = f"flight_recorder is {flight_recorder!r}, which cannot be written to: {error.strerror}; name a folder"
+        raise ParameterError(text, param="flight_recorder") from None
 
 
 def _config(

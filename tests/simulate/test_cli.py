@@ -72,7 +72,12 @@ MISTAKES = {
     "time": (["reproduce", "fig2", "--time", "0"], "time is 0.0"),
     "lengths": (["reproduce", "fig2", "--lengths", "nowhere.npz"], "no file 'nowhere.npz'"),
     "share": (["plan", "--trace", "chat", "--slo", "ttft=1s", "--share", "2"], "share is 2.0"),
-    "prices": (["plan", "--trace", "chat", "--slo", "ttft=1s", "--prices", "nowhere"], "nowhere has no prices"),
+    "prices": (
+        ["plan", "--trace", "chat", "--slo", "ttft=1s", "--prices", "nowhere"],
+        "cannot read nowhere: No such file",
+    ),
+    "no prices": (["plan", "--trace", "chat", "--slo", "ttft=1s", "--prices", "/dev/null"], "/dev/null has no prices"),
+    "cost": (["simulate", "--cost", "nowhere"], "cannot read nowhere: No such file or directory; `octavo calibrate"),
 }
 
 

@@ -106,7 +106,9 @@ def read_prices(path: Path) -> dict[str, float]:
         prices = json.loads(path.read_text(encoding="utf-8"))
         values = prices.values() if isinstance(prices, dict) else [None]
         good = all(isinstance(p, int | float) and 0 < p < math.inf for p in values)
-    except (ValueError, OSError):
+    except OSError as error:
+        raise ParameterError(f"cannot read {path}: {error.strerror}", param="prices") from None
+    except ValueError:
         good = False
     if not good or not prices:
         raise ParameterError(f'{path} has no prices; give JSON such as {{"h200": 3.5}}, an hour', param="prices")

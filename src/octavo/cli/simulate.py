@@ -100,11 +100,11 @@ def simulate(
             records = run(setup, arrivals, progress=progress)
         told = {"trace": trace, "model": setup.model.name, "gpu": setup.device.name, "num_blocks": setup.num_blocks()}
     told |= report.summary(records, wanted)
+    print(json.dumps(told) if as_json else "\n".join(report.lines(told)), flush=True)  # first: a file may fail
     if output is not None:
         output.write_text(json.dumps(told, indent=2) + "\n")
     if plot is not None:
         plot.write_text(svg(report.pictures(records)))
-    print(json.dumps(told) if as_json else "\n".join(report.lines(told)))
 
 
 def replayed(path: Path, settings: dict[str, Any], cost: Path | None) -> tuple[dict[str, Any], Records]:

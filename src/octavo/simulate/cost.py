@@ -297,6 +297,9 @@ class LinearCost:
             cost = json.loads(path.read_text(encoding="utf-8"))["cost"]
             good = set(cost) <= names and {"pass_s", "new_s", "decode_s"} <= set(cost)
             good = good and all(math.isfinite(value) and value >= 0 for value in cost.values())
+        except OSError as error:
+            told = f"cannot read {path}: {error.strerror}; `octavo calibrate --output {path}` writes it"
+            raise UsageError(told, param="cost") from None
         except (ValueError, TypeError, KeyError):
             good = False
         if not good:
