@@ -78,6 +78,7 @@ def test_the_pool_takes_what_the_device_has_and_swap_space_what_the_host_has() -
     assert plan(swap_space=9).num_host_blocks == 9 * 1024
     with pytest.raises(MemoryBudgetError, match="lower num_gpu_blocks_override"):
         plan(swap_space=11)
+    assert plan().table().endswith("free memory beside the weights 20.00 GiB, of the host 10.00 GiB")
     with pytest.raises(MemoryBudgetError, match="lower num_gpu_blocks_override"):
         plan(kv_cache_memory_bytes=21 * GIB)
 

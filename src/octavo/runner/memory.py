@@ -22,15 +22,19 @@ class Budget:
     max_model_len: int
     block_size: int
     free_bytes: int
+    device_bytes: int | None = None
     warnings: tuple[str, ...] = ()
 
     def table(self) -> str:
         """One line, for messages."""
         kv, swap = (self.num_blocks + 1) * self.bytes_per_block, self.num_host_blocks * self.bytes_per_block
+        free = _gib(self.free_bytes)
+        if self.device_bytes is not None:
+            free = f"{_gib(self.device_bytes)}, of the host {free}"
         return (
             f"weights {_gib(self.weight_bytes)}, KV pool {_gib(kv)} ({self.num_blocks} blocks of {self.block_size} "
             f"tokens, {_gib(self.bytes_per_block)} each), swap space {_gib(swap)}, free memory beside the weights "
-            f"{_gib(self.free_bytes)}"
+            f"{free}"
         )
 
 
@@ -96,7 +100,9 @@ def plan_memory(
         if args.swap_space is not None:
             warnings.append(f"swap_space {args.swap_space:g} GiB is larger than the KV pool; cut to its size")
         num_host = max(0, num_blocks)
-    budget = Budget(weight_bytes, per_block, num_blocks, num_host, max_model_len, size, free, tuple(warnings))
+    budget = Budget(
+        weight_bytes, per_block, num_blocks, num_host, max_model_len, size, free, device_bytes, tuple(warnings)
+    )
     if num_blocks < 1 or max_model_len < 2:
         raise MemoryBudgetError(
             "No available memory for the cache blocks: " + budget.table() + "; free some memory, raise "
