@@ -52,6 +52,10 @@ def test_times_are_those_of_the_steps() -> None:
     assert report.normalized_latency(records) == pytest.approx((1.5 / 3 + 0.8) / 2)
     records.num_output[by_index[1]] = 0  # as of a beam search in a recording
     assert report.normalized_latency(records) == pytest.approx(1.5 / 3)
+    records.num_output[by_index[0]] = 0
+    told = report.summary(records)
+    assert "normalized_latency_s" not in told and "normalised" not in "\n".join(report.lines(told))
+    assert json.loads(json.dumps(told, allow_nan=False))["num_requests"] == 2
 
 
 def test_overlap_hides_the_host_and_its_absence_does_not() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -67,11 +68,10 @@ def latency(records: Records) -> np.ndarray:
 
 def normalized_latency(records: Records) -> float:
     """Mean over requests of latency / output length, in seconds a token: the paper's metric (section 6.1). Of those
-    whose length is known: a recording has none of a beam search."""
-    known = records.column("num_output") > 0
-    return (
-        float(np.mean(latency(records)[known] / records.column("num_output")[known])) if known.any() else float("nan")
-    )
+    whose length is known, NaN without any: a recording has none of a beam search."""
+    num_output = records.column("num_output")
+    known = num_output > 0
+    return float((latency(records)[known] / num_output[known]).mean()) if known.any() else math.nan
 
 
 def summary(records: Records, slo: SLO | None = None) -> dict[str, Any]:
@@ -93,13 +93,14 @@ def summary(records: Records, slo: SLO | None = None) -> dict[str, Any]:
         "ttft_s": spread(ttft(records)),
         "tpot_s": spread(tpot(records)[records.column("num_output") > 1]),
         "latency_s": spread(latency(records)),
-        "normalized_latency_s": normalized_latency(records),
         "hit_rate": hit / asked,
         "num_preempted": dict(records.num_preempted),
         "num_waits": dict(records.num_waits),
         "refused": refused,
         "memory": shares([s for s in records.samples if s.num_running]),
     }
+    if not math.isnan(normalized := normalized_latency(records)):
+        told["normalized_latency_s"] = normalized
     if slo is not None:
         good = slo.kept(records)
         told["goodput_requests_per_s"] = float(good.sum()) / span
@@ -134,7 +135,8 @@ def lines(told: dict[str, Any]) -> list[str]:
     ]
     for name, label in (("ttft_s", "first token"), ("tpot_s", "each token"), ("latency_s", "whole request")):
         text.append(f"{label:15}" + "".join(f"{_seconds(value):>10}" for value in told[name].values()))
-    text.append(f"normalised     {_seconds(told['normalized_latency_s'])} a token of output, queue and prompt included")
+    if (normalized := told.get("normalized_latency_s")) is not None:
+        text.append(f"normalised     {_seconds(normalized)} a token of output, queue and prompt included")
     if "slo_kept" in told:
         kept, goodput = told["slo_kept"], told["goodput_requests_per_s"]
         text.append(f"good           {kept:.1%}, {goodput:.2f} requests/s keep the SLO")
