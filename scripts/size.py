@@ -17,13 +17,14 @@ BUDGETS: dict[str, int] = {
     "core": 2000,  # 1500, a failed step, attention windows, all of vLLM's parameters, preemption by cost, and pins
     "engine": 2270,  # 1200, every parameter's output, beams, constraints, a process of its own, and events for routers
     "text": 1400,  # 700, vocab.json with merges.txt, bounds of a stranger's template, grammars on trial, and tool calls
-    "kernels": 5720,  # 2200, prefill on Hopper, sampling and rows of a GPU, the CPU's packed and native kernels, layers
+    "kernels": 5920,  # 2200, prefill on Hopper, sampling and rows of a GPU, the CPU's packed and native kernels, layers
     # of few tokens with all that is around their products, decoding that merges in one launch, small blocks' swaps, and
     # what requests ask of their logits, kept by rows, masks inside the draw, beams' candidates, streamed weights, and
-    # kernels compiled ahead, a schedule of decoding in one place, and the product that turns and writes its heads
+    # kernels compiled ahead, a schedule of decoding in one place, the product that turns and writes its heads, and
+    # decoding that reads once what sequences have in common
     "models": 1200,
-    "runner": 2140,  # 1800, and what requests ask of their logits on a GPU: its own part of it, and the host's; masks
-    # and beams from graphs, a draw with the pass behind it; passes that are rehearsed
+    "runner": 2200,  # 1800, and what requests ask of their logits on a GPU: its own part of it, and the host's; masks
+    # and beams from graphs, a draw with the pass behind it; passes that are rehearsed; rows that begin alike
     "serve": 4380,  # 1800, the table of parameters, limits before a request, responses, restarts, traces, the viewer
     "cluster": 500,
     "simulate": 2760,  # 1800, the nine figures of the paper as a file each, calibration, and pictures without a library

@@ -23,7 +23,7 @@ from octavo.models.spec import spec_from_config
 from octavo.models.weights import empty_model
 from octavo.runner import gpu as runner_gpu
 from octavo.runner.chunks import ChunkSizes
-from octavo.runner.graphs import decode_sizes
+from octavo.runner.graphs import cascade_sizes, decode_sizes
 from tests.cli.conftest import Call, call
 from tests.test_project import loaded_by
 
@@ -156,7 +156,7 @@ def test_the_processor_is_read_as_torch_reads_it() -> None:
 
 def test_what_is_said_of_graphs_is_true() -> None:
     assert [doctor.num_decode_graphs(n) for n in (1, 4, 100, 256, 600)] == [
-        len(decode_sizes(n)) for n in (1, 4, 100, 256, 600)
+        len(decode_sizes(n) + cascade_sizes(n)) for n in (1, 4, 100, 256, 600)
     ]
     assert len(ChunkSizes.TOKENS_OF_FEW) + len(ChunkSizes.TOKENS_OF_MANY) == doctor.NUM_CHUNK_GRAPHS
     assert (doctor.SPARE_BYTES, doctor.GRAPH_BYTES) == (runner_gpu.SPARE_BYTES, runner_gpu.GRAPH_BYTES)

@@ -200,9 +200,10 @@ def activation_bytes(args: EngineArgs, spec: ModelSpec, itemsize: int) -> int:
 
 
 def num_decode_graphs(most: int) -> int:
-    """Sizes of decode graphs up to `most` rows."""
+    """Sizes of decode graphs up to `most` rows, and of those whose rows begin alike."""
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, most + 32, 32)]
-    return len([size for size in sizes if size < most]) + 1
+    sizes = [*(size for size in sizes if size < most), most]
+    return len(sizes) + len([size for size in sizes if size in (8, 16) or size % 32 == 0 or size == most >= 8])
 
 
 # -- where it would run ------------------------------------------------------------------------------------------------

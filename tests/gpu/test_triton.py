@@ -16,6 +16,7 @@ from octavo.kernels import cuda, reference
 from octavo.kernels.batch import RaggedBatch
 from octavo.kernels.reference import Stream
 from octavo.kernels.stream_linear import StreamTuning
+from tests.kernels.cascade_cases import *  # noqa: F403
 from tests.kernels.pool import make_case, relative_error
 from tests.kernels.triton_cases import *  # noqa: F403
 from tests.kernels.triton_cases import check

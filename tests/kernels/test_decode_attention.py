@@ -11,18 +11,23 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed (the gpu extra)", allow_module_level=True)
 
-from octavo.kernels import decode_attention
+from octavo.kernels import cascade, decode_attention
 from octavo.kernels.decode_schedule import DecodeTuning, decode_tuning
 from tests.kernels.hopper import REGISTERS_OF_ALL, SHARED_BYTES_OF_ALL, compile_for_hopper, registers_of
 
 POINTERS = {
     **dict.fromkeys(("q", "kv", "out"), "*bf16"),
-    **dict.fromkeys(("lse", "partial", "partial_ml"), "*fp32"),
+    **dict.fromkeys(("lse", "partial", "partial_ml", "common_partial", "common_partial_ml"), "*fp32"),
     **dict.fromkeys(("arrivals", "block_tables", "query_start", "seq_lens", "segments", "starts", "totals"), "*i32"),
+    **dict.fromkeys(("joins", "pieces", "count"), "*i32"),
 }
 
 
-def compiled(tuning: DecodeTuning, group: int, head_dim: int) -> Any:
+def types_of(kernel: Any) -> dict[str, str]:
+    return {"scale": "fp32"} | {name: kind for name, kind in POINTERS.items() if name in kernel.arg_names}
+
+
+def compiled(tuning: DecodeTuning, group: int, head_dim: int, *, cascaded: bool = False) -> Any:
     constants = {
         "NUM_KV_HEADS": 8,
         "GROUP": group,
@@ -36,28 +41,52 @@ def compiled(tuning: DecodeTuning, group: int, head_dim: int) -> Any:
         "WINDOWED": False,
         "WITH_LSE": False,
         "MERGING": True,
+        "CASCADED": cascaded,
         "ALONE": True,
         "GROUP_PADDED": 1 << (group - 1).bit_length(),
         "KV_HEADS_PADDED": 8,
         "PRECISION": "tf32",
         "OVERLAPPED": True,
     }
-    types = {"scale": "fp32", **POINTERS}
     options = {"num_warps": tuning.num_warps, "maxnreg": tuning.registers}
-    return compile_for_hopper(decode_attention._decode, constants, types, **options)
+    return compile_for_hopper(decode_attention._decode, constants, types_of(decode_attention._decode), **options)
 
 
 @pytest.mark.parametrize(("group", "head_dim"), [(2, 128), (4, 128), (7, 64)])
-@pytest.mark.parametrize("num_seqs", [1, 256])
-def test_all_programs_of_a_tuning_are_there_at_once(group: int, head_dim: int, num_seqs: int) -> None:
+@pytest.mark.parametrize(("num_seqs", "cascaded"), [(1, False), (256, False), (32, True), (256, True)])
+def test_all_programs_of_a_tuning_are_there_at_once(group: int, head_dim: int, num_seqs: int, cascaded: bool) -> None:
     """Each has an equal share of the keys: one that begins when others end takes as long again."""
     tuning = decode_tuning(torch.empty(num_seqs, 8 * group, head_dim, dtype=torch.bfloat16), num_seqs)
-    kernel = compiled(tuning, group, head_dim)
+    kernel = compiled(tuning, group, head_dim, cascaded=cascaded)
     programs = tuning.programs_per_multiprocessor
     assert programs * (kernel.metadata.shared + 1024) <= SHARED_BYTES_OF_ALL
     registers, spilled = registers_of(kernel)
     assert programs * tuning.num_warps * 32 * registers <= REGISTERS_OF_ALL
     assert spilled <= 8  # a number that the loop over keys has no use for
+
+
+@pytest.mark.parametrize(("group", "head_dim"), [(2, 128), (7, 64)])
+def test_all_programs_that_read_what_is_common_are_there_at_once(group: int, head_dim: int) -> None:
+    tuning = cascade.cascade_tuning(torch.empty(1, 1, head_dim, dtype=torch.bfloat16))
+    constants = {
+        "NUM_KV_HEADS": 8,
+        "GROUP": group,
+        "BLOCK_SIZE": 16,
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_PADDED": head_dim,
+        "ROWS": tuning.rows,
+        "TILE": tuning.tile,
+        "STAGES": tuning.num_stages,
+        "PRECISION": "tf32",
+        "OVERLAPPED": True,
+    }
+    common = cascade._attend_common
+    kernel = compile_for_hopper(common, constants, types_of(common), num_warps=tuning.num_warps)
+    programs = tuning.programs_per_multiprocessor
+    assert programs * (kernel.metadata.shared + 1024) <= SHARED_BYTES_OF_ALL
+    registers, spilled = registers_of(kernel)
+    assert programs * tuning.num_warps * 32 * registers <= REGISTERS_OF_ALL
+    assert spilled == 0
 
 
 def test_the_next_kernel_is_let_go_behind_the_keys() -> None:

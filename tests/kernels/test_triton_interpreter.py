@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed (the gpu extra)")
-@pytest.mark.parametrize("cases", ["triton_cases", "triton_step_cases"])
+@pytest.mark.parametrize("cases", ["triton_cases", "triton_step_cases", "cascade_cases"])
 def test_the_kernels_in_tritons_interpreter(cases: str) -> None:
     """In a process of its own: whether a kernel is interpreted is decided when its module is imported."""
     command = [sys.executable, "-m", "pytest", f"tests/kernels/{cases}.py", "-p", "no:cacheprovider"]

@@ -24,7 +24,7 @@ from octavo.runner.careful import CarefulRunner
 from octavo.runner.chunks import ChunkSize, ChunkSizes
 from octavo.runner.cuda_executor import CudaExecutor
 from octavo.runner.cuda_runner import CudaRunner, table_writes
-from octavo.runner.graphs import decode_sizes
+from octavo.runner.graphs import cascade_sizes, decode_sizes
 from octavo.runner.sampler import NO_ALLOWED_TOKEN, NOT_FINITE
 from octavo.runner.swap import runs
 from tests.engine.models import make_talking_checkpoint
@@ -599,6 +599,8 @@ def test_buckets_hold_every_number_of_slices() -> None:
     for most in (1, 3, 4, 100, 256, 300, 1000):
         sizes = decode_sizes(most)
         assert sizes == sorted(set(sizes)) and sizes[-1] == most and sizes[0] == 1
+        alike = cascade_sizes(most)
+        assert alike == sorted(set(alike)) and alike[-1:] == [most] * (most >= 8) and set(alike) <= set(sizes)
 
 
 def test_a_row_that_goes_on_elsewhere_is_looked_at_again(executor: CudaExecutor) -> None:

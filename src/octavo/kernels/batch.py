@@ -33,6 +33,9 @@ class RaggedBatch:
                    batch do not change once a kernel has seen it: the next step has its own batch
     fixed_split    what attention gives for a sequence must not depend, in its last bits, on what else is in the batch.
                    Read by the GPU's kernels; slower
+    common_lens    [num_seqs] int32, how many tokens a sequence has in common with the one before it: whole blocks at
+                   the beginning, the same in both tables, without the last token of either; 0 for the first. None if
+                   nobody has looked. So the GPU's kernels may read them once for both
     """
 
     positions: Tensor
@@ -44,6 +47,7 @@ class RaggedBatch:
     max_seq_len: int
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     fixed_split: bool = False
+    common_lens: Tensor | None = None
 
     @property
     def num_seqs(self) -> int:

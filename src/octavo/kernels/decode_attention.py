@@ -30,10 +30,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.kernels.attention_rows import LN_2, LOG2_E, NOTHING, load_rows
 from octavo.kernels.batch import RaggedBatch
+from octavo.kernels.cascade import JOIN, CascadeTuning, cascade_attention, cascade_tuning, join_common
 from octavo.kernels.decode_schedule import (
     BEGIN,
     LINE,
     NUMBER,
+    SKIPPED,
     SPLIT,
     DecodeTuning,
     Schedule,
@@ -41,7 +43,7 @@ from octavo.kernels.decode_schedule import (
     load_segment,
     make_schedule,
 )
-from octavo.kernels.launching import overlapped, wait_for_predecessor
+from octavo.kernels.launching import given, overlapped, wait_for_predecessor
 
 
 def decode_attention(
@@ -55,25 +57,35 @@ def decode_attention(
     window: int,
     alone: bool,
     tuning: DecodeTuning | None = None,
+    cascade: CascadeTuning | None = None,
 ) -> None:
     """Attention of the sequences with one query, into their rows of out and lse (which is empty if nobody asks).
 
     alone: all sequences have one query, and those without keys get 0.
+    tuning, cascade: default: what was fastest.
     """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = kv_layer.shape[2:4]
     group_size = num_heads // num_kv_heads
     tuning = tuning or decode_tuning(q, 64 if batch.fixed_split else batch.num_seqs)
     split = SPLIT // tuning.tile if batch.fixed_split else 0  # tiles of a piece
-    key = ("paged_attention.decode", tuning, num_kv_heads, group_size, head_dim, window)
+    common_tuning = None
+    if batch.common_lens is not None and alone and not window and not split:
+        common_tuning = cascade or cascade_tuning(q)
+    key = ("paged_attention.decode", tuning, common_tuning, num_kv_heads, group_size, head_dim, window)
     schedule: Schedule | None = batch.derived.get(key)
     # An earlier layer has made it: there is something to do before q is there.
     early = schedule is not None
     if schedule is None:
-        schedule = batch.derived[key] = make_schedule(batch, tuning, split, num_kv_heads, group_size, head_dim, window)
+        schedule = batch.derived[key] = make_schedule(
+            batch, tuning, split, num_kv_heads, group_size, head_dim, window, common_tuning
+        )
     num_programs = len(schedule.arrivals)
     head_dim_padded = max(triton.next_power_of_2(head_dim), 16)
     num_merges = schedule.merges.shape[1]
+    shared = schedule.cascade
+    if shared is not None:
+        cascade_attention(q, kv_layer, batch, shared, scale=scale, early=early)
     _decode[(num_programs,)](
         q,
         kv_layer,
@@ -88,6 +100,7 @@ def decode_attention(
         schedule.segments,
         schedule.starts,
         schedule.totals,
+        *given(q, *((shared.partial, shared.partial_ml, shared.joins) if shared is not None else (None,) * 3)),
         scale * LOG2_E,
         window,
         batch.num_seqs,
@@ -109,6 +122,7 @@ def decode_attention(
         WINDOWED=window > 0,
         WITH_LSE=lse.numel() > 0,
         MERGING=num_merges == 0,
+        CASCADED=shared is not None,
         ALONE=alone,
         GROUP_PADDED=triton.next_power_of_2(group_size),
         KV_HEADS_PADDED=triton.next_power_of_2(num_kv_heads),
@@ -157,6 +171,9 @@ def _decode(
     segments,
     starts,
     totals,
+    common_partial,
+    common_partial_ml,
+    joins,
     scale,
     window,
     num_seqs,
@@ -178,6 +195,7 @@ def _decode(
     WINDOWED: tl.constexpr,
     WITH_LSE: tl.constexpr,
     MERGING: tl.constexpr,
+    CASCADED: tl.constexpr,
     ALONE: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
     KV_HEADS_PADDED: tl.constexpr,
@@ -197,6 +215,8 @@ def _decode(
     end = tl.load(own + LINE + BEGIN)
     segment = tl.load(own + NUMBER)
     seq_begin, seq_end, seq_len, token, seq = load_segment(own)
+    if CASCADED:
+        skipped = tl.load(own + SKIPPED)
     row = tl.arange(0, 16)  # a matrix product has 16 rows at least; those past the group are padding
     column = tl.arange(0, HEAD_DIM_PADDED)
     key = tl.arange(0, TILE)
@@ -216,6 +236,8 @@ def _decode(
         if WINDOWED:
             first_key = tl.maximum(seq_len - window, 0)
             first_tile += first_key // TILE
+        if CASCADED:
+            first_tile += skipped
         low = first_tile * TILE
         high = tl.minimum(low + take * TILE, seq_len)
         table = block_tables + seq.to(tl.int64) * table_stride
@@ -227,6 +249,8 @@ def _decode(
         is_last = tile + take == seq_end
         segment = tl.where(is_last, tl.where(seq_end == num_tiles, 0, segment + 1), segment)
         next_begin, next_end, next_len, next_token, next_seq = load_segment(segments + segment * LINE)
+        if CASCADED:
+            skipped = tl.load(segments + segment * LINE + SKIPPED)
 
         if OVERLAPPED:  # noqa: SIM102 (one is known to the compiler, the other is not)
             if at == begin:
@@ -264,6 +288,11 @@ def _decode(
             if following >= end:  # what is left is short
                 gdc_launch_dependents()
         if take == seq_end - seq_begin:
+            if CASCADED:
+                acc, best, total = join_common(
+                    acc, best, total, row, column, common_partial, common_partial_ml, joins + seq * JOIN, head,
+                    NUM_KV_HEADS, GROUP, HEAD_DIM,
+                )  # fmt: skip
             target = (token * NUM_KV_HEADS * GROUP + heads) * HEAD_DIM
             result = (acc / total[:, None]).to(out.dtype.element_ty)
             tl.store(out + target[:, None] + column[None, :], result, mask=in_group[:, None] & in_head[None, :])
@@ -289,11 +318,17 @@ def _decode(
                         last,
                         (first * stretch < whole - GAP).to(tl.int32),
                         token * NUM_KV_HEADS * GROUP + head * GROUP,
+                        common_partial,
+                        common_partial_ml,
+                        joins + seq * JOIN,
+                        head,
+                        NUM_KV_HEADS,
                         GROUP,
                         GROUP_PADDED,
                         HEAD_DIM,
                         HEAD_DIM_PADDED,
                         WITH_LSE,
+                        CASCADED,
                     )
                     tl.store(arrivals + first, 0)
         at = following
@@ -330,11 +365,17 @@ def _merge(
     last,
     first_slot,
     target,
+    common_partial,
+    common_partial_ml,
+    join,
+    head,
+    NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     WITH_LSE: tl.constexpr,
+    CASCADED: tl.constexpr,
 ):
     """Of what programs first to last share, into the output's rows from target on. Others of them may have run on other
     multiprocessors: their parts are read past the level-1 cache."""
@@ -361,6 +402,11 @@ def _merge(
             total = total * decay + part_total * share
             acc = acc * decay[:, None] + part * share[:, None]
             best = new_best
+    if CASCADED:
+        acc, best, total = join_common(
+            acc, best, total, row, column, common_partial, common_partial_ml, join, head,
+            NUM_KV_HEADS, GROUP, HEAD_DIM,
+        )  # fmt: skip
     place = (target + row) * HEAD_DIM
     total = tl.where(in_group, total, 1.0)
     tl.store(out + place[:, None] + column[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=here)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.batch import RaggedBatch
+from octavo.kernels.cascade import JOIN, Cascade, CascadeTuning, make_cascade
 
 SPLIT = 512
 """Keys of a piece, where the split is fixed."""
@@ -21,6 +22,8 @@ LINE = tl.constexpr(8)
 """Numbers of a line of `Schedule.segments` and `Schedule.starts`."""
 NUMBER, BEGIN = tl.constexpr(5), tl.constexpr(6)
 """Where in a line of `starts` are the segment's number, and where the program begins."""
+SKIPPED = tl.constexpr(7)
+"""Where in either line are the tiles that the sequence leaves to its cascade."""
 FEW_SHARERS = 10
 """Programs that share a (head, sequence), up to which the last of them to be done merges."""
 
@@ -67,7 +70,8 @@ class Schedule:
 
     segments    [num_seqs, LINE] int32, a line for each sequence that has tiles, in their order: the first of these and
                 the one behind the last, on the line of one head, with a gap before each sequence; its length, its
-                token, its number; the rest is unused
+                token, its number; two unused; with a cascade, how many tiles it leaves to that, which are not on
+                the line
     starts      [num_programs + 1, LINE] int32, the same of the sequence that each program begins in; that one's line in
                 `segments`; and where the program begins, on the line of all heads. It ends where the next one begins.
                 So what a program needs first lies in one place
@@ -81,6 +85,7 @@ class Schedule:
                 part; zeros between launches
     partial     [2 * num_programs, group_size, head_dim] float32, unnormalised output of the shared (head, segment)s
     partial_ml  [2 * num_programs, 2, group_size] float32, their largest scores and their sums of exponentials
+    cascade     what its sequences have in common, where that is read once
 
     With a fixed split, sequences are padded to whole pieces of tiles, a piece has a slot of its own instead of a
     program two, and merges name a first and a last piece.
@@ -95,6 +100,7 @@ class Schedule:
     arrivals: Tensor
     partial: Tensor
     partial_ml: Tensor
+    cascade: Cascade | None = None
 
 
 def make_schedule(
@@ -105,13 +111,17 @@ def make_schedule(
     group_size: int,
     head_dim: int,
     window: int,
+    cascade_tuning: CascadeTuning | None = None,
 ) -> Schedule:
-    """split: tiles of a piece, or 0."""
+    """split: tiles of a piece, or 0. cascade_tuning: of a batch that has `common_lens`, to read once what is common."""
     device = batch.seq_lens.device
     num_programs = -(-_num_multiprocessors(device) * tuning.programs_per_multiprocessor // 4) * 4
     num_shared = batch.num_seqs * num_kv_heads
     num_sharers = num_programs // num_shared + 2
     num_merges, num_slots = num_shared if split or num_sharers > FEW_SHARERS else 0, 2 * num_programs
+    cascade = None
+    if cascade_tuning is not None and num_merges == 0:
+        cascade = make_cascade(batch, cascade_tuning, _num_multiprocessors(device), num_kv_heads, group_size, head_dim)
     if split:
         num_tiles = -(-batch.max_seq_len // tuning.tile)  # of one sequence; a window may begin and end inside one
         num_tiles = min(num_tiles, window // tuning.tile + 2) if window else num_tiles
@@ -130,6 +140,7 @@ def make_schedule(
         arrivals,
         totals,
         merges,
+        totals if cascade is None else cascade.joins,
         batch.num_seqs,
         num_programs,
         num_merges,
@@ -140,11 +151,12 @@ def make_schedule(
         GAP=0 if split else tuning.gap,
         PROGRAMS=triton.next_power_of_2(max(num_programs + 1, num_merges)),
         SPLIT=split,
+        CASCADED=cascade is not None,
         num_warps=8,
     )
     segments, starts = segments.view(-1, LINE.value), starts.view(-1, LINE.value)
     merges = merges.view(5, num_merges)
-    return Schedule(num_sharers, segments, starts, totals, merges, arrivals, partial, partial_ml)
+    return Schedule(num_sharers, segments, starts, totals, merges, arrivals, partial, partial_ml, cascade)
 
 
 # Numbers that differ from batch to batch are not specialised on: every variant of a kernel is a compilation.
@@ -157,6 +169,7 @@ def _plan_decode(
     arrivals,
     totals,
     merges,
+    joins,
     num_seqs,
     num_programs,
     num_merges,
@@ -167,6 +180,7 @@ def _plan_decode(
     GAP: tl.constexpr,
     PROGRAMS: tl.constexpr,
     SPLIT: tl.constexpr,
+    CASCADED: tl.constexpr,
 ):
     """Fill a `Schedule`; one program. Sequences with no query, with several, or with no keys have no tiles."""
     seq = tl.arange(0, SEQS)
@@ -175,6 +189,9 @@ def _plan_decode(
     query_begin = tl.load(query_start + seq, mask=alive, other=0)
     query_end = tl.load(query_start + seq + 1, mask=alive, other=0)
     tiles = tl.cdiv(seq_len, TILE)
+    if CASCADED:
+        skipped = tl.load(joins + seq * JOIN, mask=alive, other=0) // TILE
+        tiles -= skipped
     if window > 0:
         tiles -= tl.maximum(seq_len - window, 0) // TILE
     if SPLIT:
@@ -197,6 +214,8 @@ def _plan_decode(
     tl.store(line + 2, seq_len, mask=decodes)
     tl.store(line + 3, query_begin, mask=decodes)
     tl.store(line + 4, seq, mask=decodes)
+    if CASCADED:
+        tl.store(line + SKIPPED, skipped, mask=decodes)
     tl.debug_barrier()  # what this program's threads wrote is read by others of them
     program = tl.arange(0, PROGRAMS)
     tile = (program * stretch) % tl.maximum(num_tiles, 1)
@@ -213,6 +232,9 @@ def _plan_decode(
     for field in tl.static_range(5):
         value = tl.load(segments + low * LINE + field, mask=alive, other=0)
         tl.store(starts + program * LINE + field, value, mask=alive)
+    if CASCADED:
+        value = tl.load(segments + low * LINE + SKIPPED, mask=alive, other=0)
+        tl.store(starts + program * LINE + SKIPPED, value, mask=alive)
     tl.store(starts + program * LINE + NUMBER, low, mask=alive)
     first_tile = tl.load(segments + low * LINE, mask=alive, other=0)  # behind the gap, if it would begin in one
     begin = tl.minimum(program * stretch - tile + tl.maximum(tile, first_tile), num_tiles * NUM_KV_HEADS)

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.batch import RaggedBatch
+from octavo.kernels.launching import given
 from octavo.kernels.rows import (
     FIRST_STOP_ID,
     MAX_STOP_IDS,
@@ -42,6 +43,7 @@ def begin_decode(state: RowState, step: DecodeStep, block_size: int) -> None:
         batch.slot_mapping,
         batch.seq_lens,
         batch.block_tables,
+        *given(step.clock, batch.common_lens),
         sampling.temperature,
         sampling.top_k,
         sampling.top_p,
@@ -55,6 +57,7 @@ def begin_decode(state: RowState, step: DecodeStep, block_size: int) -> None:
         COLUMNS=NUM_COLUMNS,
         BLOCK_SIZE=block_size,
         TILE=256,
+        COMPARING=batch.common_lens is not None,
         num_warps=2,
     )
 
@@ -121,6 +124,7 @@ def _begin_decode(
     slot_mapping,
     seq_lens,
     own_tables,
+    common_lens,
     temperature,
     top_k,
     top_p,
@@ -134,14 +138,12 @@ def _begin_decode(
     COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    COMPARING: tl.constexpr,
 ):
     """One slice."""
     i = tl.program_id(0)
-    row = tl.load(rows + i)
-    position = tl.load(starts + i) + tl.load(clock + 1)
-    is_done = tl.load(done + row).to(tl.int32) != 0
-    live = (position < tl.load(ends + i)) & (not is_done)
-    position = tl.where(live, position, 0)
+    num_passes = tl.load(clock + 1)
+    row, live, position = _place(rows, starts, ends, done, i, num_passes)
     seq_len = tl.where(live, position + 1, 0).to(tl.int32)
     block = tl.load(block_tables + row * table_stride + position // BLOCK_SIZE).to(tl.int64)
     tl.store(live_rows + i, tl.where(live, row, null_row))
@@ -164,6 +166,28 @@ def _begin_decode(
         column = first + tl.arange(0, TILE)
         ids = tl.load(block_tables + row * table_stride + column, mask=column < num_blocks)
         tl.store(own_tables + i.to(tl.int64) * own_table_stride + column, ids, mask=column < num_blocks)
+
+    if COMPARING:
+        other, other_live, other_position = _place(rows, starts, ends, done, tl.maximum(i - 1, 0), num_passes)
+        both = live & other_live & (i > 0)
+        most = tl.where(both, tl.minimum(position, other_position) // BLOCK_SIZE, 0).to(tl.int32)
+        common = most
+        for first in range(0, most, TILE):
+            column = first + tl.arange(0, TILE)
+            ids = tl.load(block_tables + row * table_stride + column, mask=column < most)
+            other_ids = tl.load(block_tables + other * table_stride + column, mask=column < most)
+            differ = (ids != other_ids) & (column < most)
+            common = tl.minimum(common, tl.min(tl.where(differ, column, most), 0))
+        tl.store(common_lens + i, common * BLOCK_SIZE)
+
+
+@triton.jit
+def _place(rows, starts, ends, done, i, num_passes):
+    """A slice's row, whether there is something to do, and the position, 0 if not."""
+    row = tl.load(rows + i)
+    position = tl.load(starts + i) + num_passes
+    live = (position < tl.load(ends + i)) & (tl.load(done + row).to(tl.int32) == 0)
+    return row, live, tl.where(live, position, 0)
 
 
 @triton.jit(do_not_specialize=["table_stride", "own_table_stride", "width"])

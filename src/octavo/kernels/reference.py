@@ -639,6 +639,12 @@ def begin_decode(state: RowState, step: DecodeStep, block_size: int) -> None:
     batch.slot_mapping.copy_(torch.where(live, block * block_size + position % block_size, 0))
     batch.seq_lens.copy_(torch.where(live, position + 1, 0))
     batch.block_tables.copy_(tables)
+    if batch.common_lens is not None:
+        both = torch.where(live[1:] & live[:-1], torch.minimum(position[1:], position[:-1]), 0)
+        column = torch.arange(tables.shape[1], device=tables.device)
+        same = (tables[1:] == tables[:-1]) & (column < (both // block_size).unsqueeze(1))
+        batch.common_lens[:1] = 0
+        batch.common_lens[1:] = same.int().cumprod(1).sum(1) * block_size
     own = state.sampling(step.rows, torch.full_like(step.rows, -1), position + 1)
     for name in PER_ROW:
         getattr(sampling, name).copy_(getattr(own, name))

@@ -168,13 +168,17 @@ class DecodeStep:
             block_tables=make(n, max_blocks, dtype=torch.int32),
             max_query_len=1,
             max_seq_len=max_blocks * block_size,
+            common_lens=make(n, dtype=torch.int32),
         )
         sampling = SamplingTensors.from_lists(*([[0] * n] * 7), device=rows.device)
         sampling = replace(sampling, all_greedy=False, any_filter=True)
         return cls(clock, rows, starts, ends, make(n), make(n), batch, sampling)
 
-    def first(self, num_slices: int) -> DecodeStep:
-        """The same step, cut to fewer slices: a view, but for what kernels derive from a batch."""
+    def first(self, num_slices: int, *, cascade: bool = False) -> DecodeStep:
+        """The same step, cut to fewer slices: a view, but for what kernels derive from a batch.
+
+        cascade: find out what neighbours have in common, for attention to read that once
+        """
         n, batch = num_slices, self.batch
         part = RaggedBatch(
             batch.positions[:n],
@@ -184,6 +188,7 @@ class DecodeStep:
             batch.block_tables[:n],
             batch.max_query_len,
             batch.max_seq_len,
+            common_lens=batch.common_lens[:n] if cascade and batch.common_lens is not None else None,
         )
         sampling = self.sampling.first(n)
         rows, starts, ends = self.rows[:n], self.starts[:n], self.ends[:n]

@@ -37,10 +37,11 @@ from octavo.kernels.rows import (
     DecodeStep,
     RowState,
 )
+from octavo.runner.beginnings import Beginnings
 from octavo.runner.careful import CarefulRunner, Logits
 from octavo.runner.chunks import Chunks, ChunkSize, ChunkSizes, ChunkStep, split
 from octavo.runner.gpu import Rehearse
-from octavo.runner.graphs import Graphs, decode_sizes
+from octavo.runner.graphs import Graphs, cascade_sizes, decode_sizes
 from octavo.runner.inbox import Inbox
 from octavo.runner.landing import Landing, Ring
 from octavo.runner.masks import MaskSpace
@@ -88,6 +89,7 @@ class CudaRunner:
         self.device = kv.device
         max_blocks = -(-max_model_len // self.block_size)
         self.state = RowState.empty(num_rows, max_blocks, self.device)
+        self.beginnings = Beginnings(num_rows, max_blocks, self.block_size, kv[0, 0].nbytes // self.block_size)
         self.inbox = Inbox(num_rows, self.device)
         self._num_lines = max(num_rows + 2, ChunkSizes.FEW)  # of logits, that a pass makes: graphs pad
         self.ring = Ring(max_window, self._num_lines, self.device)
@@ -103,7 +105,7 @@ class CudaRunner:
             block_size=self.block_size,
         )
         self.graphs = Graphs(self.inbox.clock) if graphs else None
-        self._decode_sizes = decode_sizes(num_rows)
+        self._decode_sizes, self._cascade_sizes = decode_sizes(num_rows), cascade_sizes(num_rows)
         self._chunk_sizes = ChunkSizes(num_rows, max_num_tokens, max_model_len)
         self._chunk_words: dict[ChunkSize, Tensor] = {}  # where graphs read them
         self.masks = MaskSpace(self._num_lines, vocab_size, self.device)
@@ -120,6 +122,8 @@ class CudaRunner:
                 self._capture_chunks(self.graphs, size)
             for num_slices in reversed(self._decode_sizes):
                 self._capture_decode(self.graphs, num_slices)
+            for num_slices in reversed(self._cascade_sizes):
+                self._capture_decode(self.graphs, num_slices, cascade=True)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Finish:
@@ -146,9 +150,15 @@ class CudaRunner:
         first = ends - samples  # pass p computes first + p
         if chunks is not None:
             rows, first, ends = rows[again], first[again], ends[again]
+        writes = table_writes(plan.table_writes, self.state.block_tables.shape[1])
+        self.beginnings.note(*writes)
+        order = None if carefully or plan.masked else self.beginnings.order(rows, first)
+        if order is not None:
+            rows, first, ends = rows[order], first[order], ends[order]
+            again = [again[i] for i in order.tolist()]
         parts = [
             *_setups(plan.row_setups),
-            *table_writes(plan.table_writes, self.state.block_tables.shape[1]),
+            *writes,
             *_columns(plan.copies),
             *told,
         ]
@@ -168,13 +178,18 @@ class CudaRunner:
             self._run_chunks(size, received[8], ruled)
             if chunks.draw_slices:
                 self.ring.land(landing, chunks.draw_slices)
-        self._run_window(landing, again, num_columns - (chunks is not None), ruled)
+        self._run_window(landing, again, num_columns - (chunks is not None), ruled, cascade=order is not None)
         return lambda masks: landing
 
-    def _run_window(self, landing: Landing, slices: Seq[int], num_columns: int, ruled: bool) -> None:
-        """The columns that come of one position of some rows each, and the end of the plan."""
+    def _run_window(
+        self, landing: Landing, slices: Seq[int], num_columns: int, ruled: bool, *, cascade: bool = False
+    ) -> None:
+        """The columns that come of one position of some rows each, and the end of the plan.
+
+        cascade: neighbours begin alike
+        """
         for _ in range(num_columns):
-            self._run_decode(len(slices), ruled)
+            self._run_decode(len(slices), ruled, cascade)
             self.ring.land(landing, slices)
         self.ring.end(landing)
 
@@ -339,14 +354,14 @@ class CudaRunner:
 
     # -- one position of some rows ------------------------------------------------------------------------------------
 
-    def _run_decode(self, num_slices: int, ruled: bool) -> None:
+    def _run_decode(self, num_slices: int, ruled: bool, cascade: bool) -> None:
         if self.graphs is None:
-            self._decode(num_slices, ruled)
+            self._decode(num_slices, ruled, cascade)
             return
-        size = self._decode_size(num_slices)
-        if (size, ruled) not in self.graphs:
-            self._capture_decode(self.graphs, size, ruled)
-        self.graphs.replay((size, ruled))
+        size = self._decode_size(num_slices, cascade)
+        if (size, ruled, cascade) not in self.graphs:
+            self._capture_decode(self.graphs, size, ruled, cascade)
+        self.graphs.replay((size, ruled, cascade))
 
     def _decode_logits(self, num_slices: int) -> Logits:
         """Those of a pass that nothing is drawn after, until `settle` says what was."""
@@ -379,22 +394,24 @@ class CudaRunner:
             self.graphs.replay(name)
         return self._best[name]
 
-    def _decode_size(self, num_slices: int) -> int:
-        return self._decode_sizes[bisect_left(self._decode_sizes, num_slices)]
+    def _decode_size(self, num_slices: int, cascade: bool = False) -> int:
+        sizes = self._cascade_sizes if cascade else self._decode_sizes
+        return sizes[bisect_left(sizes, num_slices)]
 
-    def _capture_decode(self, graphs: Graphs, num_slices: int, ruled: bool = False) -> None:
+    def _capture_decode(self, graphs: Graphs, num_slices: int, ruled: bool = False, cascade: bool = False) -> None:
         with self._idle():
-            graphs.capture((num_slices, ruled), lambda: self._decode(num_slices, ruled))
+            graphs.capture((num_slices, ruled, cascade), lambda: self._decode(num_slices, ruled, cascade))
 
     def _every_kind(self) -> None:
         """A pass of each kind that `capture` captures, with nothing to do: of those that decode, one up to each power
         of two, which is what kernels differ in."""
         for size in self._chunk_sizes.sizes:
             self._compute_chunks(size, self._words_of(size), ruled=False)
-        kinds = {(num_slices - 1).bit_length(): num_slices for num_slices in reversed(self._decode_sizes)}
         with self._idle():
-            for num_slices in kinds.values():
-                self._decode(num_slices, ruled=False)
+            for cascade, sizes in ((False, self._decode_sizes), (True, self._cascade_sizes)):
+                kinds = {(num_slices - 1).bit_length(): num_slices for num_slices in reversed(sizes)}
+                for num_slices in kinds.values():
+                    self._decode(num_slices, ruled=False, cascade=cascade)
 
     @contextmanager
     def _idle(self) -> Iterator[None]:
@@ -406,9 +423,9 @@ class CudaRunner:
         finally:
             self._step.ends.copy_(ends)
 
-    def _decode(self, num_slices: int, ruled: bool) -> None:
+    def _decode(self, num_slices: int, ruled: bool, cascade: bool = False) -> None:
         """Nothing here looks at anything on the device."""
-        step = self._step.first(num_slices)
+        step = self._step.first(num_slices, cascade=cascade)
         self._sample(Logits(self._forward_decode(step), step.live_rows, step.sampling), ruled)
 
     def _forward_decode(self, step: DecodeStep) -> Tensor:

@@ -15,7 +15,7 @@ from octavo.config import GIB, GPU_MEMORY_UTILIZATION, EngineArgs
 from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.kernels.batch import RaggedBatch, SamplingTensors
 from octavo.runner.chunks import ChunkSizes
-from octavo.runner.graphs import decode_sizes
+from octavo.runner.graphs import cascade_sizes, decode_sizes
 from octavo.runner.memory import Budget
 from octavo.runner.replay import Model
 
@@ -138,7 +138,8 @@ def measure(
     torch.cuda.synchronize()
     activations = torch.cuda.max_memory_reserved() - before
     # All graphs together live in what the largest pass takes, beside what passes without a graph take.
-    num_graphs = len(decode_sizes(num_rows)) + len(ChunkSizes.TOKENS_OF_FEW) + len(ChunkSizes.TOKENS_OF_MANY)
+    num_graphs = len(decode_sizes(num_rows)) + len(cascade_sizes(num_rows))
+    num_graphs += len(ChunkSizes.TOKENS_OF_FEW) + len(ChunkSizes.TOKENS_OF_MANY)
     graphs = 0 if args.enforce_eager else activations + num_graphs * GRAPH_BYTES
     del kv
     torch.cuda.empty_cache()

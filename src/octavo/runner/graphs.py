@@ -16,6 +16,11 @@ def decode_sizes(most: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
+def cascade_sizes(most: int) -> list[int]:
+    """The same of steps whose rows begin alike: fewer, since they are captured besides, and none for few rows."""
+    return [size for size in decode_sizes(most) if size in (8, 16) or size % 32 == 0 or size == most >= 8]
+
+
 class Graphs:
     """Work that was captured, by name. All graphs share one pool of memory, because only one of them runs at a time:
     capture the largest first, and the others live in what it took.

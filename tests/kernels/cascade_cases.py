@@ -1,0 +1,150 @@
+"""Decoding sequences that begin alike, which reads once what they have in common. See `triton_cases`."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.kernels import cuda, reference
+from octavo.kernels.batch import RaggedBatch
+from octavo.kernels.cascade import UNIT, CascadeTuning, make_cascade
+from octavo.kernels.decode_attention import decode_attention
+from octavo.kernels.rows import DecodeStep, RowState
+from tests.kernels.pool import Case, make_case, naive_attention, relative_error
+from tests.kernels.triton_cases import DEVICE, DTYPES, INTERPRETED, TOLERANCE, on_device
+
+SMALL = CascadeTuning(rows=16, tile=16, num_warps=4, num_stages=2, programs_per_multiprocessor=2, least=UNIT)
+
+
+def alike(seq_lens: list[int], common: list[int], *, block_size: int = 16, **shape: object) -> Case:
+    """Sequence i begins with the blocks of i - 1, as many as hold common[i] tokens. On a GPU all that twenty times: of
+    few sequences, which many programs share there, nothing is read once for several."""
+    if not INTERPRETED:
+        seq_lens, common = seq_lens * 20, common * 20
+    case = make_case([1] * len(seq_lens), seq_lens, block_size=block_size, **shape)  # type: ignore[arg-type]
+    for i, num_tokens in enumerate(common):
+        if num_tokens:
+            assert num_tokens % block_size == 0 and num_tokens < min(seq_lens[i - 1 : i + 1])
+            case.tables[i][: num_tokens // block_size] = case.tables[i - 1][: num_tokens // block_size]
+            for rows in (case.keys, case.values):
+                rows[i][:, :num_tokens] = rows[i - 1][:, :num_tokens]
+    batch = RaggedBatch.from_lists([1] * len(seq_lens), seq_lens, case.tables, block_size)
+    case.batch = replace(batch, common_lens=torch.tensor(common, dtype=torch.int32))
+    return case
+
+
+def moved(case: Case) -> RaggedBatch:
+    assert case.batch.common_lens is not None
+    return replace(on_device(case.batch), common_lens=case.batch.common_lens.to(DEVICE))
+
+
+def attend(case: Case, tuning: CascadeTuning | None) -> tuple[Tensor, Tensor]:
+    q, batch = case.q.to(DEVICE), moved(case)
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan, device=DEVICE)
+    layer = case.kv.to(DEVICE)[:, 1]
+    for _ in range(2):  # as an earlier layer, and as a later one
+        decode_attention(q, layer, batch, out, lse, scale=case.scale, window=0, alone=True, cascade=tuning)
+    (schedule,) = batch.derived.values()
+    assert schedule.cascade is not None
+    return out.cpu(), lse.cpu()
+
+
+def check(case: Case, tuning: CascadeTuning | None = SMALL) -> None:
+    out, lse = attend(case, tuning)
+    expected, expected_lse = naive_attention(case)
+    assert relative_error(out, expected) < TOLERANCE[case.q.dtype]
+    assert relative_error(lse, expected_lse) < 3e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_common_is_read_once_and_all_the_same(dtype: torch.dtype) -> None:
+    case = alike([200, 150, 333, 130, 90, 7], [0, 128, 144, 112, 64, 0], dtype=dtype)
+    check(case)
+    check(case, None)
+
+
+@pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(1, 1, 40), (2, 7, 16), (1, 8, 80), (5, 2, 64)])
+def test_common_blocks_of_every_head_shape(kv_heads: int, group: int, head_dim: int) -> None:
+    lens = [400] * 5 + [90, 100]
+    check(alike(lens, [0, 320, 320, 384, 320, 64, 64], num_kv_heads=kv_heads, group_size=group, head_dim=head_dim))
+
+
+@pytest.mark.parametrize("block_size", [8, 64, 256])
+def test_common_blocks_of_every_size(block_size: int) -> None:
+    check(alike([700, 600, 520, 515], [0, 512, 512, 512], block_size=block_size))
+
+
+def test_it_is_the_first_of_a_tile_whose_blocks_are_read() -> None:
+    """Poisoned copies: what the others' tables name is not read where the first's is."""
+    case = alike([300, 300, 300], [0, 256, 256])
+    expected, _ = naive_attention(case)
+    assert case.batch.common_lens is not None
+    case.batch.block_tables[case.batch.common_lens > 0, :16] = 0  # the null block is NaN
+    assert relative_error(attend(case, SMALL)[0], expected) < TOLERANCE[case.q.dtype]
+
+
+@pytest.mark.parametrize("num_seqs", [2, 9, 40, 130])
+def test_tiles_and_pieces_cover_what_is_common(num_seqs: int) -> None:
+    rnd = random.Random(num_seqs)
+    for least, most in ((64, 0), (64, 1000), (256, 4000), (512, 4000)):
+        common = [0] + [rnd.choice([0, rnd.randint(0, most // 8) * 8]) for _ in range(num_seqs - 1)]
+        if rnd.random() < 0.5:
+            common = [0] + [max(common)] * (num_seqs - 1)
+        batch = on_device(RaggedBatch.from_lists([1] * num_seqs, [1] * num_seqs, [[1]] * num_seqs, 16))
+        batch = replace(batch, common_lens=torch.tensor(common, dtype=torch.int32, device=DEVICE))
+        tuning = replace(SMALL, least=least)
+        made = make_cascade(batch, tuning, 5, num_kv_heads=2, group_size=4, head_dim=16)
+        joins, pieces = made.joins.view(-1, 4).tolist(), made.pieces.view(-1, 8).tolist()
+        count = int(made.count[0])
+        assert count <= len(pieces)
+        places: dict[int, tuple[int, int, int]] = {}  # where a part lies: of which sequence, from which key to which
+        for first, size, begin, end, place, *_ in pieces[:count]:
+            assert 2 <= size <= tuning.rows // 4 and begin % UNIT == end % UNIT == 0 and begin < end
+            assert end <= min(common[first + 1 : first + size]), "nobody has this in common"
+            for i in range(size):
+                assert place + i not in places, "two parts in one place"
+                places[place + i] = (first + i, begin, end)
+        assert not places or max(places) < len(made.partial) // (2 * 4 * 16)
+        for seq, (keys, place, step, num) in enumerate(joins):
+            parts = [places.pop(place + i * step) for i in range(num)]
+            assert [part[0] for part in parts] == [seq] * num
+            bounds = [0, *(part[2] for part in parts)]
+            assert [part[1] for part in parts] == bounds[:-1] and bounds[-1] == keys
+        assert not places, "parts that nobody adds"
+
+
+def test_a_long_beginning_of_few_is_better_than_a_short_one_of_all() -> None:
+    batch = on_device(RaggedBatch.from_lists([1] * 8, [1] * 8, [[1]] * 8, 16))
+    common = torch.tensor([0, 1024, 1024, 1024, 256, 1024, 1024, 1024], dtype=torch.int32, device=DEVICE)
+    made = make_cascade(replace(batch, common_lens=common), SMALL, 5, num_kv_heads=1, group_size=1, head_dim=16)
+    assert made.joins.view(-1, 4)[:, 0].tolist() == [1024] * 8
+
+
+def test_a_step_finds_what_neighbours_have_in_common() -> None:
+    num_rows, block_size, max_blocks = 7, 4, 600
+    state = RowState.empty(num_rows, max_blocks, "cpu")
+    state.block_tables[:-1] = torch.arange(1, num_rows * max_blocks + 1, dtype=torch.int32).view(num_rows, max_blocks)
+    for row, blocks in ((1, 300), (2, 300), (3, 2), (4, 600), (5, 600)):
+        state.block_tables[row, :blocks] = state.block_tables[row - 1, :blocks]
+    state.done[4] = True
+    rows = torch.tensor([0, 1, 2, 3, 4, 5, 1, num_rows])
+    starts = torch.tensor([1001, 1298, 1199, 1500, 1500, 1500, 9, 0])
+    ends, clock = starts + 5, torch.tensor([0, 1])
+    ends[5], ends[7] = 1501, 0  # the first has nothing left to do at the second pass
+    found = []
+    for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
+        tensors = [x.to(device) for x in (clock, rows, starts, ends)]
+        step = DecodeStep.over(*tensors, max_blocks=max_blocks, block_size=block_size).first(8, cascade=True)
+        own = RowState(
+            *(x.to(device, copy=True) for x in (state.block_tables, state.last_token, state.done, state.setup))
+        )
+        ops.begin_decode(own, step, block_size)
+        assert step.batch.common_lens is not None
+        found.append(step.batch.common_lens.tolist())
+    # The last token of either is its own, even in a block of both. Row 3 begins with two blocks of row 2; rows 4 and 5
+    # have nothing to do; row 1 stands alone behind those.
+    assert found[0] == found[1] == [0, 1000, 1200, 8, 0, 0, 0, 0]
