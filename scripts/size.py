@@ -22,8 +22,9 @@ BUDGETS: dict[str, int] = {
     # what requests ask of their logits, kept by rows, masks inside the draw, beams' candidates, streamed weights, and
     # kernels compiled ahead, a schedule of decoding in one place, and the product that turns and writes its heads
     "models": 1200,
-    "runner": 2140,  # 1800, and what requests ask of their logits on a GPU: its own part of it, and the host's; masks
-    # and beams from graphs, a draw with the pass behind it; passes that are rehearsed
+    "runner": 2300,  # 1800, and what requests ask of their logits on a GPU: its own part of it, and the host's; masks
+    # and beams from graphs, a draw with the pass behind it; passes that are rehearsed; a device that is lost, and what
+    # does not fit told with the flag and the value that would do
     "serve": 4380,  # 1800, the table of parameters, limits before a request, responses, restarts, traces, the viewer
     "cluster": 500,
     "simulate": 2760,  # 1800, the nine figures of the paper as a file each, calibration, and pictures without a library
