@@ -23,8 +23,9 @@ BUDGETS: dict[str, int] = {
     # kernels compiled ahead, a schedule of decoding in one place, the product that turns and writes its heads, and
     # decoding that reads once what sequences have in common
     "models": 1200,
-    "runner": 2200,  # 1800, and what requests ask of their logits on a GPU: its own part of it, and the host's; masks
-    # and beams from graphs, a draw with the pass behind it; passes that are rehearsed; rows that begin alike
+    "runner": 2350,  # 1800, and what requests ask of their logits on a GPU: its own part of it, and the host's; masks
+    # and beams from graphs, a draw with the pass behind it; passes that are rehearsed; rows that begin alike; a device
+    # that is lost, and what does not fit told with the flag and the value that would do
     "serve": 4380,  # 1800, the table of parameters, limits before a request, responses, restarts, traces, the viewer
     "cluster": 500,
     "simulate": 2760,  # 1800, the nine figures of the paper as a file each, calibration, and pictures without a library

@@ -221,6 +221,7 @@ def test_where_nothing_helps_another_machine_is_named(tmp_path: Path, free_bytes
     free_bytes[0] = GIB // 20
     report = examine(EngineArgs(model=made(tmp_path, SMOLLM2), device="cpu"))
     assert not report.fits and report.remedy == () and report.budget is None and "one l4 holds it" in report.advice
+    assert "more than the free memory" in str(report.problem) and "octavo doctor" not in str(report.problem)
     larger = SMOLLM2 | {"hidden_size": 16_384, "intermediate_size": 65_536, "num_hidden_layers": 100}
     report = examine(EngineArgs(model=made(tmp_path, larger)), "h200")
     assert "no one GPU that is known" in report.advice and "weights take" in str(report.problem)

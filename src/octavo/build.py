@@ -6,6 +6,7 @@ import logging
 import math
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 
 from octavo.checkpoint import Checkpoint, open_checkpoint
-from octavo.config import EngineArgs, EngineConfig
+from octavo.config import GIB, EngineArgs, EngineConfig
 from octavo.core.kv_cache import KVCache
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
@@ -34,14 +35,17 @@ from octavo.models.weights import Model, dummy_model, empty_model, load_decoder
 from octavo.runner.cuda_executor import CudaExecutor
 from octavo.runner.cuda_runner import CudaRunner
 from octavo.runner.executor import LocalExecutor
-from octavo.runner.gpu import GPUMemory, Rehearse, check_weights, find_gpu, measure
-from octavo.runner.memory import Budget, free_memory, plan_memory
+from octavo.runner.gpu import GPUMemory, Rehearse, measure, smaller_passes
+from octavo.runner.memory import Budget, free_memory, plan_memory, see_doctor
 from octavo.runner.runner import ModelRunner
+from octavo.runner.startup import check_weights, find_gpu, starting_on, unused_gpu
 from octavo.text import chat_template
 from octavo.text.tokenizer import Tokenizer
 from octavo.view.flight import FlightRecorder
 
 logger = logging.getLogger("octavo")
+
+NO_SWAP = "lower swap_space, or set it to 0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +106,14 @@ def _build(args: EngineArgs, starting: ExitStack) -> Built:
     gpu: GPUMemory | None = None
     watch.lap("files")
     if device.type == "cuda":
-        check_weights(weight_bytes, args)
-        decoder = _load(checkpoint, spec, args, dtype, device, ops, max_len=model_len)
+        free_some = f"free as much as the weights take, {weight_bytes / GIB:.2f} GiB; {see_doctor(args)}"
+        with starting_on(device, "loading the weights", lambda _: free_some):
+            check_weights(weight_bytes, args)
+            decoder = _load(checkpoint, spec, args, dtype, device, ops, max_len=model_len)
         watch.lap("weights")
-        gpu = measure(decoder, args, ops=ops, kv_shape=kv_shape, dtype=dtype, rehearse=rehearse)
-        gpu.check()
+        with starting_on(device, "computing its largest steps", lambda _: smaller_passes(args) or see_doctor(args)):
+            gpu = measure(decoder, args, ops=ops, kv_shape=kv_shape, dtype=dtype, rehearse=rehearse)
+        gpu.check(args, math.prod(kv_shape) * dtype.itemsize)
         watch.lap("kernels and memory")
     budget = plan_memory(
         args,
@@ -124,12 +131,17 @@ def _build(args: EngineArgs, starting: ExitStack) -> Built:
     else:
         logger.info("%s", gpu.table(budget))
     config = _config(args, spec, device, dtype, budget)
-    executor = _executor(decoder, config, budget, (kv_shape, dtype), device, ops, rehearse)
+    executor: LocalExecutor | CudaExecutor
+    if gpu is None:
+        executor = _executor(decoder, config, budget, (kv_shape, dtype), ops)
+    else:
+        executor = _gpu_executor(decoder, config, budget, (kv_shape, dtype), ops, gpu, rehearse)
     watch.lap("pool" if gpu is None else "pool and graphs")
     eos = {*spec.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}
     scheduler = make_scheduler(config)
     if config.num_host_blocks:
-        scheduler.policy.costs.move_s = executor.runner.measure_move()
+        with starting_on(device, "moving blocks to the host", lambda _: NO_SWAP):
+            scheduler.policy.costs.move_s = executor.runner.measure_move()
     engine = Engine(
         scheduler,
         executor,
@@ -197,8 +209,15 @@ def make_scheduler(config: EngineConfig) -> Scheduler:
 
 
 def _device(args: EngineArgs) -> torch.device:
-    if args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available()):
+    if args.device == "cpu":
+        return torch.device("cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own takes several lines; below it is one
+        available = torch.cuda.is_available()
+    if args.device == "cuda" or available:
         return find_gpu()
+    if reason := unused_gpu():
+        logger.warning("device auto is the CPU, though there seems to be an NVIDIA GPU: %s", reason)
     return torch.device("cpu")
 
 
@@ -280,38 +299,19 @@ def _executor(
     config: EngineConfig,
     budget: Budget,
     block: tuple[tuple[int, ...], torch.dtype],
-    device: torch.device,
     ops: ModuleType,
-    rehearse: Rehearse | None,
-) -> LocalExecutor | CudaExecutor:
-    """block is the shape and dtype of one block of K and V."""
+) -> LocalExecutor:
+    """On a CPU. block is the shape and dtype of one block of K and V."""
     shape, dtype = block
     args = config.args
-    assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # settled
-    if device.type == "cuda":
-        kv = torch.zeros((config.num_blocks + 1, *shape), dtype=dtype, device=device)
-        host_kv = torch.empty((config.num_host_blocks + 1, *shape), dtype=dtype, pin_memory=True)
-        runner = CudaRunner(
-            decoder,
-            kv,
-            host_kv,
-            num_rows=args.max_num_seqs,
-            max_model_len=config.max_model_len,
-            max_num_tokens=args.max_num_batched_tokens,
-            max_window=args.decode_window,
-            vocab_size=decoder.spec.vocab_size,
-            ops=ops,
-            graphs=not args.enforce_eager,
-        )
-        runner.capture(rehearse)
-        return CudaExecutor(runner)
+    assert args.max_num_seqs  # settled
     try:
         kv = _lazy_zeros((config.num_blocks + 1, *shape), dtype)
         host_kv = _lazy_zeros((config.num_host_blocks + 1, *shape), dtype)
     except MemoryError as error:
         raise MemoryBudgetError(
             f"No available memory for the cache blocks: {budget.table()}; lower num_gpu_blocks_override, "
-            "kv_cache_memory_bytes or swap_space"
+            f"kv_cache_memory_bytes or swap_space; {see_doctor(args)}"
         ) from error
     return LocalExecutor(
         ModelRunner(
@@ -324,6 +324,37 @@ def _executor(
             replay=not args.enforce_eager,
         )
     )
+
+
+def _gpu_executor(
+    decoder: Model,
+    config: EngineConfig,
+    budget: Budget,
+    block: tuple[tuple[int, ...], torch.dtype],
+    ops: ModuleType,
+    gpu: GPUMemory,
+    rehearse: Rehearse | None,
+) -> CudaExecutor:
+    """On a GPU, likewise."""
+    (shape, dtype), args, device = block, config.args, torch.device("cuda")
+    assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # settled
+    with starting_on(device, "pinning memory of the host for swap space", lambda _: NO_SWAP):
+        host_kv = torch.empty((config.num_host_blocks + 1, *shape), dtype=dtype, pin_memory=True)
+    with starting_on(device, "making the KV pool and CUDA graphs", partial(gpu.smaller_pool, args, budget)):
+        runner = CudaRunner(
+            decoder,
+            torch.zeros((config.num_blocks + 1, *shape), dtype=dtype, device=device),
+            host_kv,
+            num_rows=args.max_num_seqs,
+            max_model_len=config.max_model_len,
+            max_num_tokens=args.max_num_batched_tokens,
+            max_window=args.decode_window,
+            vocab_size=decoder.spec.vocab_size,
+            ops=ops,
+            graphs=not args.enforce_eager,
+        )
+        runner.capture(rehearse)
+    return CudaExecutor(runner)
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

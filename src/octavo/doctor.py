@@ -22,7 +22,7 @@ from octavo.config import GIB, GPU_MEMORY_UTILIZATION, EngineArgs
 from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.models.sizes import num_params, weight_bytes
 from octavo.models.spec import DecoderSpec, ModelSpec, spec_from_config
-from octavo.runner.memory import Budget, free_memory, plan_memory
+from octavo.runner.memory import Budget, free_memory, plan_memory, see_doctor
 
 GPUS = {"h200": 139.8, "h100": 79.1, "a100-80": 79.1, "a100-40": 39.4, "l4": 22.0}
 """GiB, as CUDA reports them: less than what the data sheet calls GB."""
@@ -143,7 +143,7 @@ def examine(args: EngineArgs, gpu: str | None = None) -> Report:
     try:
         budget = plan(args)
     except MemoryBudgetError as error:
-        problem = str(error)
+        problem = str(error).removesuffix(f"; {see_doctor(args)}")  # this is it
         args, remedy, budget = next(_remedies(args, machine, spec, plan), (args, (), None))
         if budget is None:
             advice = _where_instead(args, spec, checkpoint)

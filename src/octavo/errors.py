@@ -17,6 +17,7 @@ OctavoError                       anything that Octavo raises on purpose
 └── EngineError                   the engine failed
     ├── StepError                 a step raised on the device; the scheduler has taken back what it had promised
     │   └── StepMemoryError       it took more memory than there is; those after it are smaller
+    ├── DeviceLostError           the device does not answer this process any more: the engine is dead, whoever waits
     └── RequestFailedError        one request failed (numbers that are not finite, ...); no other was touched
 
 "No room now" is no exception but a value: the scheduler says what a request waits for (see `core.events.Waiting`).
@@ -112,6 +113,10 @@ class StepError(EngineError):
 
 class StepMemoryError(StepError):
     code = "out_of_memory"
+
+
+class DeviceLostError(EngineError):
+    code = "device_lost"
 
 
 class RequestFailedError(EngineError):

@@ -31,6 +31,7 @@ BUFFERED = os.environ | {"PYTHONUNBUFFERED": ""}
         (errors.ModelNotFoundError("no such model"), 1, "no such model"),
         (errors.MemoryBudgetError("8 GiB short"), 1, "8 GiB short"),
         (errors.StepError("it broke"), 1, "it broke"),
+        (errors.DeviceLostError("it does not answer: CUDA error: x"), 1, "error: it does not answer: CUDA error: x\n"),
         (FileNotFoundError(2, "No such file or directory", "x.gguf"), 1, "No such file or directory: x.gguf"),
         (ZeroDivisionError("division by zero"), 1, "ZeroDivisionError: division by zero"),
     ],

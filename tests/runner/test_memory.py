@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +69,56 @@ def test_no_room_for_a_block(options: dict[str, Any]) -> None:
     assert "\n" not in str(caught.value)
 
 
+FLAG = re.compile(
+    r"(max_model_len|swap_space|kv_cache_memory_bytes|num_gpu_blocks_override|\w+_utilization) to ([\d.]+)"
+)
+BLOCKS = {"free": 100 * 64 * KIB}
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"kv_cache_memory_bytes": 5}, "kv_cache_memory_bytes"),
+        ({"free": 4 * 64 * KIB}, "kv_cache_memory_bytes"),
+        ({"gpu_memory_utilization": 0.01}, "gpu_memory_utilization"),
+        ({"kv_cache_memory_bytes": 5, "max_model_len": 2000, **BLOCKS}, "kv_cache_memory_bytes max_model_len"),
+        (
+            {"gpu_memory_utilization": 0.9, "max_model_len": 2000, "free": 6 * 64 * KIB},
+            "gpu_memory_utilization max_model_len",
+        ),
+        ({"kv_cache_memory_bytes": 9 * 64 * KIB, "max_model_len": 2000}, "max_model_len"),
+        ({"max_model_len": 1}, "max_model_len"),
+        ({"num_gpu_blocks_override": 100, **BLOCKS}, "num_gpu_blocks_override"),
+        ({"num_gpu_blocks_override": 100, "swap_space": 1.0, **BLOCKS}, "num_gpu_blocks_override"),
+        ({"num_gpu_blocks_override": 900, "max_model_len": 2000, **BLOCKS}, "num_gpu_blocks_override max_model_len"),
+        ({"kv_cache_memory_bytes": GIB, "max_model_len": -1, **BLOCKS}, "kv_cache_memory_bytes"),
+        ({"num_gpu_blocks_override": 80, "swap_space": 1.0, **BLOCKS}, "swap_space"),
+        ({"num_gpu_blocks_override": 1000, "swap_space": 1.0, "free": 1100 * 64 * KIB}, "swap_space"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_names_flags_with_values_that_would_do(options: dict[str, Any], names: str) -> None:
+    with pytest.raises(MemoryBudgetError) as caught:
+        plan(**options)
+    told = dict(FLAG.findall(str(caught.value).rpartition("; ")[2]))
+    if not told:  # the length comes before the table
+        told = {"max_model_len": re.search(r"max_model_len that fits is (\d+)", str(caught.value))[1]}  # type: ignore[index]
+    assert " ".join(told) == names and "\n" not in str(caught.value)
+    plan(**options | {name: float(v) if "." in v else int(v) for name, v in told.items()})
+
+
 def test_a_pool_larger_than_the_free_memory() -> None:
     with pytest.raises(MemoryBudgetError, match="lower num_gpu_blocks_override"):
         plan(free=100 * 64 * KIB, num_gpu_blocks_override=100)
     assert plan(free=101 * 64 * KIB, num_gpu_blocks_override=100).num_host_blocks == 0  # a default gives way
-    with pytest.raises(MemoryBudgetError, match="swap_space"):
+    with pytest.raises(MemoryBudgetError, match=r"; lower swap_space to 0$"):
         plan(free=150 * 64 * KIB, num_gpu_blocks_override=100, swap_space=1.0)
+
+
+def test_where_no_value_is_known() -> None:
+    for options in ({"free": 64 * KIB}, {"free": 64 * KIB, "num_gpu_blocks_override": 5}):
+        with pytest.raises(MemoryBudgetError, match=r"; `octavo doctor m` names flags that fit$"):
+            plan(**options)
 
 
 def test_swap_space() -> None:
@@ -109,5 +154,7 @@ def test_free_memory_reads_the_machine_and_its_cgroup(monkeypatch: pytest.Monkey
 
 
 def test_weights_that_leave_nothing_are_refused_before_they_are_loaded() -> None:
-    with pytest.raises(MemoryBudgetError, match="more than the free memory by 1"):
+    with pytest.raises(
+        MemoryBudgetError, match=r"more than the free memory by 1.*; `octavo doctor m` names flags that fit$"
+    ):
         plan_memory(EngineArgs(model="m"), bytes_per_token=8, weight_bytes=3 << 30, model_len=64, free_bytes=-(1 << 30))

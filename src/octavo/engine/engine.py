@@ -25,7 +25,15 @@ from octavo.engine.inspect import Timelines
 from octavo.engine.outputs import MakeDetokenizer, RequestMetrics, RequestOutput, RequestState
 from octavo.engine.stats import EngineStats
 from octavo.engine.step_limit import StepLimit
-from octavo.errors import ContextLengthError, EngineError, ParameterError, PromptError, StepError, StepMemoryError
+from octavo.errors import (
+    ContextLengthError,
+    DeviceLostError,
+    EngineError,
+    ParameterError,
+    PromptError,
+    StepError,
+    StepMemoryError,
+)
 
 logger = logging.getLogger("octavo.engine")
 
@@ -308,7 +316,8 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Plan one step, and take in what the device has; returns the requests that have something to tell.
 
-        May return nothing while the device works. Waits for the device when there is nothing else to do.
+        May return nothing while the device works. Waits for the device when there is nothing else to do. Raises
+        `DeviceLostError` where there is no device any more.
         """
         return _outputs(self.advance())
 
@@ -347,6 +356,9 @@ class Engine:
             result = step.running.result()
         except StepError as error:
             return self._failed(step.plan, error)
+        except DeviceLostError:
+            self._flight.clear()  # nothing comes of it: who drains, on his way out, asks no more
+            raise
         self._flight.popleft()
         return self._taken_in(step.plan, result, last=True)
 

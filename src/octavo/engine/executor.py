@@ -47,7 +47,8 @@ class Running(Protocol):
         """Wait for the rest: all that `poll` has not given yet.
 
         Raises `octavo.errors.StepError` when the step failed; then everything submitted after it fails too.
-        `StepMemoryError` where it took more memory than there was.
+        `StepMemoryError` where it took more memory than there was. `DeviceLostError`, which is neither, where nothing
+        can be computed any more: then the engine is dead, and so is its process's use of the device.
         """
 
 

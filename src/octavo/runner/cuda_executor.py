@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 
 from octavo.core.plan import StepPlan, StepResult
 from octavo.engine.executor import Masks
 from octavo.errors import StepError
 from octavo.runner.cuda_runner import CudaRunner, Finish
-from octavo.runner.executor import step_error
+from octavo.runner.executor import device_lost, step_error
 from octavo.runner.landing import Landing
 
 NAP_S = 5e-5
@@ -47,7 +48,11 @@ class CudaRunning:
     def done(self) -> bool:
         if self._landing is None or self._error is not None:
             return self._error is not None
-        return not self._num_waits and self._landing.num_landed == len(self._landing.events)
+        try:
+            return not self._num_waits and self._landing.num_landed == len(self._landing.events)
+        except RuntimeError as error:  # what CUDA found out only now; `result` will say it
+            self._error = error
+            return True
 
     def poll(self, timeout_s: float = 0.0) -> StepResult | None:
         if self._landing is None or self._error is not None:
@@ -60,7 +65,8 @@ class CudaRunning:
                 if time.perf_counter() >= until:
                     return None
                 time.sleep(NAP_S)
-        except RuntimeError:  # `result` will say it
+        except RuntimeError as error:  # likewise
+            self._error = error
             return None
         if landed == len(self._landing.events) and not self._num_waits:
             return None
@@ -73,10 +79,10 @@ class CudaRunning:
             try:
                 self._landing.events[-1].synchronize()
                 return self._landing.read(self._num_read, len(self._landing.slice_ids))
-            except RuntimeError as cause:  # what CUDA found out only now
+            except RuntimeError as cause:  # likewise
                 error = cause
         told = step_error(error or StepError("it was asked for what it gives before it had its masks"))
-        self._executor.recover()
+        self._executor.recover(error)
         raise told from error
 
 
@@ -108,12 +114,24 @@ class CudaExecutor:
             self._failed = True
             raise
 
-    def recover(self) -> None:
-        """The caller has seen a failure, and drops what was queued behind it."""
+    def recover(self, error: Exception | None) -> None:
+        """The caller has seen a failure, and drops what was queued behind it. Raises `DeviceLostError` where the device
+        answers no more: CUDA's worst errors, such as a write to nobody's memory, end all that a process has there."""
         self._failed = False
         self.runner.let_go()
+        try:
+            self.runner.probe()
+        except RuntimeError as cause:
+            raise device_lost(cause) from error or cause
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            self.runner.let_go()
+            try:
+                self.runner.probe()
+            except RuntimeError:
+                # To free pinned memory, torch asks the device when it was used last. One that does not answer would end
+                # the process there and then, at the interpreter's end, too. The memory goes back with the process.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.runner))
             del self.runner  # weights and pool, whoever still holds the executor

@@ -331,11 +331,17 @@ class CudaRunner:
 
     def let_go(self) -> None:
         """Wait for what is queued, whose inputs nobody keeps any more, and give the device back what passes have taken:
-        in pieces, it may not do for another pass. A device that is broken says so to whom it concerns."""
+        in pieces, it may not do for another pass. Errors of what was queued are none of this call's."""
         if self.kv.is_cuda:
             with suppress(RuntimeError):
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
+
+    def probe(self) -> None:
+        """Raises `RuntimeError`, CUDA's, where the device does not answer any more. An error that passes is told once:
+        `let_go` goes before, and hears it."""
+        if self.kv.is_cuda:
+            torch.cuda.synchronize()
 
     def _apply(self, plan: StepPlan, words: Seq[Tensor]) -> None:
         """What the plan does to rows and blocks."""

@@ -11,7 +11,7 @@ import torch
 
 from octavo.core.plan import StepPlan, StepResult
 from octavo.engine.executor import Masks
-from octavo.errors import StepError, StepMemoryError
+from octavo.errors import DeviceLostError, StepError, StepMemoryError
 from octavo.runner.runner import ModelRunner
 
 WAIT_S = 0.2
@@ -97,16 +97,26 @@ MAX_MESSAGE = 300
 def step_error(error: BaseException) -> StepError:
     """What the engine is told of what went wrong in a step. Of a lack of memory nothing else is kept: what the step had
     already made hangs on the error's frames."""
-    kind = StepMemoryError if _is_memory(error) else StepError
+    kind = StepMemoryError if is_memory(error) else StepError
     if kind is StepMemoryError:
-        at: BaseException | None = error
-        while at is not None:
-            traceback.clear_frames(at.__traceback__)
-            at = at.__cause__ or at.__context__
+        forget_frames(error)
     return kind(f"{type(error).__name__}: {' '.join(str(error).split())[:MAX_MESSAGE]}")
 
 
-def _is_memory(error: BaseException | None) -> bool:
+def device_lost(cause: BaseException) -> DeviceLostError:
+    """What an engine dies of. CUDA's own words come last; its further lines are advice for debugging."""
+    words = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
+    return DeviceLostError(f"the GPU does not answer this process any more, only a new one can use it: {words}")
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """What was made in them is let go, though the error is kept."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def is_memory(error: BaseException | None) -> bool:
     """Whether it is a lack of memory, or what came of one: what failed may have failed once more on its way out."""
     while error is not None:
         if isinstance(error, MemoryError | torch.OutOfMemoryError):

@@ -1,25 +1,21 @@
-"""One NVIDIA GPU: whether it can be used, and how much of its memory is left for K and V."""
+"""How much of a GPU's memory is left for K and V."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
-from typing import Any, cast
 
 import torch
 
 from octavo.config import GIB, GPU_MEMORY_UTILIZATION, EngineArgs
-from octavo.errors import MemoryBudgetError, ParameterError
+from octavo.errors import MemoryBudgetError
 from octavo.kernels.batch import RaggedBatch, SamplingTensors
 from octavo.runner.chunks import ChunkSizes
 from octavo.runner.graphs import cascade_sizes, decode_sizes
-from octavo.runner.memory import Budget
+from octavo.runner.memory import Budget, ceil_2, floor_2, lower_pool, see_doctor
 from octavo.runner.replay import Model
-
-logger = logging.getLogger("octavo")
 
 Rehearse = Callable[..., None]
 """`kernels.ahead.Ahead.rehearse`."""
@@ -27,28 +23,11 @@ GRAPH_BYTES = 8 << 20
 """Of device memory for each captured graph: its nodes and their arguments, not the tensors that all of them share."""
 SPARE_BYTES = 256 << 20
 """Left to what a profile cannot see: cuBLAS workspaces, kernels that are loaded later, fragments."""
-
-
-def find_gpu() -> torch.device:
-    """The first GPU. Raises `ParameterError`, in one line, where none can be used."""
-    try:
-        cast("Any", torch.cuda.init)()
-    except (RuntimeError, AssertionError) as error:
-        reason = " ".join(str(error).split())
-        raise ParameterError(f"device is cuda, and there is none: {reason}; use device=cpu", param="device") from None
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def check_weights(weight_bytes: int, args: EngineArgs) -> None:
-    """Raises `MemoryBudgetError` before anything is loaded where not even the weights fit."""
-    free, total = torch.cuda.mem_get_info()
-    room = min(free, int(total * (args.gpu_memory_utilization or GPU_MEMORY_UTILIZATION)))
-    if weight_bytes > room:
-        raise MemoryBudgetError(
-            f"the weights take {_gib(weight_bytes)} and the GPU has room for {_gib(room)} ({_gib(free)} free of "
-            f"{_gib(total)}); free some, raise gpu_memory_utilization, or choose a smaller model or a dtype of fewer "
-            "bytes"
-        )
+LEAST_KV_BYTES = GIB
+"""For K and V, that values in messages leave: they are for engines that serve somebody."""
+MOST_UTILIZATION = 0.99
+FEWEST_TOKENS = 64
+"""A step that an advice makes smaller still computes so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,25 +60,44 @@ class GPUMemory:
     def _taken(self) -> int:
         return self.weights + self.activations + self.graphs + self.libraries + SPARE_BYTES
 
-    def check(self) -> None:
-        """Raises `MemoryBudgetError`, with a utilization that would do, when nothing is left."""
-        if self.left > 0:
-            return
-        needed = self._taken + GIB
-        remedy = (
-            f"raise gpu_memory_utilization to {needed / self.total:.2f}"
-            if needed < min(0.99 * self.total, self.total - self.foreign)
-            else "free some memory, lower max_num_batched_tokens and max_num_seqs, or take a smaller model"
-        )
-        raise MemoryBudgetError(
-            f"No available memory for the cache blocks: gpu_memory_utilization {self.utilization:g} of "
-            f"{_gib(self.total)} is {_gib(self.total * self.utilization)}, and the engine takes {self}; {remedy}"
-        )
+    def check(self, args: EngineArgs, bytes_per_block: int) -> None:
+        """Raises `MemoryBudgetError`, with values that would do, where less is left than the smallest pool takes."""
+        if self.left < 2 * bytes_per_block:
+            remedy = self._remedy(args, max(LEAST_KV_BYTES, 2 * bytes_per_block)) or see_doctor(args)
+            raise MemoryBudgetError(
+                f"No available memory for the cache blocks: gpu_memory_utilization {self.utilization:g} of "
+                f"{gib(self.total)} is {gib(self.total * self.utilization)}, and the engine takes {self}; {remedy}"
+            )
+
+    def _remedy(self, args: EngineArgs, kv_bytes: int) -> str:
+        """What would leave so much for K and V, the smallest change first. "" where nothing does."""
+        needed, others_leave = self._taken + kv_bytes, self.total - self.foreign
+        share = ceil_2(needed / self.total)
+        if share <= MOST_UTILIZATION and needed <= others_leave:
+            return f"raise gpu_memory_utilization to {share:g}"
+        passes = self.activations + self.graphs
+        fewer = smaller_passes(args, (passes + self.left - kv_bytes) / passes) if passes else ""
+        if share > MOST_UTILIZATION:
+            return fewer
+        more = f"free {gib(needed - others_leave)} more on the GPU"
+        if self.utilization < share:
+            more += f" and raise gpu_memory_utilization to {share:g}"
+        return f"{fewer}, or {more}" if fewer else more
+
+    def smaller_pool(self, args: EngineArgs, budget: Budget, wanting: int) -> str:
+        """What would leave so many bytes more to others than the pool does now, and some to spare."""
+        kv_bytes = (budget.num_blocks + 1) * budget.bytes_per_block - wanting - LEAST_KV_BYTES
+        if args.num_gpu_blocks_override is not None or args.kv_cache_memory_bytes is not None:
+            return lower_pool(args, budget, kv_bytes) or see_doctor(args)
+        share = floor_2((self._taken + kv_bytes) / self.total)
+        if replace(self, utilization=share).left < 2 * budget.bytes_per_block:
+            return smaller_passes(args) or see_doctor(args)
+        return f"lower gpu_memory_utilization to {share:g}"
 
     def __str__(self) -> str:
         return (
-            f"weights {_gib(self.weights)}, activations {_gib(self.activations)}, CUDA graphs {_gib(self.graphs)}, "
-            f"libraries {_gib(self.libraries)}; other processes and CUDA itself have {_gib(self.foreign)}"
+            f"weights {gib(self.weights)}, activations {gib(self.activations)}, CUDA graphs {gib(self.graphs)} (an "
+            f"estimate), libraries {gib(self.libraries)}; other processes and CUDA itself have {gib(self.foreign)}"
         )
 
     def table(self, budget: Budget) -> str:
@@ -109,9 +107,20 @@ class GPUMemory:
         lengths = [n for n in (1024, 4096, 16384, 65536) if n < budget.max_model_len] + [budget.max_model_len]
         at_once = ", ".join(f"{tokens / n:,.1f} of {n:,} tokens" for n in lengths)
         return (
-            f"GPU memory: {self}; KV pool {_gib(kv_bytes)}: {budget.num_blocks:,} blocks of {budget.block_size}, "
+            f"GPU memory: {self}; KV pool {gib(kv_bytes)}: {budget.num_blocks:,} blocks of {budget.block_size}, "
             f"{tokens:,} tokens; requests at once: {at_once}"
         )
+
+
+def smaller_passes(args: EngineArgs, share: float = 0.5) -> str:
+    """What makes the largest pass take this share of the memory that it takes. "" where it cannot be so small."""
+    num_tokens, num_rows = (
+        1 << max(0, int((most or 1) * share)).bit_length() >> 1
+        for most in (args.max_num_batched_tokens, args.max_num_seqs)
+    )
+    if num_tokens < FEWEST_TOKENS or not num_rows:
+        return ""
+    return f"lower max_num_batched_tokens to {num_tokens} and max_num_seqs to {num_rows}"
 
 
 def measure(
@@ -186,5 +195,5 @@ def _pass(model: Model, kv: torch.Tensor, counts: list[int], ops: ModuleType) ->
     ops.draw(logits, SamplingTensors.from_lists(*[zeros] * 7, device="cuda"))
 
 
-def _gib(num_bytes: float) -> str:
+def gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.2f} GiB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ def plan_memory(
     if free_bytes is not None and free_bytes <= 0:
         raise MemoryBudgetError(
             f"the weights take {_gib(weight_bytes)}, which is more than the free memory by {_gib(-free_bytes)}; free "
-            "some, choose a smaller model or a dtype of fewer bytes"
+            f"more than that, choose a smaller model or a dtype of fewer bytes; {see_doctor(args)}"
         )
     size = args.block_size
     per_block = bytes_per_token * size
@@ -104,10 +105,8 @@ def plan_memory(
         weight_bytes, per_block, num_blocks, num_host, max_model_len, size, free, device_bytes, tuple(warnings)
     )
     if num_blocks < 1 or max_model_len < 2:
-        raise MemoryBudgetError(
-            "No available memory for the cache blocks: " + budget.table() + "; free some memory, raise "
-            "gpu_memory_utilization or kv_cache_memory_bytes, or lower block_size"
-        )
+        remedy = _larger_pool(args, budget, wanted_len)
+        raise MemoryBudgetError(f"No available memory for the cache blocks: {budget.table()}; {remedy}")
     if max_model_len > longest:
         raise MemoryBudgetError(
             f"To serve at least one request with the model's max seq len ({max_model_len}), "
@@ -117,11 +116,74 @@ def plan_memory(
     kv_bytes = (num_blocks + 1) * per_block
     host_bytes = num_host * per_block + (kv_bytes if device_bytes is None else 0)
     if (free and host_bytes > free) or (device_bytes is not None and kv_bytes > device_bytes):
-        raise MemoryBudgetError(
-            "No available memory for the cache blocks: " + budget.table() + "; lower num_gpu_blocks_override, "
-            "kv_cache_memory_bytes or swap_space"
-        )
+        remedy = _smaller_parts(args, budget)
+        raise MemoryBudgetError(f"No available memory for the cache blocks: {budget.table()}; {remedy}")
     return budget
+
+
+def see_doctor(args: EngineArgs) -> str:
+    """For messages, where no value is known that would do."""
+    return f"`octavo doctor {args.model}` names flags that fit"
+
+
+def lower_pool(args: EngineArgs, budget: Budget, num_bytes: int) -> str:
+    """What makes a pool whose size was said take so many bytes at most: the flag that said it, with a value. "" where
+    none did, or not one block would fit."""
+    num_blocks = num_bytes // budget.bytes_per_block - 1
+    if args.num_gpu_blocks_override is not None:
+        told = f"lower num_gpu_blocks_override to {num_blocks}"
+    else:
+        told = f"lower kv_cache_memory_bytes to {(num_blocks + 1) * budget.bytes_per_block}"
+    if num_blocks < 1 or (args.num_gpu_blocks_override is None and args.kv_cache_memory_bytes is None):
+        return ""
+    longest = num_blocks * budget.block_size + 1
+    shorter = args.max_model_len not in (None, -1) and budget.max_model_len > longest
+    return f"{told} and max_model_len to {longest}" if shorter else told
+
+
+def _larger_pool(args: EngineArgs, budget: Budget, wanted_len: int) -> str:
+    """What would make room for a sequence of `wanted_len`, or for as much of one as there is memory for."""
+    if wanted_len < 2:
+        return "raise max_model_len to 2 at least: a prompt and a token"
+    size, per_block, room = budget.block_size, budget.bytes_per_block, _room(args, budget)
+    if room < 2 * per_block:
+        return f"free {_gib(2 * per_block - room)} more; {see_doctor(args)}"
+    num_bytes = min(1 + -(-(wanted_len - 1) // size), room // per_block) * per_block
+    told = f"{'set' if args.kv_cache_memory_bytes is None else 'raise'} kv_cache_memory_bytes to {num_bytes}"
+    if args.kv_cache_memory_bytes is None and args.gpu_memory_utilization is not None:
+        share = ceil_2((budget.weight_bytes + num_bytes) / (budget.weight_bytes + budget.free_bytes))
+        told = f"raise gpu_memory_utilization to {share:g}"
+    longest = (num_bytes // per_block - 1) * size + 1
+    shorter = args.max_model_len not in (None, -1) and longest < wanted_len
+    return f"{told} and lower max_model_len to {longest}" if shorter else told
+
+
+def _smaller_parts(args: EngineArgs, budget: Budget) -> str:
+    """What would make the pool and swap space fit."""
+    kv_bytes, remedies, left = (budget.num_blocks + 1) * budget.bytes_per_block, [], budget.free_bytes
+    if budget.device_bytes is None:
+        left -= kv_bytes
+    if left < 0 or (budget.device_bytes is not None and kv_bytes > budget.device_bytes):
+        remedies.append(lower_pool(args, budget, _room(args, budget)))
+    if 0 <= left < budget.num_host_blocks * budget.bytes_per_block:
+        remedies.append(f"lower swap_space to {floor_2(left / GIB):g}")
+    return ", ".join(remedies) if all(remedies) else see_doctor(args)
+
+
+def _room(args: EngineArgs, budget: Budget) -> int:
+    """Bytes that the pool may take. Where it shares them with swap space, which is no larger than it, half of them."""
+    if budget.device_bytes is not None:
+        return budget.device_bytes
+    return budget.free_bytes // 2 if args.swap_space and args.preemption_mode != "recompute" else budget.free_bytes
+
+
+def ceil_2(number: float) -> float:
+    """To two places, as shares of memory are said."""
+    return math.ceil(number * 100) / 100
+
+
+def floor_2(number: float) -> float:
+    return math.floor(number * 100) / 100
 
 
 def time_moves(move: Callable[[list[tuple[int, int]]], None], num_blocks: int) -> float:

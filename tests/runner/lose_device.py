@@ -1,0 +1,188 @@
+"""Processes that lose their GPU in the middle of what they compute, for tests.
+
+    python -m tests.runner.lose_device MODEL FRONT HARM     FRONT: llm or async
+    python -m tests.runner.lose_device HARM ONCE FD         an engine's process
+
+The latter only while there is a file ONCE, which it takes away. HARM is how it comes to that: "write" to an address
+that is nobody's, "index" far out of a tensor, or "told", where a CPU plays the GPU and CUDA's words are made up. The
+first two are for GPUs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo import LLM, AsyncEngine, SamplingParams
+from octavo.build import Built, build
+from octavo.config import EngineArgs
+from octavo.core.plan import StepPlan
+from octavo.errors import EngineError
+from octavo.prompts import Prompts
+from octavo.runner.cuda_runner import CudaRunner, Finish
+from tests.runner.test_cuda_runner import on_rows
+
+OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "max_num_seqs": 8,
+    "num_gpu_blocks_override": 200,
+    "block_size": 8,
+    "max_model_len": 64,
+    "decode_window": 2,
+}
+PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
+PROMPTS = [[3 + i, 5, 7 + i] for i in range(4)]
+ROOT = Path(__file__).parents[2]
+AT = 4
+"""The step that it happens in: others are in flight."""
+WORDS = {
+    "write": "CUDA error: an illegal memory access was encountered",
+    "index": "CUDA error: device-side assert triggered",
+    "told": "CUDA error: an illegal memory access was encountered",
+}
+
+
+def options_for(harm: str) -> dict[str, Any]:
+    return OPTIONS | {"device": "cpu" if harm == "told" else "cuda"}
+
+
+def lose(runner: CudaRunner, harm: str) -> None:
+    """From now on `AT` steps are launched as they should be."""
+    launch, num_launched = runner.launch, 0
+
+    def told(*_: Any) -> Any:
+        raise RuntimeError(f"{WORDS[harm]}\nSearch for it.\nCompile with `TORCH_USE_CUDA_DSA` ...\n")
+
+    def broken(plan: StepPlan) -> Finish:
+        nonlocal num_launched
+        num_launched += 1
+        if num_launched > AT and harm == "told":
+            runner.probe = told  # type: ignore[method-assign]
+            told()
+        elif num_launched == AT + 1 and harm == "write":
+            from tests.runner.wild_write import write_to
+
+            write_to[(1,)](16)
+        elif num_launched == AT + 1:
+            torch.zeros(4, device="cuda").index_select(0, torch.tensor([1 << 40], device="cuda"))
+        return launch(plan)
+
+    runner.launch = broken  # type: ignore[method-assign]
+
+
+def prepare(built: LLM | Built, harm: str) -> None:
+    if harm == "told":
+        on_rows(built)  # type: ignore[arg-type]
+    lose(built.engine.executor.runner, harm)  # type: ignore[attr-defined]
+
+
+def run_llm(model: str, harm: str) -> None:
+    llm = LLM(model, **options_for(harm))
+    prepare(llm, harm)
+    print("started", flush=True)
+    llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+
+
+def run_async(model: str, harm: str) -> None:
+    built = build(EngineArgs(model=model, **options_for(harm)))
+    prepare(built, harm)
+    print("started", flush=True)
+
+    async def one(engine: AsyncEngine, prompt: list[int]) -> None:
+        async for _ in engine.generate(prompt, PARAMS):
+            pass
+
+    async def main() -> None:
+        engine = AsyncEngine(built.engine)
+        ends = await asyncio.gather(*(one(engine, prompt) for prompt in PROMPTS), return_exceptions=True)
+        assert all(isinstance(end, EngineError) and str(end).endswith(WORDS[harm]) for end in ends), ends
+        assert isinstance(ends[0], EngineError) and not engine.is_running
+        raise ends[0]
+
+    asyncio.run(main())
+
+
+def run_engine_process(harm: str, once: Path) -> None:
+    from octavo import engine_process  # needs more than an LLM does
+
+    def build_one(options: dict[str, Any], enter: Any) -> tuple[Any, Any, dict[str, Any]]:
+        enter("loading the model")
+        built = build(EngineArgs(**options))
+        if once.exists():
+            once.unlink()
+            prepare(built, harm)
+        return built.engine, Prompts(built.tokenizer, built.engine.vocab_size), {}
+
+    engine_process.run(build_one)
+
+
+# -- what a test asks of them ------------------------------------------------------------------------------------------
+
+
+def check_process(model: str, front: str, harm: str) -> None:
+    """One of the former ends with one line that ends in CUDA's words, and all that it has started ends with it."""
+    command = [sys.executable, "-m", "tests.runner.lose_device", model, front, harm]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        out, err = process.communicate(timeout=300)  # whoever is left holds stderr
+        assert process.returncode == 1 and out == "started\n", err
+        assert err.rstrip().splitlines()[-1].endswith(WORDS[harm]), err
+        assert not is_alive(process.pid)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def is_alive(group: int) -> bool:
+    """Whether there is a process in the group."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def check_engine_process(model: str, harm: str, tmp_path: Path) -> None:
+    """One of the latter is replaced, and its requests get what they get without that."""
+    from octavo.serve.client import EngineClient
+
+    once = tmp_path / "once"
+    once.touch()
+    command = (sys.executable, "-m", "tests.runner.lose_device", harm, str(once))
+
+    async def one(client: Any, prompt: list[int]) -> list[int]:
+        return [output async for output in client.generate(prompt, PARAMS)][-1].outputs[0].token_ids
+
+    async def all_of(client: Any) -> list[list[int]]:
+        return await asyncio.gather(*(one(client, prompt) for prompt in PROMPTS))
+
+    async def main() -> None:
+        async with EngineClient(model, command=command, **options_for(harm)) as client:
+            first = client.pid
+            told = await all_of(client)
+            health = client.health()
+            assert health.num_restarts == 1 and not once.exists() and client.pid != first
+            assert health.reason.startswith("DeviceLostError: ") and health.reason.endswith(WORDS[harm])
+            assert first is not None and not is_alive(first)
+            assert await all_of(client) == told  # undisturbed
+            assert client.health().num_restarts == 1
+
+    asyncio.run(asyncio.wait_for(main(), 300))
+
+
+if __name__ == "__main__":
+    if len(sys.argv[2:]) == 2 and sys.argv[2] in ("llm", "async"):
+        {"llm": run_llm, "async": run_async}[sys.argv[2]](sys.argv[1], sys.argv[3])
+    else:
+        run_engine_process(sys.argv[1], Path(sys.argv[2]))
