@@ -28,11 +28,12 @@ help: ## list the targets
 demo: $(RUNTIME) ## a real model answers eight prompts together, from paged memory
 	@$(BIN)/octavo demo $(ARGS)
 
-test: $(DEV) ## every test but the slow ones
+test: $(DEV) ## every test but the slow ones; says at the end what it skipped, and why
 	@echo '== test'
-	@$(PYTEST) -n $(WORKERS) -m 'not slow' $(ARGS)
+	@$(PYTEST) -n $(WORKERS) -m 'not slow' -rs $(ARGS)
 
 test-gpu: $(DEV) ## on a machine with an NVIDIA GPU: its kernels, and the engine's tokens against the CPU's
+	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make test-gpu: no NVIDIA GPU here")'
 	@$(PYTEST) tests/gpu $(ARGS)
 
 sanitize: $(DEV) ## on a machine with an NVIDIA GPU: its kernels' tests under compute-sanitizer

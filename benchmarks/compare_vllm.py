@@ -81,7 +81,7 @@ def spawn(engine: str, python: str, args: argparse.Namespace) -> list[dict[str, 
 def table(rows: list[dict[str, Any]]) -> str:
     """Case by case; a ratio above 1 says that octavo is the faster."""
     found = {engine: {row["case"]: row for row in rows if row["engine"] == engine} for engine in ("octavo", "vllm")}
-    lines = [f"{'case':<30}{'octavo':>12}{'vllm':>12}{'ratio':>8}"]
+    lines = [f"{'case':<30}{'octavo':>13}{'vllm':>12}{'ratio':>8}"]
     for case, mine in found["octavo"].items():
         if (theirs := found["vllm"].get(case)) is not None:
             key, scale, unit = ("ms", 1, "ms") if "ms" in mine else ("s", 1, "s") if mine["s"] > 1 else ("s", 1e3, "ms")

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from benchmarks.compare_vllm import table
 
 from octavo.bench import throughput
 from octavo.bench.throughput import WORKLOADS, Workload, check_names, measure_latency, measure_throughput, run, uniform
@@ -119,3 +120,33 @@ def test_it_really_runs(tmp_path: Any, capsys: pytest.CaptureFixture[str], monke
     assert (row["in_tokens"], row["out_tokens"]) == (27, 24)
     throughput.main(str(tmp_path), ["tiny"], load_format="dummy", device="cpu")
     assert "output tokens/s" in capsys.readouterr().out
+
+
+def test_two_engines_in_a_table() -> None:
+    """Of cases that both have; a ratio is theirs over ours, so above 1 we are faster; less than a second of ours is
+    said in milliseconds, of theirs then, too."""
+
+    def row(engine: str, case: str, **numbers: float) -> dict[str, Any]:
+        return {"engine": engine, "case": case, **numbers}
+
+    rows = [
+        row("octavo", "startup", s=20.0),
+        row("octavo", "mixed256, T = 0.6", s=4.0, output_tok_s=1e4),
+        row("octavo", "256 sharing", s=0.3),
+        row("octavo", "ours alone", s=1.0),
+        row("octavo", "per token, batch 1", ms=0.75),
+        row("vllm", "per token, batch 1", ms=1.5),
+        row("vllm", "startup", s=71.0),
+        row("vllm", "256 sharing", s=1.2),
+        row("vllm", "mixed256, T = 0.6", s=3.0, output_tok_s=1.3e4),
+        row("vllm", "theirs alone", s=1.0),
+    ]
+    head, *lines = table(rows).splitlines()
+    assert head.split() == ["case", "octavo", "vllm", "ratio"]
+    assert [(line[:30].strip(), line[30:].split()) for line in lines] == [
+        ("startup", ["20.000", "s", "71.000", "s", "3.55"]),
+        ("mixed256, T = 0.6", ["4.000", "s", "3.000", "s", "0.75"]),
+        ("256 sharing", ["300.000", "ms", "1200.000", "ms", "4.00"]),
+        ("per token, batch 1", ["0.750", "ms", "1.500", "ms", "2.00"]),
+    ]
+    assert len({len(line) for line in (head, *lines)}) == 1

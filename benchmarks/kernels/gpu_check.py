@@ -2,9 +2,10 @@
 
     PYTHONPATH=src python benchmarks/kernels/gpu_check.py [--out DIR] [--only check|time] [--seconds 400]
 
-Needs a CUDA device, torch and triton; no pytest. Prints one JSON line a failed case and a summary, then one JSON line a
-shape: microseconds by replays of a CUDA graph (the median of several), and TB/s of K and V read, or TFLOP/s. All lines
-are in DIR/gpu_check.jsonl. A case that fails is reported and the rest goes on; the exit status says whether any did.
+Needs a CUDA device, torch and triton; no pytest, though that has the checks, too (tests/gpu/test_fuzzed.py). Prints one
+JSON line a failed case and a summary, then one JSON line a shape: microseconds by replays of a CUDA graph (the median
+of several), and TB/s of K and V read, or TFLOP/s. All lines are in DIR/gpu_check.jsonl. A case that fails is reported
+and the rest goes on; the exit status says whether any did.
 
 Of decoding, the tuning that the engine takes is timed, and others beside it (`best_us`, `all_cold`). `us` has every
 call read the same K and V, which small shapes then find in the cache; `cold_us` goes round over as many layers as leave
@@ -307,6 +308,16 @@ CHECKS: dict[str, Callable[[Line], Line]] = {
 }
 
 
+def all_checks() -> Iterator[tuple[str, Line]]:
+    """What `run_check` takes, the longest first."""
+    yield "far blocks", {"seed": 0}
+    yield "replay", {"seed": 0}
+    for case in small_cases():
+        yield "small", case
+    for case in itertools.chain(long_cases(), attention_cases()):
+        yield "attention", case
+
+
 def run_check(name: str, case: Line) -> Line:
     begin = time.perf_counter()
     try:
@@ -542,12 +553,7 @@ def main() -> int:
                 for tuning in decode_tunings(heads[2])
             ]
         if args.only != "time":
-            jobs = itertools.chain(
-                [("far blocks", {"seed": 0}), ("replay", {"seed": 0})],
-                (("small", case) for case in small_cases()),
-                (("attention", case) for case in itertools.chain(long_cases(), attention_cases())),
-            )
-            checks = [pool.submit(run_check, name, case) for name, case in jobs]
+            checks = [pool.submit(run_check, name, case) for name, case in all_checks()]
             done = 0
             for future in as_completed(checks):
                 line = future.result()

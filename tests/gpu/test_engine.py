@@ -4,37 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    pytest.skip("no CUDA device", allow_module_level=True)
 
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.runner.careful import CarefulRunner
 from tests.engine.models import make_talking_checkpoint
 from tests.models.tiny import KINDS, make_tiny_checkpoint
 from tests.runner.test_cuda_runner import constrained, demanding, mixture, ruled, told
-
-OPTIONS: dict[str, Any] = {
-    "skip_tokenizer_init": True,
-    "dtype": "float32",
-    "max_num_seqs": 8,
-    "num_gpu_blocks_override": 200,
-    "block_size": 8,
-    "swap_space": 0.001,
-    "max_model_len": 64,
-}
-WAYS: dict[str, dict[str, Any]] = {
-    "eager": {"enforce_eager": True, "decode_window": 1},
-    "graphs": {"decode_window": 1},
-    "windows": {"decode_window": 4},
-    "chunks": {"max_num_batched_tokens": 12},
-    "recompute": {"num_gpu_blocks_override": 12, "preemption_mode": "recompute"},
-    "swap": {"num_gpu_blocks_override": 12, "preemption_mode": "swap"},
-}
+from tests.ways import OPTIONS, WAYS, runs
 
 
 def params() -> list[SamplingParams]:
@@ -42,21 +21,16 @@ def params() -> list[SamplingParams]:
     return [SamplingParams(**{name: getattr(p, name) for name in names}, detokenize=False) for p in mixture()]
 
 
-def generate(directory: Path, device: str, **options: Any) -> tuple[list[Any], int]:
-    prompts = [[3 + (7 * i + j * j) % 90 for j in range(3 + 5 * i % 23)] for i in range(len(params()))]
-    with LLM(str(directory), device=device, **(OPTIONS | options)) as llm:
-        outputs = llm.generate(prompts, params(), use_tqdm=False)
-        return told(outputs), llm.stats().num_preemptions
-
-
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_the_tokens_of_the_cpus_engine(kind: str, tmp_path: Path) -> None:
-    directory = make_tiny_checkpoint(kind, tmp_path / kind)
-    expected, _ = generate(directory, "cpu")
+    directory = str(make_tiny_checkpoint(kind, tmp_path / kind))
+    prompts = [[3 + (7 * i + j * j) % 90 for j in range(3 + 5 * i % 23)] for i in range(len(params()))]
+    with LLM(directory, device="cpu", **OPTIONS) as llm:
+        expected = told(llm.generate(prompts, params(), use_tqdm=False))
     for way, options in WAYS.items():
-        tokens, num_preemptions = generate(directory, "cuda", **options)
-        assert tokens == expected, way
-        assert num_preemptions > 0 or way not in ("recompute", "swap")
+        with LLM(directory, device="cuda", **(OPTIONS | options)) as llm:
+            for outputs in runs(llm, way, prompts, params()):
+                assert told(outputs) == expected, way
 
 
 @pytest.mark.parametrize("way", ["eager", "graphs", "windows", "chunks", "swap"])

@@ -11,15 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-if not torch.cuda.is_available():
-    pytest.skip("no CUDA device", allow_module_level=True)
-
 from octavo import LLM
 from octavo.engine.outputs import failure
-from tests.gpu.test_engine import OPTIONS
 from tests.models.tiny import make_tiny_checkpoint
 from tests.runner.test_cuda_runner import mixture, told
 from tests.runner.test_out_of_memory import prompts
+from tests.ways import OPTIONS
 
 BYTES_PER_TOKEN = 64 << 20
 ROOM = 1 << 30

@@ -6,10 +6,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    pytest.skip("no CUDA device", allow_module_level=True)
 
 from octavo import LLM
 from octavo.kernels import cuda

@@ -88,3 +88,8 @@ def naive_attention(case: Case, window: int = 0) -> tuple[Tensor, Tensor]:
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """The largest difference, as a share of the largest expected magnitude; NaN where anything is NaN."""
     return float((actual.double() - expected).abs().max() / expected.abs().max())
+
+
+def norm_error(actual: Tensor, expected: Tensor) -> float:
+    """The norm of the difference, as a share of the expected norm; NaN where anything is NaN."""
+    return float((actual.double() - expected).norm() / expected.norm())

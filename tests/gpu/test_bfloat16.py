@@ -1,0 +1,75 @@
+"""The engine on a GPU in bfloat16: the tokens of the same weights in float32, but for near-ties (tests/margins.py)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import LLM
+from octavo.kernels import cuda
+from tests import margins as m
+from tests.models.tiny import KINDS
+from tests.ways import WAYS, runs
+
+ON_HOPPER = torch.cuda.get_device_capability() == (9, 0)
+PLACES = ("stream_linear.launch", "stream_heads.launch", "paged_attention.prefill_attention")
+"""Hopper's kernels, in octavo.kernels."""
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_tokens_are_the_references_but_for_near_ties(kind: str, tmp_path: Path) -> None:
+    judge = m.Judge(m.make_rounded_checkpoint(kind, tmp_path / kind))
+    for way, options in WAYS.items():
+        with LLM(str(tmp_path / kind), device="cuda", **(m.SMALL | options)) as llm:
+            for outputs in runs(llm, way, m.SMALL_PROMPTS, m.GREEDY):
+                judge.check(outputs, way)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often Hopper's kernels were called."""
+    counts: Counter[str] = Counter()
+
+    def counting(place: str, launch: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **words: Any) -> Any:
+            counts[place] += 1
+            return launch(*args, **words)
+
+        return counted
+
+    for place in PLACES:
+        module, name = place.split(".")
+        launch = getattr(import_module(f"octavo.kernels.{module}"), name)
+        monkeypatch.setattr(f"octavo.kernels.{place}", counting(place, launch))
+    return counts
+
+
+def test_so_they_are_by_the_kernels_of_large_models(tmp_path: Path, launches: Counter[str]) -> None:
+    """Streamed products, heads turned and written by them, and long queries on Hopper: whose calls are counted where
+    each pass makes them, and none is captured or rehearsed."""
+    judge = m.Judge(m.make_rounded_checkpoint(m.LARGE_KIND, tmp_path / "large", **m.LARGE_SIZES))
+    for way, options in m.LARGE_WAYS.items():
+        with LLM(str(tmp_path / "large"), device="cuda", **(m.LARGE | options)) as llm:
+            launches.clear()
+            for outputs in runs(llm, way, m.LARGE_PROMPTS, m.GREEDY):
+                judge.check(outputs, way)
+        if way == "eager" and ON_HOPPER:
+            linear, heads, prefill = (launches[place] for place in PLACES)
+            layers = m.LARGE_SIZES["num_hidden_layers"]
+            assert linear == 3 * heads and heads >= layers * (m.GREEDY.max_tokens - 1) and prefill >= layers, launches
+
+
+@pytest.mark.parametrize("plant", m.PLANTS)
+def test_a_planted_bug_is_noticed(tmp_path: Path, plant: m.Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = m.Judge(m.make_rounded_checkpoint(m.LARGE_KIND, tmp_path / "large", **m.LARGE_SIZES))
+    plant(monkeypatch, cuda, cuda)
+    with LLM(str(tmp_path / "large"), device="cuda", **m.LARGE, enforce_eager=True) as llm:
+        outputs = llm.generate(m.LARGE_PROMPTS, m.GREEDY, use_tqdm=False)
+    with pytest.raises(AssertionError, match="below the best"):
+        judge.check(outputs)

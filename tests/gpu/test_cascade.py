@@ -1,0 +1,72 @@
+"""Sequences that begin alike on a GPU: what they have in common is read once, and the tokens are the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from octavo import LLM, SamplingParams
+from octavo.runner.cuda_runner import CudaRunner
+from tests.models.tiny import make_tiny_checkpoint
+
+OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "device": "cuda",
+    "max_num_seqs": 64,
+    "num_gpu_blocks_override": 3000,
+    "max_model_len": 400,
+}
+BEGINNINGS = [[3 + (i * i + k) % 90 for i in range(290)] for k in (0, 41)]
+PROMPTS = [[*BEGINNINGS[i % 2], *(3 + (7 * i + j * j) % 90 for j in range(1 + i % 23))] for i in range(48)]
+PARAMS = [
+    SamplingParams(
+        temperature=0.9 * (i % 3 > 0),
+        seed=i,
+        n=1 + 3 * (i == 7),
+        max_tokens=5 + i % 31,
+        ignore_eos=True,
+        detokenize=False,
+        repetition_penalty=1.0 + 0.3 * (i == 20),
+    )
+    for i in range(48)
+]
+
+
+def tokens_of(llm: LLM) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    return [completion.token_ids for output in outputs for completion in output.outputs]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"decode_window": 1}, {"decode_window": 6}, {"enforce_eager": True}, {"max_num_batched_tokens": 700}],
+    ids=str,
+)
+def test_rows_that_begin_alike_give_the_tokens_that_they_give_alone(
+    tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In passes from graphs and without, in windows, behind chunks of prompts, and forked."""
+    model = str(make_tiny_checkpoint("llama", tmp_path / "llama", max_position_embeddings=400))
+    monkeypatch.setattr("octavo.runner.beginnings.LEAST_BYTES", 10**12)  # never
+    with LLM(model, **(OPTIONS | options)) as llm:
+        expected = tokens_of(llm)
+    monkeypatch.setattr("octavo.runner.beginnings.LEAST_BYTES", -(10**12))  # wherever two begin alike
+    ways: Counter[bool] = Counter()
+    run = CudaRunner._run_decode
+
+    def counted(self: CudaRunner, num_slices: int, ruled: bool, cascade: bool) -> None:
+        ways[cascade] += 1
+        run(self, num_slices, ruled, cascade)
+
+    monkeypatch.setattr(CudaRunner, "_run_decode", counted)
+    with LLM(model, **(OPTIONS | options)) as llm:
+        found = tokens_of(llm)
+        runner = llm.engine.executor.runner  # type: ignore[attr-defined]
+        common = runner._step.batch.common_lens.cpu().numpy()
+    assert found == expected
+    assert ways[True] > 20 and np.isin(common, (0, *range(256, 305, 16))).all() and (common > 0).any()

@@ -1,0 +1,35 @@
+"""The check of tests/runner/test_not_finite.py where the GPU's kernels read what nobody has cleared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import LLM
+from tests import margins as m
+from tests.models.tiny import make_tiny_checkpoint
+from tests.runner.test_not_finite import poison_one, survive
+
+WAYS: list[dict[str, Any]] = [{}, {"enforce_eager": True, "decode_window": 1}]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=["graphs", "eager"])
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_keys_that_became_nan_fail_one_request_and_spoil_no_block(
+    tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
+    model = str(make_tiny_checkpoint(kind, tmp_path / kind))
+    survive(model, lambda llm: llm, again=kind != "mistral", device="cuda", **options)
+
+
+@pytest.mark.parametrize("options", WAYS, ids=["graphs", "eager"])
+def test_so_do_the_kernels_of_16_bits(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Those that long prompts take on Hopper, and products that write into blocks."""
+    judge = m.Judge(m.make_rounded_checkpoint(m.LARGE_KIND, tmp_path / "large", **m.LARGE_SIZES))
+    prompts = [m.LARGE_PROMPTS[i] for i in (1, 3, 2, 5)]
+    late = [prompts[1], m.LARGE_PROMPTS[6], list(range(90))]
+    options = m.LARGE | {"num_gpu_blocks_override": 64} | options
+    with LLM(str(tmp_path / "large"), device="cuda", **options) as llm:
+        judge.check(poison_one(llm, prompts, late))

@@ -1,0 +1,80 @@
+"""Tokens in bfloat16 beside the reference in float32, where the GPU's runner computes on a CPU; tests/gpu has the GPU.
+
+That the check notices what it should is seen here, too: see `tests.margins`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo import LLM
+from octavo.kernels import cpu, reference
+from tests import margins as m
+from tests.models.tiny import KINDS
+from tests.runner.test_cuda_runner import on_rows
+from tests.ways import WAYS, runs
+
+Models = Callable[[str], tuple[str, m.Judge]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """By kind, each made once: a directory, and who judges its tokens."""
+    made: dict[str, tuple[str, m.Judge]] = {}
+
+    def get(kind: str) -> tuple[str, m.Judge]:
+        if kind not in made:
+            directory = tmp_path_factory.mktemp("rounded") / kind
+            m.make_rounded_checkpoint(kind, directory)
+            made[kind] = str(directory), m.Judge(directory)
+        return made[kind]
+
+    return get
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_tokens_are_the_references_but_for_near_ties(models: Models, kind: str) -> None:
+    directory, judge = models(kind)
+    for way, options in WAYS.items():
+        with on_rows(LLM(directory, device="cpu", **(m.SMALL | options)), recorded=way != "eager") as llm:
+            for outputs in runs(llm, way, m.SMALL_PROMPTS, m.GREEDY):
+                judge.check(outputs, way)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_most_positions_have_one_token_that_would_do(models: Models, kind: str) -> None:
+    """Of prompts at random, too, or the margin would mean nothing."""
+    directory, judge = models(kind)
+    with on_rows(LLM(directory, device="cpu", **m.SMALL)) as llm:
+        gaps = judge.gaps(llm.generate(m.SMALL_PROMPTS, m.GREEDY, use_tqdm=False))
+    assert torch.cat([g.second for g in gaps]).lt(m.MARGIN).float().mean() < 0.4
+    logits = torch.cat(judge.logits(m.SMALL_PROMPTS))  # [num_tokens, vocab_size]
+    assert float(logits.std(1).mean()) == pytest.approx(m.SPREAD, rel=0.15)
+    best, second = logits.topk(2).values.T
+    assert (best - second).lt(m.MARGIN).float().mean() < 0.4
+
+
+def test_a_model_of_several_kernels(tmp_path: Path) -> None:
+    """The one of tests/gpu, in pieces."""
+    judge = m.Judge(m.make_rounded_checkpoint(m.LARGE_KIND, tmp_path / "large", **m.LARGE_SIZES))
+    options = m.LARGE | m.LARGE_WAYS["recompute"] | m.LARGE_WAYS["chunks"]
+    with on_rows(LLM(str(tmp_path / "large"), device="cpu", **options)) as llm:
+        for outputs in runs(llm, "recompute", m.LARGE_PROMPTS, m.GREEDY):
+            judge.check(outputs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plant"),
+    [*((kind, m.lose_a_block_of_values) for kind in KINDS), *((kind, m.shift_a_row) for kind in ("qwen2", "opt"))],
+)
+def test_a_planted_bug_is_noticed(models: Models, kind: str, plant: m.Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, judge = models(kind)
+    with on_rows(LLM(directory, device="cpu", **m.SMALL)) as llm:
+        plant(monkeypatch, cpu, reference)
+        outputs = llm.generate(m.SMALL_PROMPTS, m.GREEDY, use_tqdm=False)
+    with pytest.raises(AssertionError, match="below the best"):
+        judge.check(outputs)
