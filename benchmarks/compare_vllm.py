@@ -1,6 +1,6 @@
 """Octavo and vLLM on the same workloads, one after the other on one GPU, and how much faster the one is.
 
-    python benchmarks/compare_vllm.py CONFIG_DIR [--workload NAME ...] [--no-latency] [--vllm-python PYTHON]
+    python benchmarks/compare_vllm.py CONFIG_DIR [--workload NAME ...] [--no-latency] [--rounds N]
 
 CONFIG_DIR holds a config.json: both engines take random weights, which are as fast as any. vLLM runs with its own
 defaults (CUDA graphs, torch.compile, asynchronous scheduling) in a process of its own, in the interpreter that has it;
@@ -45,7 +45,7 @@ class VLLM:
         return sum(len(c.token_ids) for output in outputs for c in output.outputs)
 
 
-def measure(engine: str, model: str, names: list[str], latency: bool) -> None:
+def measure(engine: str, model: str, names: list[str], latency: bool, rounds: int) -> None:
     """Run one engine in this process; a JSON object a line."""
     start = time.perf_counter()
     subject: Octavo | VLLM
@@ -61,9 +61,9 @@ def measure(engine: str, model: str, names: list[str], latency: bool) -> None:
         subject, version = Octavo(octavo.LLM(model, **OPTIONS), Path(model).name), octavo.__version__
     about = {"engine": engine, "version": version, "model": subject.model, "case": "startup"}
     print(json.dumps(about | {"s": round(time.perf_counter() - start, 3)}), flush=True)
-    for row in measure_throughput(subject, names):
+    for row in measure_throughput(subject, names, rounds):
         print(json.dumps(row), flush=True)
-    for row in measure_latency(subject) if latency else ():
+    for row in measure_latency(subject, rounds=rounds) if latency else ():
         print(json.dumps(row), flush=True)
 
 
@@ -71,6 +71,7 @@ def spawn(engine: str, python: str, args: argparse.Namespace) -> list[dict[str, 
     command = [python, __file__, args.model, "--engine", engine]
     command += [word for name in args.workload for word in ("--workload", name)]
     command += ["--no-latency"] if args.no_latency else []
+    command += ["--rounds", str(args.rounds)]
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True, check=True
@@ -95,12 +96,14 @@ def main() -> None:
     parser.add_argument("model", metavar="CONFIG_DIR")
     parser.add_argument("--workload", action="append", default=[], metavar="NAME")
     parser.add_argument("--no-latency", action="store_true")
+    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="each case so often, and its median")
     parser.add_argument("--vllm-python", default=sys.executable, metavar="PYTHON")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all rows there, one a line")
     parser.add_argument("--engine", choices=["octavo", "vllm"], help="run this one alone, and print its rows")
     args = parser.parse_args()
     if args.engine is not None:
-        measure(args.engine, args.model, check_names(args.workload or ["mixed256"]), not args.no_latency)
+        names = check_names(args.workload or ["mixed256"])
+        measure(args.engine, args.model, names, not args.no_latency, args.rounds)
         return
     rows = spawn("octavo", sys.executable, args) + spawn("vllm", args.vllm_python, args)
     if args.json is not None:

@@ -101,6 +101,25 @@ def test_throughput_warms_up_and_says_nothing_of_it() -> None:
     assert fake.asked[0] == (8, 128, 0.6, 1)
 
 
+def test_of_several_rounds_the_median_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, seconds = 0.0, iter([1.0, 9.0, 4.0, 5.0, 3.0])  # the first one warms up
+
+    class Slow(Fake):
+        def generate(self, prompts: list[list[int]], lengths: list[int], temperature: float, n: int) -> int:
+            nonlocal now
+            now += next(seconds)
+            asked.append(prompts)
+            return sum(lengths)
+
+    asked: list[list[list[int]]] = []
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: now)
+    monkeypatch.setitem(WORKLOADS, "tiny", uniform(3, 9, 4, seed=1))
+    (row,) = measure_throughput(Slow(), ["tiny"], rounds=3)
+    assert row["s"] == 5.0, "of 9, 4 and 5"
+    assert asked[1] == uniform(3, 9, 4, seed=1).make(VOCAB)[0], "the first round is the workload"
+    assert len({prompts[0][0] * 10**6 + prompts[1][0] * 10**3 + prompts[2][0] for prompts in asked[1:]}) == 3
+
+
 def test_names_of_workloads() -> None:
     assert check_names(["all"]) == list(WORKLOADS) and check_names(["uniform256"]) == ["uniform256"]
     with pytest.raises(ParameterError, match="no workload 'mixed'; there are mixed256"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,6 +25,8 @@ LARGEST_TOKEN = 10_000
 """Prompts are random ids from 0 to this one, as far as the vocabulary goes."""
 LATENCY_BATCHES = (1, 32, 256)
 LATENCY_INPUT, LATENCY_OUTPUT = 1024, 129
+SEED_STEP = 1000
+"""From a workload's seed to that of its next round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,31 +108,39 @@ class Octavo:
         return sum(len(c.token_ids) for output in outputs for c in output.outputs)
 
 
-def measure_throughput(subject: Subject, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+def measure_throughput(subject: Subject, names: Sequence[str], rounds: int = 1) -> Iterator[dict[str, Any]]:
     """One object a workload: engine, model, case, s, out_tokens, in_tokens, out_tok_s."""
     run(subject, WARMUP, "warmup")
     for name in names:
-        yield run(subject, WORKLOADS[name], name)
+        yield median_run(subject, WORKLOADS[name], name, rounds)
 
 
-def measure_latency(subject: Subject, batches: Sequence[int] = LATENCY_BATCHES) -> Iterator[dict[str, Any]]:
+def measure_latency(
+    subject: Subject, batches: Sequence[int] = LATENCY_BATCHES, rounds: int = 1
+) -> Iterator[dict[str, Any]]:
     """For batches of equal prompts: the time to all first tokens, and from there on, per token and step.
 
     One token of 1,024-token prompts, then 129: the difference over 128 is the time per output token, without prefill.
     """
     run(subject, WARMUP, "warmup")
     run(subject, uniform(1, 128, 1, seed=11, temperature=0.0), "warmup")
-    yield run(subject, uniform(1, 128, 1, seed=12, temperature=0.0), "prefill_bs1_in128")
+    yield median_run(subject, uniform(1, 128, 1, seed=12, temperature=0.0), "prefill_bs1_in128", rounds)
     for size in batches:
         first = uniform(size, LATENCY_INPUT, 1, seed=10 + size, temperature=0.0)
         whole = uniform(size, LATENCY_INPUT, LATENCY_OUTPUT, seed=20 + size, temperature=0.0)
-        prefill = run(subject, first, f"prefill_bs{size}_in{LATENCY_INPUT}")
+        prefill = median_run(subject, first, f"prefill_bs{size}_in{LATENCY_INPUT}", rounds)
         yield prefill
-        decode = run(subject, whole, f"decode_bs{size}_in{LATENCY_INPUT}_out{LATENCY_OUTPUT}")
+        decode = median_run(subject, whole, f"decode_bs{size}_in{LATENCY_INPUT}_out{LATENCY_OUTPUT}", rounds)
         yield decode
         per_token_s = (decode["s"] - prefill["s"]) / (LATENCY_OUTPUT - 1)
         about = {"engine": subject.engine, "model": subject.model}
         yield about | {"case": f"tpot_ms_bs{size}", "ms": round(per_token_s * 1e3, 4)}
+
+
+def median_run(subject: Subject, workload: Workload, name: str, rounds: int) -> dict[str, Any]:
+    """Of so many runs the one in the middle. Each but the first has prompts of its own: none finds another's blocks."""
+    runs = [run(subject, replace(workload, seed=workload.seed + SEED_STEP * i), name) for i in range(rounds)]
+    return sorted(runs, key=lambda row: row["out_tok_s"])[rounds // 2]
 
 
 def run(subject: Subject, workload: Workload, name: str) -> dict[str, Any]:
