@@ -127,7 +127,7 @@ def test_a_script_goes_on_after_a_mistake(call: Call, tmp_path: Path) -> None:
     script = tmp_path / "session"
     script.write_text("# the first lesson\n\nallocate A a b c\nfree B\nstats\nexit\nfree A\n")
     done = call("blocks", "--script", str(script), "--num-blocks", "2", "--block-size", "2")
-    assert done.code == 0
+    assert done.code == 1, "and says in the end that there was one"
     assert done.lines[:5] == [
         "blocks> # the first lesson",
         "blocks> allocate A a b c",

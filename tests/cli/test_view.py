@@ -58,7 +58,7 @@ def test_what_is_saved_is_whole_or_what_was_there_stays(call: Call, trace: Path,
     for name in (out, link):
         done = call("view", str(out), "--save", str(name))
         assert done.code == 2 and "which is what is read; choose another name" in done.err
-    other.write_bytes(was[:-9])
+    other.write_bytes(was[:-9] + b"\n")
     assert "is no frame" in call("view", str(other), "--save", str(out)).err
     assert out.read_bytes() == was
     assert sorted(tmp_path.iterdir()) == sorted((trace, out, link, other))

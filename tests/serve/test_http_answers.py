@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from octavo import LLM, SamplingParams
+from octavo.serve.app import ELSEWHERE
 
 from .http_lab import NAME, OPTIONS, TEMPLATE, good, run, serving
 
@@ -310,7 +311,14 @@ def test_small_routes(model: str) -> None:
             assert good(await get("/version"))["version"]
             assert good(await get("/load")) == {"server_load": 0}
             document = good(await get("/openapi.json"))
-            assert "/v1/completions" in document["paths"]
+            others = ("/view", "/openapi.json", *ELSEWHERE)  # the page, this document, and what another server has
+            routes = {
+                (route.path.replace(":path", ""), method.lower())
+                for route in server.app.fastapi.routes
+                if not route.path.startswith(others)
+                for method in route.methods - {"HEAD"}
+            }
+            assert {(path, method) for path, ways in document["paths"].items() for method in ways} == routes
             assert "temperature" in document["components"]["schemas"]["ChatRequest"]["properties"]
 
     run(main())

@@ -6,7 +6,10 @@ import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import pytest
+
 from octavo.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from octavo.text.tokenizer import Tokenizer
 
 from .http_lab import Server, good, run, serving
 
@@ -93,6 +96,37 @@ def test_calls_and_reasoning(model: str) -> None:
             answers(server, "<think>hm")
             body = good(await server.post(H, messages=[{"role": "user", "content": "Hi"}]))
             assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
+
+    run(main())
+
+
+@pytest.mark.parametrize("cuts", [(10,), (4, 6), (3, 7), (1,) * 10, (5, 5), (2, 2, 6)])
+def test_reasoning_is_counted_to_the_token_that_ends_it(
+    model: str, cuts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many tokens come at once."""
+    texts = ["<think>", "h", "m", "</think>", *"answer"]
+    encode = Tokenizer.encode
+
+    def encoded(self: Tokenizer, text: str, *args: Any, **words: Any) -> list[int]:
+        return [99] if text == "</think>" else encode(self, text, *args, **words)
+
+    async def generate(prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+        at = 0
+        for cut in cuts:
+            ids = [99 if text == "</think>" else 5 for text in texts[at : at + cut]]
+            done = at + cut == len(texts)
+            completion = CompletionOutput(0, "".join(texts[at : at + cut]), ids, finish_reason="stop" if done else None)
+            at += cut
+            metrics = RequestMetrics(0.0, num_generation_tokens=at)
+            yield RequestOutput("x", None, prompt["prompt_token_ids"], [completion], done, metrics, is_delta=True)
+
+    async def main() -> None:
+        async with serving(model, engine_options={"chat_template": HERMES, "max_model_len": None}) as server:
+            server.engine.generate = generate  # type: ignore[assignment,method-assign]
+            monkeypatch.setattr(Tokenizer, "encode", encoded)
+            body = good(await server.post(H, messages=[{"role": "user", "content": "Hi"}]))
+            assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 4}
 
     run(main())
 

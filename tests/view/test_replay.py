@@ -200,6 +200,20 @@ def test_what_is_no_recording_is_said(tmp_path: Path) -> None:
             Replay(read_frames(path))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_recording_that_was_cut_is_read_up_to_there(
+    packed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a full disk, say, or by whoever ended curl."""
+    recording, _ = recorded(0)
+    whole = lines_of(recording)
+    path = tmp_path / "cut.frames"
+    path.write_bytes(gzip.compress(whole)[:-40] if packed else whole[:-20])
+    frames = list(read_frames(path))
+    assert 0 < len(frames) < len(recording) and lines_of(frames) == lines_of(recording[: len(frames)])
+    assert "is cut" in caplog.text
+
+
 def test_frames_are_what_json_says_they_are() -> None:
     frames, _ = recorded(0)
     assert lines_of(copy_of(frames)) == lines_of(frames)

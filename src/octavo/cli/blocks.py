@@ -208,22 +208,25 @@ def blocks(
     """Work the block pool by hand, without a model.
 
     Allocate, generate, fork and free sequences, and look at block tables and statistics. Every word is a token.
+    With a script, the exit status says whether all of its commands made sense.
     """
-    session = Session(num_blocks, block_size)
+    session, all_right = Session(num_blocks, block_size), True
     try:
         if script is None:
             _converse(session)
         elif str(script) == "-":
-            _recite(session, sys.stdin)
+            all_right = _recite(session, sys.stdin)
         else:
             try:
                 file = script.open(encoding="utf-8")
             except OSError as error:
                 raise UsageError(f"cannot read {script}: {error.strerror}", param="script") from None
             with file:
-                _recite(session, file)
+                all_right = _recite(session, file)
     except UnicodeDecodeError as error:
         raise UsageError(f"cannot read {script or 'stdin'}: {error}; save it as UTF-8", param="script") from None
+    if not all_right:
+        raise typer.Exit(1)
 
 
 def _converse(session: Session) -> None:
@@ -233,19 +236,24 @@ def _converse(session: Session) -> None:
         _answer(session, line)
 
 
-def _recite(session: Session, lines: TextIO) -> None:
+def _recite(session: Session, lines: TextIO) -> bool:
+    """To the end, whatever a line says; whether all made sense."""
+    all_right = True
     for line in lines:
         if line.strip() in ("exit", "quit"):
             break
         if line.strip():
             print(f"blocks> {line.strip()}")
-            _answer(session, line)
+            all_right &= _answer(session, line)
+    return all_right
 
 
-def _answer(session: Session, line: str) -> None:
+def _answer(session: Session, line: str) -> bool:
+    """Whether the line made sense."""
     try:
-        answer = session.run(line)
+        answer, made_sense = session.run(line), True
     except UsageError as error:
-        answer = [f"error: {error}"]
+        answer, made_sense = [f"error: {error}"], False
     for text in answer:
         print(text, flush=True)
+    return made_sense

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from octavo.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from octavo.serve.protocol import Ask
 from octavo.text.tokenizer import Tokenizer
-from octavo.text.tools import AnswerParser
+from octavo.text.tools import END_THINK, AnswerParser
 
 LEAST_LOGPROB = -9999.0
 """What stands for minus infinity, which JSON has not."""
@@ -233,8 +233,8 @@ class ChatAnswer(_Answer):
         parser = self._parsers[c.index]
         was_reasoning = parser.in_reasoning
         parts = parser.push(c.text)
-        if was_reasoning or parser.in_reasoning:
-            self.usage.num_reasoning += len(c.token_ids)
+        if was_reasoning or parser.in_reasoning or any(part.kind == "reasoning" for part in parts):
+            self.usage.num_reasoning += self._num_reasoning(c.token_ids, ends=not parser.in_reasoning)
         deltas = [self._delta(part) for part in parts + (parser.finish() if c.finished() else [])]
         deltas = [d for d in _joined(deltas) if d]
         if not deltas and (c.finished() or c.logprobs or (self.ask.token_ids and (c.token_ids or first))):
@@ -250,6 +250,13 @@ class ChatAnswer(_Answer):
                 last["finish_reason"] = "tool_calls" if called else wire_reason(c.finish_reason)
                 last["stop_reason"] = c.stop_reason
         return choices
+
+    def _num_reasoning(self, token_ids: Sequence[int], *, ends: bool) -> int:
+        """Of tokens that came together; where the reasoning ends, up to the token that ends it, if that is one."""
+        end = self.tokenizer.encode(END_THINK, add_special_tokens=False) if ends else []
+        if len(end) == 1 and end[0] in token_ids:
+            return token_ids.index(end[0]) + 1
+        return len(token_ids)
 
     def _choice(self, c: CompletionOutput, delta: Json, finish_reason: str | None) -> Json:
         return {"index": c.index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}

@@ -332,13 +332,15 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 def openapi(app: FastAPI) -> dict[str, Any]:
     """The document at /openapi.json, from the same table that bodies are read by."""
 
-    def route(summary: str, body: str | None = None) -> dict[str, Any]:
+    def route(summary: str, body: str | None = None, *, of: str | None = None) -> dict[str, Any]:
         answers: dict[str, Any] = {"200": {"description": "OK"}}
         for status in ("400", "401", "404", "413", "415", "429", "503"):
             schema = {"$ref": "#/components/schemas/Error"}
             content = {"application/json": {"schema": schema}}
             answers[status] = {"description": "an error object", "content": content}
         operation: dict[str, Any] = {"summary": summary, "responses": answers}
+        if of is not None:
+            operation["parameters"] = [{"name": of, "in": "path", "required": True, "schema": {"type": "string"}}]
         if body is not None:
             schema = {"$ref": f"#/components/schemas/{body}"}
             operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
@@ -352,14 +354,17 @@ def openapi(app: FastAPI) -> dict[str, Any]:
             "/v1/chat/completions": {"post": route("Answer a conversation", "ChatRequest")},
             "/v1/responses": {"post": route("Answer a conversation, in newer words", "ResponseRequest")},
             "/v1/models": {"get": route("The models served")},
+            "/v1/models/{model}": {"get": route("One of them", of="model")},
             "/tokenize": {"post": route("Text to token ids", "TokenizeRequest")},
             "/detokenize": {"post": route("Token ids to text", "DetokenizeRequest")},
             "/health": {"get": route("Whether the engine lives")},
+            "/ping": {"get": route("The same")},
             "/ready": {"get": route("Whether a request would get on")},
             "/version": {"get": route("The server's version")},
             "/load": {"get": route("Requests in flight")},
             "/metrics": {"get": route("Numbers for Prometheus")},
             "/debug/kv": {"get": route("The block pool")},
+            "/debug/requests/{id}": {"get": route("What became of a request", of="id")},
         },
         "components": {
             "schemas": parameters.schemas() | {"ResponseRequest": parameters.body(RESPONSE_FIELDS, "input")}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import gzip
+import logging
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ from octavo.view.flown import Flight
 from octavo.view.frames import Delta, Frame, Snapshot
 from octavo.view.picture import FrameLostError, Picture
 from octavo.view.tap import Tap
+
+logger = logging.getLogger("octavo.view")
 
 EVERY_S = 0.1
 """Between two frames of what is run again."""
@@ -40,11 +43,15 @@ MARKED = ("preempted", "swaplost", "recomputed")
 
 
 def read_frames(path: Path) -> Iterator[Frame]:
-    """The frames in a file, which may be gzipped. Raises `TraceError`, with the line, for what is none."""
+    """The frames in a file, which may be gzipped. Raises `TraceError`, with the line, for what is none. A file that was
+    cut ends before its last line, with a warning."""
     with path.open("rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
     with gzip.open(path) if packed else path.open("rb") as lines:
-        yield from frames_in(lines, str(path))
+        try:
+            yield from frames_in(lines, str(path))
+        except EOFError:
+            logger.warning("%s is cut: there is no more of it than what was read", path)
 
 
 def frames_in(lines: Iterable[bytes], name: str) -> Iterator[Frame]:
@@ -59,6 +66,9 @@ def frames_in(lines: Iterable[bytes], name: str) -> Iterator[Frame]:
         try:
             yield decoder.decode(text)
         except msgspec.MsgspecError as error:
+            if number > 1 and not line.endswith(b"\n") and not isinstance(error, msgspec.ValidationError):
+                logger.warning("%s is cut: line %d, its last, is left out", name, number)
+                return
             raise TraceError(f"line {number} of {name} is no frame: {error}") from None
 
 
