@@ -102,6 +102,9 @@ def test_what_is_saved_goes_into_a_pipe(call: Call, trace: Path, tmp_path: Path)
         (["--save", "out.frames"], "save writes down what a FILE holds"),
         (["--attach", "tcp://127.0.0.1:1", "--save", "out.frames"], "save writes down what a FILE holds"),
         (["{trace}", "--save", "nowhere/out.frames"], "nowhere: No such file or directory"),
+        (["{trace}.frames", "--block-size", "8"], "--block-size has no part in a recording"),
+        (["--requests", "4"], "--requests has no part in the playground"),
+        (["--attach", "tcp://127.0.0.1:1", "--gpu", "l4"], "--gpu has no part in what a server tells"),
     ],
 )
 def test_what_makes_no_sense(

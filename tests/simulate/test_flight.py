@@ -469,3 +469,6 @@ def test_the_command(busy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "with block_size 8, watermark 0.3" in capsys.readouterr().out
     assert octavo(["simulate", "--replay", "nowhere"]) == 2
     assert "no file 'nowhere' to replay" in capsys.readouterr().err
+    for words in (["chat"], ["--n", "2"], ["--model", "opt-13b"], ["--rate", "3"]):
+        assert octavo(["simulate", "--replay", str(busy), *words]) == 2
+        assert "has no part in a replay" in capsys.readouterr().err

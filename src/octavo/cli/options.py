@@ -29,6 +29,15 @@ Model = Annotated[
 DEFAULT_MODEL = "smollm2"
 
 
+def refuse_idle(context: typer.Context, names: Iterable[str], beside: str) -> None:
+    """`UsageError` for the first of these parameters of a command that was said, though it has no part there."""
+    options = {param.name: param.opts[0] for param in context.command.params}
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise UsageError(f"{options[name]} has no part in {beside}; leave it out")
+
+
 def parse_object(text: str, example: str) -> dict[str, Any]:
     """A JSON object."""
     try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from octavo.cli.options import ENGINE, options_of
+from octavo.cli.options import ENGINE, options_of, refuse_idle
 from octavo.config import EngineArgs
 from octavo.errors import ParameterError
 
@@ -35,6 +35,20 @@ SIMULATED = (
 )
 """The engine's options that mean something without a model."""
 OPTIONS = {name: ENGINE[name] for name in SIMULATED}
+OF_A_TRACE = (
+    "trace",
+    "model",
+    "gpu",
+    "rate",
+    "requests",
+    "burstiness",
+    "scale",
+    "seed",
+    "tensor_parallel_size",
+    "replicas",
+    "samples",
+)
+"""What `simulate` is told and a replay has from its dump."""
 
 Workload = Literal["sharegpt", "alpaca", "prefix", "chat"]
 WORKLOADS = ("sharegpt", "alpaca", "prefix", "chat")
@@ -55,6 +69,7 @@ Cost = Annotated[Path | None, typer.Option(metavar="FILE", help="What `octavo ca
 
 @options_of(EngineArgs, OPTIONS, into="engine")
 def simulate(
+    context: typer.Context,
     trace: Trace = "sharegpt",
     *,
     model: SimulatedModel = "llama-3.1-8b",
@@ -89,6 +104,7 @@ def simulate(
 
     wanted = None if slo is None else report.SLO.parse(slo)
     if replay is not None:
+        refuse_idle(context, OF_A_TRACE, "a replay, whose requests and model are those of the dump")
         told, records = replayed(replay, engine, cost)
     else:
         setup = setup_of(model, gpu, engine, tensor_parallel_size, replicas, cost)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.bench.settings import is_address
-from octavo.cli.options import options_of
+from octavo.cli.options import options_of, refuse_idle
 from octavo.cli.simulate import OPTIONS, Device, NumRequests, SimulatedModel, arrivals_of, setup_of
 from octavo.config import EngineArgs
 from octavo.errors import OctavoError, ParameterError
@@ -28,6 +28,7 @@ FRAMES = (".frames", ".frames.gz")
 
 @options_of(EngineArgs, OPTIONS, into="engine")
 def view(
+    context: typer.Context,
     file: Annotated[
         Path | None,
         typer.Argument(
@@ -76,6 +77,9 @@ def view(
         raise ParameterError("replay_endpoint is a server's address, and goes with --attach", param="replay_endpoint")
     if save is not None and file is None:
         raise ParameterError("save writes down what a FILE holds; name one, and no server to attach to", param="save")
+    if file is None or file.suffix in FLIGHTS or file.name.endswith(FRAMES):
+        what = "a recording" if file is not None else "the playground" if attach is None else "what a server tells"
+        refuse_idle(context, ("model", "gpu", "requests", *engine), f"{what}, but in a trace that is simulated")
     if file is not None:
         if not file.exists():
             raise ParameterError(f"no file {str(file)!r}", param="file")
