@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 BUDGETS: dict[str, int] = {
     "core": 2000,  # 1500, a failed step, attention windows, all of vLLM's parameters, preemption by cost, and pins
-    "engine": 2270,  # 1200, every parameter's output, beams, constraints, a process of its own, and events for routers
+    "engine": 2290,  # 1200, every parameter's output, beams, constraints, a process of its own, events for routers, and
+    # commands that are read again before they are sent
     "text": 1400,  # 700, vocab.json with merges.txt, bounds of a stranger's template, grammars on trial, and tool calls
     "kernels": 5920,  # 2200, prefill on Hopper, sampling and rows of a GPU, the CPU's packed and native kernels, layers
     # of few tokens with all that is around their products, decoding that merges in one launch, small blocks' swaps, and

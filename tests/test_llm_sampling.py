@@ -75,7 +75,7 @@ def same(ours: Any, wanted: Any) -> bool:
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"stop_token_ids": [97]}, "invalid_token_id", "stop_token_ids has 97, the vocabulary ends at 96"),
-    ({"allowed_token_ids": [5, 1 << 40]}, "invalid_token_id", "allowed_token_ids has 1099511627776, "),
+    ({"allowed_token_ids": [5, 1 << 30]}, "invalid_token_id", "allowed_token_ids has 1073741824, "),
     ({"bad_words_token_ids": [[5], [6, 97]]}, "invalid_token_id", "bad_words_token_ids has 97, "),
     ({"logit_bias": {97: 1}}, "invalid_logit_bias", "logit_bias has 97, the vocabulary ends at 96"),
     ({"logprobs": 21}, "invalid_value", "logprobs is 21, at most 20 are given; raise max_logprobs"),

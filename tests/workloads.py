@@ -1,4 +1,5 @@
-"""Random workloads for the oracle: arrivals, chats, forks, beams, aborts, stops, preemption, swaps, failed steps.
+"""Random workloads for the oracle: arrivals, chats, forks, beams, aborts, stops, preemption, swaps, failed steps and
+requests.
 
 `run(seed)` makes a small world from a seed and drives the real scheduler through it until everything has ended,
 checking after every call. `python -m tests.workloads 0 1000` runs seeds 0 to 999 and prints what they reached.
@@ -17,9 +18,9 @@ from typing import Any
 
 from octavo.core import events as ev
 from octavo.core.kv_cache import KVCache
-from octavo.core.plan import StepPlan
+from octavo.core.plan import StepPlan, StepResult
 from octavo.core.policy import Choice, Costs, Policy, PreemptionMode, VictimChoice
-from octavo.core.request import Request, Status
+from octavo.core.request import Request, Sequence, Status
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.errors import CapacityError
@@ -96,11 +97,15 @@ class World:
         self.depth = rnd.choice([1, 2, 2, 3])
         self.failing = rnd.choice([0.0, 0.0, 0.0, 0.05])
         self.short = random.Random(seed + 0.75)  # of memory, in some of the worlds where steps fail
+        self.broken = random.Random(seed + 0.125)  # numbers, in some worlds, of one slice
+        self.breaking = self.broken.choice([0.0, 0.0, 0.02])
         self.requests = self._requests()
         self.wanted = {r.request_id: r for r in self.requests}
         self.stopped: set[str] = set()
         self.aborted: set[str] = set()
         self.finished: set[str] = set()
+        self.failed: set[str] = set()
+        self.authors: dict[int, Sequence] = {}  # block -> who wrote into it last
         self.flight: deque[tuple[StepPlan, Any]] = deque()
 
     def _listen(self, event: ev.Event) -> None:
@@ -126,6 +131,7 @@ class World:
 
     def _requests(self) -> list[Request]:
         rnd, todo = self.random, []
+        skips = random.Random(self.seed + 0.375)
         token = lambda: rnd.randrange(o.VOCAB)  # noqa: E731
         prefixes = [[token() for _ in range(rnd.randint(1, 20))] for _ in range(2)]
         for i in range(rnd.randint(1, 14)):
@@ -147,7 +153,7 @@ class World:
             request = Request(
                 f"r{i}",
                 prompt,
-                SamplingParams(max_tokens=None),
+                SamplingParams(max_tokens=None, skip_reading_prefix_cache=skips.random() < 0.1),
                 max_tokens=rnd.randint(8, 24) if self.tight else rnd.randint(1, rnd.choice([4, 12, 30])),
                 stop_ids=stops,
                 priority=rnd.choice([0, 0, 0, 1]),
@@ -241,6 +247,7 @@ class World:
         self.was_out += len(plan.swap_outs)
         need(not self.cache.events.active or self.told_out == self.was_out, Invariant, "told of other blocks")
         self._computed_once(plan, came)
+        self._note_authors(plan)
         if plan:
             self.flight.append((plan, self.oracle.submit(plan)))
         return plan
@@ -253,7 +260,7 @@ class World:
         size = self.cache.block_size
         for request in came:
             seq = request.sequences[0]
-            if seq not in plan.sequences:
+            if seq not in plan.sequences or request.sampling_params.skip_reading_prefix_cache:
                 continue
             i = plan.sequences.index(seq)
             end = plan.starts[i] // size * size + size
@@ -261,6 +268,39 @@ class World:
                 content = (request.salt, seq.token_ids[:end].tobytes())
                 need(content not in first, Invariant, "computed twice in one step", request, first.get(content))
                 first[content] = request
+
+    def _note_authors(self, plan: StepPlan) -> None:
+        brought, size = {dst for _, dst in plan.swap_ins}, self.cache.block_size
+        for request in plan.swapped:
+            if request.status is Status.RUNNING:
+                self.authors |= {b: seq for seq in request.sequences for b in seq.block_ids if b in brought}
+        for seq, start, count in zip(plan.sequences, plan.starts, plan.counts, strict=True):
+            self.authors |= dict.fromkeys(seq.block_ids[start // size : -(-(start + count) // size)], seq)
+
+    def _break(self, plan: StepPlan, result: StepResult) -> set[int]:
+        """The numbers of a slice are not finite, now and then. The blocks that nobody is to find then: those that the
+        request's sequences wrote; but what others have begun with by now is for those to fail by."""
+        live = [i for i, seq in enumerate(plan.sequences) if seq.request.status is not Status.FINISHED]
+        away = [i for i in live if plan.sequences[i].request.status is not Status.RUNNING]  # seldom, and so more often
+        if not live or self.broken.random() >= self.breaking * (10 if away else 1):
+            return set()
+        i = self.broken.choice(away or live)
+        request = plan.sequences[i].request
+        result.errors[i] = "NaN"
+        self.failed.add(request.request_id)
+        self.totals["error " + request.status.value] += 1
+        others = [s for r in self.scheduler.running if r is not request for s in r.sequences]
+        shared = {b for seq in [*others, *self.cache.pins.values()] for b in seq.block_ids}
+        return {b for b, author in self.authors.items() if author in request.sequences} - shared
+
+    def _nobody_finds(self, blocks: set[int]) -> None:
+        pool = self.cache.pool
+        sealed = {pool.seal_id[b]: b for b in range(1, pool.num_blocks + 1) if pool.seal_id[b]}
+        for block in blocks:
+            key = pool.key_of(block)
+            while key is not None and not isinstance(key[0], bytes):
+                key = pool.key_of(sealed[key[0]]) if key[0] in sealed else None
+            need(key is None, Invariant, "what a failed request wrote is found", block)
 
     def _land(self) -> None:
         plan, running = self.flight[0]
@@ -287,7 +327,10 @@ class World:
             if self.random.random() < 0.3:
                 break
         self.flight.popleft()
-        self._take_in(scheduler.update(plan, running.result()))
+        result = running.result()
+        void = self._break(plan, result)
+        self._take_in(scheduler.update(plan, result))
+        self._nobody_finds(void)
         if scheduler.step_limit < scheduler.max_num_batched_tokens and self.short.random() < 0.1:
             totals["steps grow again"] += 1
             scheduler.step_limit = min(scheduler.max_num_batched_tokens, 2 * scheduler.step_limit)
@@ -310,7 +353,7 @@ class World:
         for name, wanted in want.items():
             request = self.wanted[name]
             got = o.outputs(request)
-            if name in self.aborted or name in self.stopped:
+            if name in self.aborted | self.stopped | self.failed:
                 if request.decide is None:
                     whole = dict(wanted)
                     need(all(t == whole[j][: len(t)] for j, t in got), WrongOutput, name, "cut short")

@@ -28,6 +28,7 @@ def test_random_workloads() -> None:
         *("abort waiting", "abort running", "abort running in flight", "abort swapped", "stop a sequence"),
         *("windows", "columns", "failed steps", "refused", "fed by the row"),
         *("Pinned", "Unpinned", "unpinned while others run", "out of memory", "steps grow again"),
+        *("error running", "error waiting", "error swapped"),
     ]
     assert [what for what in reached if not totals[what]] == []
     assert totals["slots read"] > 190_000 and totals["steps"] > 5_000

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from octavo.core.checked import INT32
 from octavo.core.policy import Policy
 from octavo.core.request import Request, Status
 from octavo.core.sampling_params import SamplingParams
@@ -170,11 +171,32 @@ def test_lists_are_the_parameters_own() -> None:
 
 def test_the_bounds_themselves_are_allowed() -> None:
     params = SamplingParams(
-        n=128, temperature=2, top_p=1, min_p=1, top_k=1 << 31, max_tokens=1, seed=-(1 << 63), stop=["x"] * 64
+        n=128, temperature=2, top_p=1, min_p=1, top_k=INT32, max_tokens=1, seed=-(1 << 63), stop=["x"] * 64
     )
     assert params.n == 128 and len(params.stop_strings) == 64
     assert SamplingParams(n=1, temperature=0, min_p=0, seed=(1 << 63) - 1, max_tokens=None).max_tokens is None
-    assert SamplingParams(stop_token_ids=[0]).stop_token_ids == (0,)
+    assert SamplingParams(stop_token_ids=[0, INT32]).stop_token_ids == (0, INT32)
+
+
+def test_what_ends_an_output() -> None:
+    params = SamplingParams(stop_token_ids=[7, 8])
+    assert params.stop_ids([2]) == {2, 7, 8} and replace(params, ignore_eos=True).stop_ids([2]) == {7, 8}
+    assert SamplingParams(ignore_eos=True).stop_ids([2]) == frozenset()
+
+
+@pytest.mark.parametrize("name", ["top_k", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs"])
+def test_numbers_that_no_tensor_of_int32_holds_are_refused(name: str) -> None:
+    """One of them would fail all that are sampled in the same pass."""
+    with pytest.raises(ParameterError, match=f"{name} is 2147483648, it must be from .* to 2147483647"):
+        SamplingParams(**{name: 1 << 31})
+    assert getattr(SamplingParams(**{"max_tokens": None, name: INT32}), name) == INT32
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "bad_words_token_ids", "logit_bias"])
+def test_token_ids_that_no_tensor_of_int32_holds_are_refused(name: str) -> None:
+    given: dict[str, Any] = {"bad_words_token_ids": [[1 << 31]], "logit_bias": {1 << 31: 1.0}}
+    with pytest.raises(ParameterError, match=f"{name} .*2147483648"):
+        SamplingParams(**{name: given.get(name, [1 << 31])})
 
 
 def test_an_unknown_parameter_is_refused_with_the_nearest_name() -> None:

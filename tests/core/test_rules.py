@@ -455,6 +455,24 @@ def test_a_swapped_request_that_lost_a_block_is_recomputed() -> None:
     lab.run()
 
 
+def test_a_swapped_request_that_lost_a_block_says_anew_what_it_waits_for() -> None:
+    """It waited for room to be swapped in, and now it waits for room to be computed again."""
+    lab = Lab(9, host=9, policy=SWAP)
+    lab.add("A", [1, 2, 3, 4], 6)
+    lab.add("C", [7, 8], 9)
+    lab.step()
+    b = lab.add("B", [1, 2, 5, 6], 6)
+    while not (b.status is Status.SWAPPED and b.waits_for == "blocks"):
+        lab.step()
+    said = len(lab.reasons("B"))
+    lab.abort("A")
+    lab.cache.reset_prefix_cache()
+    lab.plan()
+    assert lab.told(ev.SwapLost) and b.status is Status.WAITING
+    assert lab.reasons("B")[said:] == ["blocks"]
+    lab.run()
+
+
 def test_what_is_shared_inside_a_group_alone_goes_out_with_it() -> None:
     """Only owners outside the request keep a sealed block on the device."""
     lab = Lab(12, host=12, policy=SWAP)

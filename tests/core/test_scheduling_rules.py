@@ -12,6 +12,7 @@ from octavo.core.kv_cache import KVCache
 from octavo.core.plan import Slice, StepPlan, StepResult
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Status
+from octavo.core.sampling_params import SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.errors import CapacityError
 from tests import oracle as o
@@ -687,7 +688,7 @@ def test_a_beam_that_keeps_nothing_ends() -> None:
     lab.plan()
     assert lab.land() == ["A"]
     assert request.status is Status.FINISHED and request.done == [] and lab.pool.num_used == 0
-    assert lab.told(ev.Finished) == [ev.Finished("A", "stop", 0)]
+    assert lab.told(ev.Finished) == [ev.Finished("A", "stop", 1)]  # the token that nobody was to go on from
 
 
 # -- aborts ------------------------------------------------------------------------------------------------------------
@@ -787,6 +788,31 @@ def test_an_error_of_a_request_that_gave_way_meanwhile(policy: Policy) -> None:
     again = lab.add("B again", [5, 6, 7, 8], 1)
     lab.run(depth=2)
     assert again.num_cached_tokens == 0  # what it had left in the cache is not to be trusted either
+
+
+@pytest.mark.parametrize("num_tokens", [4, 5, 8])
+@pytest.mark.parametrize("skips", [False, True])
+def test_an_error_of_a_request_that_gave_way_leaves_nothing_to_find(num_tokens: int, skips: bool) -> None:
+    """Not the last block of a prompt that fills it either, though the request itself would look for none of it."""
+    lab = Lab(8, 4, policy=RECOMPUTE)
+    params = SamplingParams(max_tokens=None, skip_reading_prefix_cache=skips)
+    a = lab.add("A", [1, 2, 3, 4, 0, 1, 2, 3][:num_tokens], 4, sampling_params=params)
+    plan = lab.plan()
+    lab.scheduler._preempt(a, a, 0, plan)
+    assert lab.pool.num_findable == num_tokens // 4
+    assert lab.err(a) == ["A"]
+    assert lab.pool.num_findable == 0
+
+
+def test_an_error_leaves_nothing_to_find_behind_the_attention_window() -> None:
+    lab = Lab(12, attention_window=4)
+    a = lab.add("A", [1, 2, 3, 4, 0], 20)
+    while a.sequences[0].num_dropped < 3:
+        lab.step()
+    assert lab.pool.num_cached >= 3
+    lab.plan()
+    assert lab.err(a) == ["A"]
+    assert lab.pool.num_findable == 0
 
 
 def test_a_failed_step_takes_back_what_it_sealed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from octavo.core.checked import INT32
 from octavo.core.request import Request, Sequence
 from octavo.core.sampling_params import SamplingParams
-from octavo.engine.beam_search import BeamSearch, BeamSearchParams, Candidate
+from octavo.engine.beam_search import MOST_LENGTH_PENALTY, BeamSearch, BeamSearchParams, Candidate
 from octavo.errors import ParameterError, UnknownOptionError
 from tests.models.tiny import make_tiny_checkpoint, random_prompts
 
@@ -151,6 +153,10 @@ def test_what_lives_when_a_request_is_given_up_counts_as_it_is(model: Any) -> No
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": 0.5}, "temperature"),
         ({"early_stopping": "always"}, "early_stopping"),
+        ({"early_stopping": 1}, "early_stopping"),
+        ({"length_penalty": 30.1}, "length_penalty"),
+        ({"length_penalty": -31}, "length_penalty"),
+        ({"max_tokens": 1 << 31}, "max_tokens"),
         ({"length_penalty": float("nan")}, "length_penalty"),
     ],
 )
@@ -158,6 +164,14 @@ def test_what_is_out_of_range_is_refused(options: dict[str, Any], param: str) ->
     with pytest.raises(ParameterError) as error:
         BeamSearchParams(**({"beam_width": 4, "max_tokens": 8} | options))
     assert error.value.param == param
+
+
+@pytest.mark.parametrize("penalty", [-MOST_LENGTH_PENALTY, MOST_LENGTH_PENALTY])
+def test_every_length_has_a_score(penalty: float) -> None:
+    params = BeamSearchParams(beam_width=1, max_tokens=INT32, length_penalty=penalty)
+    search = BeamSearch(params, 1, frozenset())
+    for length in (0, 1, 2, 1000, 1 << 20, INT32):
+        assert -math.inf < search._score(-20.0 * length - 0.05, length) < 0
 
 
 def test_an_unknown_name_is_refused() -> None:

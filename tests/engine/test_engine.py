@@ -14,15 +14,17 @@ import pytest
 
 from octavo.core import events as ev
 from octavo.core.kv_cache import KVCache
-from octavo.core.plan import StepPlan, StepResult
+from octavo.core.plan import StepPlan, StepResult, TokenLogprobs
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.engine import step_limit
-from octavo.engine.engine import Engine
+from octavo.engine.beam_search import BeamSearchParams
+from octavo.engine.engine import MOST_PRIORITY, Engine
 from octavo.engine.executor import Masks
-from octavo.engine.outputs import RequestOutput, failure
+from octavo.engine.inspect import describe_kv
+from octavo.engine.outputs import RequestOutput, RequestState, failure
 from octavo.engine.step_limit import StepLimit, pass_size
 from octavo.errors import ContextLengthError, EngineError, ParameterError, PromptError, StepError, StepMemoryError
 from tests import oracle as o
@@ -541,3 +543,199 @@ def test_a_closed_engine() -> None:
     for ask in (engine.step, lambda: engine.add("b", [1], SamplingParams())):
         with pytest.raises(EngineError, match="closed"):
             ask()
+
+
+class Scripted:
+    """An executor that gives what a function makes of each plan, at once; `clock` is its time, in seconds."""
+
+    def __init__(self, give: Callable[[StepPlan], StepResult]) -> None:
+        self.give, self.clock = give, 0.0
+
+    def submit(self, plan: StepPlan) -> Any:
+        executor = self
+
+        class Done:
+            done = True
+
+            def result(self) -> StepResult:
+                return executor.give(plan)
+
+        return Done()
+
+    def close(self) -> None:
+        pass
+
+
+def scripted(give: Callable[[StepPlan], StepResult], *, window: int = 1, budget: int = 64, **options: Any) -> Engine:
+    executor, cache = Scripted(give), KVCache(1024, 4, num_rows=options.pop("rows", 8))
+    scheduler = Scheduler(cache, decode_window=window, max_num_batched_tokens=budget)
+    engine = Engine(
+        scheduler, executor, vocab_size=100, max_model_len=2048, overlap=False, clock=lambda: executor.clock, **options
+    )  # fmt: skip
+    return engine
+
+
+def to_the_end(engine: Engine) -> list[RequestOutput]:
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    return outputs
+
+
+def ones(plan: StepPlan) -> StepResult:
+    return StepResult([[1] * (plan.draws.get(i, 1) if i in plan.draws else n) for i, n in enumerate(plan.samples)])
+
+
+def beams(plan: StepPlan, fails_at: int) -> StepResult:
+    """Token 5, which stops, is the likeliest at first, and then all that lives fails at some length."""
+    tokens: list[Any] = []
+    errors: dict[int, str] = {}
+    for i, seq in enumerate(plan.sequences):
+        found = [(-0.1 - 0.01 * j, 10 + j) for j in range(plan.draws[i])]
+        if len(seq.token_ids) == 5:
+            found[:2] = [(-0.05, 5), (-0.06, 10)]
+        if len(seq.token_ids) == fails_at:
+            errors[i] = "out_of_memory: planted"
+        tokens.append(found)
+    return StepResult(tokens, errors)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_beam_search_that_fails_is_no_success_though_it_had_found_something(n: int) -> None:
+    """The best hypothesis is complete; a likelier one may have been lost."""
+    params = BeamSearchParams(beam_width=2, n=n, max_tokens=8, stop_token_ids=[5], early_stopping="never")
+    for fails_at in (6, 99):
+        engine = scripted(lambda plan, at=fails_at: beams(plan, at))  # type: ignore[misc]
+        engine.add("b", [1, 2, 3, 4], params)
+        output = to_the_end(engine)[-1]
+        assert len(output.outputs) == n and output.outputs[0].token_ids == [10, 5]
+        reasons = {(c.finish_reason, c.stop_reason) for c in output.outputs}
+        if fails_at == 6:
+            assert reasons == {("error", "out_of_memory: planted")}
+            assert failure(output).code == "out_of_memory"
+        else:
+            assert ("stop", 5) in reasons and reasons <= {("stop", 5), ("length", None)}
+
+
+def test_a_request_for_the_best_that_fails_is_no_success_though_the_best_was_there() -> None:
+    def give(plan: StepPlan) -> StepResult:
+        entries = [TokenLogprobs(-0.1, 1, [], []), TokenLogprobs(-2.0, 1, [], [])]
+        if 0 in plan.draws:  # the first sample ends at once
+            return StepResult([[5, 6]], {}, {0: entries})
+        return StepResult([[6]], {0: "NaN"}, {0: entries[1:]})
+
+    engine = scripted(give)
+    engine.add("b", [1, 2, 3], SamplingParams(n=1, best_of=2, max_tokens=8, stop_token_ids=[5], logprobs=0))
+    (output,) = to_the_end(engine)
+    assert [(c.finish_reason, c.stop_reason, c.token_ids) for c in output.outputs] == [("error", "NaN", [5])]
+
+
+@pytest.mark.parametrize("penalty", [-30.0, 30.0])
+def test_beam_searches_of_the_largest_penalties_end(penalty: float) -> None:
+    engine = scripted(lambda plan: beams(plan, -1))
+    params = BeamSearchParams(
+        beam_width=2, max_tokens=1500, length_penalty=penalty, stop_token_ids=[5], early_stopping="never"
+    )
+    engine.add("b", [1, 2, 3, 4], params)
+    output = to_the_end(engine)[-1]
+    assert all(c.score is not None and -1e308 < c.score <= 0 for c in output.outputs)
+
+
+def test_the_tokens_of_a_beam_search_are_counted() -> None:
+    """What lived to the end, though its sequences were given up when it was over."""
+    engine = scripted(lambda plan: beams(plan, 99))
+    told: list[Any] = []
+    engine.scheduler.events.subscribe(told.append)
+    engine.add("b", [1, 2, 3, 4], BeamSearchParams(beam_width=2, max_tokens=8))
+    (output,) = to_the_end(engine)
+    assert output.metrics.num_generation_tokens == 16
+    assert engine.stats.num_generation_tokens == told[-1].num_tokens == 16 and told[-1].reason == "stop"
+
+
+@pytest.mark.parametrize("window", [1, 4, 8])
+def test_a_linear_cost_is_learnt_whatever_the_window(window: int) -> None:
+    """A pass takes 1 ms, and 10 us a position of a prompt beside it; prompts are computed beside one that decodes."""
+
+    def give(plan: StepPlan) -> StepResult:
+        num_prompt = sum(map(len, plan.host_tokens.values()))
+        windows.add(max(plan.samples))
+        executor.clock += 1e-3 * max(1, *plan.samples) + 1e-5 * num_prompt
+        return ones(plan)
+
+    windows: set[int] = set()
+    engine = scripted(give, window=window, budget=200)
+    executor = cast("Scripted", engine.executor)
+    engine.add("d", [2] * 10, SamplingParams(max_tokens=300))
+    for _ in range(6):
+        engine.step()
+    engine.add("p", [3] * 900, SamplingParams(max_tokens=8))
+    for _ in range(10):
+        engine.step()
+    costs = engine.scheduler.policy.costs
+    assert costs.step_s == pytest.approx(1e-3) and costs.token_s == pytest.approx(1e-5)
+    assert max(windows) == window
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_samples_are_read_once_a_step(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    inner = RequestState.read
+    monkeypatch.setattr(RequestState, "read", lambda state, seq: (reads.append(seq.index), inner(state, seq))[1])
+    engine = scripted(ones, rows=32)
+    engine.add("a", [2, 3], SamplingParams(n=32, max_tokens=9, stop=["zz"]), make_detokenizer=Letters, stream=stream)
+    for _ in range(3):
+        engine.step()
+    reads.clear()
+    engine.advance()
+    assert sorted(reads) == list(range(32))
+
+
+def test_a_beam_search_asks_for_no_more_logprobs_than_there_are() -> None:
+    engine, _ = make_engine(max_logprobs=2)
+    for num in (2, 3):
+        params = BeamSearchParams(beam_width=2, max_tokens=3, logprobs=num)
+        if num == 2:
+            engine.add("fine", [1], params)
+            continue
+        with pytest.raises(ParameterError, match="logprobs is 3, at most 2 are given") as caught:
+            engine.add("b", [1], params)
+        assert caught.value.param == "logprobs" and engine.num_requests == 1
+
+
+@pytest.mark.parametrize("priority", [MOST_PRIORITY + 1, -MOST_PRIORITY - 1, 1 << 80, 0.5, "1", True])
+def test_priorities_are_bounded(priority: Any) -> None:
+    engine, _ = make_engine()
+    with pytest.raises(ParameterError, match=r"priority is .*, it must be an integer from -2147483648") as caught:
+        engine.add("a", [1], SamplingParams(max_tokens=1), priority=priority)
+    assert caught.value.param == "priority" and not engine.num_requests
+    engine.add("a", [1], SamplingParams(max_tokens=1), priority=-MOST_PRIORITY)
+
+
+def test_pins_that_come_and_go_leave_no_timeline() -> None:
+    engine = scripted(ones)
+    for name in ("a", "b"):
+        engine.pin(name, [2] * 9)
+        to_the_end(engine)
+        engine.unpin(name)
+    assert not engine.timelines._live
+    assert [entry["event"] for entry in engine.timelines.of("pin:b")][-2:] == ["finished", "unpinned"]
+    engine.timelines(ev.Unpinned("forgotten", 3))
+    assert not engine.timelines._live and engine.timelines.of("forgotten") == []
+
+
+def test_what_a_request_holds_is_of_its_tier_and_no_null_block() -> None:
+    cache = KVCache(12, 4, 12, num_rows=4, attention_window=8)
+    scheduler = Scheduler(cache, policy=Policy(mode=PreemptionMode.SWAP))
+    engine = Engine(scheduler, o.Oracle(cache), vocab_size=o.VOCAB, max_model_len=64, overlap=False)
+    engine.add("w", [1] * 20, SamplingParams(max_tokens=20, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    (seq,) = scheduler.requests["w"].sequences
+    assert 0 in seq.block_ids
+    held = describe_kv(engine)
+    assert held["requests"] == {"w": {"status": "running", "num_blocks": held["num_used"], "num_host_blocks": 0}}
+    plan = StepPlan()
+    scheduler._preempt(seq.request, seq.request, 0, plan)
+    held = describe_kv(engine)
+    assert held["requests"] == {"w": {"status": "swapped", "num_blocks": 0, "num_host_blocks": held["num_host_used"]}}
+    assert held["num_host_used"] == len(plan.swap_outs) > 0

@@ -42,12 +42,15 @@ from octavo.engine.ipc import (
     Step,
     Stop,
     Update,
+    encoded,
     endpoint_in,
     pack,
     params_from_wire,
     params_to_wire,
     unpack,
 )
+from octavo.engine.mirror import Mirror
+from octavo.engine.outputs import failure
 from octavo.errors import CapacityError, EngineError, ParameterError, RequestFailedError, UnknownOptionError
 from octavo.serve import problems
 from octavo.serve.supervisor import error_of
@@ -243,6 +246,59 @@ def test_how_long_a_step_may_take() -> None:
     assert times.allowed_s(64) == pytest.approx(PATIENCE * 0.02)  # what was slow once is forgotten
     times.note(8, 0.5)
     assert times.allowed_s(64) == pytest.approx(PATIENCE * 0.5)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_how_long_a_step_may_take_is_asked_while_another_is_noted(asks: bool) -> None:
+    """Between any two lines of either, as another thread may."""
+    outer, inner = (StepTimes.note, StepTimes.allowed_s) if asks else (StepTimes.allowed_s, StepTimes.note)
+    own = {code.co_filename for code in (StepTimes.note.__code__,)}
+    num_between = 0
+
+    def between(frame: Any, event: str, _: Any) -> Any:
+        nonlocal num_between
+        if frame.f_code.co_filename not in own or frame.f_code is inner.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and not busy:
+            busy.append(True)
+            num_between += 1
+            allowed.append(times.allowed_s(5)) if asks else times.note(1 << num_between % 40, 0.01)
+            busy.pop()
+        return between
+
+    busy: list[bool] = []
+    allowed: list[float] = []
+    for num_before in range(FIRST_STEPS + 3):
+        times = StepTimes()
+        for _ in range(num_before):
+            times.note(4, 0.01)
+        sys.settrace(between)
+        try:
+            outer(times, 3, 0.01) if asks else outer(times, 3)
+        finally:
+            sys.settrace(None)
+    assert num_between > 50
+    assert set(allowed) <= {WARM_UP_S, *(PATIENCE * 0.01 * n for n in (1, 2))}
+
+
+def test_a_failed_search_is_told_as_one_by_its_mirror() -> None:
+    """Whether the engine tells of it, with what it had found, or went with it."""
+    params = BeamSearchParams(beam_width=2, n=1, max_tokens=9)
+    told = Facts(0, 0, 1.0, "no_allowed_token: it", [Hypothesis(-0.1, -0.2, [5], "stop", [])])
+    for end in (lambda m: m.take_in(Update("a", [], True, told)), lambda m: m.end("error", "no_allowed_token: it")):
+        mirror = Mirror("a", [1, 2], params, seed=0)
+        end(mirror)
+        output = mirror.output()
+        assert output.finished and [c.finish_reason for c in output.outputs] == ["error"]
+        assert failure(output).code == "no_allowed_token"
+
+
+def test_what_an_engine_could_not_read_is_not_sent() -> None:
+    assert msgspec.msgpack.decode(encoded(Abort("a")), type=Command) == Abort("a")
+    for bad in (Add("a", b"", {"top_k": 1 << 80}), Add("a", b"", {}, priority=0.5), Ask(1, "x", "\udfff")):  # type: ignore[arg-type]
+        with pytest.raises(ParameterError, match="the engine cannot be told of it"):
+            encoded(bad)
 
 
 def test_a_pulse_tells_of_progress_and_of_its_lack() -> None:

@@ -21,6 +21,7 @@ import pytest
 
 from octavo import SamplingParams
 from octavo.core.sampling_params import RequestOutputKind
+from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.ipc import Lifeline
 from octavo.errors import (
     CapacityError,
@@ -264,12 +265,13 @@ def test_a_step_beyond_all_expectation_is_cut_off(model: str, tmp_path: Path) ->
     run(main())
 
 
-def test_a_request_that_kills_engines_is_found_and_given_up(model: str) -> None:
+@pytest.mark.parametrize("params", [PARAMS, BeamSearchParams(beam_width=2, max_tokens=9)])
+def test_a_request_that_kills_engines_is_found_and_given_up(model: str, params: Any) -> None:
     """Its neighbours are not."""
 
     async def main() -> None:
         async with serving(oracle_client(model, poison=50, step_s=0.001)) as client:
-            bad = asyncio.ensure_future(last_of(client, [1, 2, 50, 3], PARAMS))
+            bad = asyncio.ensure_future(last_of(client, [1, 2, 50, 3], params))
             good = asyncio.ensure_future(many(client))
             with pytest.raises(RequestFailedError, match="engines died over it"):
                 await bad
@@ -473,6 +475,60 @@ def test_refusals_come_back_as_they_were_raised(model: str) -> None:
                 assert type(caught.value) is kind or kind is UsageError
             assert caught.value.param == "stop_token_ids"
             assert await many(client, 1) == expected(1)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"priority": 1 << 80},
+        {"priority": 0.5},
+        {"salt": "text"},  # which the engine could not read as bytes
+        {"request_id": "\ud800"},
+    ],
+)
+def test_a_request_that_cannot_be_told_of_fails_alone(model: str, options: dict[str, Any]) -> None:
+    """Whether the engine is there already, or is told of it later, and all that goes with it in one message."""
+
+    async def main() -> None:
+        async with serving(oracle_client(model)) as client:
+            for held in (False, True):
+                if held:
+                    assert client.pid is not None
+                    os.kill(client.pid, signal.SIGKILL)
+                    await until(lambda: client.health().state == "restarting")
+                good = asyncio.ensure_future(many(client, 3))
+                await asyncio.sleep(0)
+                with pytest.raises(ParameterError):
+                    await last_of(client, prompt(0), PARAMS, **options)
+                assert await good == expected(3)
+                assert await many(client, 1) == expected(1)
+            with pytest.raises(ParameterError, match="cannot be told of it"):
+                await client.debug_request("\ud800")
+            assert client.health().num_restarts == 1 and not client._asked
+
+    run(main())
+
+
+def test_an_aborted_search_that_had_not_begun_tells_what_there_is(model: str) -> None:
+    """As one does that is aborted in a process."""
+
+    async def main() -> None:
+        async with serving(oracle_client(model)) as client:
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGKILL)
+            await until(lambda: client.health().state == "restarting")
+            task = asyncio.ensure_future(
+                last_of(client, prompt(0), BeamSearchParams(beam_width=2, max_tokens=9), request_id="a")
+            )
+            client._up.set()  # it does not wait at the door
+            await until(lambda: client._streams)
+            client._up.clear()
+            assert await client.abort("a")
+            output = await task
+            assert [(c.finish_reason, c.token_ids) for c in output.outputs] == [("abort", [])]
+            await until(lambda: client.health().state == "running")
 
     run(main())
 

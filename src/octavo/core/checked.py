@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Self
 
 from octavo.errors import ParameterError, UnknownOptionError
 
+INT32 = (1 << 31) - 1
+"""The largest number that a tensor of token ids, or of what requests ask for, can hold."""
 MOST_CHARS = 4096
 """Characters of one string among a caller's options."""
 
@@ -79,7 +81,7 @@ class Checked:
             pairs = value.items() if isinstance(value, Mapping) else [(value, None)]
         for t, x in pairs:
             is_number = isinstance(x, int | float) and not isinstance(x, bool)
-            if not _is_integer(t) or t < 0 or not is_number or not low <= x <= high:
+            if not _is_token_id(t) or not is_number or not low <= x <= high:
                 text = f"maps token ids to numbers from {low:g} to {high:g}, not {t!r} to {x!r}"
                 raise wrong(name, text, f"invalid_{name}")
         return dict(pairs)
@@ -103,10 +105,15 @@ def list_of(name: str, value: Any) -> tuple[Any, ...]:
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
     ids = list_of(name, value)
     for t in ids:
-        if not _is_integer(t) or t < 0:
+        if not _is_token_id(t):
             raise wrong(name, f"must be token ids, not {t!r}", "invalid_token_id")
     return ids
 
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_token_id(value: Any) -> bool:
+    """Of some vocabulary; of which, those know who have a model."""
+    return _is_integer(value) and 0 <= value <= INT32

@@ -107,6 +107,12 @@ class Recomputed(NamedTuple):
 
 
 class Finished(NamedTuple):
+    """For a `reason` that is the `finish_reason` of what lived last.
+
+    num_tokens  generated, prompts not counted, over all sequences but those that a beam search gave up on its way; one
+                whose tokens reached it only when it was over counts with them
+    """
+
     request_id: str
     reason: str
     num_tokens: int

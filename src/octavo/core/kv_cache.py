@@ -149,18 +149,23 @@ class KVCache:
         """
         if not self._reads(sequence):
             return self._pinned_prefix(sequence, Prefix([], [], 0))
+        num_blocks = (len(sequence.token_ids) - 1) // self.block_size
+        return self._pinned_prefix(sequence, self._sealed_prefix(sequence, num_blocks))
+
+    def _sealed_prefix(self, sequence: Sequence, num_blocks: int) -> Prefix:
+        """The longest run of sealed blocks from the start, so many at most."""
         block_ids: list[BlockId] = []
         seal_ids: list[SealId] = []
         find, seal_id = self.pool.find, self.pool.seal_id
         parent: SealId | bytes = sequence.request.salt
-        for i in range((len(sequence.token_ids) - 1) // self.block_size):
+        for i in range(num_blocks):
             block = find((parent, self._tokens_of(sequence, i)))
             if not block:
                 break
             parent = seal_id[block]
             block_ids.append(block)
             seal_ids.append(seal_id[block])
-        return self._pinned_prefix(sequence, Prefix(block_ids, seal_ids, len(block_ids) * self.block_size))
+        return Prefix(block_ids, seal_ids, len(block_ids) * self.block_size)
 
     def _pinned_prefix(self, sequence: Sequence, found: Prefix) -> Prefix:
         """What a pin has of it, the partial tail included, or what was found if that is no less.
@@ -388,14 +393,13 @@ class KVCache:
         return num_blocks
 
     def discard(self, sequence: Sequence) -> None:
-        """Its numbers are not to be trusted: take back the seals of what only this sequence uses, or, where it has
-        given up its blocks, of what it left in the cache."""
-        if sequence.request.status is Status.RUNNING:
-            blocks, num_own = sequence.block_ids, 1
-        else:
-            blocks, num_own = self.lookup(sequence).block_ids, 0
-        for block in blocks:
-            if self.pool.refs[block] == num_own and self.pool.seal_id[block]:
+        """Its numbers are not to be trusted: take back the seals of what only this sequence uses, and of what it left
+        in the cache: after a preemption all of it, while it runs what lies behind the attention window. That is found
+        whatever the request itself may read, and up to the last full block, unlike by `lookup`."""
+        own = dict.fromkeys(sequence.block_ids if sequence.request.status is Status.RUNNING else ())
+        left = self._sealed_prefix(sequence, len(sequence.token_ids) // self.block_size).block_ids
+        for block in own | dict.fromkeys(left):
+            if self.pool.refs[block] == (block in own) and self.pool.seal_id[block]:
                 self.pool.unseal(block)
 
     def reset_prefix_cache(self) -> int:

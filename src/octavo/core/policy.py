@@ -92,6 +92,9 @@ class Policy:
             the paper does (section 4.5 and its artifact): a single sequence is recomputed in one prefill, a group is
             swapped, because recomputing loses what its sequences share
     victims who gives way
+
+    Whoever makes another must not raise in it: it is asked in the middle of `Scheduler.schedule`, and an exception
+    there ends the engine.
     """
 
     by_priority: bool = False

@@ -93,7 +93,9 @@ class Sequence:
 
 
 Decide = Callable[[list[tuple[Sequence, Any]]], list[tuple[Sequence, int]]]
-"""From each live sequence's candidates to the continuations kept: (parent, token), at most `width`, best first."""
+"""From each live sequence's candidates to the continuations kept: (parent, token), at most `width`, best first.
+
+It must not raise: it is called in the middle of `Scheduler.update`, and an exception there ends the engine."""
 
 
 class Request:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
-from octavo.core.checked import Checked, list_of, token_ids, wrong
+from octavo.core.checked import INT32, Checked, list_of, token_ids, wrong
 from octavo.core.structured_outputs import StructuredOutputsParams
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy decoding."""
 
 INT64 = 1 << 63
-MOST = 1 << 31
 
 
 class RequestOutputKind(Enum):
@@ -108,6 +107,10 @@ class SamplingParams(Checked):
         """Samples that are generated."""
         return self.n if self.best_of is None else self.best_of
 
+    def stop_ids(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
+        """Tokens that end an output of a model with these ends of its own."""
+        return frozenset(() if self.ignore_eos else eos_token_ids) | frozenset(self.stop_token_ids or ())
+
     @property
     def ranks(self) -> bool:
         """Whether the best are told, of more samples than that."""
@@ -129,15 +132,15 @@ class SamplingParams(Checked):
         self._number("temperature", 0.0, 2.0)
         self._number("top_p", 0.0, 1.0)
         self._number("min_p", 0.0, 1.0)
-        self._integer("top_k", -1, MOST)
+        self._integer("top_k", -1, INT32)
         self._number("repetition_penalty", 0.01, 100.0)
         self._number("presence_penalty", -2.0, 2.0)
         self._number("frequency_penalty", -2.0, 2.0)
-        self._integer("max_tokens", 0, MOST, optional=True)
-        self._integer("min_tokens", 0, MOST)
+        self._integer("max_tokens", 0, INT32, optional=True)
+        self._integer("min_tokens", 0, INT32)
         self._integer("seed", -INT64, INT64 - 1, optional=True)
-        self._integer("logprobs", -1, MOST, optional=True)
-        self._integer("prompt_logprobs", -1, MOST, optional=True)
+        self._integer("logprobs", -1, INT32, optional=True)
+        self._integer("prompt_logprobs", -1, INT32, optional=True)
         self._flag("ignore_eos", "echo", "detokenize", "skip_special_tokens", "spaces_between_special_tokens")
         self._flag("include_stop_str_in_output", "skip_reading_prefix_cache")
         self._choice("output_kind", tuple(RequestOutputKind))

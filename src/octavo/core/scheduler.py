@@ -382,7 +382,7 @@ class Scheduler:
             return self._wait(request, "rows", request.width, self.max_num_seqs - self.num_rows_taken)
         found = cache.find_swapped(request)
         if found is None:  # a block left behind was evicted: what is on the host is of no use without it
-            self.swapped.remove(request)
+            self._leave_line(request)
             self._to_waiting(request)
             if self.events.active:
                 self.events.emit(ev.SwapLost(request.request_id))
@@ -434,12 +434,9 @@ class Scheduler:
         results are appended whatever its state."""
         cache, pool = self.cache, self.cache.pool
         free, evictable = pool.num_free, pool.num_cached
-        self.running.remove(victim)
-        self.num_rows_taken -= victim.width
+        self._leave_line(victim)
         self.num_preemptions += 1
         victim.num_preemptions += 1
-        for seq in victim.sequences:
-            cache.rows.release(seq)
         num_blocks, num_positions = cache.owned_by(victim)
         mode, why = self.policy.preemption_mode(victim, num_blocks, num_positions)
         if victim.pin:  # what it is computed for is on the device, or nowhere
@@ -451,16 +448,27 @@ class Scheduler:
             insort(self.swapped, victim)
         else:
             self._to_waiting(victim)
-        victim.waits_for = ""
         if self.events.active:
             said = mode.value, asker.request_id, needs, free, evictable, why, num_blocks, num_positions
             self.events.emit(ev.Preempted(victim.request_id, *said))
 
+    def _leave_line(self, request: Request) -> None:
+        """Out of the line that it stands in, and if that was the running's, with its rows."""
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+            self.num_rows_taken -= request.width
+            for seq in request.sequences:
+                self.cache.rows.release(seq)
+        elif request.status is Status.SWAPPED:
+            self.swapped.remove(request)
+        else:
+            self.waiting.remove(request)
+
     def _to_waiting(self, request: Request) -> None:
-        """Give up its blocks, wherever they are, and stand in line again."""
+        """Give up its blocks, wherever they are, and stand in line again, for a reason that is yet to be said."""
         for seq in request.sequences:
             self.cache.free(seq)
-        request.status, request.left_behind = Status.WAITING, {}
+        request.status, request.waits_for, request.left_behind = Status.WAITING, "", {}
         insort(self.waiting, request)
 
     def _wait(self, request: Request, reason: str, needs: int, free: int = 0, evictable: int = 0) -> bool:
@@ -588,7 +596,8 @@ class Scheduler:
             heir.index, heir.row_has_last = index, False
             self._append(heir, token)
         if not request.sequences and request.status is not Status.FINISHED:
-            self._finish(request, "stop")
+            num_chosen = sum(len(seq.token_ids) + 1 - len(request.prompt_token_ids) for seq, _ in parents)
+            self._finish(request, "stop", num_chosen)
         return request.status is Status.FINISHED
 
     def _append(self, seq: Sequence, token: int) -> None:
@@ -617,7 +626,8 @@ class Scheduler:
         self._drop(seq)
         return False
 
-    def _finish(self, request: Request, reason: str) -> None:
+    def _finish(self, request: Request, reason: str, num_chosen: int = 0) -> None:
+        """`num_chosen`: tokens of outputs that have no sequence any more, since `decide` kept none."""
         for seq in request.sequences:
             seq.finish_reason = seq.finish_reason or reason
             if reason == "error":
@@ -630,17 +640,11 @@ class Scheduler:
             self.cache.num_pinned -= self.cache.blocks_for(len(request.prompt_token_ids))
         request.done += request.sequences
         request.sequences = []
-        if request.status is Status.RUNNING:
-            self.running.remove(request)
-            self.num_rows_taken -= request.width
-        elif request.status is Status.SWAPPED:
-            self.swapped.remove(request)
-        else:
-            self.waiting.remove(request)
+        self._leave_line(request)
         request.status = Status.FINISHED
         del self.requests[request.request_id]
         if self.events.active:
-            num_tokens = sum(len(s.token_ids) - len(request.prompt_token_ids) for s in request.done)
+            num_tokens = num_chosen + sum(len(s.token_ids) - len(request.prompt_token_ids) for s in request.done)
             self.events.emit(ev.Finished(request.request_id, reason, num_tokens))
 
     def _park(self, seq: Sequence) -> None:
@@ -681,17 +685,8 @@ class Scheduler:
         return list(touched)
 
     def _recompute(self, request: Request, plan: StepPlan, limit: int) -> None:
-        if request.status is Status.RUNNING:
-            self.running.remove(request)
-            self.num_rows_taken -= request.width
-            for seq in request.sequences:
-                self.cache.rows.release(seq)
-        elif request.status is Status.SWAPPED:
-            self.swapped.remove(request)
-        else:
-            self.waiting.remove(request)
+        self._leave_line(request)
         self._to_waiting(request)
-        request.waits_for = ""
         if self.events.active:
             said = ("out of memory", plan.num_tokens, limit) if limit else ()
             self.events.emit(ev.Recomputed(request.request_id, plan.step, *said))

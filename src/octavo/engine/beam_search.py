@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from octavo.core.checked import Checked
+from octavo.core.checked import INT32, Checked
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import Sequence
 from octavo.core.sampling_params import SamplingParams
@@ -22,6 +22,9 @@ from octavo.core.structured_outputs import StructuredOutputsParams
 from octavo.errors import ParameterError
 
 MOST_BEAMS = 128
+MOST_LENGTH_PENALTY = 30.0
+"""Either way: (2 ** 31) ** 30, of an output as long as there can be, is 9e279, and leaves a float room to multiply.
+Beyond, `BeamSearch.decide` would raise, which ends the engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +34,8 @@ class BeamSearchParams(Checked):
     beam_width      sequences that live at a time
     max_tokens      tokens of an answer at most
     n               answers, at most beam_width; None: that many
-    length_penalty  exponent of the length that a hypothesis's log-probability is divided by: above 0 favours long ones
+    length_penalty  exponent of the length that a hypothesis's log-probability is divided by, -30 to 30: above 0 favours
+                    long ones
     early_stopping  when the search ends, once there are beam_width hypotheses. True: at once; False: when no live
                     sequence beats the worst of them at its present length; "never": nor at any length to come
     temperature     0, the only value: a beam search draws nothing
@@ -59,14 +63,14 @@ class BeamSearchParams(Checked):
 
     def __post_init__(self) -> None:
         self._integer("beam_width", 1, MOST_BEAMS)
-        self._integer("max_tokens", 1, 1 << 31)
+        self._integer("max_tokens", 1, INT32)
         self._integer("n", 1, self.beam_width, optional=True)
-        self._number("length_penalty", -100.0, 100.0)
+        self._number("length_penalty", -MOST_LENGTH_PENALTY, MOST_LENGTH_PENALTY)
         self._number("temperature", 0.0, 2.0)
         self._flag("ignore_eos")
         self._integer("logprobs", 0, 1 << 20, optional=True)
         self._set("structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
-        if self.early_stopping not in (True, False, "never"):
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ParameterError(
                 f'early_stopping is {self.early_stopping!r}, it must be True, False or "never"', param="early_stopping"
             )

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 from typing import Protocol
 
@@ -43,6 +43,8 @@ TOO_LARGE = (
     "takes more memory than the device has beside the weights and the KV pool; lower --gpu-memory-utilization or "
     "--max-num-batched-tokens, or shorten the request"
 )
+MOST_PRIORITY = 1 << 31
+"""Of a request, either way."""
 PIN_PARAMS = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
 """Of a request that is there for its prompt alone."""
 
@@ -152,10 +154,11 @@ class Engine:
         if request_id in self._states:
             raise ParameterError(f"a request {request_id!r} is running already; ids must differ", param="request_id")
         check_prompt(prompt_token_ids, self.vocab_size)
+        check_priority(priority)
         beams, params = (params, params.sampling_params) if isinstance(params, BeamSearchParams) else (None, params)
         max_tokens = self._max_tokens(len(prompt_token_ids), params)
-        stop_ids = frozenset(() if params.ignore_eos else self.eos_token_ids) | frozenset(params.stop_token_ids or ())
-        self._check_params(params, max_tokens, stop_ids)
+        stop_ids = params.stop_ids(self.eos_token_ids)
+        self._check_params(params, max_tokens, stop_ids, params.logprobs if beams is None else beams.logprobs)
         search = None if beams is None else BeamSearch(beams, len(prompt_token_ids), stop_ids)
         if beams is not None and beams.beam_width > self.vocab_size:
             raise ParameterError(
@@ -218,7 +221,9 @@ class Engine:
             return params.seed
         return draw_seed(self._seeds) if drawn is None else drawn
 
-    def _check_params(self, params: SamplingParams, max_tokens: int, stop_ids: frozenset[int]) -> None:
+    def _check_params(
+        self, params: SamplingParams, max_tokens: int, stop_ids: frozenset[int], logprobs: int | None
+    ) -> None:
         """What is wrong only with this model, or with a default that has become a number. Raises `ParameterError`."""
         given: dict[str, Iterable[int]] = {
             "stop_token_ids": params.stop_token_ids or (),
@@ -232,7 +237,7 @@ class Engine:
                 text = f"{name} has {largest}, the vocabulary ends at {self.vocab_size - 1}"
                 raise ParameterError(text, param=name, code=code)
         most = self.vocab_size if self.max_logprobs < 0 else self.max_logprobs
-        for name, num in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        for name, num in (("logprobs", logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             if num is not None and (self.vocab_size if num < 0 else num) > most:
                 raise ParameterError(f"{name} is {num}, at most {most} are given; raise max_logprobs", param=name)
         if params.min_tokens > max_tokens:
@@ -276,7 +281,7 @@ class Engine:
         return None if state is None else _last_output(state)
 
     def drop(self, request_id: str) -> RequestState | None:
-        """As `abort`, for who makes something else of its state than an output."""
+        """As `abort`, for who makes something else of its state than an output, and then calls `forget` on it."""
         self.scheduler.abort(request_id)
         return self._close(request_id)
 
@@ -317,12 +322,13 @@ class Engine:
         """Plan one step, and take in what the device has; returns the requests that have something to tell.
 
         May return nothing while the device works. Waits for the device when there is nothing else to do. Raises
-        `DeviceLostError` where there is no device any more.
+        `EngineError` once the engine is closed, `DeviceLostError` where there is no device any more.
         """
         return _outputs(self.advance())
 
     def advance(self) -> list[RequestState]:
-        """As `step`, for who makes something else of the states than outputs. Those that have ended come last."""
+        """As `step`, for who makes something else of the states than outputs, and then calls `forget` on those that
+        have ended, which come last. Raises `EngineError` once the engine is closed."""
         self._check_open()
         plan = None
         if len(self._flight) < self._depth and not (self._flight and self._flight[0].lacks_masks):
@@ -410,18 +416,15 @@ class Engine:
                 state.metrics.first_token_time = now
         if result.logprobs or result.prompt_logprobs:
             self._take_in_logprobs(plan, result)
-        told: dict[str, RequestState] = {}
+        told: list[RequestState] = []
         if self._num_incremental:
-            for sequence, tokens in zip(plan.sequences, result.tokens, strict=True):
-                state = self._state_of(sequence)
-                if state is None or not tokens:
-                    continue
+            for state in self._states_of(plan, result):
                 if state.incremental:
                     self._read(state, finished)
                 state.metrics.last_token_time = now
                 if state.stream:
-                    told[state.request.request_id] = state
-        states = [s for s in told.values() if s.request.sequences]
+                    told.append(state)
+        states = [s for s in told if s.request.sequences]
         for request in finished:
             if (state := self._close(request.request_id, now)) is not None:
                 state.metrics.last_token_time = now
@@ -433,7 +436,10 @@ class Engine:
         seconds, self._device_since = now - self._device_since, now
         if plan.rows and not plan.swap_outs and not plan.swap_ins:
             num_prompt = sum(map(len, plan.host_tokens.values()))
-            self.scheduler.policy.costs.saw_step(num_prompt, seconds / max(1, plan.samples[0]))
+            costs, num_passes = self.scheduler.policy.costs, max(1, *plan.samples)
+            # A window's passes after the first compute no prompt.
+            first_s = seconds - (num_passes - 1) * costs.step_s if num_prompt else seconds / num_passes
+            costs.saw_step(num_prompt, first_s)
 
     def _take_in_logprobs(self, plan: StepPlan, result: StepResult) -> None:
         for i, entries in result.logprobs.items():
@@ -460,8 +466,10 @@ class Engine:
         state = self._states.get(sequence.request.request_id)
         return state if state is not None and state.request is sequence.request else None
 
-    def _states_of(self, plan: StepPlan) -> list[RequestState]:
-        states = [self._state_of(seq) for seq in plan.sequences]
+    def _states_of(self, plan: StepPlan, result: StepResult | None = None) -> list[RequestState]:
+        """Each once, however many of its sequences are there. With a result: of those only that got a token by it."""
+        news = plan.sequences if result is None else compress(plan.sequences, result.tokens)
+        states = [self._state_of(seq) for seq in news]
         return list({state.request.request_id: state for state in states if state is not None}.values())
 
     def _close(self, request_id: str, now: float | None = None) -> RequestState | None:
@@ -553,7 +561,7 @@ def _outputs(states: list[RequestState]) -> list[RequestOutput]:
 
 def _last_output(state: RequestState) -> RequestOutput:
     output = state.output()
-    state.request.done = []  # its sequences point to it: without this, only the collector could free them
+    state.forget()
     return output
 
 
@@ -570,6 +578,15 @@ def check_prompt(prompt_token_ids: Seq[int], vocab_size: int) -> None:
                 param="prompt",
                 code="invalid_token_id",
             )
+
+
+def check_priority(priority: int) -> None:
+    """Raises `ParameterError` for one that is no integer, or beyond `MOST_PRIORITY`."""
+    if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > MOST_PRIORITY:
+        raise ParameterError(
+            f"priority is {priority!r}, it must be an integer from {-MOST_PRIORITY} to {MOST_PRIORITY}",
+            param="priority",
+        )
 
 
 def pin_id(name: str) -> str:

@@ -1,7 +1,9 @@
 """Python's garbage collector, kept from stopping the world in the middle of a step.
 
 A full collection looks at every object alive: tens of milliseconds once a model and a few thousand requests are there.
-What an engine allocates dies by reference count (it breaks its own cycles), so nearly all of those looks find nothing.
+What an engine allocates dies by reference count: where an ended request is told of for the last time, the cycles that
+it is in are broken (`RequestState.forget`). So nearly all of those looks find nothing; and a cycle that is left is
+memory lost for as long as the engine has work.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from types import TracebackType
 
 
 class QuietGarbage:
-    """While it is entered, nothing is collected but by `breathe`, and what was alive before is not looked at."""
+    """While it is entered, nothing is collected but by `breathe`, and what was alive before is not looked at. It may be
+    entered again inside. Not thread-safe: the engine's thread has it, and the collector that it stops is the process's.
+    """
 
     STEPS_A_BREATH = 64
 
@@ -38,7 +42,8 @@ class QuietGarbage:
                 gc.enable()
 
     def breathe(self) -> None:
-        """Call it once a step: now and then it collects the young objects, of which there are few."""
+        """Call it once a step: every `STEPS_A_BREATH` it collects the young objects, of which there are few. What
+        outlives that, cycles included, is not looked at again before the last exit."""
         self._steps += 1
         if self._depth and self._steps % self.STEPS_A_BREATH == 0:
             gc.collect(0)

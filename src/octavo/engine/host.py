@@ -77,6 +77,8 @@ class StepTimes:
 
     Steps are sorted by powers of two, and of each size the slowest counts, as do those of smaller ones. For a size
     larger than any that has been seen, the largest of them is grown in proportion: too much rather than too little.
+
+    One thread notes, and another may ask meanwhile.
     """
 
     def __init__(self) -> None:
@@ -90,9 +92,9 @@ class StepTimes:
             self._slowest[bits] = max(seconds, 0.98 * self._slowest.get(bits, 0.0))  # a slow one is forgotten slowly
 
     def allowed_s(self, num_positions: int) -> float:
-        if self.num_steps <= FIRST_STEPS:
+        seen, bits = self._slowest.copy(), num_positions.bit_length()  # it grows while it is looked at
+        if not seen:
             return WARM_UP_S
-        seen, bits = self._slowest, num_positions.bit_length()
         nearest = min((size for size in seen if size >= bits), default=max(seen))
         grown = seen[nearest] * float(1 << max(0, bits - nearest))
         return PATIENCE * max([grown, *(seen[size] for size in seen if size <= bits)])
@@ -323,7 +325,7 @@ class EngineHost:
     def _tell(self, state: RequestState) -> None:
         self._updates.append(update_of(state))
         if not state.request.sequences:
-            state.request.done = []  # breaks the cycle of a request and its sequences
+            state.forget()
 
     def _report(self) -> None:
         now = time.monotonic()

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from octavo.core import events as ev
+from octavo.core.request import Request, Sequence, Status
 
 if TYPE_CHECKING:
-    from octavo.core.request import Request, Sequence
     from octavo.engine.engine import Engine
 
 NUM_ENTRIES = 64
@@ -38,8 +38,12 @@ class Timelines:
         name: str = event.request_id  # type: ignore[union-attr]  # it asks for no blocks' events
         timeline = self._live.get(name)
         if timeline is None:
-            timeline = self._live[name] = deque(maxlen=NUM_ENTRIES)
-        timeline.append((self._clock(), event))
+            if isinstance(event, ev.Unpinned):  # long after the end of the request that pinned it
+                timeline = self._ended.get(name)
+            else:
+                timeline = self._live[name] = deque(maxlen=NUM_ENTRIES)
+        if timeline is not None:
+            timeline.append((self._clock(), event))
         if isinstance(event, ev.Finished):
             self._ended[name] = self._live.pop(name)
             if len(self._ended) > NUM_FINISHED:
@@ -102,9 +106,17 @@ def _sequence(sequence: Sequence) -> dict[str, Any]:
 
 
 def describe_kv(engine: Engine) -> dict[str, Any]:
-    """The pool, and who holds how much of it."""
-    held = {
-        name: {"status": request.status.value, "num_blocks": len({b for s in request.sequences for b in s.block_ids})}
-        for name, request in engine.scheduler.requests.items()
-    }
+    """The pool, and who holds how much of it, and of the host's blocks."""
+    held = {name: _held_by(request) for name, request in engine.scheduler.requests.items()}
     return {**engine.scheduler.stats().as_dict(), "requests": held}
+
+
+def _held_by(request: Request) -> dict[str, Any]:
+    # Neither the null block is held, behind an attention window, nor what a swap left on the device, below 0.
+    num_blocks = len({b for s in request.sequences for b in s.block_ids if b > 0})
+    swapped = request.status is Status.SWAPPED
+    return {
+        "status": request.status.value,
+        "num_blocks": 0 if swapped else num_blocks,
+        "num_host_blocks": num_blocks if swapped else 0,
+    }

@@ -30,6 +30,7 @@ from octavo.core.plan import TokenLogprobs
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.engine.beam_search import BeamSearchParams, Hypothesis
 from octavo.engine.stats import BackendStats
+from octavo.errors import ParameterError
 
 # -- to the engine -----------------------------------------------------------------------------------------------------
 
@@ -221,6 +222,22 @@ def params_from_wire(said: Mapping[str, Any], is_beam_search: bool) -> SamplingP
     if is_beam_search:
         return BeamSearchParams(**said)
     return SamplingParams(**said, detokenize=False, output_kind=RequestOutputKind.CUMULATIVE)
+
+
+_COMMANDS = msgspec.msgpack.Decoder(Command)
+
+
+def encoded(command: Command) -> msgspec.Raw:
+    """As it goes to the engine, read again as the engine would: what that could not read would end it.
+
+    Raises `ParameterError` for a command that holds what it must not, an integer of more than 64 bits for one.
+    """
+    try:
+        data = msgspec.msgpack.encode(command)
+        _COMMANDS.decode(data)
+    except Exception as error:
+        raise ParameterError(f"the engine cannot be told of it: {type(error).__name__}: {error}") from error
+    return msgspec.Raw(data)
 
 
 # -- the channel -------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class Mirror:
     ) -> None:
         beams, params = (params, params.sampling_params) if isinstance(params, BeamSearchParams) else (None, params)
         self._asked = beams or params
-        stop_ids = frozenset(() if params.ignore_eos else eos_token_ids) | frozenset(params.stop_token_ids or ())
+        stop_ids = params.stop_ids(eos_token_ids)
         request = Request(
             request_id,
             prompt_token_ids,
@@ -155,15 +155,15 @@ class Mirror:
         request.error = error or request.error
         for sequence in request.sequences:
             sequence.finish_reason = reason
-        if self.state.search is None:
+        # What a search has found, the engine tells; where that has gone, or has not begun, nothing is found.
+        if self.state.search is None or (reason in ("abort", "error") and not self.state.search.hypotheses):
             request.done += request.sequences
         request.sequences = []
         self.state.metrics.finished_time = time.monotonic()
 
     def forget(self) -> None:
-        """Nobody looks at it any more: its sequences point to it, and only the collector could free them."""
-        request = self.state.request
-        request.sequences, request.done, request.solo = [], [], None
+        """Nobody looks at it any more."""
+        self.state.forget()
 
     # -- beginning it, the first time or again -------------------------------------------------------------------------
 

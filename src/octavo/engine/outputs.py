@@ -24,7 +24,7 @@ from octavo.errors import RequestFailedError
 class RequestMetrics:
     """When things happened to a request, by the engine's clock, in seconds. None: not yet.
 
-    num_generation_tokens  over all samples
+    num_generation_tokens  over the samples that are told: of `best_of`, the best n; of a beam search, its answers
     num_cached_tokens      of the prompt, found in the prefix cache when it was first admitted
     num_preemptions        how often it was taken off the device, num_swaps of these to the host
     num_swapped_blocks     that went to the host in these
@@ -46,11 +46,6 @@ class RequestMetrics:
     @property
     def time_in_queue_s(self) -> float | None:
         return _between(self.arrival_time, self.first_scheduled_time)
-
-    @property
-    def prefill_time_s(self) -> float | None:
-        """From the first admission to the first token."""
-        return _between(self.first_scheduled_time, self.first_token_time)
 
     @property
     def decode_time_s(self) -> float | None:
@@ -223,6 +218,14 @@ class RequestState:
         """Tokens that the host knows, over all sequences."""
         return sum(len(s.token_ids) for s in (*self.request.sequences, *self.request.done))
 
+    def forget(self) -> None:
+        """It has ended, and the last of it has been told. Its sequences point to it, and a search to its text: without
+        this only the collector could free them, which does not look for them while an engine works (`QuietGarbage`)."""
+        request = self.request
+        request.sequences, request.done, request.solo = [], [], None
+        if self.search is not None:
+            self.search.ends = None
+
     # -- taking in -----------------------------------------------------------------------------------------------------
 
     def read(self, sequence: Sequence) -> bool:
@@ -271,6 +274,9 @@ class RequestState:
             outputs = [self._completion(s) for s in sequences]
             if params.ranks:
                 outputs = self._ranked(outputs)
+        if request.error and (params.ranks or self.search is not None):
+            # Whoever failed may stand below those that are told; but of what failed, no ranking says anything.
+            outputs = [replace(c, finish_reason="error", stop_reason=request.error) for c in outputs]
         metrics = self.metrics
         metrics.num_cached_tokens = max(0, request.num_cached_tokens)
         metrics.num_generation_tokens = sum([len(c.token_ids) for c in outputs])
@@ -372,8 +378,6 @@ class RequestState:
             text.push(token_ids if stop_token is None else token_ids[:-1])
             text.finish()
             stop_reason = text.stop_reason or stop_reason
-        if hypothesis.finish_reason == "error":
-            stop_reason = request.error
         completion = CompletionOutput(
             index,
             "" if text is None else text.text,

@@ -16,13 +16,15 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from octavo.checkpoint import open_checkpoint
 from octavo.config import EngineArgs
 from octavo.core.kv_cache import KVStats
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.engine.beam_search import BeamSearchParams
-from octavo.engine.engine import PIN_PARAMS, check_prompt, draw_seed, pin_id
-from octavo.engine.ipc import Abort, Add, Answer, Ask, Command, Ready, Step, Stop, Update
+from octavo.engine.engine import PIN_PARAMS, check_priority, check_prompt, draw_seed, pin_id
+from octavo.engine.ipc import Abort, Add, Answer, Ask, Command, Ready, Step, Stop, Update, encoded
 from octavo.engine.mirror import Mirror
 from octavo.engine.outputs import RequestOutput, failure
 from octavo.engine.stats import BackendStats, EngineStats, Health
@@ -136,7 +138,7 @@ class EngineClient:
         self._ending: set[str] = set()  # whose streams are gone, while the engine may still tell of them
         self._pins: dict[str, Add] = {}  # that are computed, by request id: the next engine does not know them
         self._asked: dict[int, asyncio.Future[Answer]] = {}
-        self._outbox: list[Command] = []
+        self._outbox: list[msgspec.Raw] = []
         self._trial: _Stream | None = None  # what the engine is to show what it does with, alone
         self._up = asyncio.Event()  # an engine runs, or none ever will again
         self._error: OctavoError | None = None
@@ -169,6 +171,7 @@ class EngineClient:
         text, token_ids = await self._prompts.encode_aside(prompt)
         info = await self._when_up()
         check_prompt(token_ids, info.vocab_size)
+        check_priority(priority)
         name = f"octavo-{next(self._names)}" if request_id is None else request_id
         if name in self._streams:
             raise ParameterError(f"a request {name!r} is running already; ids must differ", param="request_id")
@@ -340,8 +343,8 @@ class EngineClient:
             await self._when_up()
             number = next(self._questions)
             future = self._asked[number] = asyncio.get_running_loop().create_future()
-            self._send(Ask(number, question, argument))
             try:
+                self._send(Ask(number, question, argument))
                 answer = await future
             except _Gone:
                 continue  # the next engine may know
@@ -469,20 +472,27 @@ class EngineClient:
             self._feed()
 
     def _give(self, stream: _Stream) -> None:
-        if self._supervisor.is_up and stream.mirror.request_id not in self._ending:
-            stream.sent = True
+        if not self._supervisor.is_up or stream.mirror.request_id in self._ending:
+            return
+        try:
             self._send(stream.mirror.add())
+            stream.sent = True
+        except OctavoError as error:  # its reader's alone
+            del self._streams[stream.mirror.request_id]
+            stream.fail(error)
+            self._try_next(stream)
 
     def _send(self, command: Command) -> None:
-        """All of one turn of the loop goes in one message."""
+        """All of one turn of the loop goes in one message. Raises as `encoded`."""
+        said = encoded(command)
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._outbox.append(command)
+        self._outbox.append(said)
 
     def _flush(self) -> None:
-        if self._outbox and self._supervisor.is_up:
-            self._supervisor.send(self._outbox)
-        self._outbox = []
+        commands, self._outbox = self._outbox, []
+        if commands and self._supervisor.is_up:
+            self._supervisor.send(commands)
 
 
 class _Gone(Exception):  # noqa: N818  # never leaves this file

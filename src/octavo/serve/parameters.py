@@ -11,6 +11,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from octavo.core.checked import INT32
+from octavo.engine.beam_search import MOST_LENGTH_PENALTY
 from octavo.serve.problems import bad
 
 logger = logging.getLogger("octavo.serve")
@@ -33,12 +35,12 @@ def _list(items: Schema, least: int = 0, most: int | None = None) -> Schema:
     return {"type": "array", "items": items, "minItems": least, **({} if most is None else {"maxItems": most})}
 
 
-TOKEN_IDS = _list(_of(INTEGER, 0, (1 << 31) - 1))
+TOKEN_IDS = _list(_of(INTEGER, 0, INT32))
 SAMPLING: dict[str, Schema] = {
     "n": _of(INTEGER, 1, 128),
     "temperature": _of(NUMBER, 0, 2),
     "top_p": _of(NUMBER, 0, 1),
-    "top_k": _of(INTEGER, -1, 1 << 31),
+    "top_k": _of(INTEGER, -1, INT32),
     "min_p": _of(NUMBER, 0, 1),
     "repetition_penalty": _of(NUMBER, 0.01, 100),
     "presence_penalty": _of(NUMBER, -2, 2),
@@ -46,7 +48,7 @@ SAMPLING: dict[str, Schema] = {
     "logit_bias": {"type": "object", "additionalProperties": _of(NUMBER, -100, 100)},
     "allowed_token_ids": TOKEN_IDS,
     "bad_words": _list(TEXT),
-    "min_tokens": _of(INTEGER, 0, 1 << 31),
+    "min_tokens": _of(INTEGER, 0, INT32),
     "seed": _of(INTEGER, -(1 << 63), (1 << 63) - 1),
     "stop": {"anyOf": [{"type": "string", "minLength": 1}, _list({"type": "string", "minLength": 1}, 0, 64)]},
     "stop_token_ids": TOKEN_IDS,
@@ -66,16 +68,16 @@ SHARED: dict[str, Schema] = SAMPLING | {
         "properties": {"include_usage": FLAG, "continuous_usage_stats": FLAG},
         "additionalProperties": False,
     },
-    "max_tokens": _of(INTEGER, 0, 1 << 31),
+    "max_tokens": _of(INTEGER, 0, INT32),
     "echo": FLAG,
     "use_beam_search": FLAG,
     "beam_width": _of(INTEGER, 1, 128),
-    "length_penalty": _of(NUMBER, -100, 100),
+    "length_penalty": _of(NUMBER, -MOST_LENGTH_PENALTY, MOST_LENGTH_PENALTY),
     "early_stopping": ANYTHING,
     "priority": INTEGER,
     "cache_salt": {"type": "string", "minLength": 1, "maxLength": 256},
     "add_special_tokens": FLAG,
-    "truncate_prompt_tokens": _of(INTEGER, 1, 1 << 31),
+    "truncate_prompt_tokens": _of(INTEGER, 1, INT32),
     "return_token_ids": FLAG,
     "return_tokens_as_token_ids": FLAG,
     "response_format": OBJECT,
@@ -95,7 +97,7 @@ COMPLETION: dict[str, Schema] = SHARED | {
 }
 CHAT: dict[str, Schema] = SHARED | {
     "messages": {"type": "array", "items": {"$ref": "#/components/schemas/Message"}, "minItems": 1, "maxItems": 4096},
-    "max_completion_tokens": _of(INTEGER, 1, 1 << 31),
+    "max_completion_tokens": _of(INTEGER, 1, INT32),
     "logprobs": FLAG,
     "top_logprobs": _of(INTEGER, 0, 20),
     "tools": {"type": "array", "items": {"$ref": "#/components/schemas/Tool"}, "maxItems": 128},

@@ -13,6 +13,7 @@ from typing import Any
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.core.structured_outputs import StructuredOutputsParams
 from octavo.engine.beam_search import BeamSearchParams
+from octavo.engine.engine import MOST_PRIORITY
 from octavo.errors import UsageError
 from octavo.serve import json_body
 from octavo.serve import parameters as fields
@@ -306,8 +307,9 @@ class Rules:
     def _priority(self, value: int) -> int:
         if value and not self.by_priority:
             raise bad("invalid_value", "priority needs a server with --scheduling-policy priority", "priority")
-        if abs(value) > 1 << 31:
-            raise bad("invalid_value", f"priority is {value}, it must be from {-(1 << 31)} to {1 << 31}", "priority")
+        if abs(value) > MOST_PRIORITY:
+            text = f"priority is {value}, it must be from {-MOST_PRIORITY} to {MOST_PRIORITY}"
+            raise bad("invalid_value", text, "priority")
         return value
 
     def _tools(self, given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str | None]:

@@ -31,7 +31,6 @@ from octavo.engine.ipc import (
     Beat,
     Channel,
     Close,
-    Command,
     Failed,
     Hello,
     Launch,
@@ -128,7 +127,7 @@ class EngineProcess:
         waited = self._beat.waited_s
         return None if waited is None else waited + time.monotonic() - self._beat_at
 
-    def send(self, commands: list[Command]) -> None:
+    def send(self, commands: list[msgspec.Raw]) -> None:
         self._channel.send(commands)
 
     async def ready(self) -> Ready:
@@ -274,7 +273,7 @@ class Supervisor:
             raise
         self._task = asyncio.create_task(self._watch(), name="octavo-supervisor")
 
-    def send(self, commands: list[Command]) -> None:
+    def send(self, commands: list[msgspec.Raw]) -> None:
         """To an engine that runs."""
         assert self._process is not None
         self._process.send(commands)
