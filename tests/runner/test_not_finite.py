@@ -72,12 +72,10 @@ def tokens_of(outputs: list[RequestOutput]) -> list[Any]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def survive(model: str, on: Callable[[LLM], LLM], *, again: bool, **options: Any) -> None:
-    """Whoever is not the victim gets the tokens that he gets where nothing happens.
-
-    again  who sends the victim's prompt again, too: none of its blocks is found in the cache
-    """
-    late = [PROMPTS[VICTIM], *LATE[1:]] if again else LATE
+def survive(model: str, on: Callable[[LLM], LLM], **options: Any) -> None:
+    """Whoever is not the victim gets the tokens that he gets where nothing happens; so does who sends the victim's
+    prompt again: none of its blocks is found in the cache, those behind its window not either."""
+    late = [PROMPTS[VICTIM], *LATE[1:]]
     with LLM(model, device="cpu", **OPTIONS) as llm:
         others = [prompt for i, prompt in enumerate(PROMPTS) if i != VICTIM]
         expected = tokens_of(llm.generate([*others, *late], GREEDY, use_tqdm=False))
@@ -95,8 +93,7 @@ def test_keys_that_became_nan_fail_one_request_and_spoil_no_block(
         return llm if runner == "cpu" else on_rows(llm, recorded=runner == "graphs")
 
     model = str(make_tiny_checkpoint(kind, tmp_path / kind))
-    # What a sequence gave up behind its window is still found when it fails.
-    survive(model, on, again=kind != "mistral", device="cpu", decode_window=window)
+    survive(model, on, device="cpu", decode_window=window)
 
 
 def test_attention_that_reads_what_is_nobodys_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,4 +108,4 @@ def test_attention_that_reads_what_is_nobodys_is_noticed(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(cpu, "paged_attention", wrong)
     with pytest.raises(AssertionError):
-        survive(str(make_tiny_checkpoint("llama", tmp_path / "llama")), on_rows, again=False, device="cpu")
+        survive(str(make_tiny_checkpoint("llama", tmp_path / "llama")), on_rows, device="cpu")
