@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from octavo import logs
 from octavo.engine.host import EngineHost, Pulse, Text
 from octavo.engine.ipc import Channel, Failed, Hello, Launch, Lifeline
 from octavo.view import tap
@@ -52,6 +53,8 @@ def main(fd: int, build: Build = build) -> int:
     if not told:
         return 1  # the parent has gone, and said nothing
     launch = msgspec.msgpack.decode(told, type=Launch)
+    if launch.logs is not None:
+        logs.set_up(launch.logs)
     directory = os.path.dirname(launch.endpoint.removeprefix("ipc://"))
 
     def orphaned() -> None:

@@ -18,6 +18,7 @@ from octavo import SamplingParams
 from octavo.core.kv_cache import KVCache
 from octavo.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from octavo.engine.stats import BackendStats, EngineStats, Health
+from octavo.logs import JsonFormatter
 from octavo.serve.metrics import (
     BETWEEN_TOKENS_S,
     FIRST_TOKEN_S,
@@ -27,7 +28,6 @@ from octavo.serve.metrics import (
     StatsLine,
     token_buckets,
 )
-from octavo.serve.run import JsonFormatter
 
 from .engines import last_of, oracle_client
 from .http_lab import run, serving

@@ -74,11 +74,11 @@ def serve(
     args = EngineArgs(model=model, **engine)
     if log_format not in ("text", "json"):
         raise typer.BadParameter(f"{log_format!r} is neither text nor json", param_hint="--log-format")
-    from octavo import catalog
+    from octavo import catalog, logs
     from octavo.serve import run
 
     phases = run.Phases()
-    run.set_up_logs(settings.uvicorn_log_level, as_json=log_format == "json")
+    logs.set_up(logs.LogSettings(settings.uvicorn_log_level, as_json=log_format == "json"))
     keys = run.keys_of(settings, [key for name in run.KEY_VARIABLES if (key := os.environ.get(name))])
     settings.check_exposure(keys)
     if catalog.find(model) is not None and not (Path(model) / "config.json").exists():

@@ -31,15 +31,18 @@ from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.engine.beam_search import BeamSearchParams, Hypothesis
 from octavo.engine.stats import BackendStats
 from octavo.errors import ParameterError
+from octavo.logs import LogSettings
 
 # -- to the engine -----------------------------------------------------------------------------------------------------
 
 
 class Launch(msgspec.Struct, array_like=True):
-    """The first thing that an engine's process hears. `options` are those of `octavo.config.EngineArgs`."""
+    """The first thing that an engine's process hears. `options` are those of `octavo.config.EngineArgs`; its logs are
+    as its parent's are, None: as Python has them."""
 
     endpoint: str
     options: dict[str, Any]
+    logs: LogSettings | None = None
 
 
 class Add(msgspec.Struct, array_like=True, tag="add"):

@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -229,31 +228,3 @@ def _tell_capacity(kv: KVStats, max_model_len: int, device: str) -> None:
     logger.info(
         "Maximum concurrency for %s tokens per request: %.2fx", f"{max_model_len:,}", num_tokens / max(1, max_model_len)
     )
-
-
-class JsonFormatter(logging.Formatter):
-    """A log line as an object, for machines."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        entry = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            **(getattr(record, "access", None) or {"message": record.getMessage()}),
-        }
-        if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False)
-
-
-def set_up_logs(level: str, *, as_json: bool = False) -> None:
-    """To stderr. A closed or full stderr disturbs nothing."""
-    handler = logging.StreamHandler(sys.stderr)
-    text = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
-    handler.setFormatter(JsonFormatter() if as_json else logging.Formatter(text, "%m-%d %H:%M:%S"))
-    logging.raiseExceptions = False
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(level.upper())
-    for name in ("asyncio", "uvicorn.error"):  # they say something of every request that is no HTTP
-        logging.getLogger(name).setLevel(logging.ERROR)

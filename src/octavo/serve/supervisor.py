@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from octavo import errors
+from octavo import errors, logs
 from octavo.engine.ipc import (
     Beat,
     Channel,
@@ -114,7 +114,7 @@ class EngineProcess:
                 process_group=0,  # Ctrl-C is for this process; and what it starts itself ends with it
             )
             undo.pop_all()
-        self._lifeline.send(Launch(endpoint_in(self._directory), options), wait=True)
+        self._lifeline.send(Launch(endpoint_in(self._directory), options, logs.told()), wait=True)
         self._channel.attach(self._loop, self._take_in)
         self._loop.add_reader(self._lifeline.fileno(), self._listen)
 

@@ -1,0 +1,31 @@
+"""What a server and its engine's process say, line by line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("as_json", [True, False], ids=["json", "text"])
+def test_the_engines_process_says_it_as_the_server_does(model: str, as_json: bool) -> None:
+    command = [sys.executable, "-m", "octavo.cli.main", "serve", model, "--port", "0", "--max-model-len", "99999"]
+    command += ["--log-format", "json"] if as_json else []
+    lines: list[str] = []
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            lines.append(line)
+            if "serving on http" in line:
+                process.send_signal(signal.SIGINT)
+    assert process.returncode == 0, lines
+    if as_json:
+        told = [(entry["level"], entry["logger"], entry["message"]) for entry in map(json.loads, lines)]
+    else:
+        told = [(words[0].lower(), words[3][1:-1], words[4]) for words in (line.split(maxsplit=4) for line in lines)]
+    levels = {(level, name) for level, name, message in told if "positions that the model knows" in message}
+    assert levels == {("warning", "octavo")}, lines
+    assert ("info", "octavo") in {(level, name) for level, name, message in told if "ready in" in message}
