@@ -157,7 +157,8 @@ def test_a_simulation_is_the_same_twice() -> None:
 
 def test_samples_fork() -> None:
     records = simulate(setup(), [Arrival(0.0, ((FIRST_TOKEN, 10),), 5, n=3)], sample_s=0.1)
-    assert records.column("num_output").tolist() == [15]
+    assert records.column("num_output").tolist() == [15] and records.column("longest").tolist() == [5]
+    assert report.tpot(records).tolist() == pytest.approx([STEP_S]), "a step gives each of them a token"
     # Two siblings do without the prompt's two full blocks each; without its tail until they write there.
     assert [saved for saved, _ in itertools.groupby(s.num_saved for s in records.samples)] == [6, 4, 0]
 

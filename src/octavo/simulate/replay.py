@@ -142,8 +142,11 @@ class Exact:
                 records.arrived_s.append(arrived_s)
                 records.first_s.append(self._first_s.pop(name, self._now_s))
                 records.finished_s.append(self._now_s)
-                records.num_prompt.append(self.flight.arrivals[int(name)].num_prompt)
+                flown = self.flight.arrivals[int(name)]
+                records.num_prompt.append(flown.num_prompt)
                 records.num_output.append(event.num_tokens)
+                lengths = [said.num_tokens for said in flown.samples.values()]
+                records.longest.append(max(lengths, default=event.num_tokens))
                 records.num_cached.append(admitted.num_cached_tokens)
 
     def cost(self) -> LinearCost:

@@ -55,8 +55,8 @@ def ttft(records: Records) -> np.ndarray:
 
 
 def tpot(records: Records) -> np.ndarray:
-    """Seconds a token after the first; 0 for an output of one."""
-    tokens = np.maximum(1, records.column("num_output") - 1)
+    """Seconds a token after the first, of the longest sample; 0 for an output of one."""
+    tokens = np.maximum(1, records.column("longest") - 1)
     each: np.ndarray = (records.column("finished_s") - records.column("first_s")) / tokens
     return each
 
@@ -68,7 +68,7 @@ def latency(records: Records) -> np.ndarray:
 
 def normalized_latency(records: Records) -> float:
     """Mean over requests of latency / output length, in seconds a token: the paper's metric (section 6.1). Of those
-    whose length is known, NaN without any: a recording has none of a beam search."""
+    whose length is known, NaN without any: a recording may have none of a beam search."""
     num_output = records.column("num_output")
     known = num_output > 0
     return float((latency(records)[known] / num_output[known]).mean()) if known.any() else math.nan
@@ -91,7 +91,7 @@ def summary(records: Records, slo: SLO | None = None) -> dict[str, Any]:
         "prompt_tokens_per_s": asked / span,
         "output_tokens_per_s": int(records.column("num_output").sum()) / span,
         "ttft_s": spread(ttft(records)),
-        "tpot_s": spread(tpot(records)[records.column("num_output") > 1]),
+        "tpot_s": spread(tpot(records)[records.column("longest") > 1]),
         "latency_s": spread(latency(records)),
         "hit_rate": hit / asked,
         "num_preempted": dict(records.num_preempted),

@@ -119,6 +119,7 @@ class Sample:
 class Records:
     """What came of every request that finished, as columns; times in seconds from the trace's beginning.
 
+    num_output      tokens of all of its samples, longest: of the one with most
     num_preempted   how often requests were taken off the device, by how
     num_waits       how often a request began to wait, by reason
     refused         the first message of each kind of request that could never run, and how many there were
@@ -129,6 +130,7 @@ class Records:
     finished_s: array[float] = field(default_factory=lambda: array("d"))
     num_prompt: array[int] = field(default_factory=lambda: array("q"))
     num_output: array[int] = field(default_factory=lambda: array("q"))
+    longest: array[int] = field(default_factory=lambda: array("q"))
     num_cached: array[int] = field(default_factory=lambda: array("q"))
     index: array[int] = field(default_factory=lambda: array("q"))
     num_preempted: Counter[str] = field(default_factory=Counter)
@@ -225,7 +227,9 @@ class Replica:
             records.first_s.append(metrics.first_token_time)
             records.finished_s.append(metrics.finished_time)
             records.num_prompt.append(len(output.prompt_token_ids))
-            records.num_output.append(sum([len(c.token_ids) for c in output.outputs]))
+            lengths = [len(c.token_ids) for c in output.outputs]
+            records.num_output.append(sum(lengths))
+            records.longest.append(max(lengths))
             records.num_cached.append(metrics.num_cached_tokens)
 
     def _look(self) -> None:
