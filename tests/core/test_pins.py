@@ -264,3 +264,17 @@ def test_samples_share_a_pin_and_its_tail_is_copied_once_for_each_but_never_for_
         copies += lab.step().copies
     assert len(copies) == 1 + 2 and blocks == lab.cache.pins["P"].block_ids
     unpin_all(lab)
+
+
+def test_what_no_index_knows_goes_to_the_host_though_a_pin_has_it_too() -> None:
+    """Without a seal nothing tells on return whether it is still the same: the pin may be gone by then, and its blocks
+    somebody else's."""
+    lab = Lab(12, 2, host=12, caching=False, policy=SWAP)
+    pinned(lab, "P", [1, 2, 3, 4])
+    lab.add("old", [9, 8, 7], 15)
+    young = lab.add("young", [1, 2, 3, 4, 5], 12)
+    while young.status is not Status.SWAPPED:
+        lab.step()
+    assert young.num_cached_tokens == 4 and not young.left_behind
+    assert lab.scheduler.unpin("P")
+    lab.run()
