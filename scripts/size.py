@@ -27,8 +27,8 @@ BUDGETS: dict[str, int] = {
     "runner": 2350,  # 1800, and what requests ask of their logits on a GPU: its own part of it, and the host's; masks
     # and beams from graphs, a draw with the pass behind it; passes that are rehearsed; rows that begin alike; a device
     # that is lost, and what does not fit told with the flag and the value that would do
-    "serve": 4400,  # 1800, the table of parameters, limits before a request, responses, restarts, traces, the viewer,
-    # and a document of every route
+    "serve": 4450,  # 1800, the table of parameters, limits before a request, responses, restarts, traces, the viewer,
+    # a document of every route, and what a connection may still say beside its request: an upgrade, trailers, the next
     "cluster": 500,
     "simulate": 2760,  # 1800, the nine figures of the paper as a file each, calibration, and pictures without a library
     "view": 3100,  # 600, the flight recorder and its run again (900), the playground and its lessons (860), attaching

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,6 +75,10 @@ def test_public_metrics_and_allowed_origins(model: str) -> None:
             for origin, allowed in (("http://a", True), ("http://b", False)):
                 response = await server.client.get("/version", headers={"origin": origin})
                 assert response.headers.get("access-control-allow-origin") == (origin if allowed else None)
+                asked = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"  # OpenAI's package does
+                preflight = {"access-control-request-method": "POST", "access-control-request-headers": asked}
+                response = await server.client.options(C, headers={"origin": origin, **preflight})
+                assert response.headers.get("access-control-allow-headers") == (asked if allowed else None)
 
     run(main())
 
@@ -283,6 +289,38 @@ def test_a_reader_that_does_not_read_is_given_up(model: str, monkeypatch: pytest
             await call.until(3)
             call.stalled = True
             await asyncio.wait_for(task, 50)
+            assert call.aborted
+            await server.at_rest()
+
+    run(main())
+
+
+def test_a_reader_that_does_not_even_take_a_ping(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the engine is silent, so that its next output is waited for all the while."""
+    monkeypatch.setattr(endpoint_module, "SLOW_READER_S", 0.05)
+
+    async def main() -> None:
+        async with serving(model, sse_keep_alive_interval=0.01) as server:
+            advance, silent = server.built.engine.advance, threading.Event()
+
+            def slowly() -> Any:
+                while silent.is_set():
+                    time.sleep(0.005)
+                time.sleep(0.01)
+                return advance()
+
+            server.built.engine.advance = slowly  # type: ignore[method-assign]
+            call = Call(server, LONG | {"stream": True})
+            task = asyncio.ensure_future(call.run())
+            await call.until(3)
+            silent.set()
+            while [m.get("body") for m in call.sent[-5:]] != [b": keep-alive\n\n"] * 5:
+                await asyncio.sleep(0.001)
+            call.stalled = True
+            try:
+                await asyncio.wait_for(task, 50)
+            finally:
+                silent.clear()
             assert call.aborted
             await server.at_rest()
 

@@ -235,12 +235,16 @@ def test_who_waits_for_an_engine_does_not_wait_for_room(model: str, tmp_path: Pa
             os.kill(client.pid, signal.SIGKILL)
             while client._supervisor.is_up:
                 await asyncio.sleep(0.002)
+            late = asyncio.ensure_future(last_of(client, [3, 4], SamplingParams(max_tokens=2)))
+            await asyncio.sleep(0.05)
             got = values_of(metrics.text(await client.stats(), client.health()).decode())
-            assert (got["vllm:num_requests_waiting"], got["octavo:up"]) == (1, 0)
+            assert (got["vllm:num_requests_waiting"], got["octavo:up"]) == (2, 0)
             by_reason = [got[f'vllm:num_requests_waiting_by_reason{{reason="{r}"}}'] for r in ("capacity", "deferred")]
-            assert by_reason == [0, 1]
+            assert by_reason == [0, 2]
             hold.unlink()
-            await first
+            await asyncio.gather(first, late)
+            got = values_of(metrics.text(await client.stats(), client.health()).decode())
+            assert got["vllm:num_requests_waiting"] == 0
 
     run(main())
 

@@ -162,6 +162,139 @@ def test_what_is_no_http(model: str) -> None:
     run(main())
 
 
+JAVAS = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAA\r\n"
+WEBSOCKETS = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+
+
+@pytest.mark.parametrize("asking", [JAVAS, WEBSOCKETS])
+def test_who_asks_for_another_protocol_is_answered_in_this_one(model: str, asking: bytes) -> None:
+    async def main() -> None:
+        async with listening(model) as (server, _, port):
+            want = (await server.complete("Hello"))["choices"][0]["text"]
+            body = {"prompt": "Hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+            post = request(body).replace(b"Host: a\r\n", b"Host: a\r\n" + asking)
+            get = b"GET /v1/models HTTP/1.1\r\nHost: a\r\n" + asking + b"\r\n"
+            end = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+            head, _, content = post.partition(b"\r\n\r\n")
+            # In one piece, the body by itself, byte by byte.
+            for parts in ([post + get + post + end], [head + b"\r\n\r\n", content, get, end], [*_bytes(post), end]):
+                answer = await say(port, *parts, pause_s=0.0 if len(parts) > 9 else 0.05)
+                num_posts = b"".join(parts).count(b"POST")
+                assert answer.count(b"HTTP/1.1 200 OK") == answer.count(b"HTTP/1.1 ") == b"".join(parts).count(b"Host:")
+                assert answer.count(json.dumps(want).encode()) == num_posts
+            # What it says is never taken for a request.
+            bad = f"GET /metrics HTTP/1.1\r\nHost: a\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+            smuggled = head.replace(b"Length: %d" % len(content), b"Length: %d" % len(bad)) + b"\r\n\r\n"
+            answer = await say(port, smuggled, bad, end, pause_s=0.05)
+            assert (answer.count(b"HTTP/1.1 "), status_of(answer)) == (2, (400, "invalid_json"))
+            assert b" 200 " not in await say(port, b"CONNECT a:80 HTTP/1.1\r\nHost: a\r\n" + asking + b"\r\n")
+
+    run(main())
+
+
+def _bytes(data: bytes) -> list[bytes]:
+    return [data[i : i + 1] for i in range(len(data))]
+
+
+def test_trailers_have_a_size_and_say_nothing(model: str) -> None:
+    async def main() -> None:
+        async with listening(model) as (_, http, port):
+            chunked = b"Host: a\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+            content = b'{"prompt": "Hello", "max_tokens": 2}'
+            body = b"%x\r\n" % len(content) + content + b"\r\n0\r\n"
+            trailers = b"X-Request-Id: mine\r\n\r\n"
+            end = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+            answer = await say(port, b"POST /v1/completions HTTP/1.1\r\n" + chunked + body + trailers, end)
+            assert answer.count(b"HTTP/1.1 200 OK") == 2 and b"mine" not in answer
+            for line in (b"a: b\r\n" * 2_000, b"a: " + b"b" * 16_000):  # many, and one without an end
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(b"GET /health HTTP/1.1\r\n" + chunked + b"0\r\n")
+                await reader.readuntil(b"\r\n\r\n")
+                (connection,) = http.server_state.connections
+                for _ in range(100):
+                    writer.write(line)
+                    await asyncio.sleep(0.002)
+                assert connection.headers is None or len(connection.headers) == 3
+                assert connection._refused  # type: ignore[union-attr]
+                writer.close()
+                while http.server_state.connections:
+                    await asyncio.sleep(0.002)
+
+    run(main())
+
+
+def _slow(server: Server, seconds: float) -> None:
+    """Its steps take that long."""
+    engine = server.built.engine
+    advance = engine.advance
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(seconds)
+        return advance(*args)
+
+    engine.advance = slowly  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_sends_two_requests_at_once_and_goes(model: str, stream: bool) -> None:
+    async def main() -> None:
+        async with listening(model) as (server, _, port):
+            _slow(server, 0.05)
+            for ahead in (request(LONG), request(LONG)[:-3], b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(request(LONG | {"stream": stream}) + ahead)
+                while not server.app.service.admission.num_requests:
+                    await asyncio.sleep(0.002)
+                writer.close()
+                begin = time.monotonic()
+                await server.at_rest()
+                assert time.monotonic() - begin < 2.5  # all of it takes five seconds at least
+
+    run(main())
+
+
+def test_nothing_is_written_into_the_midst_of_an_answer(model: str) -> None:
+    async def main() -> None:
+        async with listening(model) as (server, _, port):
+            _slow(server, 0.02)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request(LONG | {"stream": True}))
+            await reader.readuntil(b"data: ")
+            writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\nthis is no HTTP\r\n\r\n")
+            rest = await asyncio.wait_for(reader.read(), 50)
+            assert b"HTTP/1.1 " not in rest
+            writer.close()
+            await server.at_rest()
+
+    run(main())
+
+
+@pytest.mark.parametrize("closes", [b"", b"Connection: close\r\n"])
+def test_a_whole_answer_that_nobody_takes(model: str, closes: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "SLOW_READER_S", 0.3)
+
+    async def main() -> None:
+        async with listening(model) as (_, http, port):
+            body = LONG | {"n": 4, "logprobs": 20, "temperature": 1}
+            asking = request(body).replace(b"Host: a\r\n", b"Host: a\r\n" + closes)
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+                client.connect(("127.0.0.1", port))
+                client.setblocking(False)
+                while not http.server_state.connections:
+                    await asyncio.sleep(0.002)
+                (connection,) = http.server_state.connections
+                taking = connection.transport.get_extra_info("socket")
+                taking.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+                client.send(asking)
+                begin = time.monotonic()
+                while http.server_state.connections:
+                    assert time.monotonic() - begin < 20
+                    await asyncio.sleep(0.01)
+
+    run(main())
+
+
 def test_a_large_body_is_answered_before_it_has_come(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "LINGER_S", 0.2)
 
@@ -203,9 +336,10 @@ def test_connections_that_break_in_every_state(model: str) -> None:
 
 
 @pytest.mark.parametrize(("timeout", "finishes"), [(30.0, True), (0.0, False)])
-def test_a_drain(model: str, timeout: float, finishes: bool) -> None:
+@pytest.mark.parametrize("pings", [0.0, 5.0])
+def test_a_drain(model: str, timeout: float, finishes: bool, pings: float) -> None:
     async def main() -> None:
-        async with listening(model, shutdown_timeout=timeout) as (server, http, port):
+        async with listening(model, shutdown_timeout=timeout, sse_keep_alive_interval=pings) as (server, http, port):
             streams = [asyncio.ensure_future(say(port, request(LONG | {"stream": True}))) for _ in range(8)]
             while server.app.service.admission.num_requests < 8:
                 await asyncio.sleep(0.002)

@@ -135,6 +135,7 @@ class EngineClient:
         self._names = itertools.count()
         self._questions = itertools.count()
         self._streams: dict[str, _Stream] = {}  # that have not finished, oldest first
+        self._num_early = 0  # requests that no stream is opened for before an engine is up
         self._ending: set[str] = set()  # whose streams are gone, while the engine may still tell of them
         self._pins: dict[str, Add] = {}  # that are computed, by request id: the next engine does not know them
         self._asked: dict[int, asyncio.Future[Answer]] = {}
@@ -169,7 +170,11 @@ class EngineClient:
         """As `AsyncEngine.generate`. While the engine is being started (again), requests wait."""
         params = self._prompts.ready(self._default_params if sampling_params is None else sampling_params)
         text, token_ids = await self._prompts.encode_aside(prompt)
-        info = await self._when_up()
+        self._num_early += 1
+        try:
+            info = await self._when_up()
+        finally:
+            self._num_early -= 1
         check_prompt(token_ids, info.vocab_size)
         check_priority(priority)
         name = f"octavo-{next(self._names)}" if request_id is None else request_id
@@ -314,7 +319,7 @@ class EngineClient:
 
     async def stats(self) -> BackendStats:
         """At most a moment old; at once, also while the engine is busy or away."""
-        num_held = sum(not stream.sent for stream in self._streams.values())
+        num_held = self._num_early + sum(not stream.sent for stream in self._streams.values())
         engine, stats = self._past.plus(self._stats.engine), self._stats
         num_waiting = stats.num_waiting + num_held
         return ClientStats(engine, stats.kv, stats.num_running, num_waiting, stats.num_swapped, stats.waits, num_held)

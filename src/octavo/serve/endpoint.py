@@ -143,7 +143,7 @@ class Endpoint:
             return
         work = asyncio.ensure_future(self._answer(exchange, send))
         gone = asyncio.ensure_future(_disconnected(receive))
-        running = Running(exchange, work)
+        running = Running(exchange, work, endless=self._streams)
         if self._running is not None:
             self._running.add(running)
         try:
@@ -192,8 +192,9 @@ class Endpoint:
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
             if first is not None:
                 await _put(send, _event(first))
-                async for item in _with_comments(events, stream.keep_alive_s):
-                    await _put(send, b": keep-alive\n\n" if item is None else _event(item))
+                async with contextlib.aclosing(_with_comments(events, stream.keep_alive_s)) as items:
+                    async for item in items:
+                        await _put(send, b": keep-alive\n\n" if item is None else _event(item))
         await _put(send, stream.closing, more=False)
 
 
@@ -207,10 +208,11 @@ def _answer_to(error: Exception, exchange: Exchange) -> Problem:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Running:
-    """An exchange that is being answered."""
+    """An exchange that is being answered. `endless`: until its client goes."""
 
     exchange: Exchange
     work: asyncio.Future[None]
+    endless: bool = False
 
     def end(self, problem: Problem) -> None:
         """The client gets `problem` as its answer, or as the end of its stream."""

@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from octavo.errors import OctavoError
 from octavo.serve.app import App
-from octavo.serve.endpoint import ABORT, LINGER_S
+from octavo.serve.endpoint import ABORT, LINGER_S, SLOW_READER_S
 from octavo.serve.metrics import StatsLine
 from octavo.serve.problems import Problem, shutting_down
 
@@ -45,7 +46,11 @@ SPARE_FILES = 128
 
 class GuardedProtocol(HttpToolsProtocol):
     """A connection. Its headers must be complete in `HEADER_TIMEOUT_S`, 408, and within limits, 431. One more than
-    `max_connections` is told 503."""
+    `max_connections` is told 503.
+
+    It speaks HTTP/1.1 and nothing else: who asks for another protocol beside (Java's client does, for HTTP/2) is
+    answered in this one. Requests that come before the one ahead of them is answered wait their turn.
+    """
 
     def __init__(self, *args: Any, max_connections: int = MOST_FILES, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -53,10 +58,13 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._num_header_bytes = 0
+        self._num_idle_bytes = 0  # that have come since there was a request or a part of a body: headers, and trailers
+        self._num_ahead_bytes = 0  # that have come while another request waits for its turn
         self._in_headers = True
         self._refused = False
+        self._answering: RequestResponseCycle | None = None  # `self.cycle` is the one that came last
         self._timer: asyncio.TimerHandle | None = None
+        self._leaving: asyncio.TimerHandle | None = None
         self._start_timer()
         num_over = len(self.connections) - self._max_connections
         if num_over > SPARE_FILES // 2:  # being told takes a moment, and a file all the while
@@ -67,27 +75,63 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._leaving is not None:
+            self._leaving.cancel()
+        self._leave()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        if self._in_headers:
-            self._num_header_bytes += len(data)
-        super().data_received(data)
-        if self._in_headers and self._num_header_bytes > MAX_HEADER_BYTES:
+        self._num_idle_bytes += len(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            self.send_400_response("")
+            return
+        if self._num_idle_bytes > MAX_HEADER_BYTES:
             self._refuse(_headers_too_large())
+            return
+        self._num_ahead_bytes = self._num_ahead_bytes + len(data) if self.pipeline else 0
+        if self.pipeline and self._num_ahead_bytes <= MAX_HEADER_BYTES:
+            self.flow.resume_reading()  # else nobody would see the client go
+
+    def _feed(self, data: bytes) -> None:
+        """The parser stops behind headers that ask for another protocol, and takes what follows for that. It is told
+        them again without."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as stop:
+                if not self._asks_for_upgrade():
+                    return
+                version = self.parser.get_http_version().encode()
+                first = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)
+                lines = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+                data = b"\r\n".join([first, *lines, b"", data[stop.args[0] :]])
+
+    def _asks_for_upgrade(self) -> bool:
+        """Not by a CONNECT, which the parser stops behind as well, and which is a request that nothing answers to."""
+        return self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["extensions"] = {ABORT: {"call": self.transport.abort}}
         self._in_headers = True
-        self._num_header_bytes = 0
+        self._num_idle_bytes = 0
         self._start_timer()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_headers:  # behind a body they are trailers, of which nothing is read
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_headers = False
         self._stop_timer()
+        if self._asks_for_upgrade():
+            return
         num_bytes = sum(len(name) + len(value) for name, value in self.headers)
         if len(self.headers) > MAX_HEADERS or num_bytes > MAX_HEADER_BYTES:
             self._refuse(_headers_too_large())
@@ -95,12 +139,40 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        self._num_idle_bytes = 0
         if not self._refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if not self._refused:
+        if not self._refused and not self._asks_for_upgrade():
             super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._see_it_taken()
+
+    def _see_it_taken(self, before: int | None = None) -> None:
+        """Most of an answer may still be here, and a connection that is closed waits for its reader for ever."""
+        if self._leaving is not None:
+            self._leaving.cancel()
+        if self._answering is not None and not self._answering.response_complete:
+            return  # the next answer is on its way, and looks after its reader itself
+        left = self.transport.get_write_buffer_size()
+        if before is not None and left >= before:
+            self.transport.abort()
+        elif left:
+            self._leaving = self.loop.call_later(SLOW_READER_S, self._see_it_taken, left)
+
+    def _leave(self) -> None:
+        """Whoever is being answered has gone; uvicorn tells so of the request that came last."""
+        cycle = self._answering
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def send_400_response(self, msg: str) -> None:
         """What the parser cannot read; also two lengths that contradict each other."""
@@ -129,10 +201,8 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self._refused = True
         self._stop_timer()
-        cycle = self.cycle
-        if cycle is not None and not cycle.response_complete:
-            cycle.disconnected = True
-            cycle.message_event.set()
+        self._leave()
+        cycle = self._answering
         if cycle is None or cycle.response_complete or not cycle.response_started:  # never into the middle of another
             body = problem.body()
             headers = {**problem.headers(), "content-length": str(len(body))}
@@ -223,9 +293,12 @@ class HTTPServer(uvicorn.Server):
         admission.draining = True
         if admission.num_requests:
             logger.info("shutting down when %d requests have ended, at most %g s", admission.num_requests, timeout_s)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await admission.drained()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await admission.drained()
+                # They have run, and the last of what they say may still be on its way to those who read it.
+                if ending := [running.work for running in self._app.running if not running.endless]:
+                    await asyncio.wait(ending)
         for running in list(self._app.running):
             running.end(shutting_down())
         with contextlib.suppress(TimeoutError):
