@@ -12,6 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,9 @@ def test_eos_ends_and_is_in_the_tokens_but_not_in_the_text(llm: LLM) -> None:
     (completion,) = generate(llm, "Hello", by_id)[0].outputs
     assert completion.token_ids == tokens[: cut + 1]
     assert (completion.finish_reason, completion.stop_reason) == ("stop", tokens[cut])
+    for kept in (by_id, replace(by_id, stop="never!")):  # as with vLLM, its text counts as a stop string's
+        (completion,) = generate(llm, "Hello", replace(kept, include_stop_str_in_output=True))[0].outputs
+        assert completion.text == llm.get_tokenizer().decode(tokens[: cut + 1])
 
 
 @pytest.mark.parametrize("window", [1, 8])

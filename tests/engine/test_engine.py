@@ -739,3 +739,11 @@ def test_what_a_request_holds_is_of_its_tier_and_no_null_block() -> None:
     held = describe_kv(engine)
     assert held["requests"] == {"w": {"status": "swapped", "num_blocks": 0, "num_host_blocks": held["num_host_used"]}}
     assert held["num_host_used"] == len(plan.swap_outs) > 0
+
+
+def test_an_end_that_the_model_has_no_logits_for_is_none() -> None:
+    """Files name them where a token was added and the table never resized; `min_tokens` would rule out its logit."""
+    engine, _ = make_engine(eos_token_ids=[EOS, o.VOCAB, o.VOCAB + 7])
+    engine.add("a", [1, 2], SamplingParams(max_tokens=4, min_tokens=2))
+    assert engine.eos_token_ids == (EOS,)
+    assert engine._states["a"].request.stop_ids == {EOS}

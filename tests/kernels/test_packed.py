@@ -83,6 +83,19 @@ def test_rows_of_zeros_stay_zeros(ways: None) -> None:
     assert not made(torch.ones(9, 8, dtype=torch.bfloat16), None).any()
 
 
+@HAS_INT8
+@pytest.mark.parametrize("num_rows", [2, 17])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(ways: None, num_rows: int, value: float) -> None:
+    """In 8 bits there is no NaN: a row with one must not become the zeros of a token that looks fine."""
+    made = pack(torch.randn(40, 64).bfloat16(), "int8")
+    x = torch.randn(num_rows, 64).bfloat16()
+    x[0, 3] = value
+    assert made is not None
+    out = made(x, None, wide=True)
+    assert not out[0].isfinite().any() and bool(out[1:].isfinite().all())
+
+
 @pytest.mark.parametrize("quantization", [pytest.param(None, marks=HAS_BFLOAT16), pytest.param("int8", marks=HAS_INT8)])
 @SHAPES
 def test_rows_can_be_read_back(quantization: packed.Quantization | None, shape: tuple[int, int]) -> None:

@@ -126,6 +126,36 @@ def test_dynamic_scaling_is_of_the_length_that_config_json_names() -> None:
         spec(rope_scaling={"type": "dynamic", "factor": 2.0}, head_dim=2)
 
 
+def test_yarn_goes_as_far_as_it_stretches() -> None:
+    """Also where config.json was edited as the makers of Qwen advise, and names the length before."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
+    assert [spec(rope_scaling=yarn).num_positions(asked) for asked in (None, -1, 128, 129, 999)] == [
+        *[128] * 3,
+        *[400] * 2,
+    ]
+    assert spec(rope_scaling=yarn, max_position_embeddings=400).num_positions(999) == 400
+    assert spec(rope_scaling={"rope_type": "yarn", "factor": 2.0}).num_positions(999) == 256
+
+
+@pytest.mark.parametrize(
+    ("scaling", "words"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "beta_slow": "x"}, "beta_slow is 'x'"),
+        ({"rope_type": "yarn", "factor": 4.0, "beta_fast": float("inf")}, "beta_fast is inf"),
+        ({"rope_type": "yarn", "factor": 4.0, "attention_factor": []}, "attention_factor is \\[\\]"),
+        ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 1e308}, "attention_factor is 1e\\+308"),
+        ({"rope_type": "yarn", "factor": 4.0, "rope_theta": 1}, "rope_theta is 1"),
+        ({"rope_type": "linear", "factor": 10**30}, "factor is 10+;"),
+        ({"rope_type": "linear", "factor": 1e-300}, "factor is 1e-300"),
+        ({"rope_type": "dynamic", "factor": 1e308}, "factor is 1e\\+308"),
+        ({"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}, "low_freq_factor is 4.0"),
+    ],
+)
+def test_scaling_by_numbers_that_make_no_table_is_refused(scaling: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        spec(rope_scaling=scaling)
+
+
 @pytest.mark.parametrize("missing", sorted(LLAMA3.keys() - {"original_max_position_embeddings"}))
 def test_scaling_without_its_numbers_is_refused(missing: str) -> None:
     words = {key: value for key, value in LLAMA3.items() if key != missing}

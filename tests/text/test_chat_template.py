@@ -319,6 +319,20 @@ def test_the_sandbox_holds(template):
         ("{{ lipsum(999999999) }}", "lipsum"),
         ("{{ ([1] * 999999) | tojson(indent=16) }}", "1,048,576"),
         ("{{ [1] | tojson(indent='x' * 1048577) }}", "1,048,576"),
+        # One behind the other, without a loop, and each a few times what it was given.
+        ("{% set x = 'ab' * 500 %}" + "{% set x = x | list | string %}" * 12, "1,048,576"),
+        ("{% set x = '&' * 9999 %}" + "{% set x = x | forceescape | string %}" * 99, "1,048,576"),
+        ("{% set x = ' ' * 9999 %}" + "{% set x = x | urlencode %}" * 99, "1,048,576"),
+        ("{% set x = 'a\n' * 9999 %}" + "{% set x = x | indent(16) %}" * 99, "1,048,576"),
+        (
+            "{% set x = ['&' * 9999] %}"
+            + "{% set x = x | map('forceescape') | map('string') %}" * 99
+            + "{{ x | list }}",
+            "1,048,576",
+        ),
+        ("{% set x = range(99999) | list %}" + "{% set y = x | sort | unique | list %}" * 99, "longer than 0.2 s"),
+        ("{% set x = 'x' * 999999 %}" + "{% set y = x[::-1] %}" * 9999, "longer than 0.2 s"),
+        ("{% set x = 'x' * 499999 %}" + "{% set y = x + x %}" * 29999, "longer than 0.2 s"),
     ],
 )
 def test_bounds(template, words, monkeypatch):

@@ -100,3 +100,12 @@ def test_what_a_template_tells() -> None:
     assert tool_format("{% if tools %}<|python_tag|>{% endif %}") == "llama3_json"
     assert tool_format("{% if tools %}Tools: {{ tools }}{% endif %}") is None
     assert thinks("{% if '</think>' in m %}") and not thinks("a") and not thinks(None)
+
+
+def test_half_a_surrogate_pair_stays_an_escape() -> None:
+    """JSON can spell it; the answer that held it could not be sent."""
+    call = '{"arguments": {"a": "\\ud83d"}, "name": "f"}'
+    assert taken_apart(f"<tool_call>{call}</tool_call>", [], **H)[2] == [("f", '{"a": "\\ud83d"}')]
+    for call in ('{"name": "f", "arguments": "\\ud83d"}', '{"name": "\\ud83d", "arguments": {}}'):
+        text = f"<tool_call>{call}</tool_call>"
+        assert taken_apart(text, [], **H) == ("", text, [])

@@ -185,3 +185,19 @@ def test_a_special_token_spelled_in_a_text_is_found() -> None:
     assert tokenizer.spelled_special("a<tool><|im_end") is None
     assert all(tokenizer.spelled_special(special) == special for special in SPECIALS)
     assert Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE())).spelled_special("<s>") is None
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"added_tokens_decoder": {"5": "x"}},
+        {"added_tokens_decoder": {"5": {"special": True}}},
+        {"added_tokens_decoder": {"x": {"content": "a"}}},
+        {"added_tokens_decoder": {"5": {"content": ["a"]}}},
+        {"additional_special_tokens": 7},
+    ],
+)
+def test_damaged_settings_are_named(folder: Path, values: dict[str, Any]) -> None:
+    settings(folder, tokenizer_class="GPT2Tokenizer", **values)
+    with pytest.raises(CheckpointError, match="is broken"):
+        read(folder)

@@ -58,7 +58,7 @@ class SamplingParams(Checked):
     detokenize                  whether the output has text
     skip_special_tokens         leave special tokens out of the text
     spaces_between_special_tokens  for tokenizers that put spaces between words: also between special tokens
-    include_stop_str_in_output  keep the matched stop string in the text
+    include_stop_str_in_output  keep the matched stop string, or the stop token's text, in the text
     output_kind                 what is told of a request while it runs
     skip_reading_prefix_cache   compute the whole prompt; prompt_logprobs needs it and sets it
 

@@ -103,7 +103,8 @@ class Engine:
         self.executor = executor
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
-        self.eos_token_ids = tuple(eos_token_ids)
+        # Files may name ends that the model has no logits for: an added token of a table that was never resized.
+        self.eos_token_ids = tuple(token for token in eos_token_ids if token < vocab_size)
         self.max_logprobs = max_logprobs
         self.default_params = default_params or SamplingParams()
         self.stats = EngineStats()

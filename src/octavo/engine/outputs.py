@@ -234,7 +234,7 @@ class RequestState:
         if text is None or text.over or self._prompt_alone:
             return False
         tokens = sequence.token_ids[len(self.request.prompt_token_ids) + text.num_pushed :].tolist()
-        if sequence.stop_token is not None and tokens:
+        if sequence.stop_token is not None and tokens and not self.request.sampling_params.include_stop_str_in_output:
             tokens.pop()  # the stop token is in token_ids, not in the text
         text.num_pushed += len(tokens)
         try:

@@ -271,8 +271,9 @@ struct Linear {
 
 // The largest of a row becomes 127 -> what undoes it.
 inline float quantize_row(const bfloat16 *x, long size, int8_t *out) {
-    float most = 0;
-    for (long i = 0; i < size; i++) most = std::max(most, std::fabs(wide(x[i])));
+    uint16_t bits = 0;  // without signs they are in the order of the numbers, NaN above all: a row with one has no scale
+    for (long i = 0; i < size; i++) bits = std::max(bits, uint16_t(x[i].bits & 0x7fff));
+    float most = wide(bfloat16{bits});
     float inverse = most > 0 ? 127 / most : 0;
     for (long i = 0; i < size; i++) out[i] = int8_t(std::nearbyint(wide(x[i]) * inverse));
     return most / 127;

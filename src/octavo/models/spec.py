@@ -6,7 +6,6 @@ all that the rest of Octavo knows of a model before its weights.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ Config = dict[str, Any]
 MOST_LAYERS = 10_000
 MOST_HEADS = 2**16
 MOST_HEAD_DIM = 2**12
+MOST_NUMBER = 1e15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,17 +90,14 @@ class DecoderSpec(ModelSpec):
     attention_scale: float | None = None
 
     def num_positions(self, asked: int | None = None) -> int:
-        """See `ModelSpec`. Dynamic scaling goes `factor` times as far as was trained, but only if it must: the one
-        table for all lengths then differs from plain rope for short sequences, too."""
-        trained = self.max_position_embeddings
-        if (
-            asked is None
-            or asked <= trained
-            or self.rope_scaling is None
-            or self.rope_scaling["rope_type"] != "dynamic"
-        ):
-            return trained
-        return int(trained * self.rope_scaling["factor"])
+        """See `ModelSpec`. Dynamic scaling and YaRN go `factor` times as far as was trained. The former only if it
+        must: the one table for all lengths then differs from plain rope for short sequences, too. Of the latter some
+        files say so in max_position_embeddings, and others, edited as Qwen's makers advise, do not."""
+        known = self.max_position_embeddings
+        scaling = self.rope_scaling or {}
+        if asked is None or asked <= known or scaling.get("rope_type") not in ("dynamic", "yarn"):
+            return known
+        return max(known, int(scaling["original_max_position_embeddings"] * scaling["factor"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,6 +372,8 @@ def _windows(config: Config, has_window: Callable[[int], bool]) -> tuple[int, ..
 
 _FACTOR = ("factor",)
 _TRAINED = ("factor", "original_max_position_embeddings")
+# YaRN's, which may be absent; 0 is as good.
+_YARN_OPTIONS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 # Each kind of scaling, and the numbers that it cannot do without.
 ROPE_SCALING: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -407,9 +406,14 @@ def _rope(config: Config, theta: float = 10000.0) -> tuple[float, dict[str, Any]
     trained = {"original_max_position_embeddings": config.get("max_position_embeddings")}
     scaling = {key: value for key, value in scaling.items() if key not in ("rope_theta", "type")}
     scaling = scaling | trained if kind == "dynamic" else trained | scaling
-    for key in ROPE_SCALING[kind]:
-        _number(scaling, key)
-    return theta, scaling | {"rope_type": kind}
+    needed = ROPE_SCALING[kind]
+    given = [key for key in _YARN_OPTIONS if kind == "yarn" and scaling.get(key) not in (None, 0)]
+    numbers = {key: _number(scaling, key) for key in (*needed, *given)}
+    if kind == "yarn" and theta <= 1:
+        raise _bad("rope_theta", theta, "a number above 1, for yarn to count turns by")
+    if kind == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
+        raise _bad("low_freq_factor", scaling["low_freq_factor"], "a number below high_freq_factor")
+    return theta, scaling | numbers | {"rope_type": kind}
 
 
 # -- tokens -----------------------------------------------------------------------------------------------------------
@@ -494,8 +498,8 @@ def _number(config: Config, key: str, *, default: float | None = None) -> float:
     value = config.get(key)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise _bad(key, value, "a number above 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 / MOST_NUMBER < value < MOST_NUMBER:
+        raise _bad(key, value, f"a number above 0, and below {MOST_NUMBER:g}")
     return float(value)
 
 

@@ -3,7 +3,8 @@
 A template is a program by a stranger. It runs in Jinja's immutable sandbox (no attribute that leads to Python, no
 change to what it is given) and within bounds: about a second, 1 MiB of output, and no value larger than that. So that
 both can be kept, it has the filters that templates use and no others, and whatever can make much out of little
-(operators, literals that hold a value twice, padding, formats, `replace`, `join`, text in loops) is measured first.
+(operators, literals that hold a value twice, padding, formats, `replace`, `join`, text in loops) is measured first;
+what a filter makes, a few times what it was given at most, is measured before anything else is done with it.
 The environment is the one that templates are written for: trimmed blocks, `break` and `continue`, `tojson` without
 HTML escapes, `raise_exception`, `strftime_now`, and the `{% generation %}` tag, which changes nothing here.
 """
@@ -14,7 +15,7 @@ import datetime
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -186,7 +187,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         )
         self._deadline = time.monotonic() + MAX_RENDER_S
         self._num_chars = 0
-        self.filters = {name: self.filters[name] for name in FILTERS} | _OWN_FILTERS
+        filters = {name: self.filters[name] for name in FILTERS} | _OWN_FILTERS
+        self.filters = {name: self._bounded(function) for name, function in filters.items()}
         del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(str(form)[:200])
@@ -204,9 +206,18 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return ""
 
     def hold(self, value: Any) -> Any:
-        """A list, tuple or dict that the template writes: what holds another one twice doubles it."""
+        """A list, tuple or dict that the template writes: what holds another one twice doubles it. Also what a filter,
+        a call or a slice makes: there may be thousands of them, one behind the other, without any loop."""
+        self.tick()
         _check_size(_size(value))
         return value
+
+    def _bounded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def filtered(*args: Any, **kwargs: Any) -> Any:
+            return self.hold(function(*args, **kwargs))
+
+        vars(filtered).update(getattr(function, "__dict__", {}))  # the marks by which Jinja knows what it has to pass
+        return filtered
 
     def join(self, *values: Any) -> str:
         """What `a ~ b` means, bounded."""
@@ -231,6 +242,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return self.hold(super().call(context, obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        self.tick()
         if operator == "+":
             _check_size(_size(left) + _size(right))
         elif operator == "*" and isinstance(left, int) and isinstance(right, int):
@@ -264,6 +276,8 @@ class _Bounds(NodeTransformer):
         return self._named(node, node.attr)
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
+        if isinstance(node.arg, nodes.Slice):
+            return self._held(node)
         return self._named(node, node.arg.value if isinstance(node.arg, nodes.Const) else "")
 
     def _named(self, node: nodes.Node, name: Any) -> nodes.Node:
@@ -273,7 +287,7 @@ class _Bounds(NodeTransformer):
         self.generic_visit(node)
         return node
 
-    def _held(self, node: nodes.Literal) -> nodes.Node:
+    def _held(self, node: nodes.Literal | nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
         if getattr(node, "ctx", "load") != "load":
             return node  # the left side of `for a, b in` or `set a, b =`

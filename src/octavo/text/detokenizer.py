@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 NUM_CONTEXT_IDS = 4
 """Tokens of the prompt that can matter to what follows: a character has at most four bytes."""
+MOST_PENDING_IDS = 64
+"""Of tokens without text so many are waited for that they may become a character: far more than any has bytes."""
 
 
 class Detokenizer:
@@ -99,7 +101,10 @@ class Detokenizer:
     def _add(self, shown: list[str]) -> str:
         new = "".join(shown)
         if new:
-            self.text += new
+            # A text that only a local variable has grows where it is; any other is copied for every token.
+            text, self.text = self.text, ""
+            text += new
+            self.text = text
         return new
 
     def _show(self, piece: str) -> str:
@@ -194,8 +199,8 @@ class _TextStream:
         except Exception:
             # "Invalid prefix": later tokens changed the text of earlier ones, which has been shown and stays.
             return self.flush()
-        if text is None:
-            return ""
+        if text is None:  # the library decodes all that are pending for every token
+            return self.flush() if len(self._pending_ids) >= MOST_PENDING_IDS else ""
         self._context_ids = self._pending_ids[-NUM_CONTEXT_IDS:]
         self._pending_ids = []
         between = self._after_special and token_id in self._tokenizer.special_ids

@@ -58,7 +58,8 @@ def _read_directory(checkpoint: Checkpoint) -> Parts:
         backend = _load_backend(folder / "tokenizer.json")
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         settings = _DEFAULT_SPECIALS | settings
-        backend = _read_vocabulary(folder, settings, str(checkpoint.config.get("model_type", "")))
+        model_type = str(checkpoint.config.get("model_type", ""))
+        backend = _built(str(folder), lambda: _read_vocabulary(folder, settings, model_type))
     else:
         raise CheckpointError(
             f"{folder} has no tokenizer.json, nor vocab.json and merges.txt; Transformers writes one with "
@@ -132,7 +133,9 @@ def _directory_templates(folder: Path, setting: Any) -> dict[str, str]:
         templates["default"] = setting
     elif isinstance(setting, list):
         named = [t for t in setting if isinstance(t, dict)]
-        templates |= {t["name"]: t["template"] for t in named if isinstance(t.get("template"), str) and "name" in t}
+        templates |= {
+            str(t["name"]): t["template"] for t in named if "name" in t and isinstance(t.get("template"), str)
+        }
     files = {"default": folder / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     for name, path in files.items():
