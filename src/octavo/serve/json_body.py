@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from octavo.serve.problems import bad
+from octavo.text.tools import is_unicode
 
 MAX_DEPTH = 64
 _SURROGATE = re.compile(rb"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
@@ -70,7 +71,7 @@ def parse_value(body: bytes) -> Any:
         for path, part in _walk(value):
             if part is _NotFinite:
                 raise bad("invalid_json", f"{path} is not a finite number, which JSON does not have", path or None)
-            if isinstance(part, str) and not _is_unicode(part):
+            if isinstance(part, str) and not is_unicode(part):
                 raise bad("invalid_unicode", f"{path} holds half a surrogate pair, which is no character", path or None)
     return value
 
@@ -109,14 +110,6 @@ def _walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list):
         for i, part in enumerate(value):
             yield from _walk(part, f"{path}[{i}]")
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _kind(value: Any) -> str:

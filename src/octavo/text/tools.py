@@ -253,15 +253,15 @@ class AnswerParser:
             return []
         arguments = call.get("arguments", call.get("parameters", {}))
         written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        if not _is_unicode(written) and not isinstance(arguments, str):
+        if not is_unicode(written) and not isinstance(arguments, str):
             written = json.dumps(arguments)
-        if not _is_unicode(name + written):
+        if not is_unicode(name + written):
             return []
         return [Part("call", "", self.num_calls, name), Part("call", written, self.num_calls)]
 
 
-def _is_unicode(text: str) -> bool:
-    """Not so of half a surrogate pair, which JSON can spell and no answer can hold."""
+def is_unicode(text: str) -> bool:
+    """Not so of half a surrogate pair, which JSON can spell and nothing that is sent can hold."""
     try:
         text.encode()
     except UnicodeEncodeError:
