@@ -72,7 +72,7 @@ def lose(runner: CudaRunner, harm: str) -> None:
 
             write_to[(1,)](16)
         elif num_launched == AT + 1:
-            torch.zeros(4, device="cuda").index_select(0, torch.tensor([1 << 40], device="cuda"))
+            torch.zeros(4, device="cuda").index_select(0, torch.tensor([1 << 20], device="cuda"))
         return launch(plan)
 
     runner.launch = broken  # type: ignore[method-assign]
