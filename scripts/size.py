@@ -18,15 +18,15 @@ BUDGETS: dict[str, int] = {
     "engine": 2300,  # 1200, every parameter's output, beams, constraints, a process of its own, events for routers, and
     # commands that are read again before they are sent
     "text": 1400,  # 700, vocab.json with merges.txt, bounds of a stranger's template, grammars on trial, and tool calls
-    "kernels": 5920,  # 2200, prefill on Hopper, sampling and rows of a GPU, the CPU's packed and native kernels, layers
+    "kernels": 6015,  # 2200, prefill on Hopper, sampling and rows of a GPU, the CPU's packed and native kernels, layers
     # of few tokens with all that is around their products, decoding that merges in one launch, small blocks' swaps, and
     # what requests ask of their logits, kept by rows, masks inside the draw, beams' candidates, streamed weights, and
     # kernels compiled ahead, a schedule of decoding in one place, the product that turns and writes its heads, and
-    # decoding that reads once what sequences have in common
+    # decoding that reads once what sequences have in common, and what the model thought of the tokens of rows that ask
     "models": 1200,
-    "runner": 2350,  # 1800, and what requests ask of their logits on a GPU: its own part of it, and the host's; masks
+    "runner": 2390,  # 1800, and what requests ask of their logits on a GPU: its own part of it, and the host's; masks
     # and beams from graphs, a draw with the pass behind it; passes that are rehearsed; rows that begin alike; a device
-    # that is lost, and what does not fit told with the flag and the value that would do
+    # that is lost, and what does not fit told with the flag and the value that would do; log-probabilities that land
     "serve": 4450,  # 1800, the table of parameters, limits before a request, responses, restarts, traces, the viewer,
     # a document of every route, and what a connection may still say beside its request: an upgrade, trailers, the next
     "cluster": 500,

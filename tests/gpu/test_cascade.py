@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.runner.cuda_runner import CudaRunner
+from octavo.runner.cuda_runner import CudaRunner, Kind
 from tests.models.tiny import make_tiny_checkpoint
 
 OPTIONS: dict[str, Any] = {
@@ -59,9 +59,9 @@ def test_rows_that_begin_alike_give_the_tokens_that_they_give_alone(
     ways: Counter[bool] = Counter()
     run = CudaRunner._run_decode
 
-    def counted(self: CudaRunner, num_slices: int, ruled: bool, cascade: bool) -> None:
-        ways[cascade] += 1
-        run(self, num_slices, ruled, cascade)
+    def counted(self: CudaRunner, num_slices: int, kind: Kind) -> None:
+        ways[kind.cascade] += 1
+        run(self, num_slices, kind)
 
     monkeypatch.setattr(CudaRunner, "_run_decode", counted)
     with LLM(model, **(OPTIONS | options)) as llm:

@@ -12,7 +12,7 @@ from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.runner.careful import CarefulRunner
 from tests.engine.models import make_talking_checkpoint
 from tests.models.tiny import KINDS, make_tiny_checkpoint
-from tests.runner.test_cuda_runner import constrained, demanding, mixture, ruled, told
+from tests.runner.test_cuda_runner import constrained, demanding, mixture, ruled, same_numbers, telling, told
 from tests.ways import OPTIONS, WAYS, runs
 
 
@@ -37,10 +37,11 @@ def test_the_tokens_of_the_cpus_engine(kind: str, tmp_path: Path) -> None:
 def test_all_that_sampling_can_be_asked_for(way: str, tmp_path: Path) -> None:
     """Grammars, rules, log-probabilities and beams, beside requests that ask for nothing."""
     directory = str(make_talking_checkpoint(tmp_path))
-    params = [*constrained(), *mixture()[:4], *demanding(), *mixture()[4:], *ruled()]
+    params = [*constrained(), *mixture()[:4], *demanding(), *mixture()[4:], *ruled(), *telling()]
     prompts = [[3 + (7 * i + j * j) % 90 for j in range(3 + 5 * i % 23)] for i in range(len(params))]
     beams = BeamSearchParams(beam_width=3, max_tokens=9, ignore_eos=True)
     options = OPTIONS | {"skip_tokenizer_init": False, "num_gpu_blocks_override": 40, "preemption_mode": "swap"}
+    options["max_logprobs"] = 30
     found = []
     for device, more in (("cpu", {}), ("cuda", WAYS[way])):
         with LLM(directory, device=device, **(options | more)) as llm:
@@ -63,6 +64,20 @@ def test_rules_that_need_no_host(way: str, tmp_path: Path, monkeypatch: pytest.M
         with LLM(str(directory), device=device, **(OPTIONS | more)) as llm:
             found.append(told(llm.generate(prompts, params, use_tqdm=False)))
     assert found[1] == found[0]
+
+
+@pytest.mark.parametrize("way", ["graphs", "eager", "windows", "chunks", "recompute", "swap"])
+def test_log_probabilities_need_no_host(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = make_tiny_checkpoint("llama", tmp_path / "llama")
+    params = [replace(p, detokenize=False) for p in [*mixture(), *telling(), *ruled(), *telling()]]
+    prompts = [[3 + (7 * i + j * j) % 90 for j in range(3 + 5 * i % 23)] for i in range(len(params))]
+    found = []
+    for device, more in (("cpu", {}), ("cuda", WAYS[way])):
+        if device == "cuda":
+            monkeypatch.delattr(CarefulRunner, "draw")
+        with LLM(str(directory), device=device, **(OPTIONS | more)) as llm:
+            found.append(llm.generate(prompts, params, use_tqdm=False))
+    assert told(found[1]) == told(found[0]) and same_numbers(found[1], found[0], 700, within=1e-4)
 
 
 @pytest.mark.parametrize("way", ["eager", "windows", "chunks", "swap"])

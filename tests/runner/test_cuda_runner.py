@@ -6,6 +6,7 @@ import math
 import re
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,13 @@ from tests.engine.models import make_talking_checkpoint
 
 VOCAB = 11
 SIZE = 2
-OPTIONS: dict[str, Any] = {"block_size": 4, "num_gpu_blocks_override": 120, "max_num_seqs": 8, "device": "cpu"}
+OPTIONS: dict[str, Any] = {
+    "block_size": 4,
+    "num_gpu_blocks_override": 120,
+    "max_num_seqs": 8,
+    "device": "cpu",
+    "max_logprobs": 30,
+}
 
 
 # -- the same tokens as the CPU's runner, whatever the engine does ----------------------------------------------------
@@ -181,7 +188,7 @@ def demanding() -> list[SamplingParams]:
     common: dict[str, Any] = {"ignore_eos": True}
     return [
         SamplingParams(temperature=0.7, seed=8, repetition_penalty=1.4, max_tokens=11, **common),
-        SamplingParams(temperature=0, logprobs=2, max_tokens=5, **common),
+        SamplingParams(temperature=0, logprobs=30, max_tokens=5, **common),
         SamplingParams(temperature=1, seed=9, logit_bias={40: 30.0}, max_tokens=4, **common),
         SamplingParams(temperature=1, seed=9, min_tokens=6, stop_token_ids=list(range(3, 97)), max_tokens=9),
         SamplingParams(temperature=1, seed=9, presence_penalty=1.5, frequency_penalty=0.5, n=2, max_tokens=9, **common),
@@ -204,6 +211,22 @@ def test_constrained_requests(model: str, case: str, recorded: bool, monkeypatch
         assert llm.stats().num_preemptions > 0
 
 
+def numbers(outputs: list[RequestOutput]) -> list[tuple[float, int]]:
+    """All log-probabilities and ranks that are told."""
+    return [
+        (entry.logprob, entry.rank)
+        for output in outputs
+        for place in [*(output.prompt_logprobs or ()), *(p for c in output.outputs for p in c.logprobs or ())]
+        for entry in (place or {}).values()
+    ]
+
+
+def same_numbers(outputs: list[RequestOutput], expected: list[RequestOutput], least: int, within: float = 1e-5) -> bool:
+    found, wanted = numbers(outputs), numbers(expected)
+    assert len(found) >= least and [rank for _, rank in found] == [rank for _, rank in wanted]
+    return [logprob for logprob, _ in found] == pytest.approx([logprob for logprob, _ in wanted], abs=within)
+
+
 @pytest.mark.parametrize("recorded", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("window", [1, 4])
 def test_requests_that_ask_for_more_than_a_row_keeps(model: str, window: int, recorded: bool) -> None:
@@ -212,13 +235,56 @@ def test_requests_that_ask_for_more_than_a_row_keeps(model: str, window: int, re
     params[1:1] = demanding()
     _, expected = generate(model, params, rows=False, decode_window=window)
     _, outputs = generate(model, params, rows=True, recorded=recorded, decode_window=window)
-    assert told(outputs) == told(expected)
+    assert told(outputs) == told(expected) and same_numbers(outputs, expected, 150)
     assert told(outputs)[3][0] == [40] * 4
-    numbers, expected_numbers = (
-        [entry.logprob for place in those[2].outputs[0].logprobs or () for entry in place.values()]
-        for those in (outputs, expected)
-    )
-    assert len(numbers) >= 10 and numbers == pytest.approx(expected_numbers, abs=1e-5)
+
+
+def telling() -> list[SamplingParams]:
+    """They ask what the model thought."""
+    common: dict[str, Any] = {"ignore_eos": True}
+    return [
+        SamplingParams(temperature=0, logprobs=2, max_tokens=15, **common),
+        SamplingParams(temperature=1.3, seed=1, logprobs=20, n=3, max_tokens=7, **common),
+        SamplingParams(temperature=1.1, seed=2, logprobs=0, stop_token_ids=list(range(3, 40, 3)), max_tokens=30),
+        SamplingParams(temperature=0.9, seed=3, logprobs=5, repetition_penalty=1.6, max_tokens=13, **common),
+        SamplingParams(temperature=1.0, seed=4, logprobs=3, logit_bias={40: 30.0}, max_tokens=3, **common),
+        SamplingParams(temperature=1.2, seed=5, prompt_logprobs=4, max_tokens=14, **common),
+        SamplingParams(temperature=0, logprobs=1, prompt_logprobs=0, allowed_token_ids=[9, 8], max_tokens=6, **common),
+        SamplingParams(temperature=1.5, seed=6, logprobs=1, top_k=3, max_tokens=1, **common),
+    ]
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("case", [*CASES])
+def test_log_probabilities_need_no_host(model: str, case: str, recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside others, who neither wait nor tell; rows go from some that tell to some that do not, and back. What is told
+    of a prompt is the host's, while the prompt is computed."""
+    params, options = [*mixture(), *telling(), *telling()], CASES[case]
+    _, expected = generate(model, params, rows=False, **options)
+    monkeypatch.delattr(CarefulRunner, "draw")
+    columns: list[int] = []
+    column = CarefulRunner.column
+
+    def counted(self: CarefulRunner, plan: StepPlan, *rest: Any) -> Any:
+        assert self.tells_prompts(plan)
+        columns.append(plan.step)
+        return column(self, plan, *rest)
+
+    monkeypatch.setattr(CarefulRunner, "column", counted)
+    llm, outputs = generate(model, params, rows=True, recorded=recorded, **options)
+    assert told(outputs) == told(expected) and same_numbers(outputs, expected, 700)
+    assert 0 < len(set(columns)) < 0.6 * llm.stats().num_steps
+    if "num_gpu_blocks_override" in options:
+        assert llm.stats().num_preemptions > 0
+
+
+def test_constrained_requests_that_ask_what_the_model_thought(model: str) -> None:
+    """The masks change what it thought: the host looks first. Beside others who ask, and go on by themselves after."""
+    params = [*constrained(), *telling()[:5]]
+    params[1] = replace(params[1], logprobs=3)
+    _, expected = generate(model, params, rows=False, decode_window=3)
+    _, outputs = generate(model, params, rows=True, decode_window=3)
+    assert told(outputs) == told(expected) and same_numbers(outputs, expected, 400)
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["eager", "graphs"])
@@ -468,8 +534,8 @@ def test_two_plans_have_halves_of_the_ring_of_their_own(executor: CudaExecutor) 
 
 def test_a_window_on_the_way_round_beside_a_prompt(executor: CudaExecutor) -> None:
     """The passes after the first are of fewer slices."""
-    assert tokens_of(executor, Plan().give(1, (3, 4), logprobs=1).slice(1, 0, 1, 1, [5])) == [[6]]
-    plan = Plan().give(0, (1, 2), logprobs=1).slice(0, 0, 2, 1, [2, 3]).slice(1, 1, 3, 3)
+    assert tokens_of(executor, Plan().give(1, (3, 4), logprobs=21).slice(1, 0, 1, 1, [5])) == [[6]]
+    plan = Plan().give(0, (1, 2), logprobs=21).slice(0, 0, 2, 1, [2, 3]).slice(1, 1, 3, 3)
     assert tokens_of(executor, plan) == [[4], [7, 8, 9]]
 
 
@@ -479,8 +545,29 @@ def test_what_nobody_has_read_yet_outlives_its_half_of_the_ring(executor: CudaEx
     assert [run.result().tokens for run in running] == [[[4 + i]] for i in range(5)]
 
 
+def test_what_the_model_thought_comes_with_its_tokens(executor: CudaExecutor) -> None:
+    """An entry a token, of rows that ask, as many of the likeliest as there are; of who has the row next, nothing. It
+    outlives its half of the ring, too, and changes no logits."""
+    plan = Plan().give(0, (1, 2, 3), stops=(6,), logprobs=1).give(1, (4, 5)).give(2, (6, 7), logprobs=20)
+    running = [executor.submit(plan.slice(0, 0, 4, 3, [3, 4]).slice(1, 0, 3, 3, [8]).slice(2, 0, 1, 1, [5], draws=2))]
+    running += [executor.submit(Plan().slice(2, 1 + i, 1, 1)) for i in range(2)]
+    running += [executor.submit(Plan().give(2, (6, 7)).slice(2, 1 + i, 1, 1, [i])) for i in range(2)]
+    first, *rest = [run.result() for run in running]
+    assert first.tokens == [[5, 6], [9, 10, 0], [6, 6]] and set(first.logprobs) == {0, 2}
+    expected = torch.tensor([5.0, *[0.0] * 10]).log_softmax(0)
+    for i, lengths in {0: [1, 1], 2: [VOCAB, VOCAB]}.items():
+        told = first.logprobs[i]
+        assert [len(entry.top_ids) for entry in told] == [len(entry.top) for entry in told] == lengths
+        for entry, token in zip(told, first.tokens[i], strict=True):
+            assert entry.rank == 1 and entry.top_ids == [token, *(t for t in range(VOCAB) if t != token)][: lengths[0]]
+            assert [entry.logprob, *entry.top[1:]] == pytest.approx(expected[: lengths[0]].tolist(), abs=1e-6)
+    assert [set(result.logprobs) for result in rest] == [{0}, {0}, set(), set()]
+    assert [result.logprobs[0][0].top_ids[0] for result in rest[:2]] == [result.tokens[0][0] for result in rest[:2]]
+    assert not executor.runner.rules.rows
+
+
 def test_a_row_that_ended_on_the_way_round_is_done_on_the_device_too(executor: CudaExecutor) -> None:
-    plan = Plan().give(0, (1, 2), stops=(4,), logit_bias={9: -1.0}).slice(0, 0, 1, 1, [3])
+    plan = Plan().give(0, (1, 2), stops=(4,), logprobs=21).slice(0, 0, 1, 1, [3])
     assert tokens_of(executor, plan) == [[4]]
     assert executor.runner.state.done.tolist() == [True, False, False, False, True]
     assert int(executor.runner.state.last_token[0]) == 4
@@ -605,10 +692,10 @@ def test_buckets_hold_every_number_of_slices() -> None:
 
 def test_a_row_that_goes_on_elsewhere_is_looked_at_again(executor: CudaExecutor) -> None:
     """It ended under the host's eyes, was given to another request, and decodes beside one that asks for the host."""
-    plan = Plan().give(0, (1, 2), stops=(4,), logprobs=1).slice(0, 0, 1, 1, [3])
+    plan = Plan().give(0, (1, 2), stops=(4,), logprobs=21).slice(0, 0, 1, 1, [3])
     assert tokens_of(executor, plan) == [[4]]
     assert tokens_of(executor, Plan().give(0, (3, 4)).slice(0, 0, 2, 1, [6, 7])) == [[8]]
-    plan = Plan().give(1, (5,), logprobs=1).slice(0, 2, 1, 1).slice(1, 0, 1, 1, [1])
+    plan = Plan().give(1, (5,), logprobs=21).slice(0, 2, 1, 1).slice(1, 0, 1, 1, [1])
     assert tokens_of(executor, plan) == [[9], [2]]
     assert tokens_of(executor, Plan().slice(0, 3, 1, 1).slice(1, 1, 1, 1)) == [[10], [3]]
 

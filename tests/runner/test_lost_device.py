@@ -29,7 +29,13 @@ from tests.runner.lose_device import PARAMS, PROMPTS, WORDS, check_engine_proces
 from tests.runner.test_cuda_runner import SIZE, Counting, Plan, on_rows
 
 CAUSE = f"{WORDS['told']}\nSearch for it.\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
-OPTIONS: dict[str, Any] = {"block_size": 4, "num_gpu_blocks_override": 120, "max_num_seqs": 8, "device": "cpu"}
+OPTIONS: dict[str, Any] = {
+    "block_size": 4,
+    "num_gpu_blocks_override": 120,
+    "max_num_seqs": 8,
+    "device": "cpu",
+    "max_logprobs": 21,
+}
 PLACES = ["launch", "finish", "query", "synchronize", "afterwards"]
 
 
@@ -153,7 +159,7 @@ WAYS: dict[str, tuple[dict[str, Any], SamplingParams]] = {
     "windows": ({"decode_window": 4}, PARAMS),
     "no overlap": ({"async_scheduling": False}, PARAMS),
     "masks": ({"decode_window": 4}, replace(PARAMS, structured_outputs={"regex": "[a-f]{20}"})),  # type: ignore[arg-type]
-    "host": ({}, replace(PARAMS, logprobs=1)),
+    "host": ({}, replace(PARAMS, logprobs=21)),
 }
 
 

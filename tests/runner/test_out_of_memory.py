@@ -29,6 +29,7 @@ OPTIONS: dict[str, Any] = {
     "block_size": 4,
     "num_gpu_blocks_override": 120,
     "max_num_seqs": 8,
+    "max_logprobs": 21,
 }
 
 
@@ -69,8 +70,8 @@ def prompts(num: int) -> list[list[int]]:
 @pytest.mark.parametrize("rows", [False, True], ids=["cpu", "rows"])
 @pytest.mark.parametrize("options", [{}, {"decode_window": 4}, {"async_scheduling": False}], ids=str)
 def test_smaller_steps_give_the_same_tokens(model: str, options: dict[str, Any], rows: bool) -> None:
-    params = [*mixture(), SamplingParams(temperature=0, logprobs=1, max_tokens=9, ignore_eos=True)]
-    params = [replace(p, detokenize=False) for p in params]
+    telling = [SamplingParams(temperature=0, logprobs=num, max_tokens=9, ignore_eos=True) for num in (1, 21)]
+    params = [replace(p, detokenize=False) for p in (*mixture(), *telling)]
     with LLM(model, **OPTIONS, **options) as llm:
         expected = told(llm.generate(prompts(len(params)), params, use_tqdm=False))
     with LLM(model, **OPTIONS, **options) as llm:

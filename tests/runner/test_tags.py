@@ -24,6 +24,7 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_model_len": 96,
     "swap_space": 0.001,
+    "max_logprobs": 21,
 }
 CASES: dict[str, dict[str, Any]] = {
     "swap": {"block_size": 4, "num_gpu_blocks_override": 28, "preemption_mode": "swap", "decode_window": 3},

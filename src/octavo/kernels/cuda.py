@@ -9,6 +9,7 @@ from octavo.kernels.activation import gelu_mul, silu_mul
 from octavo.kernels.block_copy import block_copy
 from octavo.kernels.decode_step import begin_chunks, begin_decode, settle
 from octavo.kernels.kv_write import kv_write, rope_kv_write
+from octavo.kernels.likeliest import best_tokens, token_logprobs, write_logprobs
 from octavo.kernels.norms import add_rms_norm, rms_norm
 from octavo.kernels.paged_attention import paged_attention
 from octavo.kernels.reference import (
@@ -18,7 +19,7 @@ from octavo.kernels.reference import (
     rope_table,
 )
 from octavo.kernels.row_rules import apply_row_rules, note_tokens, tell_tokens
-from octavo.kernels.sampling import best_tokens, draw, mask_tokens, sample, token_logprobs
+from octavo.kernels.sampling import draw, mask_tokens, sample
 from octavo.kernels.swap import swap_in, swap_out
 from octavo.kernels.thin_linear import add_linear, begin_stream, max_thin_tokens, norm_linear, project_heads
 
@@ -53,4 +54,5 @@ __all__ = [
     "swap_out",
     "tell_tokens",
     "token_logprobs",
+    "write_logprobs",
 ]

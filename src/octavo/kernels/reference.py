@@ -25,8 +25,10 @@ from octavo.kernels.rows import (
     FIRST_STOP_ID,
     IN_PROMPT,
     LIMITED,
+    MAX_LOGPROBS,
     NOT_FINITE,
     NOTHING_SAMPLED,
+    NUM_LOGPROBS,
     PATIENT,
     PENALIZED,
     DecodeStep,
@@ -546,12 +548,12 @@ def mask_tokens(logits: Tensor, which: Tensor, words: Tensor) -> None:
 
 
 def best_tokens(logits: Tensor, num: int) -> Tensor:
-    """Of each row of logits [num_rows, vocab_size]: whether all are finite, the highest `num` log-probabilities as bits
-    of float64, and their tokens, best first, of equal ones the lowest; [num_rows, 1 + 2 * num] int64. Of a vocabulary
-    of fewer tokens, all."""
+    """What `token_logprobs` says of the likeliest token of each row of logits [num_rows, vocab_size], as words:
+    [num_rows, 2 + 2 * num] int32. First the bits of its log-probability as float32, its rank, 0 where a number is not
+    finite, then the likeliest tokens, and the bits of their log-probabilities. Of a vocabulary of fewer tokens, all."""
     best, ids = logits.float().log_softmax(-1).sort(dim=-1, descending=True, stable=True)
-    best, ids = best[:, :num].contiguous(), ids[:, :num]
-    return torch.cat([finite_rows(logits).long().unsqueeze(1), best.double().view(torch.int64), ids], 1)
+    best, ids = best[:, :num].contiguous().view(torch.int32), ids[:, :num].int()
+    return torch.cat([best[:, :1], finite_rows(logits).int().unsqueeze(1), ids, best], 1)
 
 
 def apply_rules(logits: Tensor, rules: LogitRules) -> None:
@@ -743,6 +745,25 @@ def apply_row_rules(logits: Tensor, rows: Tensor, positions: Tensor, state: RowS
             line -= frequency * num_output + presence * (num_output > 0)
         if asks & LIMITED:
             mask_tokens(line.unsqueeze(0), torch.zeros(1, dtype=torch.int32), rules.allowed[row].unsqueeze(0))
+
+
+def write_logprobs(state: RowState, rows: Tensor, logits: Tensor, tokens: Tensor, ring: Tensor, clock: Tensor) -> None:
+    """What the model thought of tokens, for the host, where their rows ask for it; before `settle`.
+
+    rows    [num_draws] int64
+    logits  [num_draws, vocab_size], as the model gave them
+    tokens  [num_draws] int64; of a negative one nothing is told
+    ring    [num_columns, at least num_draws, 2 + 2 * MAX_LOGPROBS] int32; in column clock[0] each gets a line of words,
+            see `best_tokens`: of as many tokens as the row asks for, the bits at 2 + MAX_LOGPROBS
+    """
+    for i, num in enumerate(state.setup[rows, NUM_LOGPROBS].tolist()):
+        if num < 0 or tokens[i] < 0:
+            continue
+        chosen, rank, ids, best = token_logprobs(logits[i : i + 1].float(), tokens[i : i + 1], num)
+        line = ring[clock[0], i]
+        line[0], line[1] = chosen.view(torch.int32), rank
+        line[2 : 2 + num] = ids
+        line[2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + num] = best.contiguous().view(torch.int32)
 
 
 def settle(state: RowState, rows: Tensor, tokens: Tensor, ring: Tensor, clock: Tensor) -> None:

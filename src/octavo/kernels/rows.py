@@ -15,13 +15,16 @@ from octavo.kernels.batch import RaggedBatch, SamplingTensors
 
 MAX_STOP_IDS = 10
 """Stop ids that a row keeps on the device. The host has the last word, so more of them only end later there."""
-TEMPERATURE, TOP_P, MIN_P, TOP_K, SEED, SAMPLE_INDEX, FIRST_STOP_ID = range(7)
+TEMPERATURE, TOP_P, MIN_P, TOP_K, SEED, SAMPLE_INDEX, NUM_LOGPROBS, FIRST_STOP_ID = range(8)
 NUM_COLUMNS = FIRST_STOP_ID + MAX_STOP_IDS
 NOTHING_SAMPLED, NOT_FINITE, NO_TOKEN_LEFT = -1, -2, -3
 """In the ring, in a token's place: the row was done, or had nothing to do; its logits were no numbers; all tokens were
 ruled out."""
 PENALIZED, BIASED, LIMITED, PATIENT = 1, 2, 4, 8
 """What a row asks of its logits, see `RuleState`."""
+MAX_LOGPROBS = 20
+"""Of the likeliest tokens that a row tells of beside its own: as many as OpenAI's API has. A request that wants more is
+the host's."""
 MAX_BIAS = 300
 """Tokens with a bias that a row keeps on the device. A request with more of them is the host's."""
 IN_PROMPT = 1 << 30
@@ -36,7 +39,8 @@ class RowState:
     done          [num_rows + 1] bool, the row met a stop token or numbers that are not finite: nothing more is computed
                   on it until the host gives it tokens
     setup         [num_rows + 1, NUM_COLUMNS] int64, how tokens are sampled there: temperature, top_p and min_p as the
-                  bits of a float64, top_k, seed, sample_index, then stop ids, -1 where there are fewer
+                  bits of a float64, top_k, seed, sample_index; of how many of the likeliest tokens the host is told
+                  beside the one that is drawn, -1: of no log-probabilities; then stop ids, -1 where there are fewer
     """
 
     block_tables: Tensor
@@ -53,7 +57,7 @@ class RowState:
             torch.zeros(num_rows + 1, NUM_COLUMNS, dtype=torch.int64, device=device),
         )
         state.done[num_rows] = True
-        state.setup[:, FIRST_STOP_ID:] = -1
+        state.setup[:, NUM_LOGPROBS:] = -1
         return state
 
     @property

@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
-from octavo.kernels import reference
 from octavo.kernels.batch import SamplingTensors
 from octavo.kernels.reference import GOLDEN, MIX_1, MIX_2
 
@@ -30,9 +29,6 @@ NUM_PIECES = 2048
 GPU's threads busy: 107 us for 256 rows of 152k logits, 129 with 512 pieces in tiles of 1,024."""
 MAX_PIECES = 64
 """Of one row."""
-MOST_FOUND = 256
-"""Of the likeliest tokens; to find more, all are sorted."""
-LOW_BITS = (1 << 31) - 1
 
 
 def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
@@ -53,42 +49,6 @@ def mask_tokens(logits: Tensor, which: Tensor, words: Tensor) -> None:
         _mask_tokens[(len(which), triton.cdiv(logits.shape[1], TILE))](
             logits, which, words, logits.shape[1], logits.stride(0), words.shape[1], TILE=TILE, num_warps=4
         )
-
-
-def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `reference.token_logprobs`. The top are found, not sorted out, by keys that no two tokens share: a logit's
-    bits in the order of floats, then how low the id is."""
-    if num_top > MOST_FOUND or num_top > logits.shape[1]:
-        return reference.token_logprobs(logits, token_ids, num_top)
-    wide = logits.float() + 0.0  # which makes -0 a 0
-    chosen = wide.gather(1, token_ids.unsqueeze(1))
-    ranks = (wide > chosen).sum(1) + 1
-    bits = wide.view(torch.int32).long()
-    keys = (torch.where(bits < 0, bits ^ LOW_BITS, bits) << 32) + torch.arange(
-        LOW_BITS, LOW_BITS - wide.shape[1], -1, device=wide.device
-    )
-    top_ids = LOW_BITS - (keys.topk(num_top).values & LOW_BITS)
-    log_total = wide.logsumexp(1, keepdim=True)
-    return (chosen - log_total).squeeze(1), ranks, top_ids, wide.gather(1, top_ids) - log_total
-
-
-def best_tokens(logits: Tensor, num: int) -> Tensor:
-    """See `reference.best_tokens`: the best of each piece of a row, and then of all of these."""
-    num_rows, vocab_size = logits.shape
-    if num > min(MOST_FOUND, vocab_size):
-        return reference.best_tokens(logits, num)
-    assert logits.stride(1) == 1, logits.stride()
-    pieces = triton.cdiv(vocab_size, TILE)
-    found = torch.empty(num_rows, pieces, num + 2, dtype=torch.float32, device=logits.device)
-    found_ids = torch.empty(num_rows, pieces, num, dtype=torch.int32, device=logits.device)
-    best = torch.empty(num_rows, 1 + 2 * num, dtype=torch.int64, device=logits.device)
-    _best_of_pieces[(num_rows, pieces)](
-        logits, found, found_ids, vocab_size, logits.stride(0), num, TILE=TILE, num_warps=4
-    )
-    _best_of_rows[(num_rows,)](
-        found, found_ids, best, num, PIECES=pieces, PIECES_PADDED=triton.next_power_of_2(pieces), num_warps=4
-    )
-    return best
 
 
 def _sample(
@@ -306,55 +266,6 @@ def _mask_tokens(logits, which, words, vocab_size, row_stride, num_words, TILE: 
         word = tl.load(words + mask * num_words + token // 32, mask=here, other=-1)
         here &= ((word >> (token % 32)) & 1) == 0
         tl.store(logits + row * row_stride + token, -float("inf"), mask=here)
-
-
-@triton.jit(do_not_specialize=["num"])
-def _best_of_pieces(logits, found, found_ids, vocab_size, row_stride, num, TILE: tl.constexpr):
-    """The num highest of a piece of a row, the highest first; then the sum of exponentials, less that one's, and what
-    is 0 if all are finite."""
-    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    token = piece * TILE + tl.arange(0, TILE)
-    here = token < vocab_size
-    scores = tl.load(logits + row * row_stride + token, mask=here, other=-float("inf")).to(tl.float32)
-    good = (scores == scores) & (tl.abs(scores) < float("inf"))
-    scores = tl.where(good, scores, -float("inf"))
-    line = row * tl.num_programs(1) + piece
-    highest = tl.max(scores)
-    total = tl.sum(tl.where(good, tl.exp(scores - highest), 0.0))
-    tl.store(found + line * (num + 2) + num, total)
-    tl.store(found + line * (num + 2) + num + 1, tl.sum((here & (good == 0)).to(tl.float32)))
-    for k in range(num):
-        place = tl.argmax(scores, 0)
-        tl.store(found + line * (num + 2) + k, tl.max(scores))
-        tl.store(found_ids + line * num + k, piece * TILE + place)
-        scores = tl.where(tl.arange(0, TILE) == place, -float("inf"), scores)
-
-
-@triton.jit(do_not_specialize=["num"])
-def _best_of_rows(found, found_ids, best, num, PIECES: tl.constexpr, PIECES_PADDED: tl.constexpr):
-    """One row: each piece's next best are compared, num times."""
-    row = tl.program_id(0).to(tl.int64)
-    piece = tl.arange(0, PIECES_PADDED)
-    here = piece < PIECES
-    line = found + (row * PIECES + piece) * (num + 2)
-    highest = tl.load(line, mask=here, other=-float("inf"))
-    total = tl.load(line + num, mask=here, other=0.0)
-    num_bad = tl.sum(tl.load(line + num + 1, mask=here, other=0.0))
-    most = tl.max(highest)
-    log_total = most + tl.log(tl.sum(tl.where(total > 0, total * tl.exp(highest - most), 0.0)))
-    out = best + row * (1 + 2 * num)
-    tl.store(out, (num_bad == 0).to(tl.int64))
-    taken = tl.zeros([PIECES_PADDED], tl.int32)
-    for k in range(num):
-        # Pieces are in the order of their tokens: the first of equals has the lowest.
-        winner = tl.argmax(highest, 0)
-        at = tl.sum(tl.where(piece == winner, taken, 0))
-        logprob = (tl.max(highest) - log_total).to(tl.float64)
-        tl.store(out + 1 + k, logprob.to(tl.int64, bitcast=True))
-        tl.store(out + 1 + num + k, tl.load(found_ids + (row * PIECES + winner) * num + at).to(tl.int64))
-        taken += (piece == winner).to(tl.int32)
-        following = tl.load(line + taken, mask=here & (taken < num), other=-float("inf"))
-        highest = tl.where(piece == winner, following, highest)
 
 
 @triton.jit(do_not_specialize=["vocab_size", "pieces"])

@@ -1,5 +1,5 @@
-"""The way round for requests that ask more of sampling than a row on the device keeps: words that are ruled out,
-log-probabilities, beams. A step that holds one of them computes its logits as any other does, and the host draws
+"""The way round for requests that ask more of sampling than a row on the device keeps: words that are ruled out, very
+many log-probabilities, beams. A step that holds one of them computes its logits as any other does, and the host draws
 from them, pass by pass, each waiting for its tokens. What the model thought of a prompt is asked for but once, so a
 step that has to tell runs as on a CPU.
 """
@@ -101,7 +101,7 @@ class CarefulRunner(ModelRunner):
                 self._asking.discard(setup.row)
 
     def wants(self, plan: StepPlan) -> bool:
-        return bool(self._asking) and not self._asking.isdisjoint(plan.rows)
+        return not self._asking.isdisjoint(plan.rows) or self.tells_prompts(plan)
 
     def tells_prompts(self, plan: StepPlan) -> bool:
         wanted = self.sampler.prompt_logits_wanted
@@ -136,12 +136,12 @@ class CarefulRunner(ModelRunner):
         return max(plan.draws.values()) if free else 0
 
     def candidates(self, plan: StepPlan, best: Tensor) -> StepResult:
-        """best [num_slices, 1 + 2 * num]: see `reference.best_tokens`. Waits for it."""
+        """best [num_slices, 2 + 2 * num]: see `reference.best_tokens`. Waits for it."""
         words = best.cpu()[: len(plan.rows)]  # graphs draw for padding, too
         half = 1 + words.shape[1] // 2
-        logprobs, tokens = words[:, 1:half].view(torch.float64).tolist(), words[:, half:].tolist()
+        tokens, logprobs = words[:, 2:half].tolist(), words[:, half:].view(torch.float32).tolist()
         told = [list(zip(logprobs[i], tokens[i], strict=True))[: plan.draws[i]] for i in range(len(plan.rows))]
-        return StepResult(told, {i: NOT_FINITE for i, fine in enumerate(words[:, 0].tolist()) if not fine})
+        return StepResult(told, {i: NOT_FINITE for i, rank in enumerate(words[:, 1].tolist()) if not rank})
 
     def read_done(self) -> None:
         """Which rows are done, if the device has been left alone with them; this waits for what is queued."""

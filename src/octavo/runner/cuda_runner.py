@@ -10,12 +10,13 @@ It runs on a CPU, too, without streams and graphs: that is how its logic is test
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
 from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from octavo.kernels.rows import (
     MAX_STOP_IDS,
     MIN_P,
     NUM_COLUMNS,
+    NUM_LOGPROBS,
     SAMPLE_INDEX,
     SEED,
     TEMPERATURE,
@@ -55,6 +57,18 @@ MOST_CANDIDATES = 64
 """Of a beam, that a graph finds."""
 NO_WORDS = np.empty(0, dtype=np.int64)
 NO_TOKENS = NO_WORDS, NO_WORDS
+
+
+class Kind(NamedTuple):
+    """Of a pass that is drawn after: whether a row asks for what changes its logits, or for log-probabilities, and
+    whether neighbours begin alike."""
+
+    ruled: bool = False
+    telling: bool = False
+    cascade: bool = False
+
+
+PLAIN = Kind()
 
 
 class CudaRunner:
@@ -123,7 +137,7 @@ class CudaRunner:
             for num_slices in reversed(self._decode_sizes):
                 self._capture_decode(self.graphs, num_slices)
             for num_slices in reversed(self._cascade_sizes):
-                self._capture_decode(self.graphs, num_slices, cascade=True)
+                self._capture_decode(self.graphs, num_slices, Kind(cascade=True))
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Finish:
@@ -135,8 +149,9 @@ class CudaRunner:
         # What the passes after the first compute; where nothing comes from the host, the first as well.
         self.careful.apply(plan)
         self.rules.apply(plan)
-        carefully = self.careful.wants(plan)
-        ruled = self.rules.concern(plan)
+        asked = self.rules.asked_logprobs(plan)
+        carefully = self.careful.wants(plan) or bool(asked and plan.masked)
+        kind = Kind(self.rules.concern(plan), bool(asked))
         # The host looks at one line of logits for all that it wants of a beam.
         draws = {i: n for i, n in plan.draws.items() if not (carefully and self.careful.decides(plan.rows[i]))}
         chunks, told = None, NO_TOKENS
@@ -157,7 +172,7 @@ class CudaRunner:
             rows, first, ends = rows[order], first[order], ends[order]
             again = [again[i] for i in order.tolist()]
         parts = [
-            *_setups(plan.row_setups),
+            *_setups(plan.row_setups, self.rules.telling),
             *writes,
             *_columns(plan.copies),
             *told,
@@ -172,24 +187,20 @@ class CudaRunner:
             return self._launch_carefully(plan, chunks, size, received[8:], again)
         self.careful.is_behind = True
         if plan.masked:
-            return self._launch_masked(plan, chunks, size, received[8:], again, ruled)
-        landing = self.ring.landing(len(plan.rows))
+            return self._launch_masked(plan, chunks, size, received[8:], again, kind)
+        landing = self.ring.landing(len(plan.rows), asked)
         if chunks is not None and size is not None:
-            self._run_chunks(size, received[8], ruled)
+            self._run_chunks(size, received[8], kind)
             if chunks.draw_slices:
                 self.ring.land(landing, chunks.draw_slices)
-        self._run_window(landing, again, num_columns - (chunks is not None), ruled, cascade=order is not None)
+        kind = kind._replace(cascade=order is not None)
+        self._run_window(landing, again, num_columns - (chunks is not None), kind)
         return lambda masks: landing
 
-    def _run_window(
-        self, landing: Landing, slices: Seq[int], num_columns: int, ruled: bool, *, cascade: bool = False
-    ) -> None:
-        """The columns that come of one position of some rows each, and the end of the plan.
-
-        cascade: neighbours begin alike
-        """
+    def _run_window(self, landing: Landing, slices: Seq[int], num_columns: int, kind: Kind) -> None:
+        """The columns that come of one position of some rows each, and the end of the plan."""
         for _ in range(num_columns):
-            self._run_decode(len(slices), ruled, cascade)
+            self._run_decode(len(slices), kind)
             self.ring.land(landing, slices)
         self.ring.end(landing)
 
@@ -200,7 +211,7 @@ class CudaRunner:
         size: ChunkSize | None,
         words: Seq[Tensor],
         again: Seq[int],
-        ruled: bool,
+        kind: Kind,
     ) -> Finish:
         """A pass; the draw behind it, and the next pass, are queued once its masks are there: in one graph, or the
         device would wait for the second. Nobody waits for the device."""
@@ -209,8 +220,8 @@ class CudaRunner:
         slices: Seq[int] = again if chunks is None else chunks.draw_slices
         draw_and_go_on = None
         if self.graphs is not None and num_masked > 1:
-            draw_and_go_on = partial(self.graphs.replay, self._masked_pass(self.graphs, len(again), ruled))
-        draw = self._launch_logits(size, words, len(again), ruled)
+            draw_and_go_on = partial(self.graphs.replay, self._masked_pass(self.graphs, len(again), kind))
+        draw = self._launch_logits(size, words, len(again), kind)
 
         @torch.inference_mode()
         def finish(masks: Masks | None) -> Landing:
@@ -223,48 +234,48 @@ class CudaRunner:
             draw()
             self.ring.land(landing, slices)
             if goes_on:
-                draw, slices = self._launch_logits(None, (), len(again), ruled), again
+                draw, slices = self._launch_logits(None, (), len(again), kind), again
             else:
-                self._run_window(landing, again, num_columns - len(landing.events), ruled)
+                self._run_window(landing, again, num_columns - len(landing.events), kind)
             return landing
 
         return finish
 
     def _launch_logits(
-        self, size: ChunkSize | None, words: Seq[Tensor], num_slices: int, ruled: bool
+        self, size: ChunkSize | None, words: Seq[Tensor], num_slices: int, kind: Kind
     ) -> Callable[[], None]:
         """A pass, but for the draw behind it, which is what this gives."""
         graphs = self.graphs
         if graphs is None or not (size is None or size in self._chunk_sizes.sizes):
             made = self._decode_logits(num_slices) if size is None else self._chunk_logits(size, words[0])
-            return lambda: self._sample(made, ruled, self.masks)
+            return lambda: self._sample(made, kind, self.masks)
         key = size or self._decode_size(num_slices)
-        name = ("masked", key, ruled)
+        name = ("masked", key, kind)
         if name not in graphs:
-            self._capture_masked(graphs, name, size, num_slices, ruled)
+            self._capture_masked(graphs, name, size, num_slices, kind)
         if size is not None:
             self._chunk_words[size].copy_(words[0])
         graphs.replay(("logits", key))
         return lambda: graphs.replay(name)
 
-    def _masked_pass(self, graphs: Graphs, num_slices: int, ruled: bool) -> Hashable:
+    def _masked_pass(self, graphs: Graphs, num_slices: int, kind: Kind) -> Hashable:
         """The graph of a draw of rows that decode, and the next pass of them; not to be asked for between these two."""
         size = self._decode_size(num_slices)
-        name = ("masked pass", size, ruled)
+        name = ("masked pass", size, kind)
         if name not in graphs:
             self.masks.clear()
             with self._idle():
                 made = self._decode_logits(num_slices)
 
                 def work() -> None:
-                    self._sample(made, ruled, self.masks)
+                    self._sample(made, kind, self.masks)
                     self._keep(self._forward_decode(self._step.first(size)))
 
                 graphs.capture(name, work)
         return name
 
     def _capture_masked(
-        self, graphs: Graphs, name: Hashable, size: ChunkSize | None, num_slices: int, ruled: bool
+        self, graphs: Graphs, name: Hashable, size: ChunkSize | None, num_slices: int, kind: Kind
     ) -> None:
         """The draw behind such a pass, by itself: when it is captured, a pass has been that had nothing to do."""
         self.masks.clear()
@@ -273,12 +284,12 @@ class CudaRunner:
             step = ChunkStep(*split(self._chunk_words[size], size))
             rows, indices = step.draw_rows, step.draw_indices
             graphs.capture(
-                name, lambda: self._sample(Logits(self._kept, rows, self._sampling(step), indices), ruled, self.masks)
+                name, lambda: self._sample(Logits(self._kept, rows, self._sampling(step), indices), kind, self.masks)
             )
         else:
             with self._idle():
                 made = self._decode_logits(num_slices)
-                graphs.capture(name, lambda: self._sample(made, ruled, self.masks))
+                graphs.capture(name, lambda: self._sample(made, kind, self.masks))
 
     def _launch_carefully(
         self, plan: StepPlan, chunks: Chunks | None, size: ChunkSize | None, words: Seq[Tensor], again: Seq[int]
@@ -360,14 +371,14 @@ class CudaRunner:
 
     # -- one position of some rows ------------------------------------------------------------------------------------
 
-    def _run_decode(self, num_slices: int, ruled: bool, cascade: bool) -> None:
+    def _run_decode(self, num_slices: int, kind: Kind) -> None:
         if self.graphs is None:
-            self._decode(num_slices, ruled, cascade)
+            self._decode(num_slices, kind)
             return
-        size = self._decode_size(num_slices, cascade)
-        if (size, ruled, cascade) not in self.graphs:
-            self._capture_decode(self.graphs, size, ruled, cascade)
-        self.graphs.replay((size, ruled, cascade))
+        size = self._decode_size(num_slices, kind.cascade)
+        if (size, kind) not in self.graphs:
+            self._capture_decode(self.graphs, size, kind)
+        self.graphs.replay((size, kind))
 
     def _decode_logits(self, num_slices: int) -> Logits:
         """Those of a pass that nothing is drawn after, until `settle` says what was."""
@@ -404,20 +415,21 @@ class CudaRunner:
         sizes = self._cascade_sizes if cascade else self._decode_sizes
         return sizes[bisect_left(sizes, num_slices)]
 
-    def _capture_decode(self, graphs: Graphs, num_slices: int, ruled: bool = False, cascade: bool = False) -> None:
+    def _capture_decode(self, graphs: Graphs, num_slices: int, kind: Kind = PLAIN) -> None:
         with self._idle():
-            graphs.capture((num_slices, ruled, cascade), lambda: self._decode(num_slices, ruled, cascade))
+            graphs.capture((num_slices, kind), lambda: self._decode(num_slices, kind))
 
     def _every_kind(self) -> None:
         """A pass of each kind that `capture` captures, with nothing to do: of those that decode, one up to each power
         of two, which is what kernels differ in."""
         for size in self._chunk_sizes.sizes:
-            self._compute_chunks(size, self._words_of(size), ruled=False)
+            self._compute_chunks(size, self._words_of(size), PLAIN)
         with self._idle():
-            for cascade, sizes in ((False, self._decode_sizes), (True, self._cascade_sizes)):
+            for kind, sizes in ((PLAIN, self._decode_sizes), (Kind(cascade=True), self._cascade_sizes)):
                 kinds = {(num_slices - 1).bit_length(): num_slices for num_slices in reversed(sizes)}
                 for num_slices in kinds.values():
-                    self._decode(num_slices, ruled=False, cascade=cascade)
+                    self._decode(num_slices, kind)
+            self._decode(self._decode_sizes[-1], Kind(telling=True))  # captured when it is wanted, but compiled by then
 
     @contextmanager
     def _idle(self) -> Iterator[None]:
@@ -429,25 +441,28 @@ class CudaRunner:
         finally:
             self._step.ends.copy_(ends)
 
-    def _decode(self, num_slices: int, ruled: bool, cascade: bool = False) -> None:
+    def _decode(self, num_slices: int, kind: Kind) -> None:
         """Nothing here looks at anything on the device."""
-        step = self._step.first(num_slices, cascade=cascade)
-        self._sample(Logits(self._forward_decode(step), step.live_rows, step.sampling), ruled)
+        step = self._step.first(num_slices, cascade=kind.cascade)
+        self._sample(Logits(self._forward_decode(step), step.live_rows, step.sampling), kind)
 
     def _forward_decode(self, step: DecodeStep) -> Tensor:
         self.ops.begin_decode(self.state, step, self.block_size)
         return self.model.forward(step.token_ids, step.batch, self.kv, None)
 
-    def _sample(self, made: Logits, ruled: bool, masks: MaskSpace | None = None) -> None:
+    def _sample(self, made: Logits, kind: Kind, masks: MaskSpace | None = None) -> None:
         """A token from each line, for its row and the host."""
+        assert masks is None or not kind.telling, "they change the logits"
         rows, sampling = made.rows, made.sampling
         logits = made.logits[: len(rows)]
         masked = None if masks is None else (masks.which[: len(rows)], masks.words)
-        if ruled:
-            tokens = self.rules.draw(logits, rows, sampling, masked)
+        if kind.ruled:
+            tokens = self.rules.draw(logits, rows, sampling, masked, keep=kind.telling)
         else:
             tokens = self.ops.draw(logits, sampling, masked)
-        if ruled:
+        if kind.telling:
+            self.ops.write_logprobs(self.state, rows, logits, tokens, self.ring.logprobs, self.inbox.clock)
+        if kind.ruled:
             noted = tokens
             if made.indices is not None:
                 noted = torch.where((made.indices < 0) & ~self.state.done[rows], tokens, -1)
@@ -462,14 +477,14 @@ class CudaRunner:
 
     # -- slices of any length -----------------------------------------------------------------------------------------
 
-    def _run_chunks(self, size: ChunkSize, words: Tensor, ruled: bool) -> None:
+    def _run_chunks(self, size: ChunkSize, words: Tensor, kind: Kind) -> None:
         if self.graphs is None or size not in self._chunk_sizes.sizes:
-            self._compute_chunks(size, words, ruled)
+            self._compute_chunks(size, words, kind)
             return
-        if (size, ruled) not in self.graphs:
-            self._capture_chunks(self.graphs, size, ruled)
+        if (size, kind) not in self.graphs:
+            self._capture_chunks(self.graphs, size, kind)
         self._chunk_words[size].copy_(words)
-        self.graphs.replay((size, ruled))
+        self.graphs.replay((size, kind))
 
     def _chunk_logits(self, size: ChunkSize, words: Tensor) -> Logits:
         step = ChunkStep(*split(words, size))
@@ -484,9 +499,9 @@ class CudaRunner:
         self.graphs.replay(name)
         return Logits(self._kept, step.draw_rows, self._sampling(step), step.draw_indices)
 
-    def _capture_chunks(self, graphs: Graphs, size: ChunkSize, ruled: bool = False) -> None:
+    def _capture_chunks(self, graphs: Graphs, size: ChunkSize, kind: Kind = PLAIN) -> None:
         words = self._words_of(size)
-        graphs.capture((size, ruled), lambda: self._compute_chunks(size, words, ruled))
+        graphs.capture((size, kind), lambda: self._compute_chunks(size, words, kind))
 
     def _words_of(self, size: ChunkSize) -> Tensor:
         """Where graphs of that size read them, which say that there is nothing to do."""
@@ -495,12 +510,12 @@ class CudaRunner:
             self._chunk_words[size] = torch.empty_like(nothing, device=self.device)
         return self._chunk_words[size].copy_(nothing)
 
-    def _compute_chunks(self, size: ChunkSize, words: Tensor, ruled: bool) -> None:
+    def _compute_chunks(self, size: ChunkSize, words: Tensor, kind: Kind) -> None:
         """Nor here."""
         logits = self._forward_chunks(size, words)
         if size.num_draws:
             step = ChunkStep(*split(words, size))
-            self._sample(Logits(logits, step.draw_rows, self._sampling(step), step.draw_indices), ruled)
+            self._sample(Logits(logits, step.draw_rows, self._sampling(step), step.draw_indices), kind)
 
     def _forward_chunks(self, size: ChunkSize, words: Tensor) -> Tensor:
         """A batch of its own each time: what kernels derive from it belongs to the graph."""
@@ -527,8 +542,8 @@ def _tokens_told(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
     return _words([plan.rows[i] for i in plan.host_tokens]), _words([tokens[0] for tokens in plan.host_tokens.values()])
 
 
-def _setups(setups: Seq[RowSetup]) -> tuple[np.ndarray, np.ndarray]:
-    """(rows [num], lines [num * NUM_COLUMNS]): see `RowState.setup`."""
+def _setups(setups: Seq[RowSetup], telling: Mapping[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """(rows [num], lines [num * NUM_COLUMNS]): see `RowState.setup`, and `DeviceRules.telling`."""
     if not setups:
         return NO_WORDS, NO_WORDS
     last = {setup.row: setup for setup in setups}  # the device writes in any order: one line a row
@@ -539,6 +554,7 @@ def _setups(setups: Seq[RowSetup]) -> tuple[np.ndarray, np.ndarray]:
         numbers[TEMPERATURE] = 0.0 if params.greedy else params.temperature
         numbers[TOP_P], numbers[MIN_P] = params.top_p, params.min_p
         line[TOP_K], line[SEED], line[SAMPLE_INDEX] = params.top_k, setup.seed, setup.sample_index
+        line[NUM_LOGPROBS] = telling.get(setup.row, -1)
         stop_ids = list(setup.stop_ids)[:MAX_STOP_IDS]
         line[FIRST_STOP_ID : FIRST_STOP_ID + len(stop_ids)] = stop_ids
     return _words(list(last)), lines.reshape(-1)

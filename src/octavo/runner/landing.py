@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
 import numpy as np
 import torch
 
-from octavo.core.plan import StepResult
-from octavo.kernels.rows import NO_TOKEN_LEFT
+from octavo.core.plan import StepResult, TokenLogprobs
+from octavo.kernels.rows import MAX_LOGPROBS, NO_TOKEN_LEFT
 from octavo.kernels.rows import NOT_FINITE as NOT_FINITE_MARK
 from octavo.runner.executor import append
 from octavo.runner.sampler import NO_ALLOWED_TOKEN, NOT_FINITE
@@ -41,13 +41,19 @@ class Landing:
     """What comes back of one plan.
 
     tokens      [num_columns, width] int32, of a ring: filled column by column, see `octavo.kernels.rows`
+    logprobs    [num_columns, width, 2 + 2 * MAX_LOGPROBS] int32, likewise: see `reference.write_logprobs`
+    asked       slice -> how many of the likeliest tokens it tells of, where it tells of log-probabilities
     slice_ids   column -> the slice that each of its entries is of
     events      column -> tells when it has landed; at least one, which tells when the plan is done
     """
 
-    def __init__(self, num_slices: int, tokens: np.ndarray) -> None:
+    def __init__(
+        self, num_slices: int, tokens: np.ndarray, logprobs: np.ndarray, asked: Mapping[int, int] | None = None
+    ) -> None:
         self.num_slices = num_slices
         self.tokens = tokens
+        self.logprobs = logprobs
+        self.asked = asked or {}
         self.slice_ids: list[Seq[int]] = []
         self.events: list[Point] = []
         self.results: list[StepResult] = []  # of a plan whose tokens came another way, and are here
@@ -55,7 +61,8 @@ class Landing:
     @classmethod
     def of(cls, num_slices: int, results: list[StepResult]) -> Landing:
         """Of what is on the host already: one result a column."""
-        landing = cls(num_slices, np.empty((0, 0), dtype=np.int32))
+        none = np.empty((0, 0), dtype=np.int32)
+        landing = cls(num_slices, none, none)
         landing.results = results
         landing.slice_ids = [()] * len(results)
         landing.events = [Reached()] * max(1, len(results))
@@ -73,6 +80,8 @@ class Landing:
         for event in self.events[-1:]:
             event.synchronize()
         self.tokens, self.events = self.tokens.copy(), [Reached()] * len(self.events)
+        if self.asked:
+            self.logprobs = self.logprobs.copy()
 
     def read(self, first: int, last: int) -> StepResult:
         """Columns [first, last), which have landed."""
@@ -82,10 +91,11 @@ class Landing:
                 append(whole, column)
             return whole
         every, columns, table = range(self.num_slices), self.slice_ids[first:last], self.tokens[first:last]
+        logprobs = self._read_logprobs(first, last) if self.asked else {}
         if all(slice_ids == every for slice_ids in columns):
             tokens = table[:, : self.num_slices].T.tolist()
             if table[:, : self.num_slices].min(initial=0) >= 0:
-                return StepResult(tokens)
+                return StepResult(tokens, logprobs=logprobs)
         else:
             tokens = [[] for _ in every]
             for slice_ids, column in zip(columns, table, strict=True):
@@ -93,7 +103,22 @@ class Landing:
                     tokens[i].append(token)
         errors = {i: NO_ALLOWED_TOKEN for i, told in enumerate(tokens) if NO_TOKEN_LEFT in told}
         errors |= {i: NOT_FINITE for i, told in enumerate(tokens) if NOT_FINITE_MARK in told}
-        return StepResult([[token for token in told if token >= 0] for told in tokens], errors)
+        return StepResult([[token for token in told if token >= 0] for told in tokens], errors, logprobs)
+
+    def _read_logprobs(self, first: int, last: int) -> dict[int, list[TokenLogprobs]]:
+        """Of the tokens of these columns, and not of the marks beside them."""
+        found: dict[int, list[TokenLogprobs]] = {i: [] for i in self.asked}
+        for slice_ids, column, table in zip(
+            self.slice_ids[first:last], self.tokens[first:last].tolist(), self.logprobs[first:last], strict=True
+        ):
+            entries = [line for line, i in enumerate(slice_ids) if i in found and column[line] >= 0]
+            words = table[entries]
+            numbers = words.view(np.float32)
+            told = numbers[:, 0], words[:, 1], words[:, 2 : 2 + MAX_LOGPROBS], numbers[:, 2 + MAX_LOGPROBS :]
+            for line, logprob, rank, ids, best in zip(entries, *(part.tolist() for part in told), strict=True):
+                num = self.asked[slice_ids[line]]
+                found[slice_ids[line]].append(TokenLogprobs(logprob, rank, ids[:num], best[:num]))
+        return found
 
 
 class Ring:
@@ -101,11 +126,15 @@ class Ring:
 
     columns   [2 * num_columns, width] int32, pinned. Two plans share it by turns: while one fills its half, the other's
               is read. Should somebody still mean to read a half when a third plan comes for it, it waits for that
+    logprobs  [2 * num_columns, width, 2 + 2 * MAX_LOGPROBS] int32, likewise
     """
 
     def __init__(self, num_columns: int, width: int, device: torch.device) -> None:
         self.num_columns = num_columns
-        self.columns = torch.zeros(2 * num_columns, width, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.columns, self.logprobs = (
+            torch.zeros(2 * num_columns, width, *shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+            for shape in ((), (2 + 2 * MAX_LOGPROBS,))
+        )
         self._turn = 0
         self._events = [mark(device) for _ in self.columns]  # to make one takes longer than to use it again
         self._landings: list[weakref.ref[Landing] | None] = [None, None]
@@ -118,10 +147,10 @@ class Ring:
             landing.leave()
         return self._turn * self.num_columns
 
-    def landing(self, num_slices: int) -> Landing:
+    def landing(self, num_slices: int, asked: Mapping[int, int] | None = None) -> Landing:
         """Of the plan whose half it is."""
-        first = self._turn * self.num_columns
-        landing = Landing(num_slices, self.columns.numpy()[first : first + self.num_columns])
+        half = slice(self._turn * self.num_columns, (self._turn + 1) * self.num_columns)
+        landing = Landing(num_slices, self.columns.numpy()[half], self.logprobs.numpy()[half], asked)
         self._landings[self._turn] = weakref.ref(landing)
         return landing
 

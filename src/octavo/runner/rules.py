@@ -16,6 +16,7 @@ from octavo.kernels.rows import (
     BIASED,
     LIMITED,
     MAX_BIAS,
+    MAX_LOGPROBS,
     MAX_STOP_IDS,
     PATIENT,
     PENALIZED,
@@ -33,12 +34,16 @@ NO_TOKEN = -2
 class DeviceRules:
     """`RuleState`, kept up by plans for the rows that ask for anything it has.
 
-    A row that asks for more (log-probabilities, words that are ruled out) is the host's: see
-    `careful.CarefulRunner`. Its steps may hold rows of ours, which then are sampled there, and noted here.
+    A row that asks for more (words that are ruled out) is the host's: see `careful.CarefulRunner`. Its steps may hold
+    rows of ours, which then are sampled there, and noted here.
+
+    rows     that ask for what changes their logits
+    telling  row -> of how many of the likeliest tokens it tells beside the one that is drawn; absent: of nothing
     """
 
     def __init__(self, state: RowState, sampler: Sampler, vocab_size: int, ops: ModuleType) -> None:
         self.rows: set[int] = set()
+        self.telling: dict[int, int] = {}
         self._row_state = state
         self._sampler = sampler
         self._vocab_size = vocab_size
@@ -48,11 +53,23 @@ class DeviceRules:
     def concern(self, plan: StepPlan) -> bool:
         return bool(self.rows) and not self.rows.isdisjoint(plan.rows)
 
+    def asked_logprobs(self, plan: StepPlan) -> dict[int, int]:
+        """Slice -> of how many tokens, as `telling` says."""
+        if not self.telling:
+            return {}
+        return {i: self.telling[row] for i, row in enumerate(plan.rows) if row in self.telling}
+
     def apply(self, plan: StepPlan) -> None:
         """Rows change hands, and the host says tokens; `sampler` knows of it already."""
         setups = {setup.row: setup for setup in plan.row_setups}
         rules = {row: self._sampler.rules[row] for row in setups}
-        ours = {row: r for row, r in rules.items() if r is not None and is_for_device(r) and not setups[row].decides}
+        device = {row: r for row, r in rules.items() if r is not None and is_for_device(r) and not setups[row].decides}
+        ours = {row: r for row, r in device.items() if asks_of(r)}
+        for row in setups:
+            self.telling.pop(row, None)
+        for row, r in device.items():
+            if r.num_logprobs is not None:
+                self.telling[row] = min(r.num_logprobs, self._vocab_size)
         left = self.rows & setups.keys()
         self.rows = (self.rows - setups.keys()) | ours.keys()
         if ours or left:
@@ -66,11 +83,19 @@ class DeviceRules:
         if told:
             self._tell(list(told), [start for start, _ in told.values()], [ids or () for _, ids in told.values()])
 
-    def draw(self, logits: Tensor, rows: Tensor, sampling: SamplingTensors, masked: Masked | None = None) -> Tensor:
-        """`reference.draw`, but from what each row's rules leave, too. Changes the logits, if they are float32. Can be
-        captured."""
+    def draw(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        sampling: SamplingTensors,
+        masked: Masked | None = None,
+        *,
+        keep: bool = False,
+    ) -> Tensor:
+        """`reference.draw`, but from what each row's rules leave, too. Changes the logits, if they are float32 and not
+        to be kept. Can be captured."""
         ops = self._ops
-        logits = logits.float()
+        logits = logits.to(torch.float32, copy=keep)
         finite = ops.finite_rows(logits)
         logits.masked_fill_(~finite.unsqueeze(1), 0.0)
         if masked is not None:
@@ -121,8 +146,7 @@ class DeviceRules:
 
 def is_for_device(rules: RowRules) -> bool:
     return (
-        rules.num_logprobs is None
-        and rules.num_prompt_logprobs is None
+        (rules.num_logprobs is None or 0 <= rules.num_logprobs <= MAX_LOGPROBS)
         and rules.words is None
         and (rules.bias is None or len(rules.bias) <= MAX_BIAS)
         and (rules.stops is None or len(rules.stops) <= MAX_STOP_IDS)
