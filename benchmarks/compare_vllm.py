@@ -1,6 +1,6 @@
 """Octavo and vLLM on the same workloads, one after the other on one GPU, and how much faster the one is.
 
-    python benchmarks/compare_vllm.py CONFIG_DIR [--workload NAME ...] [--no-latency] [--rounds N]
+    python benchmarks/compare_vllm.py CONFIG_DIR [--workload NAME ...] [--no-latency] [--rounds N] [--logprobs N]
 
 CONFIG_DIR holds a config.json: both engines take random weights, which are as fast as any. vLLM runs with its own
 defaults (CUDA graphs, torch.compile, asynchronous scheduling) in a process of its own, in the interpreter that has it;
@@ -29,41 +29,40 @@ class VLLM:
 
     engine = "vllm"
 
-    def __init__(self, llm: Any, model: str, vocab_size: int) -> None:
+    def __init__(self, llm: Any, model: str, vocab_size: int, logprobs: int | None) -> None:
         self.llm = llm
         self.model = model
         self.vocab_size = vocab_size
+        self.params = {"ignore_eos": True, "detokenize": False, "logprobs": logprobs}
 
     def generate(self, prompts: list[list[int]], lengths: list[int], temperature: float, n: int) -> int:
         from vllm import SamplingParams
 
-        params = [
-            SamplingParams(temperature=temperature, n=n, max_tokens=length, ignore_eos=True, detokenize=False)
-            for length in lengths
-        ]
+        params = [SamplingParams(temperature=temperature, n=n, max_tokens=length, **self.params) for length in lengths]
         outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         return sum(len(c.token_ids) for output in outputs for c in output.outputs)
 
 
-def measure(engine: str, model: str, names: list[str], latency: bool, rounds: int) -> None:
+def measure(args: argparse.Namespace) -> None:
     """Run one engine in this process; a JSON object a line."""
     start = time.perf_counter()
+    model, name = args.model, Path(args.model).name
     subject: Octavo | VLLM
-    if engine == "vllm":
+    if args.engine == "vllm":
         import vllm
 
         vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
         llm = vllm.LLM(model=model, gpu_memory_utilization=0.85, disable_log_stats=True, **OPTIONS)
-        subject, version = VLLM(llm, Path(model).name, vocab_size), vllm.__version__
+        subject, version = VLLM(llm, name, vocab_size, args.logprobs), vllm.__version__
     else:
         import octavo
 
-        subject, version = Octavo(octavo.LLM(model, **OPTIONS), Path(model).name), octavo.__version__
-    about = {"engine": engine, "version": version, "model": subject.model, "case": "startup"}
+        subject, version = Octavo(octavo.LLM(model, **OPTIONS), name, args.logprobs), octavo.__version__
+    about = {"engine": args.engine, "version": version, "model": subject.model, "case": "startup"}
     print(json.dumps(about | {"s": round(time.perf_counter() - start, 3)}), flush=True)
-    for row in measure_throughput(subject, names, rounds):
+    for row in measure_throughput(subject, check_names(args.workload or ["mixed256"]), args.rounds):
         print(json.dumps(row), flush=True)
-    for row in measure_latency(subject, rounds=rounds) if latency else ():
+    for row in () if args.no_latency else measure_latency(subject, rounds=args.rounds):
         print(json.dumps(row), flush=True)
 
 
@@ -72,6 +71,7 @@ def spawn(engine: str, python: str, args: argparse.Namespace) -> list[dict[str, 
     command += [word for name in args.workload for word in ("--workload", name)]
     command += ["--no-latency"] if args.no_latency else []
     command += ["--rounds", str(args.rounds)]
+    command += [] if args.logprobs is None else ["--logprobs", str(args.logprobs)]
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True, check=True
@@ -97,13 +97,13 @@ def main() -> None:
     parser.add_argument("--workload", action="append", default=[], metavar="NAME")
     parser.add_argument("--no-latency", action="store_true")
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="each case so often, and its median")
+    parser.add_argument("--logprobs", type=int, metavar="N", help="ask for those of the N likeliest tokens everywhere")
     parser.add_argument("--vllm-python", default=sys.executable, metavar="PYTHON")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all rows there, one a line")
     parser.add_argument("--engine", choices=["octavo", "vllm"], help="run this one alone, and print its rows")
     args = parser.parse_args()
     if args.engine is not None:
-        names = check_names(args.workload or ["mixed256"])
-        measure(args.engine, args.model, names, not args.no_latency, args.rounds)
+        measure(args)
         return
     rows = spawn("octavo", sys.executable, args) + spawn("vllm", args.vllm_python, args)
     if args.json is not None:

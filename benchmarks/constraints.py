@@ -43,16 +43,19 @@ def main() -> None:
     options = {"max_num_seqs": args.num_requests, "max_model_len": 512, "load_format": args.load_format}
     with LLM(args.model, enable_prefix_caching=False, **options) as llm:
         prompts = [PROMPT.format(i) for i in range(args.num_requests)]
-        kinds: dict[str, dict[str, Any]] = {
-            "free": {},
-            "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.5},
-            "logprobs": {"logprobs": 5},
-            "json": {"structured_outputs": {"json": SCHEMA}},
+        all_ask = args.num_requests
+        kinds: dict[str, tuple[int, dict[str, Any]]] = {  # how many ask for what
+            "free": (0, {}),
+            "penalties": (all_ask, {"repetition_penalty": 1.1, "presence_penalty": 0.5}),
+            "logprobs": (all_ask, {"logprobs": 5}),
+            "logprobs of one": (1, {"logprobs": 5}),
+            "logprobs of 20": (all_ask, {"logprobs": 20}),
+            "json": (all_ask, {"structured_outputs": {"json": SCHEMA}}),
         }
         speeds: dict[str, list[float]] = {name: [] for name in kinds}
         for run in range(-1, args.runs):  # the first warms up
-            for name, asked in list(kinds.items())[:: -1 if run % 2 else 1]:
-                speed = measure(llm, prompts, args.num_tokens, asked)
+            for name, (num_asking, asked) in list(kinds.items())[:: -1 if run % 2 else 1]:
+                speed = measure(llm, prompts, args.num_tokens, num_asking, asked)
                 if run >= 0:
                     speeds[name].append(speed)
     ratios = {name: [s / f for s, f in zip(found, speeds["free"], strict=True)] for name, found in speeds.items()}
@@ -62,17 +65,22 @@ def main() -> None:
                 "model": args.model,
                 "num_requests": args.num_requests,
                 "num_tokens": args.num_tokens,
-                **{f"{name}_tokens_per_s": [round(s, 1) for s in found] for name, found in speeds.items()},
+                **{
+                    f"{name.replace(' ', '_')}_tokens_per_s": [round(s, 1) for s in found]
+                    for name, found in speeds.items()
+                },
                 "median_ratios": {name: round(statistics.median(r), 3) for name, r in ratios.items()},
             }
         )
     )
 
 
-def measure(llm: LLM, prompts: list[str], num_tokens: int, asked: dict[str, Any]) -> float:
-    """Tokens a second, over prompts and all."""
+def measure(llm: LLM, prompts: list[str], num_tokens: int, num_asking: int, asked: dict[str, Any]) -> float:
+    """Tokens a second, over prompts and all; the first `num_asking` requests ask."""
     params = [
-        SamplingParams(temperature=0.8, seed=i, max_tokens=num_tokens, ignore_eos=True, **asked)
+        SamplingParams(
+            temperature=0.8, seed=i, max_tokens=num_tokens, ignore_eos=True, **(asked if i < num_asking else {})
+        )
         for i in range(len(prompts))
     ]
     begin = time.perf_counter()

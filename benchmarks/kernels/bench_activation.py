@@ -1,18 +1,24 @@
-"""SiLU-mul of SmolLM2-135M's MLP: `python benchmarks/kernels/bench_activation.py [--threads N]`."""
+"""SiLU-mul of SmolLM2-135M's MLP, on a GPU of Llama-3.1-8B's:
+`python benchmarks/kernels/bench_activation.py [--device cuda] [--threads N]`."""
 
 from __future__ import annotations
 
-import torch
-from timing import compare, start
+from timing import compare, on_gpu, random, start
 
-from octavo.kernels import cpu, reference
+from octavo.kernels import reference
 
 
 def main() -> None:
-    start(__doc__)
+    ops = start(__doc__)
+    width = 14336 if on_gpu() else 1536
     for n in (1, 20, 512):
-        x = torch.randn(n, 2 * 1536)
-        compare(f"silu_mul {n} x 1536", lambda x=x: cpu.silu_mul(x), lambda x=x: reference.silu_mul(x))
+        x = random(n, 2 * width)
+        compare(
+            f"silu_mul {n} x {width}",
+            lambda x=x: ops.silu_mul(x),
+            lambda x=x: reference.silu_mul(x),
+            num_bytes=3 * x.nbytes // 2,
+        )
 
 
 if __name__ == "__main__":

@@ -1,23 +1,36 @@
-"""Writing K and V by slot: `python benchmarks/kernels/bench_kv_write.py [--threads N]`."""
+"""Writing K and V by slot, on a GPU behind QK-norm and RoPE, in one launch:
+`python benchmarks/kernels/bench_kv_write.py [--device cuda] [--threads N]`."""
 
 from __future__ import annotations
 
-import torch
-from timing import compare, start
+from typing import Any
 
-from octavo.kernels import cpu, reference
+import torch
+from timing import compare, on_gpu, random, start
+
+from octavo.kernels import reference
 
 
 def main() -> None:
-    start(__doc__)
-    kv = torch.zeros(257, 30, 2, 3, 16, 64)
+    ops = start(__doc__)
+    kv = 0 * random(257, 30, 2, 8 if on_gpu() else 3, 16, 128 if on_gpu() else 64)
+    heads, dim = kv.shape[3], kv.shape[5]
+    table = reference.rope_table(dim, 4096, 10000.0, device=kv.device)
+    norms: dict[str, Any] = {"q_norm": random(dim), "k_norm": random(dim), "eps": 1e-6}
     for n in (1, 20, 512):
-        k, v = torch.randn(2, n, 3, 64)
-        slots = torch.randperm(4096)[:n] + 16
+        q, k, v = random(n, 4 * heads, dim).split([2 * heads, heads, heads], dim=1)
+        slots, positions = torch.randperm(4096)[:n] + 16, torch.arange(n)
         compare(
             f"kv_write {n} tokens",
-            lambda k=k, v=v, slots=slots: cpu.kv_write(k, v, kv[:, 7], slots),
+            lambda k=k, v=v, slots=slots: ops.kv_write(k, v, kv[:, 7], slots),
             lambda k=k, v=v, slots=slots: reference.kv_write(k, v, kv[:, 7], slots),
+            num_bytes=2 * (k.numel() + v.numel()) * k.element_size(),
+        )
+        turned = (q, k, v, positions, table, kv[:, 7], slots)
+        compare(
+            f"norms, rope and kv_write {n} tokens",
+            lambda turned=turned: ops.rope_kv_write(*turned, **norms),
+            lambda turned=turned: reference.rope_kv_write(*turned, **norms),
         )
 
 

@@ -1,27 +1,30 @@
-"""Norms of SmolLM2-135M's hidden size: `python benchmarks/kernels/bench_norms.py [--threads N]`."""
+"""Norms of SmolLM2-135M's hidden size, on a GPU of Llama-3.1-8B's:
+`python benchmarks/kernels/bench_norms.py [--device cuda] [--threads N]`."""
 
 from __future__ import annotations
 
-import torch
-from timing import compare, start
+from timing import compare, on_gpu, random, start
 
-from octavo.kernels import cpu, reference
+from octavo.kernels import reference
 
 
 def main() -> None:
-    start(__doc__)
-    weight = torch.randn(576)
+    ops = start(__doc__)
+    size = 4096 if on_gpu() else 576
+    weight = random(size)
     for n in (1, 20, 512):
-        x, residual = torch.randn(2, n, 576)
+        x, residual = random(2, n, size)
         compare(
-            f"rms_norm {n} x 576",
-            lambda x=x: cpu.rms_norm(x, weight, 1e-5),
+            f"rms_norm {n} x {size}",
+            lambda x=x: ops.rms_norm(x, weight, 1e-5),
             lambda x=x: reference.rms_norm(x, weight, 1e-5),
+            num_bytes=2 * x.nbytes,
         )
         compare(
-            f"add_rms_norm {n} x 576",
-            lambda x=x, residual=residual: cpu.add_rms_norm(x, residual, weight, 1e-5),
+            f"add_rms_norm {n} x {size}",
+            lambda x=x, residual=residual: ops.add_rms_norm(x, residual, weight, 1e-5),
             lambda x=x, residual=residual: reference.add_rms_norm(x, residual, weight, 1e-5),
+            num_bytes=4 * x.nbytes,
         )
 
 

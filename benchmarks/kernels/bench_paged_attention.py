@@ -35,7 +35,7 @@ def attention(ops: ModuleType, q: torch.Tensor, kv: torch.Tensor, batch: RaggedB
 
 
 def main() -> None:
-    start(__doc__)
+    start(__doc__, devices=["cpu"])
     cases = {f"decode {b} x {n}": ([1] * b, [n] * b) for b in (1, 8, 20) for n in (256, 1024)}
     cases["decode 20 ragged 50-1000"] = ([1] * 20, [50 * i for i in range(1, 21)])
     cases["prefill 512"] = ([512], [512])

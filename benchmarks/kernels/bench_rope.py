@@ -9,7 +9,7 @@ from octavo.kernels import cpu, reference
 
 
 def main() -> None:
-    start(__doc__)
+    start(__doc__, devices=["cpu"])
     table = reference.rope_table(64, 2048, 10000.0)
     for n in (1, 20, 512):
         q, k = torch.randn(n, 15, 64).split([9, 6], dim=1)

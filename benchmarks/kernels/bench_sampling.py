@@ -1,27 +1,30 @@
-"""Sampling from SmolLM2's vocabulary: `python benchmarks/kernels/bench_sampling.py [--threads N]`."""
+"""Sampling from SmolLM2's vocabulary, on a GPU from Qwen3's, and there also what requests ask of their rows:
+`python benchmarks/kernels/bench_sampling.py [--device cuda] [--threads N]`."""
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
-from timing import compare, start
+from timing import compare, on_gpu, random, start
+from torch import Tensor
 
-from octavo.kernels import cpu, reference
+from octavo.kernels import reference
 from octavo.kernels.batch import SamplingTensors
-
-VOCAB_SIZE = 49152
+from octavo.kernels.rows import BIASED, MAX_LOGPROBS, NUM_LOGPROBS, PATIENT, PENALIZED, RowState, RuleState
 
 
 def params(num_rows: int, temperature: float = 0.8, top_k: int = 0, top_p: float = 1.0) -> SamplingTensors:
     rows, zeros = list(range(num_rows)), [0] * num_rows
-    return SamplingTensors.from_lists(
-        [temperature] * num_rows, [top_k] * num_rows, [top_p] * num_rows, [0.0] * num_rows, rows, zeros, rows
-    )
+    filters = [top_k] * num_rows, [top_p] * num_rows, [0.0] * num_rows
+    device = torch.get_default_device()
+    return SamplingTensors.from_lists([temperature] * num_rows, *filters, rows, zeros, rows, device=device)
 
 
 def main() -> None:
-    start(__doc__)
-    for num_rows in (1, 20):
-        logits = torch.randn(num_rows, VOCAB_SIZE) * 4
+    ops = start(__doc__)
+    for num_rows in (1, 32, 256) if on_gpu() else (1, 20):
+        logits = random(num_rows, 151936 if on_gpu() else 49152) * 4
         cases = {
             "greedy": params(num_rows, temperature=0.0),
             "all": params(num_rows),
@@ -31,13 +34,53 @@ def main() -> None:
         for name, p in cases.items():
             compare(
                 f"{name} x {num_rows}",
-                lambda logits=logits, p=p: cpu.sample(logits, p),
+                lambda logits=logits, p=p: ops.sample(logits, p),
                 lambda logits=logits, p=p: reference.sample(logits, p),
+                num_bytes=logits.nbytes,
             )
         compare(
             f"finite_rows x {num_rows}",
-            lambda logits=logits: cpu.finite_rows(logits),
+            lambda logits=logits: ops.finite_rows(logits),
             lambda logits=logits: reference.finite_rows(logits),
+            num_bytes=logits.nbytes,
+        )
+        if on_gpu():
+            compare_asking(ops, logits)
+
+
+def compare_asking(ops: ModuleType, logits: Tensor) -> None:
+    """Log-probabilities, with nobody asking, one row or all of them; candidates of beams; rules."""
+    num_rows, vocab_size = logits.shape
+    device = logits.device
+    state, rows = RowState.empty(num_rows, 1, device), torch.arange(num_rows)
+    tokens, clock = torch.randint(vocab_size, (num_rows,)), torch.tensor([0, 0])
+    ring = torch.zeros(1, num_rows, 2 + 2 * MAX_LOGPROBS, dtype=torch.int32, device="cpu", pin_memory=True)
+    on_device = ring.to(device)  # the reference's
+    for asking, num in ((0, -1), (1, 5), (num_rows, 0), (num_rows, 5), (num_rows, MAX_LOGPROBS)):
+        state.setup[:, NUM_LOGPROBS] = -1
+        state.setup[:asking, NUM_LOGPROBS] = num
+        compare(
+            f"logprobs {num} of {asking} of {num_rows} rows",
+            lambda: ops.write_logprobs(state, rows, logits, tokens, ring, clock),
+            lambda: reference.write_logprobs(state, rows, logits, tokens, on_device, clock),
+        )
+    for num in (8, 64):
+        compare(
+            f"best {num} of {num_rows} rows",
+            lambda num=num: ops.best_tokens(logits, num),
+            lambda num=num: reference.best_tokens(logits, num),
+        )
+    rules = RuleState.empty(num_rows, vocab_size, torch.zeros(num_rows + 1, 64, dtype=torch.int32))
+    rules.penalties[:] = torch.tensor([1.1, 0.5, 0.5])
+    rules.bias_ids[:] = -1
+    rules.bias_ids[:, :4] = torch.arange(4)
+    wide, positions = logits.float(), torch.full((num_rows,), 9)
+    for name, asks in (("no rules", 0), ("penalties", PENALIZED), ("biases, min_tokens", BIASED | PATIENT)):
+        rules.asks[:] = asks
+        compare(
+            f"{name} x {num_rows}",
+            lambda: ops.apply_row_rules(wide, rows, positions, state, rules),
+            lambda: reference.apply_row_rules(wide, rows, positions, state, rules),
         )
 
 

@@ -38,6 +38,8 @@ LOADS = {
     "256 mixed": [MIXED.randint(100, 2048) for _ in range(256)],
     "64 mixed": [MIXED.randint(100, 2048) for _ in range(64)],
 }
+PEAK_TB_S, PEAK_TFLOP_S = 4.8, 989
+"""Of an H200: memory, and products of bfloat16."""
 PREFILL_HEADS = (32, 8, 128)
 PREFILL_LOADS = {  # query lengths, context lengths
     "16x1k": ([1024] * 16, [1024] * 16),
@@ -124,6 +126,7 @@ def compare(heads: tuple[int, int, int], load: str, lens: list[int]) -> dict[str
         "fa3_cold_us": round(cold[1], 2),
         "cold_ratio": round(cold[1] / cold[0], 3),
         "cold_tb_s": round(num_bytes / cold[0] / 1e6, 2),
+        "of_peak": round(num_bytes / cold[0] / 1e6 / PEAK_TB_S, 3),
     }
 
 
@@ -157,6 +160,7 @@ def compare_prefill(load: str, query_lens: list[int], seq_lens: list[int], block
         "tflop_s": round(tflop / us * 1e6, 1),
         "fa3_tflop_s": round(tflop / fa3_us * 1e6, 1),
         "ratio": round(fa3_us / us, 3),
+        "of_peak": round(tflop / us * 1e6 / PEAK_TFLOP_S, 3),
     }
 
 

@@ -90,20 +90,18 @@ class Subject(Protocol):
 
 
 class Octavo:
-    """This engine."""
+    """This engine; `logprobs` are asked for of every token."""
 
     engine = "octavo"
 
-    def __init__(self, llm: LLM, model: str) -> None:
+    def __init__(self, llm: LLM, model: str, logprobs: int | None = None) -> None:
         self.llm = llm
         self.model = model
         self.vocab_size = llm.spec.vocab_size
+        self.params: dict[str, Any] = {"ignore_eos": True, "detokenize": False, "logprobs": logprobs}
 
     def generate(self, prompts: list[list[int]], lengths: list[int], temperature: float, n: int) -> int:
-        params = [
-            SamplingParams(temperature=temperature, n=n, max_tokens=length, ignore_eos=True, detokenize=False)
-            for length in lengths
-        ]
+        params = [SamplingParams(temperature=temperature, n=n, max_tokens=length, **self.params) for length in lengths]
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         return sum(len(c.token_ids) for output in outputs for c in output.outputs)
 
