@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Protocol
 
 from octavo.core.events import Preempted
@@ -407,11 +408,12 @@ class RequestState:
         """For the caller, each made once; the list is the caller's own."""
         made = self._entries.setdefault(index, [])
         text = self._text_of(max(0, index))
-        for token, entry in list(zip(token_ids, known, strict=False))[len(made) :]:
-            ranked = {token: (entry.logprob, entry.rank)}
-            for rank, (likely, logprob) in enumerate(zip(entry.top_ids, entry.top, strict=True), 1):
-                ranked.setdefault(likely, (logprob, rank))
-            made.append({t: Logprob(logprob, rank, _decoded(text, t)) for t, (logprob, rank) in ranked.items()})
+        for token, (logprob, rank, top_ids, top) in islice(zip(token_ids, known, strict=False), len(made), None):
+            position = {token: Logprob(logprob, rank, _decoded(text, token))}
+            for place, (likely, its) in enumerate(zip(top_ids, top, strict=True), 1):
+                if likely not in position:
+                    position[likely] = Logprob(its, place, _decoded(text, likely))
+            made.append(position)
         return made[:]
 
     def _put_prompt_before(self, completion: CompletionOutput) -> None:
