@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,22 @@ ARCHITECTURES = {
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
 }
 """`general.architecture` -> (config.json's architecture, model_type)."""
+
+KINDS: dict[str, type] = {
+    "general.architecture": str,
+    "split.count": int,
+    ".embedding_length": int,
+    ".rope.freq_base": Real,
+    "tokenizer.ggml.model": str,
+    "tokenizer.ggml.pre": str,
+    "tokenizer.ggml.tokens": list,
+    "tokenizer.ggml.token_type": list,
+    "tokenizer.ggml.scores": list,
+    "tokenizer.ggml.merges": list,
+    "_token_id": int,
+    "tokenizer.chat_templates": list,
+}
+"""What the metadata whose key ends so must be: all that is reckoned with, or looked into, before others check it."""
 
 
 class GGUFFile(gguf.GGUFReader):
@@ -66,12 +83,18 @@ class GGUFFile(gguf.GGUFReader):
         return strings, at
 
     def value(self, key: str, default: Any = None) -> Any:
-        """The metadata under `key`: a number, a bool, a str, or a list of them."""
-        field = self.fields.get(key)
+        """The metadata under `key`: a number, a bool, a str, or a list of them. Raises `CheckpointError`."""
+        if (field := self.fields.get(key)) is None:
+            return default
         try:
-            return default if field is None else field.contents()
+            value = field.contents()
         except UnicodeDecodeError as e:
             raise CheckpointError(f"the GGUF metadata {key} is not UTF-8 ({e}); convert the model again") from e
+        kind = next((kind for end, kind in KINDS.items() if key.endswith(end)), object)
+        if not isinstance(value, kind):
+            text = f"the GGUF metadata {key} is {value!r:.60}, it must be of type {kind.__name__}"
+            raise CheckpointError(f"{text}; convert the model again")
+        return value
 
 
 def open_gguf(path: Path) -> GGUFFile:
@@ -217,7 +240,7 @@ def _llama3_scaling(reader: GGUFFile, arch: str, name: str, factors: np.ndarray)
     """
     scaling = {
         "rope_type": "llama3",
-        "factor": float(factors.max()),
+        "factor": float(factors.max(initial=0.0)),
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
@@ -225,6 +248,6 @@ def _llama3_scaling(reader: GGUFFile, arch: str, name: str, factors: np.ndarray)
     theta = reader.value(f"{arch}.rope.freq_base", 10000.0)
     wavelengths = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
     blend = np.clip((8192 / wavelengths - 1.0) / (4.0 - 1.0), 0.0, 1.0)  # 1: untouched, 0: divided by `factor`
-    if not np.allclose(1.0 / ((1 - blend) / scaling["factor"] + blend), factors, rtol=1e-3):
+    if not factors.size or not np.allclose(1.0 / ((1 - blend) / scaling["factor"] + blend), factors, rtol=1e-3):
         raise UnsupportedModelError(f"{name} scales its rotary frequencies by a rule other than Llama 3's")
     return scaling

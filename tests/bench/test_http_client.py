@@ -95,6 +95,25 @@ def test_what_is_no_answer(answer: bytes, message: str) -> None:
     run(main())
 
 
+def test_an_answer_that_ends_with_its_connection() -> None:
+    """As servers of HTTP/1.0 have it."""
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(b"HTTP/1.0 200 OK\r\nContent-Type: text/plain\r\n\r\nall ")
+        await writer.drain()
+        writer.write(b"of it")
+
+    async def main() -> None:
+        async with scripted(script) as url:
+            client = HTTPClient(url)
+            for _ in range(2):
+                assert (await client.get("/")).body == b"all of it"
+            client.close()
+
+    run(main())
+
+
 def test_nobody_listens() -> None:
     async def main() -> None:
         async with scripted(read_request) as url:  # type: ignore[arg-type]

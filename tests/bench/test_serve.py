@@ -92,6 +92,12 @@ def test_without_usage_a_chunk_is_a_token(clock: list[float]) -> None:
     assert (record.num_prompt, record.num_output) == (5, 2)
 
 
+def test_usage_beside_no_list_of_choices(clock: list[float]) -> None:
+    usage = event({"choices": None, "usage": {"prompt_tokens": 7, "completion_tokens": 4}})
+    record = read(clock, choice(text="a"), usage, DONE)
+    assert record.error is None and (record.num_prompt, record.num_output) == (7, 4)
+
+
 @pytest.mark.parametrize(
     ("pieces", "error"),
     [
@@ -101,10 +107,23 @@ def test_without_usage_a_chunk_is_a_token(clock: list[float]) -> None:
         ((event(b"{not json}"), DONE), "an event of the stream is no chunk"),
         ((event({"choices": 3}), DONE), "an event of the stream is no chunk"),
         ((event(b'{"error": "\xff"}'), DONE), "an event of the stream is no chunk"),
+        ((event(b'{"error": ' + b"[" * 99_999 + b"]" * 99_999 + b"}"), DONE), "an event of the stream is no chunk"),
     ],
 )
 def test_streams_that_failed(clock: list[float], pieces: tuple[bytes, ...], error: str) -> None:
     assert read(clock, *pieces).error == error
+
+
+def test_a_stream_whose_last_line_has_no_end(clock: list[float]) -> None:
+    assert read(clock, choice(text="a"), USAGE, DONE.rstrip()).error is None
+
+
+def test_content_in_parts_is_told_as_it_came(clock: list[float]) -> None:
+    """Some models' answers are lists of parts; a report joins texts."""
+    record = read(
+        clock, choice(delta={"content": [{"type": "text", "text": "a"}]}), choice(delta={"content": "b"}), DONE
+    )
+    assert record.error is None and "".join(record.texts) == '[{"type":"text","text":"a"}]b'
 
 
 # -- loads against canned servers --------------------------------------------------------------------------------------

@@ -67,6 +67,10 @@ def test_reasoning_and_calls_are_items(model: str) -> None:
             call = body["output"][2]
             assert call["name"] == "weather" and json.loads(call["arguments"]) == {"city": "Oslo"}
             assert body["status"] == "completed"
+            assert (body["instructions"], body["tool_choice"]) == (None, "auto")
+            named = {"type": "function", "name": "weather"}
+            body = good(await server.post(R, input="Hi", tools=tools, tool_choice=named, instructions="Be brief."))
+            assert (body["instructions"], body["tool_choice"]) == ("Be brief.", named)
             told = await events(server, input="Hi", tools=tools)
             arguments = [e["delta"] for e in told if e["type"] == "response.function_call_arguments.delta"]
             assert json.loads("".join(arguments)) == {"city": "Oslo"} and len(arguments) > 1

@@ -100,6 +100,28 @@ def test_calls_and_reasoning(model: str) -> None:
     run(main())
 
 
+def test_reasoning_that_the_prompt_opens(model: str) -> None:
+    """Also one whose beginning is cut off."""
+    template = HERMES + "{% if add_generation_prompt %}<think>\n{% endif %}"
+
+    async def main() -> None:
+        async with serving(model, engine_options={"chat_template": template, "max_model_len": None}) as server:
+            answers(server, "hm</think>Yes.")
+            for options in ({}, {"truncate_prompt_tokens": 16}):
+                message = (await both_ways(server, **options))["message"]
+                assert (message["reasoning"], message["content"]) == ("hm", "Yes.")
+            # A form is kept from the first word on: there is no reasoning, whatever the prompt has opened.
+            answers(server, '{"a": 1}')
+            for form in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"regex": ".*"}}):
+                message = (await both_ways(server, **form))["message"]
+                assert message["content"] == '{"a": 1}' and "reasoning" not in message
+            answers(server, "hm</think>Yes.")
+            both = (await both_ways(server, structured_outputs={"regex": "[a-z]+</think>(Yes|No)[.]"}))["message"]
+            assert (both["reasoning"], both["content"]) == ("hm", "Yes.")
+
+    run(main())
+
+
 @pytest.mark.parametrize("cuts", [(10,), (4, 6), (3, 7), (1,) * 10, (5, 5), (2, 2, 6)])
 def test_reasoning_is_counted_to_the_token_that_ends_it(
     model: str, cuts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
@@ -144,6 +166,21 @@ def test_a_tool_that_must_be_called(model: str) -> None:
                 (call,) = answer["message"]["tool_calls"]
                 assert call["function"]["name"] == "weather"
                 assert json.loads(call["function"]["arguments"])["city"] in ("Oslo", "Rome")
+            # References are from each schema's own beginning, and none needs to say that it is an object.
+            schemas = [
+                {"properties": {"city": {"$ref": "#/$defs/C"}}, "required": ["city"], "$defs": {"C": {"const": city}}}
+                for city in ("Oslo", "Rome")
+            ]
+            tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": schemas[i]}} for i in range(2)]
+            for i, city in enumerate(("Oslo", "Rome")):
+                choice = {"type": "function", "function": {"name": f"f{i}"}}
+                answer = good(await server.post(H, **asked, tools=tools, tool_choice=choice))["choices"][0]
+                (call,) = answer["message"]["tool_calls"]
+                assert json.loads(call["function"]["arguments"])["city"] == city
+            answer = good(await server.post(H, **asked, tools=tools, tool_choice="required"))["choices"][0]
+            (call,) = answer["message"]["tool_calls"]
+            city = "Rome" if call["function"]["name"] == "f1" else "Oslo"
+            assert json.loads(call["function"]["arguments"])["city"] == city
             form = {"type": "json_object"}
             response = await server.post(H, **asked, tools=[TOOL], tool_choice=named, response_format=form)
             assert response.status_code == 400 and response.json()["error"]["param"] == "tool_choice"

@@ -101,6 +101,10 @@ def test_llama3_scaling_is_found_again_from_its_divisors(write_gguf):
     path = write_gguf(tensors={"rope_freqs.weight": divisors}, metadata={"llama.rope.freq_base": 500000.0})
     with pytest.raises(UnsupportedModelError, match="rotary"):
         open_checkpoint(path)
+    with pytest.raises(CheckpointError, match="freq_base is '5e5', it must be of type Real"):
+        open_checkpoint(write_gguf(tensors={"rope_freqs.weight": divisors}, metadata={"llama.rope.freq_base": "5e5"}))
+    with pytest.raises(UnsupportedModelError, match="rotary"):
+        open_checkpoint(write_gguf(tensors={"rope_freqs.weight": divisors[:0]}))
 
 
 def test_linear_scaling(write_gguf):
@@ -127,6 +131,9 @@ def test_gemma3s_largest_model_scales_queries_by_another_width(write_gguf, num_l
         ("llama", {"llama.attention.head_count": [4, 2]}, UnsupportedModelError, "attention heads"),
         ("llama", {"llama.block_count": None}, CheckpointError, "llama.block_count"),
         ("llama", {"tokenizer.ggml.tokens": None}, CheckpointError, "token list"),
+        ("llama", {"split.count": "3"}, CheckpointError, "split.count is '3', it must be of type int"),
+        ("llama", {"llama.embedding_length": [16]}, CheckpointError, "embedding_length"),
+        ("llama", {"tokenizer.ggml.eos_token_id": [3]}, CheckpointError, "eos_token_id"),
     ],
 )
 def test_files_that_cannot_be_used(write_gguf, arch, metadata, error, words):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import random
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -214,6 +216,7 @@ REFUSED = {
     "unknown type": (json_grammar('{"type": "strong"}'), "Invalid type"),
     "deep schema": (nested(200), "recursion limit"),
     "a chain of references": (chain(10_000), "to compile"),
+    "a chain that only a long stack holds": (chain(400), "to compile"),
 }  # fmt: skip
 
 
@@ -288,6 +291,11 @@ def test_grammars_are_kept_for_a_while(
     compiler.compile(regex_grammar("six"))
     compiler.compile(regex_grammar("seven"))
     assert compiler.compile(regex_grammar("one")) is not first
+    monkeypatch.setattr(grammar, "CACHED_CHARS", 150)  # what is large makes room for itself
+    long = compiler.compile(regex_grammar("[a-z]" * 20))
+    assert compiler.compile(regex_grammar("[a-z]" * 20)) is long and len(compiler._futures) == 3
+    compiler.compile(regex_grammar("[a-y]" * 20))
+    assert compiler.compile(regex_grammar("[a-z]" * 20)) is not long and len(compiler._futures) == 1
 
 
 def test_a_failure_is_not_kept(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,21 +348,35 @@ def test_limits_of_its_processes(compiler: GrammarCompiler) -> None:
         pytest.skip("only Linux tells the limits of another process")
     soft = {line[:25].strip(): line.split()[-3] for line in limits.read_text().splitlines()[1:] if "  " in line}
     assert soft["Max address space"] == str(grammar_trial.MEMORY_BYTES) and soft["Max core file size"] == "0"
+    assert soft["Max stack size"] == str(grammar_trial.STACK_BYTES)
     assert grammar_trial.LEFT_ALONE_S <= int(soft["Max cpu time"]) < grammar_trial.LEFT_ALONE_S + 60
 
 
 def test_a_process_that_died_is_replaced(compiler: GrammarCompiler) -> None:
+    """And the grammar that it would have been asked of is none the worse for it."""
     compiler.compile(regex_grammar("a"))
     for process in compiler._trials._idle:
         process.kill()
         process.wait()
-    failures = 0
     for i in range(6):
-        try:
-            compiler.compile(regex_grammar(f"b{i}"))
-        except ParameterError:
-            failures += 1
-    assert failures <= 5 and compiler.compile(regex_grammar("c"))
+        compiler.compile(regex_grammar(f"b{i}"))
+
+
+def test_its_stack_is_shorter_than_any_that_compiles_after_it() -> None:
+    """A limit that is lifted (`ulimit -s unlimited`) leaves threads 2 MB: what does not fit there ends the server."""
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import test_grammar; test_grammar.compile_alone(400)"
+    run = subprocess.run([sys.executable, "-c", code, str(Path(__file__).parent)], timeout=120)
+    assert run.returncode == 0
+
+
+def compile_alone(length: int) -> None:
+    """Compiled or refused, it is told."""
+    threading.stack_size(2 << 20)
+    tokenizer = Tokenizer(train_byte_level())
+    made = GrammarCompiler(tokenizer, tokenizer.vocab_size)
+    with contextlib.suppress(ParameterError):
+        made.compile(chain(length))
+    made.close()
 
 
 def test_many_at_once(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:

@@ -264,6 +264,16 @@ def test_a_directory_with_nothing_but_tokenizer_json(model_dir):
     assert tokenizer.num_ids == 512
 
 
+@pytest.mark.parametrize("nothing", [-1, 1 << 70])
+def test_ids_that_stand_for_no_token(model_dir, nothing):
+    """Some converted models have -1 where there is none."""
+    (model_dir / "tokenizer_config.json").unlink()
+    (model_dir / "config.json").write_text(json.dumps(CONFIG | {"bos_token_id": nothing, "eos_token_id": [nothing, 2]}))
+    tokenizer = Tokenizer.from_checkpoint(open_checkpoint(model_dir))
+    assert (tokenizer.bos_token_id, tokenizer.special_tokens) == (None, {"eos_token": "<|im_end|>"})
+    assert nothing not in tokenizer.eos_token_ids
+
+
 def test_tokenizer_config_goes_before_the_older_file(model_dir):
     (model_dir / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|endoftext|>", "unk_token": "?"}))
     tokenizer = Tokenizer.from_checkpoint(open_checkpoint(model_dir))
@@ -467,6 +477,11 @@ def test_gemma_from_gguf(write_gguf):
         ({"tokenizer.ggml.merges": ["a z"]}, "broken"),
         ({"tokenizer.ggml.merges": ["az"]}, "broken"),
         ({"tokenizer.ggml.model": "llama"}, "score"),
+        ({"tokenizer.ggml.model": ["llama"]}, "tokenizer.ggml.model is .*type str"),
+        ({"tokenizer.ggml.tokens": 4}, "tokenizer.ggml.tokens is 4, it must be of type list"),
+        ({"tokenizer.ggml.token_type": 1.5}, "token_type is 1.5"),
+        ({"tokenizer.ggml.unknown_token_id": "a"}, "unknown_token_id is 'a'.*type int"),
+        ({"tokenizer.chat_templates": 1}, "chat_templates is 1"),
     ],
 )
 def test_gguf_tokenizers_that_cannot_be_used(write_gguf, metadata, words):
@@ -474,6 +489,14 @@ def test_gguf_tokenizers_that_cannot_be_used(write_gguf, metadata, words):
     with pytest.raises(CheckpointError, match=words) as caught:
         Tokenizer.from_checkpoint(checkpoint)
     assert "\n" not in str(caught.value)
+
+
+def test_a_token_that_stands_twice_is_found_at_once(write_gguf):
+    checkpoint = open_checkpoint(write_gguf(metadata={"tokenizer.ggml.tokens": [*map(str, range(80_000)), "79999"]}))
+    begin = time.perf_counter()
+    with pytest.raises(CheckpointError, match="'79999' twice"):
+        Tokenizer.from_checkpoint(checkpoint)
+    assert time.perf_counter() - begin < 10
 
 
 # ---- real models

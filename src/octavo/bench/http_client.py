@@ -117,6 +117,7 @@ class _Connection(asyncio.Protocol):
         self._answer: Answer | None = None
         self._done: asyncio.Future[Answer] | None = None
         self._take: Take | None = None
+        self._has_end = False  # the answer says where it ends; of another the connection's end is its own
 
     @property
     def is_open(self) -> bool:
@@ -152,6 +153,9 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._answer is None:
             self._fail(LostConnectionError("the server closed the connection without an answer", unanswered=True))
+        elif exc is None and self._answer.status and not self._has_end and self._done is not None:
+            if not self._done.done():
+                self._done.set_result(self._answer)
         else:
             self._fail(LostConnectionError("the connection ended before the answer"))
 
@@ -164,6 +168,10 @@ class _Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._answer = Answer()
+        self._has_end = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._has_end |= name.lower() in (b"content-length", b"transfer-encoding")
 
     def on_headers_complete(self) -> None:
         assert self._answer is not None

@@ -29,8 +29,8 @@ RETRY_S = 1.0
 GREETING = Sample("Hello", 1, 1)
 TEXTS = ("content", "reasoning", "reasoning_content", "tool_calls")
 """What a delta of a chat holds when a token has come; the role alone comes before any."""
-NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError)
-"""What msgspec raises for bytes that are none, or another than was expected."""
+NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are none, that nest too deeply, or are another than was expected."""
 
 Progress = Callable[[int, int], None]
 """Called with how many requests have ended, and of how many."""
@@ -52,7 +52,7 @@ class _Counted(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_Choice] | None = None
     usage: _Usage | None = None
     error: Any = None
 
@@ -128,10 +128,12 @@ class StreamReader:
                 record.gaps.append(now - record.last_s)
         record.last_s = now
         for choice in chunk.choices:
-            record.texts.append(choice.text or (choice.delta or {}).get("content") or "")
+            text = choice.text or (choice.delta or {}).get("content") or ""
+            record.texts.append(text if isinstance(text, str) else msgspec.json.encode(text).decode())  # in parts
 
     def finish(self) -> None:
         """The answer has ended. Where it says nothing of its usage, a chunk counts as a token."""
+        self(b"\n")  # the last line may lack its end
         record, usage = self.record, self._usage
         record.num_prompt = usage.prompt_tokens if usage else record.sample.num_prompt
         record.num_output = usage.completion_tokens if usage else len(record.gaps) + 1

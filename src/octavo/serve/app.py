@@ -134,7 +134,7 @@ class App:
         ask = self.service.rules.chat(exchange.body)
         name = f"chatcmpl-{exchange.request_id}"
         prompt = await self.service.encode_chat(ask.messages, ask.template, ask.truncate)
-        answer = self.service.chat_answer(ask, name, prompt.text)
+        answer = self.service.chat_answer(ask, name, prompt)
         return await self._generate(exchange, ask, name, [prompt], answer)
 
     async def _generate(
@@ -171,7 +171,7 @@ class App:
             prompt = await service.encode_chat(ask.messages, ask.template)
         except (Problem, UsageError) as error:
             raise renamed(problem_of(error, exchange.request_id)) from None
-        making = ResponseEvents(name, ask.model, chat)
+        making = ResponseEvents(name, ask.model, chat, exchange.body.get("instructions"))
         events = self._response_events(exchange, ask, prompt, making)
         if ask.stream:
             keep_alive_s = service.settings.sse_keep_alive_interval
@@ -184,7 +184,7 @@ class App:
     async def _response_events(
         self, exchange: Exchange, ask: Ask, prompt: Encoded, making: ResponseEvents
     ) -> AsyncGenerator[Any, None]:
-        answer, reason, has_begun = self.service.chat_answer(ask, "", prompt.text), None, False
+        answer, reason, has_begun = self.service.chat_answer(ask, "", prompt), None, False
         try:
             run = self.service.run(ask, [prompt], making.response["id"], exchange.salt, exchange.trace)
             async with contextlib.aclosing(run) as outputs:

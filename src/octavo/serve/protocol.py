@@ -279,7 +279,8 @@ class Rules:
 
     @staticmethod
     def _forced(params: SamplingParams | BeamSearchParams, tools: Sequence[Mapping[str, Any]]) -> SamplingParams:
-        """The output must be a call of one of these tools."""
+        """The output must be a call of one of these tools. A schema's "#/$defs/..." is its own: each has a name, which
+        is what such references are looked up from."""
         if not isinstance(params, SamplingParams) or params.structured_outputs is not None:
             raise bad(
                 "invalid_value", "tool_choice says what the answer is; leave the other constraint out", "tool_choice"
@@ -289,12 +290,13 @@ class Rules:
                 "type": "object",
                 "properties": {
                     "name": {"const": tool["function"]["name"]},
-                    "arguments": tool["function"].get("parameters") or {"type": "object"},
+                    "arguments": {"$id": f"urn:tool:{i}", "type": "object"}
+                    | (tool["function"].get("parameters") or {}),
                 },
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
-            for tool in tools
+            for i, tool in enumerate(tools)
         ]
         schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
         return dataclasses.replace(params, structured_outputs=StructuredOutputsParams(json=schema))

@@ -148,7 +148,8 @@ class ResponseEvents:
     Every event is (name, payload), and the response so far is in `response`.
     """
 
-    def __init__(self, name: str, model: str, chat: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, model: str, chat: Mapping[str, Any], instructions: str | None = None) -> None:
+        choice = chat.get("tool_choice", "auto")  # one tool is named in a chat a level deeper
         self.response: Json = {
             "id": name,
             "object": "response",
@@ -158,12 +159,12 @@ class ResponseEvents:
             "output": [],
             "error": None,
             "incomplete_details": None,
-            "instructions": None,
+            "instructions": instructions,
             "metadata": {},
             "parallel_tool_calls": chat.get("parallel_tool_calls", True),
             "temperature": chat.get("temperature"),
             "top_p": chat.get("top_p"),
-            "tool_choice": chat.get("tool_choice", "auto"),
+            "tool_choice": choice if isinstance(choice, str) else {"type": "function", **choice["function"]},
             "tools": [{"type": "function", **tool["function"]} for tool in chat.get("tools", ())],
             "max_output_tokens": chat.get("max_completion_tokens"),
             "usage": None,

@@ -25,10 +25,12 @@ from octavo.serve.protocol import Ask, Rules
 from octavo.serve.settings import ServeArgs
 from octavo.serve.tracing import Tracing
 from octavo.text.tokenizer import Tokenizer
-from octavo.text.tools import THINK, AnswerParser, ToolFormat, thinks, tool_format
+from octavo.text.tools import END_THINK, THINK, AnswerParser, ToolFormat, thinks, tool_format
 
 logger = logging.getLogger("octavo.serve")
 
+NUM_END_IDS = 16
+"""Tokens that the end of a prompt is read from: more than "<think>" and white space behind it have."""
 LONG_TEXT_CHARS = 4096
 """A text longer than this is encoded on a worker thread."""
 
@@ -218,9 +220,13 @@ class Service:
     def completion_answer(self, ask: Ask, name: str) -> CompletionAnswer:
         return CompletionAnswer(ask, name, self.tokenizer, self.fingerprint)
 
-    def chat_answer(self, ask: Ask, name: str, prompt_text: str | None) -> ChatAnswer:
-        """`prompt_text` is the rendered conversation: it may have opened the model's reasoning."""
-        in_think = (prompt_text or "").rstrip().endswith(THINK)
+    def chat_answer(self, ask: Ask, name: str, prompt: Encoded) -> ChatAnswer:
+        """`prompt` is the rendered conversation: it may have opened the model's reasoning."""
+        # One that was cut has no text, but still its end.
+        text = prompt.text or self.tokenizer.decode(prompt.token_ids[-NUM_END_IDS:], skip_special_tokens=False)
+        # And a form is kept from the first word on, before any reasoning that it does not itself let end.
+        form = ask.params.structured_outputs
+        in_think = text.rstrip().endswith(THINK) and (form is None or END_THINK in repr(form))
         names = [tool["function"]["name"] for tool in ask.tools]
 
         def make_parser() -> AnswerParser:

@@ -35,6 +35,8 @@ START_S = 60.0
 NUM_TRIALS = 4
 """Grammars that are compiled at the same time."""
 NUM_CACHED = 256
+CACHED_CHARS = 1 << 21
+"""Of all grammars that are kept: a compiled one takes up to 200 bytes for each character of its text."""
 MAX_MESSAGE = 300
 SOURCE_LINES = re.compile(r"\n *\d+ \| ")
 JSON_CHARACTER = r'[^"\\\x00-\x1F\x7F]'
@@ -164,7 +166,7 @@ class GrammarCompiler:
             if future is None or (future.done() and future.exception() is not None):
                 future = self._futures[grammar] = self._threads.submit(self._compile, grammar, code)
             self._futures.move_to_end(grammar)
-            while len(self._futures) > NUM_CACHED:
+            while len(self._futures) > NUM_CACHED or sum(map(len, self._futures)) > CACHED_CHARS:
                 self._futures.popitem(last=False)
         return future
 
@@ -221,6 +223,9 @@ class _Trials:
         """What is wrong with a grammar; "" for nothing."""
         with self._lock:
             process = self._idle.pop() if self._idle else None
+        if process is not None and process.poll() is not None:  # a system short of memory ends whom it likes
+            _end(process)
+            process = None
         if process is None:
             process = self._start(vocabulary)
         error = self._ask(process, grammar, COMPILE_S)

@@ -21,6 +21,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 MEMORY_BYTES = 1 << 30
 """Address space of the process: ten times what it needs by itself."""
+STACK_BYTES = 3 << 19
+"""Of the process, whatever its starter may have: less than the 2 MB that are the least of the thread which compiles a
+grammar next, where nothing but a shorter stack could still go wrong. Deep schemas need half of it."""
 LEFT_ALONE_S = 30
 """Processor time for a grammar, should nobody be there any more to stop it earlier."""
 LIMITS = LLParserLimits(
@@ -69,6 +72,7 @@ def limit(kind: int, most: int) -> None:
 def main() -> None:
     limit(resource.RLIMIT_CORE, 0)
     limit(resource.RLIMIT_AS, MEMORY_BYTES)
+    limit(resource.RLIMIT_STACK, STACK_BYTES)
     vocabulary = json.loads(sys.stdin.readline())
     tokens = [bytes.fromhex(token) for token in vocabulary["tokens"]]
     tokenizer = Vocabulary(tokens, vocabulary["special_token_ids"]).compiler_tokenizer()

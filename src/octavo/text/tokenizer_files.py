@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,9 @@ class Parts:
 
 def read_parts(checkpoint: Checkpoint) -> Parts:
     """Raises `CheckpointError` if there is no tokenizer, or it is broken or of an unknown kind."""
-    return _read_gguf(checkpoint) if checkpoint.format == "gguf" else _read_directory(checkpoint)
+    if checkpoint.format == "gguf":
+        return _built(checkpoint.path.name, lambda: _read_gguf(checkpoint))
+    return _read_directory(checkpoint)
 
 
 # ---- from a directory
@@ -148,8 +151,8 @@ def _directory_templates(folder: Path, setting: Any) -> dict[str, str]:
 
 
 def _id_list(value: Any) -> list[int]:
-    """An id, a list of ids or nothing, as config.json has it."""
-    return [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]
+    """An id, a list of ids or nothing, as config.json has it; -1 is nothing, too."""
+    return [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int) and 0 <= i < 1 << 31]
 
 
 def _vocab_size(checkpoint: Checkpoint) -> int:
@@ -255,8 +258,8 @@ def _read_gguf(checkpoint: Checkpoint) -> Parts:
     builders = {"gpt2": _gguf_byte_level, "llama": _gguf_sentencepiece}
     if kind not in builders:
         raise _unsupported(name, "tokenizer.ggml.model", kind, builders)
-    if len(set(pieces)) != len(pieces):
-        twice = next(p for i, p in enumerate(pieces) if p in pieces[:i])
+    twice, count = Counter(pieces).most_common(1)[0]
+    if count > 1:
         raise CheckpointError(f"{name} has the token {twice!r} twice; convert the model again, or {REMEDY}")
     types = file.value("tokenizer.ggml.token_type") or [NORMAL] * len(pieces)
     if len(types) != len(pieces):
@@ -330,7 +333,7 @@ def _gguf_special_tokens(file: GGUFFile, pieces: Sequence[str]) -> dict[str, str
         "pad_token": "padding",
     }
     ids = {name: file.value(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
-    return {name: pieces[i] for name, i in ids.items() if i is not None and i < len(pieces)}
+    return {name: pieces[i] for name, i in ids.items() if i is not None and 0 <= i < len(pieces)}
 
 
 def _add_ends(backend: tokenizers.Tokenizer, file: GGUFFile, kind: str, special_tokens: dict[str, str]) -> None:

@@ -23,8 +23,10 @@ ToolFormat = Literal["hermes", "llama3_json"]
 """hermes: calls stand between <tool_call> and </tool_call> (Hermes, Qwen). llama3_json: the answer is a call, or
 several with semicolons between, and nothing else (Llama 3)."""
 
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]{1,256})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-"""The beginning of a call in the order in which models write it, up to the arguments."""
+_HEAD = re.compile(
+    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]{1,256})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+"""The beginning of a call in the order in which models write it, up to the arguments; Llama often names its type."""
 MAX_HEAD_CHARS = 400
 
 
@@ -78,7 +80,7 @@ class AnswerParser:
         self._step = self._reasoning if think and in_think else self._begin
         self._scanner = _ObjectScanner()
         self._out: list[Part] = []
-        self._blank = ""  # white space before what may be a call
+        self._blank = ""  # white space, or Llama's tag, before what may be a call
         self._is_fresh = True  # no content has been told
 
     @property
@@ -139,7 +141,7 @@ class AnswerParser:
             if not head.lstrip():
                 return False
             if head.lstrip().startswith("{"):
-                self._text = head
+                self._blank, self._text = self._text.removesuffix(head), head
                 self._step = self._head
                 return True
         self._step = self._content
@@ -180,7 +182,7 @@ class AnswerParser:
         found = _HEAD.match(self._text)
         if found and self._is_tool(found[1]):
             self._out.append(Part("call", "", self.num_calls, found[1]))
-            self._text = self._text[found.end() :]
+            self._blank, self._text = "", self._text[found.end() :]
             self._scanner = _ObjectScanner()
             self._step = self._arguments
             return True
@@ -195,7 +197,7 @@ class AnswerParser:
                 self._step = self._content
                 return True
         elif found or len(self._text) > MAX_HEAD_CHARS:
-            self._tools = None
+            self._tools, self._text = None, self._blank + self._text
             self._step = self._content
             return True
         return False
