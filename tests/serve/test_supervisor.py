@@ -619,6 +619,10 @@ def test_questions(model: str) -> None:
             assert await client.reset_prefix_cache() > 0
             stats = await client.stats()
             assert stats.engine.num_finished == 1 and stats.num_running == 0
+            pid = client.pid
+            with pytest.raises(EngineError, match="ValueError: invalid literal"):
+                await client.look("view_block", "no number")
+            assert client.pid == pid and await many(client, 1) == expected(1)  # it is none the worse for it
             os.kill(client.pid or 0, signal.SIGKILL)
             assert (await client.kv_stats()).num_used == 0  # the next engine is asked
             assert await many(client, 1) == expected(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import select
 import threading
 import time
@@ -42,6 +43,8 @@ from octavo.engine.ipc import (
 from octavo.engine.outputs import MakeDetokenizer, RequestState
 from octavo.engine.stats import BackendStats
 from octavo.errors import OctavoError, UsageError
+
+logger = logging.getLogger("octavo.engine")
 
 STATS_S = 0.25
 """How old the callers' idea of the engine's counters may be while it works."""
@@ -318,7 +321,11 @@ class EngineHost:
         question = self._questions.get(ask.question)
         if question is None:
             return Answer(ask.number, error=f"no question {ask.question!r}")
-        return Answer(ask.number, question(self._engine, ask.argument))
+        try:
+            return Answer(ask.number, question(self._engine, ask.argument))
+        except Exception as error:  # whoever looks must not end the engine, and then the next one that is asked
+            logger.exception("%s has no answer", ask.question)
+            return Answer(ask.number, error=f"{type(error).__name__}: {error}")
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
