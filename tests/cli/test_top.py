@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -9,7 +10,9 @@ from socketserver import StreamRequestHandler, TCPServer
 
 import msgspec
 import pytest
+from rich.console import Console
 
+from octavo.cli.top import shown
 from octavo.view.frames import Delta, Snapshot
 from octavo.view.glance import Glance, Row
 from octavo.view.picture import Picture
@@ -51,6 +54,15 @@ def test_a_glance() -> None:
     assert (glance.prompt_rate, glance.output_rate) == (2.0, 1.0)  # two steps: 5 and 1 positions, 2 of them sampled
     assert glance.head == "second needs 3 blocks: 2 are free, 0 cached"
     assert glance.rows == (Row("first", "running", 8, 4, 0), Row("second", "waiting", 5, 0, 0))
+
+
+def test_a_name_is_no_markup() -> None:
+    """A server that is not ours may send anything."""
+    console = Console(file=io.StringIO(), width=100)
+    names = ["[/x]", "[red]a"]
+    rows = tuple(Row(name, "running", 8, 4, 0) for name in names)
+    console.print(shown(Glance(4, 0, 1, 2, 0, 0, 0.0, 0.0, 0.0, 0, 0, "", rows)))
+    assert [line.split()[0] for line in console.file.getvalue().splitlines()[-2:]] == names  # type: ignore[attr-defined]
 
 
 class Stream(BaseHTTPRequestHandler):

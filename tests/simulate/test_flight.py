@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gzip
 import itertools
 import json
@@ -36,6 +37,8 @@ from octavo.view import flight as flights
 from octavo.view import frozen
 from octavo.view.flight import FlightRecorder
 from octavo.view.flown import Flight
+from octavo.view.replay import Replay as Seen
+from octavo.view.replay import frames_of_flight
 from tests.oracle import reference
 from tests.workloads import RandomPolicy, World
 
@@ -310,6 +313,18 @@ def test_memory_is_bounded() -> None:
     assert len(recorder._live) < 100 and len(recorder._named) < 100
 
 
+def test_what_is_pinned_again_takes_nothing_more() -> None:
+    engine = replica_of().engine
+    recorder = FlightRecorder(engine)
+    for _ in range(5):
+        engine.pin("manual", [1, 2, 3, 4, 5, 6])
+        while engine.has_work:
+            engine.step()
+        engine.unpin("manual")
+    assert [len(tails) for tails in recorder._tails.values()] == [1]
+    assert not recorder._live and not recorder._named
+
+
 def test_there_is_no_token_in_it_and_keys_differ(tmp_path: Path) -> None:
     secret, names = [70_000 + 13 * i for i in range(40)], []
     for number in range(2):
@@ -396,11 +411,32 @@ def test_a_dump_that_cannot_be_written_is_no_second_death(tmp_path: Path, caplog
     assert Path(dump_flight(engine, "asked")["path"]).exists()
 
 
+def test_a_dump_that_is_not_finished_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        FlightRecorder(replica_of().engine, tmp_path).dump()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dump_never_makes_room_for_itself(tmp_path: Path) -> None:
+    """Also where the others were named by a clock that was ahead: before the end of summer time, say."""
+    for i in range(flights.MOST_FILES):
+        (tmp_path / f"29991231-2359{i:02}-1-1-crash.flight").write_bytes(b"")
+    path = FlightRecorder(replica_of().engine, tmp_path).dump()
+    assert path.exists() and len(list(tmp_path.iterdir())) == flights.MOST_FILES
+
+
 class PlantedError(AssertionError):
     pass
 
 
-def test_an_engine_that_dies_of_a_bug_dies_of_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_dies_of_a_bug_dies_of_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And what led to it is seen."""
     replica = replica_of()
     update = Scheduler.update
 
@@ -425,6 +461,8 @@ def test_an_engine_that_dies_of_a_bug_dies_of_it_again(tmp_path: Path, monkeypat
     [path] = tmp_path.glob("*-crash.flight")
     exact = replay.Exact(Flight.load(path))
     assert exact.death == "PlantedError: step 7" and exact.num_aborted == 0
+    seen = Seen(frames_of_flight(path))
+    assert seen.at(seen.duration_s).step > 7 and "ends as its engine did: PlantedError" in caplog.text
     monkeypatch.undo()
     assert replay.Exact(Flight.load(path)).death == ""
 
@@ -437,6 +475,7 @@ def damaged(path: Path) -> Iterator[tuple[str, bytes, str]]:
     raw = msgspec.msgpack.decode(gzip.decompress(data))
     yield "no gzip", b"{}", "is no dump"
     yield "cut", data[: len(data) // 2], "is no dump"
+    yield "packed", data[:10] + b"\x07" + data[11:], "is no dump"
     yield "other", gzip.compress(b"\x81\x01\x02"), "is no dump"
     yield "version", gzip.compress(msgspec.msgpack.encode(raw | {"version": 99})), "its version is 99"
     older = [[*arrival[:7], False, *arrival[7:]] for arrival in raw["arrivals"]]
@@ -456,6 +495,8 @@ def test_a_bad_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert octavo(["simulate", "--replay", str(tmp_path / "bad")]) in (1, 2), name
         said = capsys.readouterr()
         assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1, name
+        with pytest.raises(TraceError, match=message):
+            list(frames_of_flight(tmp_path / "bad"))  # as `octavo view` does
 
 
 def test_the_command(busy: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,7 +15,8 @@ from octavo.core.plan import StepPlan
 from octavo.core.scheduler import Scheduler
 from octavo.view.frames import Delta, Frame, Snapshot
 from octavo.view.picture import Picture
-from octavo.view.tap import Tap
+from octavo.view.tap import Tap, questions
+from tests.core.lab import Lab
 from tests.workloads import World
 
 
@@ -26,6 +28,15 @@ def through_a_process(frame: Frame) -> Frame:
     """As an engine's process sends it: plain data, arrays raw."""
     plain: Any = msgspec.msgpack.decode(msgspec.msgpack.encode(frame))
     return msgspec.convert(plain, Frame)  # type: ignore[arg-type]
+
+
+def test_a_block_that_this_engine_does_not_have_is_nothing() -> None:
+    """The one before it may have had more memory, and what is asked came of its picture."""
+    lab = Lab(4, 2, rows=4, listen=False)
+    engine: Any = SimpleNamespace(scheduler=lab.scheduler)
+    ask = questions()["view_block"]
+    for block in ("1", "4", "5", "1000"):
+        assert ask(engine, block) == {"name": None, "token_ids": None}
 
 
 def check(picture: Picture, scheduler: Scheduler) -> None:

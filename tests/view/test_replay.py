@@ -16,7 +16,7 @@ from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
 from octavo.errors import TraceError
 from octavo.view.flight import FlightRecorder
-from octavo.view.frames import Delta, Frame, Snapshot
+from octavo.view.frames import Counts, Delta, Frame, RequestView, Seals, Snapshot
 from octavo.view.picture import Picture
 from octavo.view.replay import MOST_FRAMES_AT_ONCE, Replay, frames_of_flight, lines_of, read_frames
 from octavo.view.tap import Tap
@@ -192,6 +192,12 @@ def test_what_is_no_recording_is_said(tmp_path: Path) -> None:
         "line 1 of .* is no frame; expected a JSON object": [b"PK\x03\x04"],
         "frame 1 of the recording contradicts itself": [json.dumps(first | {"num_blocks": 3}).encode()],
         "frame 2 of the recording contradicts itself": [lines[0], json.dumps(delta | {"gone": ["x"]}).encode()],
+        "^line 2 of .* is no frame": [lines[0], b'{"kind": "delta"}', lines[1]],
+        "^line 1 of .* is no frame: .*num_blocks": [json.dumps(first | {"num_blocks": 1 << 60}).encode()],
+        "^line 1 of .* is no frame: .*>= 1": [json.dumps(first | {"num_blocks": 0, "words": ""}).encode()],
+        "^frame 1 of the recording contradicts itself: TypeError": [
+            json.dumps(first | {"time_s": 1, "events": [{"event": "evicted", "time_s": "soon"}]}).encode()
+        ],
     }
     for match, wrong in cases.items():
         path = tmp_path / "wrong.frames"
@@ -212,6 +218,52 @@ def test_a_recording_that_was_cut_is_read_up_to_there(
     frames = list(read_frames(path))
     assert 0 < len(frames) < len(recording) and lines_of(frames) == lines_of(recording[: len(frames)])
     assert "is cut" in caplog.text
+
+
+def test_a_recording_that_was_damaged_is_said(tmp_path: Path) -> None:
+    """One byte of a gzipped one: of what is packed, and of its checksum."""
+    whole = gzip.compress(lines_of(recorded(0)[0]))
+    path = tmp_path / "wrong.frames.gz"
+    for data in (whole[:10] + b"\x07" + whole[11:], whole[:-8] + bytes([whole[-8] ^ 1]) + whole[-7:]):
+        path.write_bytes(data)
+        with pytest.raises(TraceError, match="is damaged"):
+            list(read_frames(path))
+
+
+def spans(replay: Replay) -> list[tuple[int, str, int, int]]:
+    return [(e["tid"], e["name"], e["ts"], e["dur"]) for e in replay.trace()["traceEvents"] if e["ph"] == "X"]
+
+
+@pytest.mark.parametrize("seed", [0, 3, 5])
+def test_nothing_happens_before_a_recording_begins(seed: int, tmp_path: Path) -> None:
+    """One that was begun in the middle has the last events from before in its snapshot."""
+    whole = Replay(recorded(seed)[0])
+    path = tmp_path / "range.frames"
+    path.write_bytes(whole.export(whole.duration_s / 2, whole.duration_s))
+    replay = Replay(read_frames(path))
+    assert replay.at(0).events, "nothing happened before"
+    events = replay.trace()["traceEvents"]
+    assert len(spans(replay)) > 3
+    assert not [e for e in events if e.get("ts", 0) < 0 or e.get("dur", 0) < 0]
+    assert not [mark for mark in replay.summary()["marks"] if mark["time_s"] < 0]
+
+
+def test_a_new_engine_ends_what_the_last_one_did() -> None:
+    """Its snapshot says who is there and what they do; of the others nothing more will be told."""
+    blocks = {"num_used": 0, "num_cached": 0}
+
+    def snapshot(epoch: str, **states: str) -> Snapshot:
+        requests = [RequestView(name, state, 1, 1, 1, 0, 0, 0, None, ()) for name, state in states.items()]
+        return Snapshot(epoch, 0, 0.0, 0, 4, 4, 0, bytes(8), Seals(), requests, [], blocks, Counts())
+
+    first = snapshot("a", gone="running", back="waiting", same="running")
+    frames: list[Frame] = [first, Delta("a", 1, 5.0, 1, Counts()), snapshot("b", back="running", same="running")]
+    assert spans(Replay([*frames, Delta("b", 1, 3.0, 1, Counts())])) == [
+        (1, "running", 0, 5_000_000),
+        (2, "waiting", 0, 5_000_000),
+        (3, "running", 0, 8_000_000),
+        (2, "running", 5_000_000, 3_000_000),
+    ]
 
 
 def test_frames_are_what_json_says_they_are() -> None:

@@ -121,7 +121,8 @@ def test_a_recording_answers() -> None:
             assert len(export.content.splitlines()) == 1 + len(told["frames"])
             trace = (await client.get("/view/replay/trace?request_id=r0")).json()
             assert {e["tid"] for e in trace["traceEvents"]} == {1}
-            for wrong in ("at?time_s=-1", "at?time_s=nan", "frames?from_s=x", "at?time_s=1e99"):
+            many = "&".join(f"x{i}=1" for i in range(20))
+            for wrong in ("at?time_s=-1", "at?time_s=nan", "frames?from_s=x", "at?time_s=1e99", f"at?{many}"):
                 assert (await client.get(f"/view/replay/{wrong}")).status_code == 400, wrong
 
     run(main())

@@ -121,6 +121,8 @@ def shown(glance: Glance) -> Any:
     for name in ("request", "status", "tokens", "blocks", "preempted"):
         requests.add_column(name, justify="left" if name in ("request", "status") else "right", no_wrap=True)
     for row in glance.rows:
-        requests.add_row(row.id[:48], row.status, f"{row.num_tokens:,}", f"{row.num_blocks:,}", str(row.num_preempted))
+        requests.add_row(
+            Text(row.id[:48]), row.status, f"{row.num_tokens:,}", f"{row.num_blocks:,}", str(row.num_preempted)
+        )
     head = Text(glance.head or "nobody waits", style="bold" if glance.head else "dim")
     return Group(numbers, pool, Text(f"{saved}{glance.num_evicted:,} evicted"), head, Text(""), requests)

@@ -204,7 +204,10 @@ def _same_site(handler: Handler) -> Handler:
 
 
 def _query(exchange: Exchange) -> Mapping[str, str]:
-    given = parse_qs(exchange.scope["query_string"].decode("latin-1"), max_num_fields=16)
+    try:
+        given = parse_qs(exchange.scope["query_string"].decode("latin-1"), max_num_fields=16)
+    except ValueError:
+        raise bad("invalid_value", "a query has 16 fields at most; leave some out", None) from None
     return {name: values[-1] for name, values in given.items()}
 
 

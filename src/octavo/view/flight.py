@@ -213,7 +213,7 @@ class FlightRecorder:
         self._ended: deque[tuple[int, Request]] = deque()  # with the step up to which they are needed
         self._named: dict[str, Request] = {}
         self._num_arrivals = self._num_dumps = 0
-        self._tails: dict[bytes, list[array[int]]] = {}  # name before -> tails of pins; these are few, and stay
+        self._tails: dict[bytes, dict[bytes, array[int]]] = {}  # name before -> tails of pins; few, once each, and stay
         self._ends: dict[tuple[Request, bytes], bytes] = {}  # full blocks of beams -> the last one's name
         self._last_step: ev.Step | None = None
         self._limit = self._scheduler.step_limit  # as the recording has it
@@ -356,7 +356,7 @@ class FlightRecorder:
         arrival.samples, arrival.choices, arrival.marks = {}, [], {}
         tail = request.prompt_token_ids[len(names) // NAME_BYTES * self._size :]
         if request.pin and tail:
-            self._tails.setdefault(names[-NAME_BYTES:] or self._root(request.salt), []).append(tail)
+            self._tails.setdefault(names[-NAME_BYTES:] or self._root(request.salt), {})[tail.tobytes()] = tail
         self._num_arrivals += 1
         self._named[request.request_id] = request
         if self._legs:  # else it was here before us
@@ -389,7 +389,7 @@ class FlightRecorder:
         for block in range(first, len(names) // NAME_BYTES + 1) if self._tails else ():
             before = names[(block - 1) * NAME_BYTES : block * NAME_BYTES] if block else self._root(request.salt)
             held = tokens[block * size : (block + 1) * size]
-            num = max([common(tail, held) for tail in self._tails.get(before, ())], default=0)
+            num = max([common(tail, held) for tail in self._tails.get(before, {}).values()], default=0)
             if num:
                 marks[block] = self._marks(before, held[:num])
         return marks
@@ -507,11 +507,14 @@ class FlightRecorder:
         file = FlightFile(VERSION, why, settings_of(self._scheduler), about, list(arrivals.values()), legs)
         data = gzip.compress(msgspec.msgpack.encode(file), compresslevel=1)
         beside = path.with_suffix(".part")
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
-            out.write(data)
-        beside.replace(path)
-        if self.directory is not None:
-            for old in sorted(self.directory.glob(f"*{SUFFIX}"))[:-MOST_FILES]:
+        try:
+            with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
+                out.write(data)
+            beside.replace(path)
+        finally:  # on a full disk, say, what there is of it must not stay
+            beside.unlink(missing_ok=True)
+        if self.directory is not None:  # never this one, whatever the clock said when the others were named
+            for old in sorted({*self.directory.glob(f"*{SUFFIX}")} - {path})[: 1 - MOST_FILES]:
                 old.unlink(missing_ok=True)
         return path
 

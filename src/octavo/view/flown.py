@@ -12,6 +12,7 @@ pins: whatever begins as one of these, and all that beams say, has marks for tok
 from __future__ import annotations
 
 import gzip
+import zlib
 from array import array
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -120,7 +121,7 @@ class Flight:
                 text = f"{path} was written by another Octavo: its version is {version}, this one reads {VERSION}"
                 raise TraceError(text)
             file = msgspec.msgpack.decode(data, type=FlightFile)
-        except (gzip.BadGzipFile, EOFError, msgspec.MsgspecError) as error:
+        except (gzip.BadGzipFile, EOFError, zlib.error, msgspec.MsgspecError) as error:
             raise TraceError(f"{path} is no dump of the flight recorder: {error}") from None
         return cls(file, every=every)
 

@@ -5,7 +5,7 @@ Arrays are bytes, little-endian: raw in msgpack, between processes, and base64 i
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -86,14 +86,15 @@ class Counts(msgspec.Struct):
 
 
 class Snapshot(msgspec.Struct, tag_field="kind", tag="snapshot"):
-    """Everything. `epoch` names a run of frames, and `frame` counts within it."""
+    """Everything. `epoch` names a run of frames, and `frame` counts within it. Sizes have bounds where they are read: a
+    file may say anything."""
 
     epoch: str
     frame: int
     time_s: float
     step: int
-    num_blocks: int
-    block_size: int
+    num_blocks: Annotated[int, msgspec.Meta(ge=1, le=1 << 28)]
+    block_size: Annotated[int, msgspec.Meta(ge=1)]
     num_host_blocks: int
     words: bytes  # u16[num_blocks], of block 1 first
     seals: Seals

@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import gzip
 import logging
+import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.errors import TraceError
+from octavo.errors import OctavoError, TraceError
 from octavo.view.flown import Flight
 from octavo.view.frames import Delta, Frame, Snapshot
 from octavo.view.picture import FrameLostError, Picture
@@ -52,6 +53,8 @@ def read_frames(path: Path) -> Iterator[Frame]:
             yield from frames_in(lines, str(path))
         except EOFError:
             logger.warning("%s is cut: there is no more of it than what was read", path)
+        except (gzip.BadGzipFile, zlib.error) as error:
+            raise TraceError(f"{path} is damaged: {error}") from None
 
 
 def frames_in(lines: Iterable[bytes], name: str) -> Iterator[Frame]:
@@ -73,19 +76,25 @@ def frames_in(lines: Iterable[bytes], name: str) -> Iterator[Frame]:
 
 
 def frames_of_flight(path: Path, every_s: float = EVERY_S) -> Iterator[Frame]:
-    """A dump of the flight recorder, run again. Raises `TraceError` for what is none, or was another version's."""
+    """A dump of the flight recorder, run again. Raises `TraceError` for what is none, is damaged, or was another
+    version's. Where the engine died of a bug that is still there, the frames end as it did, with a warning."""
     flight = Flight.load(path)
     run = flight.replay()
     now = next_s = 0.0
     tap = Tap(run.scheduler, clock=lambda: now, begin_s=0.0)
     turns = run.turns()
-    for at in (at for leg in run.legs for at in array("d", leg.times_s)):
-        now = at - flight.begin_s
-        if now >= next_s:
-            next_s = now + every_s
-            if (frame := tap.frame(tap.last)) is not None:
-                yield frame
-        next(turns)
+    try:
+        for at in (at for leg in run.legs for at in array("d", leg.times_s)):
+            now = at - flight.begin_s
+            if now >= next_s:
+                next_s = now + every_s
+                if (frame := tap.frame(tap.last)) is not None:
+                    yield frame
+            next(turns)
+    except Exception as error:  # the bug that ended it is still there, or the file is damaged
+        if flight.file.why != "crash" or isinstance(error, OctavoError):
+            raise TraceError(f"{path} cannot be followed: {error}") from error
+        logger.warning("%s ends as its engine did: %r", path, error)
     if (frame := tap.frame(tap.last)) is not None:
         yield frame
 
@@ -112,20 +121,20 @@ class Replay:
         self._keys: list[tuple[int, Snapshot]] = []  # position of the frame it stands after
         picture: Picture | None = None
         offset = 0.0
-        try:
-            for frame in frames:
+        for number, frame in enumerate(frames, 1):
+            try:
                 if isinstance(frame, Snapshot):
                     offset = (self._times[-1] if self._times else 0.0) - frame.time_s
                     picture = Picture(frame)
                 elif picture is None:
-                    raise TraceError("the recording does not begin with a snapshot; begin one anew")
+                    raise FrameLostError("the recording does not begin with a snapshot; begin one anew")
                 else:
                     picture.apply(frame)
                 self._take(frame, round(frame.time_s + offset, 6), offset, picture)
-        except FrameLostError as error:
-            raise TraceError(f"frame {len(self._frames) + 1} of the recording is not the next one: {error}") from None
-        except (KeyError, IndexError, ValueError) as error:
-            raise TraceError(f"frame {len(self._frames) + 1} of the recording contradicts itself: {error!r}") from None
+            except FrameLostError as error:
+                raise TraceError(f"frame {number} of the recording is not the next one: {error}") from None
+            except (KeyError, IndexError, ValueError, TypeError) as error:
+                raise TraceError(f"frame {number} of the recording contradicts itself: {error!r}") from None
         if picture is None:
             raise TraceError("the recording is empty; it has a snapshot at least")
         self._make_keys(len(picture.words) * 2)
@@ -140,7 +149,7 @@ class Replay:
         self._times.append(max(time_s, self._times[-1]) if self._times else time_s)
         counts, stats = picture.counts, picture.stats
         self._curve.append([time_s, stats["num_used"], stats["num_cached"], counts.running, counts.waiting])
-        if len(self._marks) < MOST_MARKS:
+        if len(self._marks) < MOST_MARKS and isinstance(frame, Delta):  # what a snapshot tells of was before it
             evicted = False
             for event in frame.events:
                 if event["event"] in MARKED or (event["event"] == "evicted" and not evicted):
@@ -250,11 +259,13 @@ def _trace_events(frames: Sequence[Frame], end_s: float, only: str | None) -> It
 
     for frame in frames:
         if isinstance(frame, Snapshot):
-            for request in frame.requests:
-                if only in (None, request.id) and request.id not in since:
-                    yield from open_row(request.id)
-                    since[request.id] = request.status, frame.time_s, {}
-        for event in frame.events:
+            now = {request.id: request.status for request in frame.requests if only in (None, request.id)}
+            for other in [name for name, (state, *_) in since.items() if now.get(name) != state]:
+                yield from close(other, frame.time_s)
+            for new in [name for name in now if name not in since]:
+                yield from open_row(new)
+                since[new] = now[new], frame.time_s, {}
+        for event in frame.events if isinstance(frame, Delta) else ():  # a snapshot's were before it
             name, kind, at = event.get("request_id"), event["event"], event["time_s"]
             if name is None or only not in (None, name):
                 continue

@@ -432,7 +432,8 @@ def questions() -> dict[str, Question]:
         return tap.frame(after)
 
     def view_block(engine: Engine, block: str) -> dict[str, Any]:
-        found = engine.scheduler.cache.pool.key_of(int(block))
+        # One that was asked for as the engine before this one had it: that may have had more of them.
+        found = pool.key_of(int(block)) if int(block) <= (pool := engine.scheduler.cache.pool).num_blocks else None
         if found is None:
             return {"name": None, "token_ids": None}
         name = blake2b(found[1], digest_size=16, key=key).hexdigest()

@@ -143,16 +143,18 @@ export function showNumbers(pool, root, bar, compare) {
   const { stats } = pool;
   const slots = stats.num_used * pool.blockSize;
   const unshared = stats.num_used + stats.num_saved_by_sharing;
+  // Of a server that is attached to, not all are known.
+  const row = (name, stat, value = format) => stat in stats && [name, value(stats[stat])];
   const rows = [
-    ["used", `${format(stats.num_used)} of ${format(pool.numBlocks)}`],
-    ["cached", format(stats.num_cached)],
-    ["free", format(stats.num_free)],
-    ["saved by sharing", unshared ? `${format(stats.num_saved_by_sharing)} of ${format(unshared)}` : "0"],
-    ["unfilled slots", `${format(stats.num_unfilled_slots)} (${percent(stats.num_unfilled_slots, slots)})`],
-    ["prefix hits", `${format(stats.num_hits)} (${percent(stats.num_hits, stats.num_hits + stats.num_misses)})`],
-    ["evicted", format(stats.num_evicted)],
-    ["copied on write", format(stats.num_copied)],
-  ];
+    row("used", "num_used", (n) => `${format(n)} of ${format(pool.numBlocks)}`),
+    row("cached", "num_cached"),
+    row("free", "num_free"),
+    row("saved by sharing", "num_saved_by_sharing", (n) => (unshared ? `${format(n)} of ${format(unshared)}` : "0")),
+    row("unfilled slots", "num_unfilled_slots", (n) => `${format(n)} (${percent(n, slots)})`),
+    row("prefix hits", "num_hits", (n) => `${format(n)} (${percent(n, n + stats.num_misses)})`),
+    row("evicted", "num_evicted"),
+    row("copied on write", "num_copied"),
+  ].filter(Boolean);
   if (stats.num_host_blocks)
     rows.push(["on the host", `${format(stats.num_host_used)} of ${format(stats.num_host_blocks)}`]);
   if (compare) rows.push(["without sharing", format(compare.unshared_blocks)]);
@@ -187,13 +189,13 @@ export function showBlock(pool, block, root, { tokens = null, told = null } = {}
   const sequence = owners[0];
   const age = pool.ageOf(block);
   const index = sequence ? sequence.blocks.indexOf(block) : -1;
-  const positions =
-    index < 0 ? "–" : `${index * pool.blockSize} to ${index * pool.blockSize + pool.filledOf(block) - 1}`;
+  const [start, filled] = [index * pool.blockSize, pool.filledOf(block)];
+  const positions = index < 0 || !filled ? "–" : `${start} to ${start + filled - 1}`;
   const facts = [
     ["block", block],
     ["state", pool.stateOf(block)],
     ["references", pool.refs[block]],
-    ["filled slots", `${pool.filledOf(block)} of ${pool.blockSize}`],
+    ["filled slots", `${filled} of ${pool.blockSize}`],
     ["positions", positions],
     ["owners", owners.map(nameOf).join(" ") || "–"],
     ["seal", pool.cached[block] ? pool.sealIds[block] || "yes" : "–"],
@@ -224,7 +226,7 @@ export function showTree(pool, root) {
   const left = { nodes: MOST_NODES };
   const say = !roots ? "Too many blocks to draw as a tree." : roots.length ? "" : "No full block yet.";
   root.replaceChildren(say ? h("p", { class: "note" }, say) : branch(pool, roots, left));
-  if (left.nodes <= 0) root.append(h("p", { class: "note" }, `The first ${MOST_NODES} branches.`));
+  if (left.nodes < 0) root.append(h("p", { class: "note" }, `The first ${MOST_NODES} branches.`));
 }
 
 // A run of blocks in which each has one that follows it is one line.
@@ -271,7 +273,7 @@ const SAYINGS = {
   recomputed: (e) => `a step failed; ${e.request_id} is recomputed`,
   finished: (e) => `${e.request_id} ended (${e.reason}) at ${count(e.num_tokens, "token")}`,
   copied: (e) => `block ${e.src} was shared and is copied to ${e.dst} for its writer`,
-  evicted: (e) => `block ${e.block_id} was evicted (${e.why}); ${e.num_cached} still cached`,
+  evicted: (e) => `block ${e.block_id} was evicted: what was cached there is not found any more`,
 };
 
 export function showLog(pool, list) {

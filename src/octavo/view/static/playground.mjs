@@ -37,7 +37,7 @@ export class Playground {
     this.queue = Promise.resolve();
     for (const name of Object.keys(DEEDS)) $(`#${name}`).onclick = () => this.do(name);
     $("#undo").onclick = () => this._post(() => this.history.replace(/;[^;]*$/, ""));
-    $("#reset").onclick = () => this._post(() => this.answer.pool);
+    $("#reset").onclick = () => this._post(() => this.answer?.pool ?? FIRST_POOL);
     $("#link").onclick = (event) => copyLink(event.target, `play=${this.history}`);
     $("#pool-form").onsubmit = (event) => {
       event.preventDefault();
@@ -57,9 +57,11 @@ export class Playground {
 
   // `link`: a history, or "lesson=ID.STEP".
   async enter(link) {
+    this.isShown = true;
     this.stage.onPick = () => {};
     this.stage.title = (sequence) => count(sequence.blocks.length, "block");
     this.lessons ??= await ask("play/lessons").catch(() => []);
+    if (!this.isShown) return; // somebody has gone on to another use meanwhile
     keep(
       $("#lesson-list ol"),
       this.lessons,
@@ -79,6 +81,7 @@ export class Playground {
   }
 
   leave() {
+    this.isShown = false;
     this._stopPhases();
     this.stage.title = undefined;
   }
@@ -105,7 +108,8 @@ export class Playground {
       try {
         const answer = await ask("play", { history: from(), action });
         text($("#error"), "");
-        this._show(answer, startsOne, action);
+        if (this.isShown) this._show(answer, startsOne, action);
+        else this.history = answer.history; // for when one comes back; the stage is another's by now
       } catch (error) {
         text($("#error"), error.message);
       }

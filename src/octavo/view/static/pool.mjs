@@ -70,7 +70,10 @@ export class Pool {
     this._take(snapshot, touched);
     this.lines = { running: [], swapped: [], waiting: [], pinned: [] };
     for (const request of snapshot.requests) this.lines[request.status].push(request.id);
-    this._log(snapshot);
+    // It tells the last steps and events again, some of which we may have.
+    const [step, at] = [this.steps.at(-1)?.step ?? -1, this.events.at(-1)?.time_s ?? -Infinity];
+    const { steps = [], events = [] } = snapshot;
+    this._log({ steps: steps.filter(([each]) => each > step), events: events.filter((each) => each.time_s > at) });
     this.version = (this.version ?? 0) + 1;
     return touched === NOBODY ? null : touched;
   }
@@ -271,7 +274,7 @@ export class Pool {
       this.index = size > MOST_INDEXED ? null : new Map();
       if (this.index)
         for (const { blocks, slot } of owners)
-          for (const each of blocks) this.index.set(each, [...(this.index.get(each) ?? []), slot]);
+          for (const each of blocks) if (each > 0) this.index.set(each, [...(this.index.get(each) ?? []), slot]);
     }
     return this.index?.get(block) ?? (this.owner[block] < 0 ? [] : [this.owner[block]]);
   }

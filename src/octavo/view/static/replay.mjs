@@ -22,7 +22,6 @@ export class Replay {
       this.pause();
       this.seek(Number(event.target.value));
     };
-    $("#speed").onchange = () => (this.frames = []);
     $("#moment-link").onclick = (event) => copyLink(event.target, this.link);
     new ResizeObserver(() => this.drawOverview()).observe($("#overview"));
   }
@@ -76,7 +75,8 @@ export class Replay {
     try {
       do {
         this.next_s = null;
-        this.stage.show(await ask(`replay/at?time_s=${this.now_s}`));
+        const told = await ask(`replay/at?time_s=${this.now_s}`);
+        if (this.isShown) this.stage.show(told); // else the stage is another's by now
       } while (this.next_s !== null);
     } finally {
       this.seeking = false;
@@ -118,7 +118,9 @@ export class Replay {
 
   async play() {
     if (this.now_s >= this.about.duration_s) await this.seek(0);
+    if (!this.isShown) return;
     this.playing = true;
+    text($("#connection"), this.title);
     $("#run").textContent = "Pause";
     this.tick = performance.now();
     this._play();
@@ -162,9 +164,12 @@ export class Replay {
     try {
       const told = await ask(`replay/frames?from_s=${from_s}&to_s=${from_s + ahead_s}`);
       // A jump meanwhile makes this an answer to another question.
-      if ((this.fetched_s ?? this.stage.pool.time_s) !== from_s || this.seeking) return;
+      if (!this.isShown || this.seeking || (this.fetched_s ?? this.stage.pool.time_s) !== from_s) return;
       this.frames.push(...told.frames);
       this.fetched_s = told.end_s;
+    } catch (error) {
+      this.pause(); // or it would be asked for again with every picture
+      if (this.isShown) text($("#connection"), error.message);
     } finally {
       this.fetching = false;
     }

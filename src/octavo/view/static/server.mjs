@@ -20,7 +20,7 @@ export async function ask(path, body) {
 
 export async function copyLink(button, fragment) {
   const link = new URL(`#${fragment}`, location.href).href;
-  const label = button.textContent;
+  const label = (button.dataset.label ??= button.textContent); // it may say something else yet, from the last time
   try {
     await navigator.clipboard.writeText(link);
     button.textContent = "Copied";

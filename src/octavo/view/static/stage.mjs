@@ -117,15 +117,15 @@ export class Stage {
   _point(block) {
     this._details();
     this._mark();
-    this.grid.canvas.title = block ? panels.sayBlock(this.pool, block) : "";
+    this.grid.canvas.title = block && this.pool ? panels.sayBlock(this.pool, block) : "";
   }
 
   _pick(block) {
     this.told = null;
-    text($("#picked"), block ? panels.sayBlock(this.pool, block) : "");
+    text($("#picked"), block && this.pool ? panels.sayBlock(this.pool, block) : "");
     this._details();
     this._mark();
-    if (block) this.onPick(block);
+    if (block && this.pool) this.onPick(block);
   }
 
   // What the server says of a block that was chosen.
