@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 BUDGETS: dict[str, int] = {
     "core": 2000,  # 1500, a failed step, attention windows, all of vLLM's parameters, preemption by cost, and pins
-    "engine": 2300,  # 1200, every parameter's output, beams, constraints, a process of its own, events for routers, and
-    # commands that are read again before they are sent
+    "engine": 2310,  # 1200, every parameter's output, beams, constraints, a process of its own, events for routers, and
+    # commands that are read again before they are sent, and questions without an answer
     "text": 1410,  # 700, vocab.json with merges.txt, bounds of a stranger's template, grammars on trial, tool calls,
     # a stack, a process that died and a bound of memory for those, and files that say nonsense told by their names
     "kernels": 6015,  # 2200, prefill on Hopper, sampling and rows of a GPU, the CPU's packed and native kernels, layers
