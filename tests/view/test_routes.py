@@ -37,8 +37,9 @@ def test_files_are_served_strictly(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     async def main() -> None:
         async with alone(View("x")) as client:
-            moved = await client.get("/view")
-            assert (moved.status_code, moved.headers["location"]) == (307, "view/")
+            for path in ("/view", "/"):
+                moved = await client.get(path)
+                assert (moved.status_code, moved.headers["location"]) == (307, "view/")
             index = await client.get("/view/")
             assert index.text == "index.html" and HEADERS.items() <= dict(index.headers).items()
             policy = index.headers["content-security-policy"]

@@ -68,7 +68,7 @@ class View:
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         routes: list[tuple[str, str, Handler]] = [
-            ("GET", "/view", self._redirect),
+            ("GET", "/view", self.redirect),
             ("GET", "/view/", self._index),
             ("GET", "/view/static/{name:path}", self._static),
             ("GET", "/view/config", self._config),
@@ -91,7 +91,7 @@ class View:
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
-    async def _redirect(self, exchange: Exchange) -> Reply:
+    async def redirect(self, exchange: Exchange) -> Reply:
         """Relative, for whatever stands before it on the way from the browser."""
         return Reply(b"", 307, headers={"location": "view/"})
 

@@ -28,7 +28,7 @@ class ViewApp:
         self._bodies = BodyWorker()
         self._app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         self._app.add_exception_handler(HTTPException, on_http_exception)
-        for method, path, handler in view.routes():
+        for method, path, handler in [("GET", "/", view.redirect), *view.routes()]:  # nothing else is here
             limit = (lambda: PLAY_BODY_BYTES) if method == "POST" else None
             endpoint = Endpoint(path, handler, body_limit=limit, bodies=self._bodies, streams=path == EVENTS)
             self._app.router.add_route(path, endpoint, methods=[method])  # type: ignore[arg-type]  # an application
