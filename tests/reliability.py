@@ -237,7 +237,7 @@ def main() -> int:
         with LLM(model, dtype="float32", block_size=4, num_gpu_blocks_override=200, max_num_seqs=16) as llm:
             outputs = llm.generate(PROMPTS, [params_of(prompt) for prompt in PROMPTS], use_tqdm=False)
         wanted = {p: [c.token_ids for c in o.outputs] for p, o in zip(PROMPTS, outputs, strict=True)}
-        world = World(model, wanted, args.scale)
+        world = World(model, wanted, args.scale, Path(folder))
         for name, (title, trial) in TRIALS.items():
             if args.only is None or name in args.only:
                 tally = Tally(title)

@@ -2,14 +2,15 @@
 
     python tests/serve/oracle_server.py '{"step_s": 0.01}' serve MODEL --port 0 ...
 
-The first argument is what `oracle_engine.py` takes. A shell's usual limit of open files holds at the start: what is
-beyond it the server has to raise itself.
+The first argument is what `oracle_engine.py` takes, or, with `pace_s`, `paced_engine.py`, which has a real model. A
+shell's usual limit of open files holds at the start: what is beyond it the server has to raise itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import resource
 import sys
 from pathlib import Path
@@ -18,7 +19,8 @@ from octavo.cli.main import run as command
 from octavo.serve import run
 from octavo.serve.client import EngineClient
 
-ENGINE = (sys.executable, str(Path(__file__).with_name("oracle_engine.py")), sys.argv[1])
+PROGRAM = "paced_engine.py" if "pace_s" in json.loads(sys.argv[1]) else "oracle_engine.py"
+ENGINE = (sys.executable, str(Path(__file__).with_name(PROGRAM)), sys.argv[1])
 USUAL_FILES = 1024
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from octavo import SamplingParams
 
 from .engines import answers, children_of, is_alive, residue
+from .hostile_clients import hostile
 from .tally import LONG_S, PROMPTS, Tally, World, oracle_prompt, params_of
 from .wire import KEY, Answer, Wire, ask_once
 
@@ -620,5 +621,6 @@ TRIALS: dict[str, tuple[str, Callable[[Tally, World], Awaitable[None]]]] = {
     "hang-ups": ("clients hang up at any time", hang_ups),
     "crowd": ("10,000 connections", crowd),
     "overload": ("asked for 2, 5, 10 times too much", overload),
+    "hostile": ("one hostile client beside 64 streams", hostile),
     "no-asserts": ("under python -O", no_asserts),
 }

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from octavo import SamplingParams
@@ -73,11 +74,12 @@ class Tally:
 
 @dataclass(frozen=True)
 class World:
-    """A tiny model, what it says undisturbed, and how much of everything to do."""
+    """A tiny model, what it says undisturbed, how much of everything to do, and a folder for files."""
 
     model: str
     wanted: dict[str, list[list[int]]]
     scale: float
+    folder: Path
 
     def times(self, number: int) -> int:
         return max(1, round(number * self.scale))

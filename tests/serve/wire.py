@@ -58,8 +58,9 @@ class Answer:
 class Wire:
     """One connection, and one request after another over it. What breaks raises `OSError`."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, *, key: str = KEY) -> None:
         self._port = port
+        self._key = key
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self.idle_since = time.monotonic()
@@ -70,12 +71,14 @@ class Wire:
         path: str = "/v1/completions",
         *,
         on_head: Callable[[], object] = lambda: None,
+        on_data: Callable[[bytes], object] = lambda data: None,
         raw: bytes | None = None,
     ) -> Answer:
-        """POST `body`, or `raw`; GET without either. `on_head` is called when the status has come."""
+        """POST `body`, or `raw`; GET without either. `on_head` is called when the status has come, `on_data` with each
+        part of a stream."""
         content = raw if raw is not None else b"" if body is None else json.dumps(body).encode()
         method = "GET" if body is None and raw is None else "POST"
-        head = f"{method} {path} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {self._key}\r\n"
         if method == "POST":
             head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n"
         try:
@@ -84,7 +87,7 @@ class Wire:
             assert self._reader is not None
             self._writer.write(head.encode() + b"\r\n" + content)
             await self._writer.drain()
-            return await self._answer(self._reader, on_head)
+            return await self._answer(self._reader, on_head, on_data)
         except (asyncio.IncompleteReadError, OSError) as error:
             self.close()
             raise ConnectionError(f"the server hung up: {error}") from None
@@ -92,7 +95,9 @@ class Wire:
             self.close()
             raise
 
-    async def _answer(self, reader: asyncio.StreamReader, on_head: Callable[[], object]) -> Answer:
+    async def _answer(
+        self, reader: asyncio.StreamReader, on_head: Callable[[], object], on_data: Callable[[bytes], object]
+    ) -> Answer:
         lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         head_at = time.monotonic()
         on_head()
@@ -106,6 +111,7 @@ class Wire:
                 if size < 0:
                     raise ConnectionError("it ended in the midst of an answer")
                 parts.append(await reader.readexactly(size))
+                on_data(parts[-1])
                 await reader.readexactly(2)
             await reader.readexactly(2)
             body = b"".join(parts)
