@@ -214,26 +214,30 @@ def read(body: Mapping[str, Any], fields: Mapping[str, Schema], *, warn: bool = 
     unsupported_parameter, invalid_type.
     """
     given: dict[str, Any] = {}
+    unknown: list[str] = []
     for name, value in body.items():
         if name not in fields:
-            _outside(name, value, fields, warn=warn)
+            if _outside(name, value, fields, warn=warn):
+                unknown.append(name)
         elif value is not None:
             check_type(name, value, fields[name])
             given[name] = value
+    if unknown:  # in one line: a body may have a hundred thousand
+        logger.warning("%d unknown parameters are left out, %.100r among them", len(unknown), unknown[0])
     return given
 
 
-def _outside(name: str, value: Any, fields: Mapping[str, Schema], *, warn: bool) -> None:
+def _outside(name: str, value: Any, fields: Mapping[str, Schema], *, warn: bool) -> bool:
+    """Whether there is no such parameter anywhere. Raises `Problem` unless it can be left out."""
     if name in IGNORED or (name == "modalities" and value in (None, ["text"])):
-        return
+        return False
     if name in UNSUPPORTED or name == "modalities" or name in SHARED or name in COMPLETION or name in CHAT:
         if value is not None and value != []:
             remedy = UNSUPPORTED.get(name, "leave it out here")
             raise bad("unsupported_parameter", f"{name} is not supported: {remedy}", name)
-        return
+        return False
     if warn:
-        logger.warning("unknown parameter %.100r is left out", name)
-        return
+        return True
     near = difflib.get_close_matches(name[:64], fields, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}?" if near else "see /openapi.json for those that exist"
     raise bad("unknown_parameter", f"there is no parameter {name[:64]!r}; {hint}", name)

@@ -1,0 +1,399 @@
+"""Everything that reads a stranger's bytes takes time in proportion to their number.
+
+    python -m tests.serve.test_linear        the table: milliseconds at n, 2n and 4n
+
+Each reader is timed on n bytes of the kind that is worst for it, then on 2n and 4n. A quadratic one takes 16 times as
+long for 4n, a linear one 4 times. n grows until the time can be measured, so that a bad reader fails in a moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import uvicorn
+from jinja2.exceptions import SecurityError
+from starlette.routing import compile_path
+
+from octavo.core.sampling_params import SamplingParams
+from octavo.errors import OctavoError
+from octavo.serve import body_worker, guard, json_body, parameters, protocol, responses, view
+from octavo.serve.endpoint import Exchange
+from octavo.serve.http_server import GuardedProtocol
+from octavo.serve.problems import Problem
+from octavo.text import chat_template, grammar, tokenizer
+from octavo.text.tools import AnswerParser
+
+LEAST_S, MAX_BYTES = 0.004, 1 << 21
+RATIO, RUNS = 11.0, 5
+RULES = protocol.Rules(("tiny",), SamplingParams(), has_tools=True)
+
+
+class Case(NamedTuple):
+    """A reader, and what it reads: `make(n)` has about n bytes or characters."""
+
+    name: str
+    make: Callable[[int], Any]
+    read: Callable[[Any], object]
+    max_bytes: int = MAX_BYTES
+
+
+def _quietly(read: Callable[[Any], object]) -> Callable[[Any], object]:
+    """What is refused was read all the same."""
+
+    def quiet(given: Any) -> None:
+        with contextlib.suppress(Problem, OctavoError, SecurityError):
+            read(given)
+
+    return quiet
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+
+
+def _jsons() -> list[Case]:
+    deep = b"[" * 70
+    bodies: dict[str, Callable[[int], bytes]] = {
+        "70 brackets, a string without an end": lambda n: deep + b'"' + b'\\"' * (n // 2),
+        "70 brackets, quotes": lambda n: deep + b'"' * n,
+        "70 brackets, backslashes": lambda n: deep + b'"' + b"\\" * n,
+        "70 brackets, a string that ends": lambda n: deep + b'"' + b'\\"' * (n // 2) + b'"' + b"]" * 70,
+        "70 brackets, many strings": lambda n: deep + b'"",' * (n // 3) + b'""' + b"]" * 70,
+        "opening brackets": lambda n: b"[" * n,
+        "closing brackets": lambda n: b"]" * n,
+        "pairs of brackets": lambda n: b"[" + b"[]," * (n // 3) + b"[]]",
+        "brackets the wrong way round": lambda n: b"][" * (n // 2),
+        "objects that open": lambda n: b'{"a":' * (n // 5),
+        "white space": lambda n: b" " * n + b"{}" + b"\n" * n,
+        "an integer": lambda n: b'{"seed": ' + b"9" * n + b"}",
+        "integers of 4,300 digits": lambda n: b'{"a": [' + b",".join([b"9" * 4300] * (n // 4300 + 1)) + b"]}",
+        "a fraction": lambda n: b'{"a": 0.' + b"1" * n + b"}",
+        "a fraction between two floats": lambda n: b'{"a": 9007199254740993.' + b"0" * n + b"1}",
+        "an exponent": lambda n: b'{"a": 1e' + b"9" * n + b"}",
+        "NaN behind a long key of many values": lambda n: (
+            b'{"%s": [%s], "z": NaN}' % (b"k" * (n // 2), b",".join([b"1"] * (n // 4)))
+        ),
+        "NaN behind long keys, nested": lambda n: b'{"%s": ' % (b"k" * (n // 60)) * 60 + b"NaN" + b"}" * 60,
+        "half a character behind a long key": lambda n: (
+            b'{"%s": [%s], "z": "\\ud800"}' % (b"k" * (n // 2), b",".join([b'""'] * (n // 6)))
+        ),
+        "surrogate pairs": lambda n: b'{"a": "' + b"\\ud83d\\ude00" * (n // 12) + b'"}',
+        "half an escape": lambda n: b'{"a": "' + b"\\ud8" * (n // 5) + b'"}',
+        "a key twice": lambda n: b'{"%s": 1, "%s": 2}' % (b"k" * (n // 2), b"k" * (n // 2)),
+        "keys": lambda n: b"{" + b",".join(b'"%d":1' % i for i in range(n // 8)) + b',"1":1}',
+        "no UTF-8 at the end": lambda n: b'{"a": "' + b"\xc3\xa9" * (n // 2) + b'\xff"}',
+    }
+    cases = [Case(f"JSON: {name}", make, _quietly(json_body.parse)) for name, make in bodies.items()]
+    wide = lambda n: b'{"a": [' + b",".join([b"9" * 25] * (n // 26)) + b"]}"  # noqa: E731
+    cases.append(Case("JSON: a large body with integers of 25 digits", wide, body_worker.answer_to))
+
+    def written(name: str) -> Callable[[int], str]:
+        return lambda n: bodies[name](n).decode()
+
+    def call(arguments: str) -> dict[str, Any]:
+        function = {"name": "f", "arguments": arguments}
+        return {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": function}]}]}
+
+    def item(arguments: str) -> dict[str, Any]:
+        return {"input": [{"type": "function_call", "name": "f", "arguments": arguments}]}
+
+    for name in list(bodies)[:10]:
+        chat = _quietly(lambda text: RULES.chat(call(text)))
+        cases.append(Case(f"a call's arguments: {name}", written(name), chat))
+        response = _quietly(lambda text: responses.to_chat(item(text), warn=False))
+        cases.append(Case(f"a response item's arguments: {name}", written(name), response))
+    return cases
+
+
+# -- parameters --------------------------------------------------------------------------------------------------------
+
+
+def _parameters() -> list[Case]:
+    say = [{"role": "user", "content": "a"}]
+    bodies: dict[str, tuple[Callable[[int], dict[str, Any]], Callable[[dict[str, Any]], object]]] = {
+        "an unknown name": (lambda n: {"prompt": "a", "k" * n: 1}, RULES.completion),
+        "unknown names": (lambda n: {f"k{i}": 1 for i in range(n // 8)}, RULES.completion),
+        "a model's name": (lambda n: {"prompt": "a", "model": "m" * n}, RULES.completion),
+        "token ids, the last wrong": (lambda n: {"prompt": [1] * (n // 2) + [-1]}, RULES.completion),
+        "texts": (lambda n: {"prompt": ["a"] * (n // 4)}, RULES.completion),
+        "stop strings": (lambda n: {"prompt": "a", "stop": ["s"] * (n // 4)}, RULES.completion),
+        "a stop string": (lambda n: {"prompt": "a", "stop": "s" * n}, RULES.completion),
+        "bad words": (lambda n: {"prompt": "a", "bad_words": ["s" * 4096] * (n // 4096)}, RULES.completion),
+        "allowed tokens": (lambda n: {"prompt": "a", "allowed_token_ids": [1] * (n // 2)}, RULES.completion),
+        "biases": (lambda n: {"prompt": "a", "logit_bias": {str(i): 1 for i in range(n // 8)}}, RULES.completion),
+        "a bias of a long name": (lambda n: {"prompt": "a", "logit_bias": {"1" * n: 1}}, RULES.completion),
+        "choices": (
+            lambda n: {"prompt": "a", "structured_outputs": {"choice": ["c" * 60] * (n // 64)}},
+            RULES.completion,
+        ),
+        "a schema": (
+            lambda n: {"prompt": "a", "structured_outputs": {"json": {"enum": ["c"] * (n // 4)}}},
+            RULES.completion,
+        ),
+        "a schema as text": (
+            lambda n: {"prompt": "a", "structured_outputs": {"json": "[" * 70 + '"' + '\\"' * (n // 2)}},
+            RULES.completion,
+        ),
+        "a pattern": (lambda n: {"prompt": "a", "structured_outputs": {"regex": "(" * n}}, RULES.completion),
+        "messages": (lambda n: {"messages": say * (n // 40)}, RULES.chat),
+        "parts of a message": (
+            lambda n: {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * (n // 30)}]},
+            RULES.chat,
+        ),
+        "a role": (lambda n: {"messages": [{"role": "r" * n}]}, RULES.chat),
+        "a tool's name": (
+            lambda n: {"messages": say, "tools": [{"type": "function", "function": {"name": "f" * n}}]},
+            RULES.chat,
+        ),
+        "a choice of a tool": (lambda n: {"messages": say, "tool_choice": "t" * n}, RULES.chat),
+        "calls": (
+            lambda n: {
+                "messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * (n // 30)}],
+            },
+            RULES.chat,
+        ),
+        "items of a response": (
+            lambda n: {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}] * (n // 60)},
+            lambda body: responses.to_chat(body, warn=False),
+        ),
+        "unknown names that are let through": (
+            lambda n: {f"k{i}": 1 for i in range(n // 8)},
+            lambda body: parameters.read(body, parameters.CHAT, warn=True),
+        ),
+    }
+    return [Case(f"parameters: {name}", make, _quietly(read)) for name, (make, read) in bodies.items()]
+
+
+# -- HTTP --------------------------------------------------------------------------------------------------------------
+
+
+class _Connection:
+    """A `GuardedProtocol` without a socket, whose requests nobody answers."""
+
+    def __init__(self) -> None:
+        async def app(scope: Any, receive: Any, send: Any) -> None: ...
+
+        self.config = uvicorn.Config(app, log_config=None, lifespan="off")
+        self.config.load()
+
+    def read(self, pieces: list[bytes]) -> None:
+        state = uvicorn.server.ServerState()
+        tasks: list[Any] = []
+        loop = mock.Mock()
+        loop.create_task.side_effect = lambda task, **_: tasks.append(task) or mock.Mock()
+        connection = GuardedProtocol(self.config, state, {}, loop)
+        transport = mock.Mock()
+        transport.get_extra_info.return_value = None
+        transport.is_closing.return_value = False
+        transport.get_write_buffer_size.return_value = 0
+        connection.connection_made(transport)
+        for piece in pieces:
+            connection.data_received(piece)
+        for task in tasks:
+            task.close()
+
+
+def _connections() -> list[Case]:
+    get, post = b"GET / HTTP/1.1\r\nHost: a\r\n", b"POST / HTTP/1.1\r\nHost: a\r\n"
+    upgrade = get + b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    read_bytes = 1 << 18  # that uvloop reads at once
+
+    def pieces(data: bytes, size: int) -> list[bytes]:
+        return [data[i : i + size] for i in range(0, len(data), size)]
+
+    def chunks(n: int) -> list[bytes]:
+        return [post + b"Transfer-Encoding: chunked\r\n\r\n", *pieces(b"1\r\na\r\n" * (n // 6), read_bytes)]
+
+    made: dict[str, tuple[Callable[[int], list[bytes]], int]] = {
+        "a header in pieces": (lambda n: pieces(get + b"X: " + b"x" * n, 16), 60_000),
+        "a header's name": (lambda n: [get + b"x" * n + b": 1\r\n\r\n"], read_bytes),
+        "headers": (lambda n: [get + b"a:b\r\n" * (n // 5) + b"\r\n"], read_bytes),
+        "a path": (lambda n: [b"GET /" + b"%2e" * (n // 3) + b" HTTP/1.1\r\nHost: a\r\n\r\n"], read_bytes),
+        "slashes": (lambda n: [b"GET /" + b"/" * n + b" HTTP/1.1\r\nHost: a\r\n\r\n"], read_bytes),
+        "a query": (lambda n: [b"GET /?" + b"&" * n + b" HTTP/1.1\r\nHost: a\r\n\r\n"], read_bytes),
+        "requests": (lambda n: [(get + b"\r\n") * (n // 30)], read_bytes),
+        "requests for another protocol": (lambda n: [upgrade * (n // len(upgrade))], read_bytes),
+        "chunks of a byte": (chunks, MAX_BYTES),
+        "a chunk's extension": (
+            lambda n: [post + b"Transfer-Encoding: chunked\r\n\r\n", *pieces(b"1;" + b"x" * n, read_bytes)],
+            MAX_BYTES,
+        ),
+        "no HTTP": (lambda n: [b"\n" * n, b"\r" * n, b"\x16\x03" * n], read_bytes),
+    }
+    connection = _Connection()
+    return [Case(f"HTTP: {name}", make, connection.read, most) for name, (make, most) in made.items()]
+
+
+def _exchange(**scope: Any) -> Exchange:
+    return Exchange({"type": "http", "method": "GET", "headers": [], "query_string": b"", **scope}, "id")
+
+
+def _headers() -> list[Case]:
+    keys = guard.Keys(["key"])
+    most = 1 << 18
+    cases = [
+        Case("headers: an id", lambda n: "\x7f" * n, guard._printable, most),
+        Case("headers: Basic", lambda n: b"QUFB" * (n // 4) + b"=", guard._password, most),
+        Case("headers: a key", lambda n: b"k" * n, keys.find, most),
+    ]
+    for name, query in {
+        "ampersands": lambda n: b"&" * n,
+        "percents": lambda n: b"a=" + b"%" * n,
+        "escapes": lambda n: b"time_s=" + b"%2e" * (n // 3),
+        "digits": lambda n: b"time_s=" + b"9" * n,
+        "plus signs": lambda n: b"time_s=" + b"+" * n,
+    }.items():
+        seconds = _quietly(lambda text: view._seconds(_exchange(query_string=text), "time_s"))
+        cases.append(Case(f"query: {name}", query, seconds, most))
+    for path in ("/v1/models/{model:path}", "/debug/requests/{id}", "/view/static/{name:path}"):
+        pattern = compile_path(path)[0]
+        for kind in ("/", "a", "/a", "\n", "%"):
+            start = path.partition("{")[0]
+            read = lambda text, pattern=pattern: pattern.match(text)  # noqa: E731
+            make = lambda n, start=start, kind=kind: start + kind * n  # noqa: E731
+            cases.append(Case(f"route {path}: {kind!r}", make, read, most))
+    for name, text in {
+        "control characters": "\x00a",
+        "half characters": "\ud800",
+        "quotes": '"',
+        "letters": "a",
+    }.items():
+        make_text = lambda n, text=text: text * (n // len(text))  # noqa: E731
+        cases.append(Case(f"an error's text: {name}", make_text, lambda t: Problem(400, "a", t, t).body()))
+    return cases
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def _parsed(size: int, **options: Any) -> Callable[[str], object]:
+    """An answer in pieces; 0: at once."""
+
+    def read(text: str) -> None:
+        parser = AnswerParser(**options)
+        for i in range(0, len(text), size or len(text)):
+            parser.push(text[i : i + (size or len(text))])
+        parser.finish()
+
+    return read
+
+
+def _answers() -> list[Case]:
+    hermes: dict[str, Any] = {"think": True, "tools": "hermes", "names": ["f"]}
+    llama: dict[str, Any] = {"tools": "llama3_json", "names": ["f"]}
+    thinking: dict[str, Any] = {"think": True, "in_think": True, "tools": "hermes"}
+    texts: dict[str, tuple[dict[str, Any], Callable[[int], str]]] = {
+        "white space": (hermes, lambda n: " " * n),
+        "white space behind reasoning": (hermes, lambda n: "<think></think>" + " \n" * (n // 2)),
+        "beginnings of a call": (hermes, lambda n: "<tool_call" * (n // 10)),
+        "a call without an end": (hermes, lambda n: "<tool_call>" + "a" * n),
+        "white space in a call": (hermes, lambda n: "<tool_call>" + " " * n),
+        "white space in a call's head": (hermes, lambda n: '<tool_call>{"name"' + " " * n),
+        "beginnings of an end": (hermes, lambda n: "<tool_call>" + "</tool_call" * (n // 11)),
+        "brackets in a call": (hermes, lambda n: "<tool_call>" + "[" * n + "</tool_call>"),
+        "a string without an end": (hermes, lambda n: '<tool_call>{"a": "' + '\\"' * (n // 2) + "</tool_call>"),
+        "calls that are none": (hermes, lambda n: "<tool_call>a</tool_call>" * (n // 24)),
+        "calls": (hermes, lambda n: '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * (n // 54)),
+        "arguments": (hermes, lambda n: '<tool_call>{"name": "f", "arguments": {"a": "' + '\\"' * (n // 2)),
+        "behind the arguments": (hermes, lambda n: '<tool_call>{"name": "f", "arguments": {}' + "}" * n),
+        "reasoning": (thinking, lambda n: "</" * (n // 2)),
+        "reasoning that ends often": (thinking, lambda n: "</think>" * (n // 8)),
+        "Llama: white space": (llama, lambda n: " " * n),
+        "Llama: white space behind the tag": (llama, lambda n: "<|python_tag|>" + " " * n),
+        "Llama: a head without an end": (llama, lambda n: '{"name"' + " " * n),
+        "Llama: calls": (llama, lambda n: '{"name": "f", "parameters": {}};' * (n // 32)),
+        "Llama: braces": (llama, lambda n: '{"name": "f", "parameters": {}' + "}" * n),
+    }
+    cases = [
+        Case(f"an answer in pieces: {name}", make, _parsed(8, **options)) for name, (options, make) in texts.items()
+    ]
+    return cases + [
+        Case(f"an answer at once: {name}", make, _parsed(0, **options)) for name, (options, make) in texts.items()
+    ]
+
+
+def _texts() -> list[Case]:
+    marker = tokenizer._Marker(["<|im_start|>", "<|im_end|>", "</s>", "<s>"])
+    cases = []
+    for kind in ("<|im_", "<", "<|im_end|>", " ", "<s", "a"):
+        make = lambda n, kind=kind: kind * (n // len(kind))  # noqa: E731
+        cases.append(Case(f"special tokens in a text: {kind!r}", make, marker.mark))
+        cases.append(Case(f"special tokens named: {kind!r}", make, marker.find))
+    for kind in ("%", "{", "% ", "1", "1234a", "{}", "%*"):
+        make = lambda n, kind=kind: kind * (n // len(kind))  # noqa: E731
+        check = _quietly(lambda form: chat_template._check_format(form, ("a",)))
+        cases.append(Case(f"a template's format: {kind!r}", make, check))
+    for kind in ("a", "\n", " ", chat_template.HERE, chat_template.HERE.strip()):
+        make = lambda n, kind=kind: kind * (n // len(kind))  # noqa: E731
+        cases.append(Case(f"a rendered text: {kind!r}", make, _quietly(chat_template._cut_at_end_of_final)))
+    for kind in ("\n", "\n 1", "\n1 | ", " ", "1"):
+        make = lambda n, kind=kind: kind * (n // len(kind))  # noqa: E731
+        cases.append(Case(f"a grammar's error: {kind!r}", make, grammar._one_line))
+    for kind in ("(", "a", "[a-z]", "\\d", "(a|b)", "{", "/", "a{1,2}"):
+        make = lambda n, kind=kind: kind * (n // len(kind))  # noqa: E731
+        pattern = _anyway(grammar.regex_grammar)
+        cases.append(Case(f"a pattern: {kind!r}", make, pattern, 1 << 18))
+    cases.append(Case("choices", lambda n: ["a"] * (n // 4), grammar.choice_grammar))
+    schema = lambda n: '{"enum": [' + ",".join(['"\\\\"'] * (n // 6)) + "]}"  # noqa: E731
+    cases.append(Case("a schema", schema, grammar.json_grammar))
+    return cases
+
+
+def _anyway(read: Callable[[Any], object]) -> Callable[[Any], object]:
+    def quiet(given: Any) -> None:
+        with contextlib.suppress(ValueError):
+            read(given)
+
+    return quiet
+
+
+CASES = [*_jsons(), *_parameters(), *_connections(), *_headers(), *_answers(), *_texts()]
+
+
+def seconds(case: Case, num_bytes: int, runs: int = RUNS, enough_s: float = 0.0) -> float:
+    """The least processor time of some runs; the runs end when one took no more than `enough_s`."""
+    given, least = case.make(num_bytes), float("inf")
+    gc.disable()  # it looks through all objects again and again while many are made
+    try:
+        for _ in range(runs):
+            begin = time.thread_time()
+            case.read(given)
+            least = min(least, time.thread_time() - begin)
+            if least <= enough_s:
+                break
+    finally:
+        gc.enable()
+    return least
+
+
+def measured(case: Case) -> tuple[int, float, float, float]:
+    """n, and the seconds that n, 2n and 4n bytes take."""
+    num_bytes = 1 << 10
+    while seconds(case, num_bytes, 2) < LEAST_S and 8 * num_bytes <= case.max_bytes:
+        num_bytes *= 2
+    first = seconds(case, num_bytes)
+    allowed = max(first, LEAST_S) * RATIO
+    return num_bytes, first, seconds(case, 2 * num_bytes), seconds(case, 4 * num_bytes, enough_s=allowed)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.encode("ascii", "backslashreplace").decode())
+def test_time_is_linear(case: Case) -> None:
+    num_bytes, first, second, fourth = measured(case)
+    assert fourth <= max(first, LEAST_S) * RATIO, (num_bytes, first, second, fourth)
+
+
+def main() -> None:
+    print(f"{'':<70} {'n':>8} {'n, ms':>8} {'2n, ms':>8} {'4n, ms':>8} {'4n / n':>7}")
+    for case in CASES:
+        num_bytes, *times = measured(case)
+        row = " ".join(f"{1000 * t:8.2f}" for t in times)
+        print(f"{ascii(case.name)[1:-1]:<70} {num_bytes:>8} {row} {times[2] / max(times[0], 1e-9):7.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
