@@ -98,6 +98,7 @@ class Rules:
     warn_of_unknown: bool = False
     request_templates: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    max_json_whitespace: int = 12
 
     # -- routes --------------------------------------------------------------------------------------------------------
 
@@ -236,7 +237,7 @@ class Rules:
                 raise bad("invalid_value", "the best are known at the end; leave out best_of or stream", "best_of")
             values["best_of"] = given["best_of"]
         if (structure := structure_of(given)) is not None:
-            values["structured_outputs"] = structure
+            values["structured_outputs"] = self._spaced(structure)
         values["echo"] = given.get("echo", False)
         values["logprobs"] = logprobs
         if max_tokens is not None:
@@ -277,8 +278,9 @@ class Rules:
             stop_token_ids=given.get("stop_token_ids"),
         )
 
-    @staticmethod
-    def _forced(params: SamplingParams | BeamSearchParams, tools: Sequence[Mapping[str, Any]]) -> SamplingParams:
+    def _forced(
+        self, params: SamplingParams | BeamSearchParams, tools: Sequence[Mapping[str, Any]]
+    ) -> SamplingParams:
         """The output must be a call of one of these tools. A schema's "#/$defs/..." is its own: each has a name, which
         is what such references are looked up from."""
         if not isinstance(params, SamplingParams) or params.structured_outputs is not None:
@@ -299,7 +301,21 @@ class Rules:
             for i, tool in enumerate(tools)
         ]
         schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
-        return dataclasses.replace(params, structured_outputs=StructuredOutputsParams(json=schema))
+        structure = StructuredOutputsParams(**self._spaced({"json": schema}))
+        return dataclasses.replace(params, structured_outputs=structure)
+
+    def _spaced(self, structure: dict[str, Any]) -> dict[str, Any]:
+        """With the server's bound of white space in JSON, unless the request or the schema has one."""
+        own = {"disable_any_whitespace", "whitespace_pattern"} & structure.keys()
+        schema = structure.get("json")
+        if own or (schema is None and not structure.get("json_object")) or self.max_json_whitespace == 12:
+            return structure  # the grammar's own bound
+        if isinstance(schema, Mapping) and "x-guidance" in schema:
+            return structure
+        if self.max_json_whitespace == 0:
+            return {**structure, "disable_any_whitespace": True}
+        most = "" if self.max_json_whitespace < 0 else str(self.max_json_whitespace)
+        return {**structure, "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{most}}}"}
 
     def _count(self, name: str, value: int | None, most: int) -> int | None:
         if value is not None and (value < 0 or (value > most and most >= 0)):

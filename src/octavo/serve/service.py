@@ -96,6 +96,7 @@ class Service:
             warn_of_unknown=settings.unknown_params == "warn",
             request_templates=settings.trust_request_chat_template,
             template_kwargs=settings.default_chat_template_kwargs or {},
+            max_json_whitespace=settings.max_json_whitespace,
         )
         self.fingerprint = "octavo-" + hashlib.sha256(f"{self.names[0]} {self.started}".encode()).hexdigest()[:8]
 
