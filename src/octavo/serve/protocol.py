@@ -18,6 +18,7 @@ from octavo.errors import UsageError
 from octavo.serve import json_body
 from octavo.serve import parameters as fields
 from octavo.serve.problems import Problem, bad, of
+from octavo.serve.schemas import closed
 
 MAX_PROMPTS = 256
 MAX_MESSAGES = 4096
@@ -293,7 +294,7 @@ class Rules:
                 "properties": {
                     "name": {"const": tool["function"]["name"]},
                     "arguments": {"$id": f"urn:tool:{i}", "type": "object"}
-                    | (tool["function"].get("parameters") or {}),
+                    | closed(tool["function"].get("parameters") or {}),
                 },
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
@@ -520,10 +521,11 @@ def structure_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
         text = f"response_format.type is {fields.brief(kind)}; it is text, json_object or json_schema"
         raise bad("invalid_json_schema", text, "response_format")
     holder = form.get("json_schema")
-    schema = holder.get("schema") if isinstance(holder, dict) else None
+    holder = holder if isinstance(holder, dict) else {}
+    schema = holder.get("schema")
     if not isinstance(schema, dict):
         raise bad("invalid_json_schema", "response_format.json_schema.schema must be an object", "response_format")
-    return {"json": schema}
+    return {"json": closed(schema) if holder.get("strict") is True else schema}
 
 
 def _check_stream_options(options: Mapping[str, Any], stream: bool) -> None:

@@ -59,12 +59,13 @@ def json_grammar(schema: str, *, any_whitespace: bool = True, whitespace_pattern
     """JSON that a schema, given as JSON, describes. The schema's own "x-guidance" is heeded where we say nothing."""
     value = json.loads(schema)
     given = value.get("x-guidance")
-    options: dict[str, object] = {"whitespace_pattern": WHITESPACE}
-    options |= given if isinstance(given, dict) else {}
-    if whitespace_pattern is not None:
-        options["whitespace_pattern"] = whitespace_pattern
+    options: dict[str, object] = dict(given) if isinstance(given, dict) else {}
     if not any_whitespace:
         options["whitespace_flexible"] = False
+    if whitespace_pattern is not None:
+        options["whitespace_pattern"] = whitespace_pattern
+    elif options.get("whitespace_flexible") is not False:  # a pattern is heeded in spite of it
+        options.setdefault("whitespace_pattern", WHITESPACE)
     value["x-guidance"] = options
     return f"start: %json {json.dumps(value)}"
 
