@@ -161,13 +161,13 @@ class Prompts:
             _ = self.tokenizer  # there must be one
         if not params.bad_words:
             return params
-        words = dict.fromkeys(params.bad_words_token_ids or ())
-        for word in params.bad_words:
-            for text in (word.lstrip(), " " + word.lstrip()):
-                ids = self.tokenizer.encode(text, add_special_tokens=False)
-                words[tuple(ids)] = None
-        words.pop((), None)
-        return replace(params, bad_words_token_ids=tuple(words))
+        words = [*(params.bad_words_token_ids or ()), *map(tuple, self.word_ids(params.bad_words))]
+        return replace(params, bad_words_token_ids=tuple(dict.fromkeys(words)))
+
+    def word_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """What `ready` puts in the place of bad words: each as it is spelled in two places."""
+        texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
+        return [ids for ids in self.tokenizer.encode_batch(texts, add_special_tokens=False) if ids]
 
     def grammar(self, params: SamplingParams | BeamSearchParams) -> Grammar | None:
         """What the engine is to be given with parameters that have `structured_outputs`; None with others.
