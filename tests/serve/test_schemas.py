@@ -12,7 +12,11 @@ INNER = {"properties": {"x": {"type": "integer"}}}
 def test_objects_that_name_their_properties_have_no_others() -> None:
     schema = {
         "$defs": {"inner": INNER},
-        "properties": {"a": {"$ref": "#/$defs/inner"}, "b": {"items": INNER}, "c": {"anyOf": [INNER, {"type": "null"}]}},
+        "properties": {
+            "a": {"$ref": "#/$defs/inner"},
+            "b": {"items": INNER},
+            "c": {"anyOf": [INNER, {"type": "null"}]},
+        },
     }
     shut = INNER | {"additionalProperties": False}
     assert closed(schema) == {

@@ -24,7 +24,7 @@ from octavo.serve.problems import Problem, bad, not_found
 from octavo.serve.problems import of as problem_of
 from octavo.serve.protocol import Ask
 from octavo.serve.responses import FIELDS as RESPONSE_FIELDS
-from octavo.serve.responses import ResponseEvents, renamed, to_chat
+from octavo.serve.responses import ResponseEvents, blamed, to_chat
 from octavo.serve.service import Encoded, Service
 from octavo.serve.view import EVENTS, View
 from octavo.view.live import Hub
@@ -170,12 +170,12 @@ class App:
 
     async def responses(self, exchange: Exchange) -> Reply | Stream:
         service, name = self.service, f"resp_{exchange.request_id}"
+        chat = to_chat(exchange.body, warn=service.rules.warn_of_unknown)
         try:
-            chat = to_chat(exchange.body, warn=service.rules.warn_of_unknown)
             ask = service.rules.chat(chat)
             prompt = await service.encode_chat(ask.messages, ask.template)
         except (Problem, UsageError) as error:
-            raise renamed(problem_of(error, exchange.request_id)) from None
+            raise blamed(problem_of(error, exchange.request_id)) from None
         making = ResponseEvents(name, ask.model, chat, exchange.body.get("instructions"))
         events = self._response_events(exchange, ask, prompt, making)
         if ask.stream:
@@ -202,8 +202,8 @@ class App:
                         reason = choice["finish_reason"] or reason
                         for event in making.take(choice["delta"]):
                             yield event
-        except UsageError as error:
-            raise renamed(problem_of(error, exchange.request_id)) from None
+        except Problem as problem:
+            raise blamed(problem) from None
         for event in making.finish(reason, answer.usage.as_dict(reasons=answer.reasons)):
             yield event
 

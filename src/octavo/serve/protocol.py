@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from octavo.core.checked import INT32
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.core.structured_outputs import StructuredOutputsParams
 from octavo.engine.beam_search import BeamSearchParams
@@ -55,6 +56,7 @@ class Ask:
     params       what each prompt is sampled with
     tools        those that may be called: none with tool_choice "none"
     forced_tool  the one that must be; "*": any of them
+    sent_as      what a parameter is called in the request, where errors know it by another name
     """
 
     model: str
@@ -78,6 +80,7 @@ class Ask:
     token_ids: bool = False
     tokens_as_ids: bool = False
     n: int = 1
+    sent_as: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +128,18 @@ class Rules:
         name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
         if given.get("echo"):
             raise bad("unsupported_parameter", "echo is not supported for chats; continue_final_message is", "echo")
-        ask = self._shared(
-            given, model, (top or 0) if wants_logprobs else None, max_tokens=given.get(name), default_max_tokens=None
-        )
+        sent_as = {} if name == "max_tokens" else {"max_tokens": name}
+        try:
+            ask = self._shared(
+                given,
+                model,
+                (top or 0) if wants_logprobs else None,
+                max_tokens=given.get(name),
+                default_max_tokens=None,
+            )
+        except Problem as problem:
+            raise renamed(problem, sent_as) from None
+        ask.sent_as = sent_as
         ask.messages, ask.template, ask.tools, ask.forced_tool = messages, template, tools, forced
         if forced is not None:
             ask.params = self._forced(ask.params, [t for t in tools if forced in ("*", t["function"]["name"])])
@@ -279,9 +291,7 @@ class Rules:
             stop_token_ids=given.get("stop_token_ids"),
         )
 
-    def _forced(
-        self, params: SamplingParams | BeamSearchParams, tools: Sequence[Mapping[str, Any]]
-    ) -> SamplingParams:
+    def _forced(self, params: SamplingParams | BeamSearchParams, tools: Sequence[Mapping[str, Any]]) -> SamplingParams:
         """The output must be a call of one of these tools. A schema's "#/$defs/..." is its own: each has a name, which
         is what such references are looked up from."""
         if not isinstance(params, SamplingParams) or params.structured_outputs is not None:
@@ -345,6 +355,14 @@ class Rules:
             text = f"tool_choice is {fields.brief(choice)}; it is none, auto, required, or names one of tools"
             raise bad("invalid_value", text, "tool_choice")
         return tools, forced
+
+
+def renamed(problem: Problem, sent_as: Mapping[str, str]) -> Problem:
+    """The problem, with the names that the request has for its parameters."""
+    for ours, sent in sent_as.items():
+        problem.param = sent if problem.param == ours else problem.param
+        problem.message = re.sub(rf"\b{ours}\b", sent, problem.message)
+    return problem
 
 
 # -- the parts of a body -----------------------------------------------------------------------------------------------
@@ -560,7 +578,10 @@ def _salt(value: str | None) -> bytes:
 
 
 def _truncation(value: int | None) -> int | None:
-    if value is not None and value < 1:
-        text = f"truncate_prompt_tokens is {value}, it must be at least 1; leave it out to keep all of the prompt"
+    if value is not None and not 1 <= value <= INT32:
+        given = fields.brief(value)
+        text = (
+            f"truncate_prompt_tokens is {given}, it must be from 1 to {INT32}; leave it out to keep all of the prompt"
+        )
         raise bad("integer_out_of_range", text, "truncate_prompt_tokens")
     return value

@@ -21,8 +21,8 @@ from octavo.serve.admission import Admission
 from octavo.serve.answers import ChatAnswer, CompletionAnswer
 from octavo.serve.backend import Backend
 from octavo.serve.metrics import Metrics
-from octavo.serve.problems import Problem, bad
-from octavo.serve.protocol import Ask, Rules
+from octavo.serve.problems import Problem, bad, of
+from octavo.serve.protocol import Ask, Rules, renamed
 from octavo.serve.settings import ServeArgs
 from octavo.serve.text_worker import TextWorkers
 from octavo.serve.tracing import Tracing
@@ -222,7 +222,7 @@ class Service:
                     error.param = "messages"
                 if ask.forced_tool and error.param == "structured_outputs":  # made of their schemas
                     error.param = "tools"
-                raise
+                raise renamed(of(error, name), ask.sent_as) from None
             except Exception:
                 reason = "error"
                 raise

@@ -67,9 +67,7 @@ class TextWorkers:
         packed: list[bytes] = await self._ask("encode", list(texts), add_special_tokens, size=size)
         return list(map(_unpack, packed))
 
-    async def chat(
-        self, messages: Sequence[dict[str, Any]], template: dict[str, Any]
-    ) -> tuple[str, list[int]]:
+    async def chat(self, messages: Sequence[dict[str, Any]], template: dict[str, Any]) -> tuple[str, list[int]]:
         """A rendered conversation, as text and as ids. Raises `TemplateError`; `Problem` 500 if that takes too long."""
         size = sum(len(m["content"]) for m in messages)
         slow = "chat_template" in template or size > CHARS_PER_S
