@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 from octavo.engine.beam_search import BeamSearchParams
 from octavo.errors import ContextLengthError, ParameterError, PromptError, UnknownOptionError
 from octavo.text.detokenizer import Detokenizer
+from octavo.text.stop_strings import StopStrings
 from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -160,13 +161,13 @@ class Prompts:
             _ = self.tokenizer  # there must be one
         if not params.bad_words:
             return params
-        words = dict.fromkeys(params.bad_words_token_ids or ())
-        for word in params.bad_words:
-            for text in (word.lstrip(), " " + word.lstrip()):
-                ids = self.tokenizer.encode(text, add_special_tokens=False)
-                words[tuple(ids)] = None
-        words.pop((), None)
-        return replace(params, bad_words_token_ids=tuple(words))
+        words = [*(params.bad_words_token_ids or ()), *map(tuple, self.word_ids(params.bad_words))]
+        return replace(params, bad_words_token_ids=tuple(dict.fromkeys(words)))
+
+    def word_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """What `ready` puts in the place of bad words: each as it is spelled in two places."""
+        texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
+        return [ids for ids in self.tokenizer.encode_batch(texts, add_special_tokens=False) if ids]
 
     def grammar(self, params: SamplingParams | BeamSearchParams) -> Grammar | None:
         """What the engine is to be given with parameters that have `structured_outputs`; None with others.
@@ -204,19 +205,23 @@ class Prompts:
 
     @property
     def make_detokenizer(self) -> MakeDetokenizer | None:
-        """What the engine calls for each sequence; None without a tokenizer."""
+        """What the engine calls for each sequence of a request; None without a tokenizer. Take one for each request: its
+        sequences share what its stop strings come to."""
         tokenizer = self._tokenizer
         if tokenizer is None:
             return None
+        stops: dict[tuple[str, ...], StopStrings] = {}
 
         def make(request: Request) -> Detokenizer:
             params = request.sampling_params
+            if (stop := stops.get(params.stop_strings)) is None:
+                stop = stops[params.stop_strings] = StopStrings(params.stop_strings)
             return Detokenizer(
                 tokenizer,
                 request.prompt_token_ids,
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
-                stop=params.stop_strings,
+                stop=stop,
                 include_stop=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
             )

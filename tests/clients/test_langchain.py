@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -18,3 +18,15 @@ def test_a_chat(server: str) -> None:
     answer = model.invoke("Hello")
     assert answer.usage_metadata["output_tokens"] == 8 and answer.response_metadata["finish_reason"] == "length"
     assert "".join(chunk.content for chunk in model.stream("Hello")) == answer.content
+
+
+@pytest.mark.parametrize("method", ["function_calling", "json_schema"])
+@pytest.mark.parametrize("strict", [None, True, False])
+def test_structured_output(server: str, method: str, strict: bool | None) -> None:
+    """LangChain leaves "additionalProperties" out of tools; the model must not go on with properties of its own."""
+    pydantic = pytest.importorskip("pydantic")
+    inner = pydantic.create_model("Inner", sure=(bool, ...))
+    person = pydantic.create_model("Person", kind=(Literal["a", "b"], ...), inner=(inner, ...))
+    model: Any = langchain_openai.ChatOpenAI(base_url=f"{server}/v1", api_key="key", model="tiny", max_tokens=300)
+    found = model.with_structured_output(person, method=method, strict=strict).invoke("Who is it?")
+    assert isinstance(found, person) and found.kind in "ab" and isinstance(found.inner.sure, bool)

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from octavo.serve.problems import bad
-from octavo.serve.responses import renamed
+from octavo.serve.responses import blamed
 
 from .http_lab import Server, good, run, serving
 from .test_http_tools import CALL, HERMES, answers
@@ -149,5 +149,5 @@ def test_what_is_wrong_is_told_of_its_own_place(model: str) -> None:
 
 def test_a_remedy_has_its_own_words_too() -> None:
     text = "the request needs 9 blocks; max_tokens of at most 5 fits"
-    told = renamed(bad("exceeds_kv_capacity", text, "prompt"))
+    told = blamed(bad("exceeds_kv_capacity", text, "prompt"))
     assert (told.param, told.message) == ("input", text.replace("max_tokens", "max_output_tokens"))

@@ -161,6 +161,8 @@ def test_white_space_in_json(tokenizer: Tokenizer, compiler: GrammarCompiler) ->
         return matcher.may_end and not matcher.error
 
     assert takes('{"a":1}') and takes('{ "a":\n1}')
+    assert takes('{"a":' + 12 * "\n" + "1}") and not takes('{"a":' + 13 * "\n" + "1}")
+    assert takes('{"a":' + 99 * " " + "1}", whitespace_pattern=" +")
     assert takes('{"a":1}', any_whitespace=False) and not takes('{"a": 1}', any_whitespace=False)
     assert takes('{"a":  1}', whitespace_pattern=" {2}") and not takes('{"a": 1}', whitespace_pattern=" {2}")
 

@@ -36,6 +36,7 @@ SERVE = {
     "tool_call_parser": "How the model writes calls of tools; auto reads its chat template.",
     "reasoning_parser": "How it sets its reasoning apart; auto likewise.",
     "pin_prefix": "A file that prompts begin with, to keep computed: messages in .json, else text; may be repeated.",
+    "max_json_whitespace": "White space in a row that constrained JSON may have; 0: none, -1: any number.",
     "shutdown_timeout": "Seconds that requests get to end after Ctrl-C or SIGTERM; a second one stops at once.",
     "sse_keep_alive_interval": "Seconds of silence before a stream gets a comment; 0: never.",
     "metrics_public": "/metrics takes no key.",

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from octavo.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from octavo.serve.protocol import Ask
+from octavo.text.detokenizer import Detokenizer
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tools import END_THINK, AnswerParser
 
@@ -141,7 +142,7 @@ class CompletionAnswer(_Answer):
 
     def __init__(self, ask: Ask, name: str, tokenizer: Tokenizer, fingerprint: str) -> None:
         super().__init__(ask, name, tokenizer, fingerprint)
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, _Offsets] = {}
 
     def take(self, i: int, output: RequestOutput) -> list[Json]:
         self._note(i, output)
@@ -149,9 +150,10 @@ class CompletionAnswer(_Answer):
 
     def _choice(self, i: int, c: CompletionOutput, output: RequestOutput) -> Json:
         index = i * self.ask.n + c.index
-        first = index not in self._offsets
-        offset = self._offsets.setdefault(index, 0)
-        logprobs = None if c.logprobs is None else self._logprobs(index, c.token_ids, c.logprobs, offset)
+        if first := index not in self._offsets:
+            skip = getattr(self.ask.params, "skip_special_tokens", True)
+            self._offsets[index] = _Offsets(self.tokenizer, output, echo=self.ask.echo, skip_special_tokens=skip)
+        logprobs = None if c.logprobs is None else self._logprobs(c.token_ids, c.logprobs, self._offsets[index])
         choice: Json = {
             "index": index,
             "text": c.text,
@@ -163,9 +165,7 @@ class CompletionAnswer(_Answer):
             choice["prompt_logprobs"] = self._prompt_logprobs.get(i)
         return self._extras(choice, i, c, output, first=first)
 
-    def _logprobs(
-        self, index: int, token_ids: Sequence[int], entries: Sequence[PositionLogprobs | None], offset: int
-    ) -> Json:
+    def _logprobs(self, token_ids: Sequence[int], entries: Sequence[PositionLogprobs | None], places: _Offsets) -> Json:
         tokens: list[str] = []
         offsets: list[int] = []
         own: list[float | None] = []
@@ -180,9 +180,7 @@ class CompletionAnswer(_Answer):
                 own.append(finite(position[token].logprob))
                 top.append({self._token(t, lp): finite(lp.logprob) for t, lp in position.items()})
             tokens.append(text)
-            offsets.append(offset)
-            offset += len(text)
-        self._offsets[index] = offset
+            offsets.append(places.next(token))
         return {"text_offset": offsets, "token_logprobs": own, "tokens": tokens, "top_logprobs": top}
 
     def fold(self, choice: Json) -> None:
@@ -200,9 +198,41 @@ class CompletionAnswer(_Answer):
         _end(so_far, choice)
 
     def whole(self) -> Json:
+        """A stop string is not in the text, but its tokens are among the tokens: they stand at the end."""
         for choice in self._choices.values():
             _join(choice, "text")
-        return super().whole()
+        response = super().whole()
+        for choice in response["choices"]:
+            if choice["logprobs"] is not None:
+                end = len(choice["text"])
+                choice["logprobs"]["text_offset"] = [min(at, end) for at in choice["logprobs"]["text_offset"]]
+        return response
+
+
+class _Offsets:
+    """Where each token of a choice begins in the choice's text.
+
+    A token without text, such as a special token that is skipped, stands where the next one does; so do the tokens
+    behind the first of a character that several make up.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, output: RequestOutput, *, echo: bool, skip_special_tokens: bool) -> None:
+        prompt_ids = output.prompt_token_ids
+        self._own = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
+        self._base = len(output.prompt or "") if echo else 0
+        self._num_prompt_ids = len(prompt_ids) if echo else 0  # that are still to come
+        self._prompt = Detokenizer(tokenizer, [], skip_special_tokens=skip_special_tokens)
+
+    def next(self, token: int) -> int:
+        """Of the token behind those before."""
+        if self._num_prompt_ids:
+            self._num_prompt_ids -= 1
+            at = min(len(self._prompt.text), self._base)
+            self._prompt.push([token])
+            return at
+        at = self._base + len(self._own.text)
+        self._own.push([token])
+        return at
 
 
 class ChatAnswer(_Answer):

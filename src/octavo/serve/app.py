@@ -24,7 +24,7 @@ from octavo.serve.problems import Problem, bad, not_found
 from octavo.serve.problems import of as problem_of
 from octavo.serve.protocol import Ask
 from octavo.serve.responses import FIELDS as RESPONSE_FIELDS
-from octavo.serve.responses import ResponseEvents, renamed, to_chat
+from octavo.serve.responses import ResponseEvents, blamed, to_chat
 from octavo.serve.service import Encoded, Service
 from octavo.serve.view import EVENTS, View
 from octavo.view.live import Hub
@@ -119,8 +119,13 @@ class App:
         )
         app.router.add_route(path, endpoint, methods=[method])  # type: ignore[arg-type]  # an ASGI application
 
+    async def start(self) -> None:
+        """Before the first request: what would keep it waiting."""
+        await self.service.texts.start()
+
     async def close(self) -> None:
         await self.bodies.close()
+        await self.service.texts.close()
 
     # -- generating ----------------------------------------------------------------------------------------------------
 
@@ -165,12 +170,12 @@ class App:
 
     async def responses(self, exchange: Exchange) -> Reply | Stream:
         service, name = self.service, f"resp_{exchange.request_id}"
+        chat = to_chat(exchange.body, warn=service.rules.warn_of_unknown)
         try:
-            chat = to_chat(exchange.body, warn=service.rules.warn_of_unknown)
             ask = service.rules.chat(chat)
             prompt = await service.encode_chat(ask.messages, ask.template)
         except (Problem, UsageError) as error:
-            raise renamed(problem_of(error, exchange.request_id)) from None
+            raise blamed(problem_of(error, exchange.request_id)) from None
         making = ResponseEvents(name, ask.model, chat, exchange.body.get("instructions"))
         events = self._response_events(exchange, ask, prompt, making)
         if ask.stream:
@@ -197,8 +202,8 @@ class App:
                         reason = choice["finish_reason"] or reason
                         for event in making.take(choice["delta"]):
                             yield event
-        except UsageError as error:
-            raise renamed(problem_of(error, exchange.request_id)) from None
+        except Problem as problem:
+            raise blamed(problem) from None
         for event in making.finish(reason, answer.usage.as_dict(reasons=answer.reasons)):
             yield event
 
@@ -217,12 +222,12 @@ class App:
             token_ids = (await service.encode_chat(messages, template)).token_ids
         elif "prompt" in given:
             service.prompts.check_length(given["prompt"])
-            token_ids = await service.encode_text(given["prompt"], given.get("add_special_tokens", True))
+            (token_ids,) = await service.encode_texts([given["prompt"]], given.get("add_special_tokens", True))
         else:
             raise bad("missing_required_parameter", "prompt is missing; or give messages", "prompt")
         pieces = None
         if given.get("return_token_strs"):
-            pieces = [service.tokenizer.decode([token], False) for token in token_ids]
+            pieces = await service.texts.pieces(token_ids)
         return as_json(
             {
                 "count": len(token_ids),
@@ -238,11 +243,9 @@ class App:
         service.rules.model_of(exchange.body)
         if "tokens" not in given:
             raise bad("missing_required_parameter", "tokens is missing", "tokens")
-        for i, token in enumerate(given["tokens"]):
-            if type(token) is not int or not 0 <= token < service.tokenizer.num_ids:
-                text = f"tokens[{i}] is {parameters.brief(token)}; ids are 0 to {service.tokenizer.num_ids - 1}"
-                raise bad("invalid_token_id", text, f"tokens[{i}]")
-        return as_json({"prompt": service.tokenizer.decode(given["tokens"], False)})
+        tokens = protocol.token_ids_of(given["tokens"], "tokens")
+        service.check_ids(tokens, "tokens")
+        return as_json({"prompt": await service.decode(tokens, False)})
 
     # -- looking -------------------------------------------------------------------------------------------------------
 

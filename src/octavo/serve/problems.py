@@ -153,8 +153,8 @@ def _usage(error: UsageError) -> Problem:
     param, code = error.param, error.code
     if isinstance(error, CapacityError) and param == "n":
         code = "integer_out_of_range"
-    if isinstance(error, TemplateError) and code == "no_chat_template" and "no chat template" not in str(error):
-        code, param = "invalid_value", param or "messages"
+    if isinstance(error, TemplateError) and code == "template_timeout":
+        return Problem(500, code, str(error))  # the operator's template; of one in a request see `Service.encode_chat`
     if isinstance(error, ParameterError):
         code = CODES.get((param or "", code), code)
     return bad(code, str(error), NAMES.get(param or "", param))

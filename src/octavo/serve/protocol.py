@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from octavo.core.checked import INT32
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.core.structured_outputs import StructuredOutputsParams
 from octavo.engine.beam_search import BeamSearchParams
@@ -18,6 +19,7 @@ from octavo.errors import UsageError
 from octavo.serve import json_body
 from octavo.serve import parameters as fields
 from octavo.serve.problems import Problem, bad, of
+from octavo.serve.schemas import closed
 
 MAX_PROMPTS = 256
 MAX_MESSAGES = 4096
@@ -54,6 +56,7 @@ class Ask:
     params       what each prompt is sampled with
     tools        those that may be called: none with tool_choice "none"
     forced_tool  the one that must be; "*": any of them
+    sent_as      what a parameter is called in the request, where errors know it by another name
     """
 
     model: str
@@ -77,6 +80,7 @@ class Ask:
     token_ids: bool = False
     tokens_as_ids: bool = False
     n: int = 1
+    sent_as: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,7 @@ class Rules:
     warn_of_unknown: bool = False
     request_templates: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    max_json_whitespace: int = 12
 
     # -- routes --------------------------------------------------------------------------------------------------------
 
@@ -123,9 +128,18 @@ class Rules:
         name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
         if given.get("echo"):
             raise bad("unsupported_parameter", "echo is not supported for chats; continue_final_message is", "echo")
-        ask = self._shared(
-            given, model, (top or 0) if wants_logprobs else None, max_tokens=given.get(name), default_max_tokens=None
-        )
+        sent_as = {} if name == "max_tokens" else {"max_tokens": name}
+        try:
+            ask = self._shared(
+                given,
+                model,
+                (top or 0) if wants_logprobs else None,
+                max_tokens=given.get(name),
+                default_max_tokens=None,
+            )
+        except Problem as problem:
+            raise renamed(problem, sent_as) from None
+        ask.sent_as = sent_as
         ask.messages, ask.template, ask.tools, ask.forced_tool = messages, template, tools, forced
         if forced is not None:
             ask.params = self._forced(ask.params, [t for t in tools if forced in ("*", t["function"]["name"])])
@@ -236,7 +250,7 @@ class Rules:
                 raise bad("invalid_value", "the best are known at the end; leave out best_of or stream", "best_of")
             values["best_of"] = given["best_of"]
         if (structure := structure_of(given)) is not None:
-            values["structured_outputs"] = structure
+            values["structured_outputs"] = self._spaced(structure)
         values["echo"] = given.get("echo", False)
         values["logprobs"] = logprobs
         if max_tokens is not None:
@@ -277,8 +291,7 @@ class Rules:
             stop_token_ids=given.get("stop_token_ids"),
         )
 
-    @staticmethod
-    def _forced(params: SamplingParams | BeamSearchParams, tools: Sequence[Mapping[str, Any]]) -> SamplingParams:
+    def _forced(self, params: SamplingParams | BeamSearchParams, tools: Sequence[Mapping[str, Any]]) -> SamplingParams:
         """The output must be a call of one of these tools. A schema's "#/$defs/..." is its own: each has a name, which
         is what such references are looked up from."""
         if not isinstance(params, SamplingParams) or params.structured_outputs is not None:
@@ -291,7 +304,7 @@ class Rules:
                 "properties": {
                     "name": {"const": tool["function"]["name"]},
                     "arguments": {"$id": f"urn:tool:{i}", "type": "object"}
-                    | (tool["function"].get("parameters") or {}),
+                    | closed(tool["function"].get("parameters") or {}),
                 },
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
@@ -299,7 +312,21 @@ class Rules:
             for i, tool in enumerate(tools)
         ]
         schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
-        return dataclasses.replace(params, structured_outputs=StructuredOutputsParams(json=schema))
+        structure = StructuredOutputsParams(**self._spaced({"json": schema}))
+        return dataclasses.replace(params, structured_outputs=structure)
+
+    def _spaced(self, structure: dict[str, Any]) -> dict[str, Any]:
+        """With the server's bound of white space in JSON, unless the request or the schema has one."""
+        own = {"disable_any_whitespace", "whitespace_pattern"} & structure.keys()
+        schema = structure.get("json")
+        if own or (schema is None and not structure.get("json_object")) or self.max_json_whitespace == 12:
+            return structure  # the grammar's own bound
+        if isinstance(schema, Mapping) and "x-guidance" in schema:
+            return structure
+        if self.max_json_whitespace == 0:
+            return {**structure, "disable_any_whitespace": True}
+        most = "" if self.max_json_whitespace < 0 else str(self.max_json_whitespace)
+        return {**structure, "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{most}}}"}
 
     def _count(self, name: str, value: int | None, most: int) -> int | None:
         if value is not None and (value < 0 or (value > most and most >= 0)):
@@ -330,6 +357,14 @@ class Rules:
         return tools, forced
 
 
+def renamed(problem: Problem, sent_as: Mapping[str, str]) -> Problem:
+    """The problem, with the names that the request has for its parameters."""
+    for ours, sent in sent_as.items():
+        problem.param = sent if problem.param == ours else problem.param
+        problem.message = re.sub(rf"\b{ours}\b", sent, problem.message)
+    return problem
+
+
 # -- the parts of a body -----------------------------------------------------------------------------------------------
 
 
@@ -345,7 +380,7 @@ def prompts_of(value: Any) -> list[str | list[int]]:
         raise bad("empty_array", "prompt is an empty array; give at least one", "prompt")
     first = value[0]
     if isinstance(first, int | float):  # one list of token ids
-        return [_token_ids(value, "prompt")]
+        return [token_ids_of(value, "prompt")]
     if len(value) > MAX_PROMPTS:
         text = f"prompt has {len(value)} items, at most {MAX_PROMPTS} are allowed; send several requests"
         raise bad("array_above_max_length", text, "prompt")
@@ -360,16 +395,18 @@ def prompts_of(value: Any) -> list[str | list[int]]:
             raise bad("invalid_type", f"prompt[{i}] must be an array of token ids like prompt[0]", "prompt")
         if not item:
             raise bad("empty_array", f"prompt[{i}] is an empty array; give at least one token id", "prompt")
-        prompts.append(_token_ids(item, f"prompt[{i}]"))
+        prompts.append(token_ids_of(item, f"prompt[{i}]"))
     return prompts
 
 
-def _token_ids(values: list[Any], path: str) -> list[int]:
+def token_ids_of(values: list[Any], path: str) -> list[int]:
+    if set(map(type, values)) <= {int} and (not values or (min(values) >= 0 and max(values) < 1 << 31)):
+        return values  # the usual, many times as fast
     for i, value in enumerate(values):
         if type(value) is int and 0 <= value < 1 << 31:
             continue
         if not isinstance(value, int | float):
-            raise bad("invalid_type", f"{path}[{i}] must be a token id, not {fields.brief(value)}", "prompt")
+            raise bad("invalid_type", f"{path}[{i}] must be a token id, not {fields.brief(value)}", path.split("[")[0])
         raise bad("invalid_token_id", f"{path}[{i}] is {fields.brief(value)}, which is no token id", f"{path}[{i}]")
     return values
 
@@ -504,10 +541,11 @@ def structure_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
         text = f"response_format.type is {fields.brief(kind)}; it is text, json_object or json_schema"
         raise bad("invalid_json_schema", text, "response_format")
     holder = form.get("json_schema")
-    schema = holder.get("schema") if isinstance(holder, dict) else None
+    holder = holder if isinstance(holder, dict) else {}
+    schema = holder.get("schema")
     if not isinstance(schema, dict):
         raise bad("invalid_json_schema", "response_format.json_schema.schema must be an object", "response_format")
-    return {"json": schema}
+    return {"json": closed(schema) if holder.get("strict") is True else schema}
 
 
 def _check_stream_options(options: Mapping[str, Any], stream: bool) -> None:
@@ -540,7 +578,10 @@ def _salt(value: str | None) -> bytes:
 
 
 def _truncation(value: int | None) -> int | None:
-    if value is not None and value < 1:
-        text = f"truncate_prompt_tokens is {value}, it must be at least 1; leave it out to keep all of the prompt"
+    if value is not None and not 1 <= value <= INT32:
+        given = fields.brief(value)
+        text = (
+            f"truncate_prompt_tokens is {given}, it must be from 1 to {INT32}; leave it out to keep all of the prompt"
+        )
         raise bad("integer_out_of_range", text, "truncate_prompt_tokens")
     return value

@@ -24,7 +24,7 @@ from octavo.serve import parameters
 from octavo.serve.answers import Json
 from octavo.serve.parameters import FLAG, INTEGER, NUMBER, OBJECT, TEXT, Schema
 from octavo.serve.problems import Problem, bad
-from octavo.serve.protocol import arguments_of, content_of, message_of
+from octavo.serve.protocol import arguments_of, content_of, message_of, renamed
 
 FIELDS: dict[str, Schema] = {
     "model": TEXT,
@@ -51,13 +51,14 @@ FIELDS: dict[str, Schema] = {
     "include": {"type": "array"},
 }
 SAME = frozenset(FIELDS) & (frozenset(parameters.CHAT) - {"tools", "tool_choice"})
-RENAMED = {
-    "messages": "input",
-    "prompt": "input",
+SENT_AS = {
+    "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "structured_outputs": "text.format",
 }
+"""What a parameter of the chat is called here. A request that has one of these names itself is refused under it."""
 STATEFUL = ("previous_response_id", "conversation", "background", "prompt")
 
 
@@ -68,6 +69,8 @@ def to_chat(body: Mapping[str, Any], *, warn: bool) -> dict[str, Any]:
             raise bad(
                 "unsupported_parameter", f"{name} is not supported: nothing is stored; send the whole input", name
             )
+    for name in SENT_AS.keys() & body.keys():
+        raise bad("unsupported_parameter", f"{name} is not supported here: give {SENT_AS[name]}", name)
     given = parameters.read({k: v for k, v in body.items() if k not in STATEFUL}, FIELDS, warn=warn)
     if "input" not in given:
         raise bad("missing_required_parameter", "input is missing", "input")
@@ -93,14 +96,12 @@ def to_chat(body: Mapping[str, Any], *, warn: bool) -> dict[str, Any]:
     return chat
 
 
-def renamed(problem: Problem) -> Problem:
+def blamed(problem: Problem) -> Problem:
     """A problem of the chat, in the words of the request. Of an item it has them already."""
-    name = problem.param or ""
-    if name in RENAMED:
-        problem.param = RENAMED[name]
-        problem.message = re.sub(rf"^{name}(\.json_schema)?\b", problem.param, problem.message)
-    problem.message = problem.message.replace("max_tokens", "max_output_tokens")  # a remedy may name it, too
-    return problem
+    if problem.param in ("messages", "prompt"):
+        problem.message = re.sub(rf"^{problem.param}\b", "input", problem.message)
+        problem.param = "input"
+    return renamed(problem, SENT_AS)
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:

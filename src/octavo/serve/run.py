@@ -137,6 +137,7 @@ async def serve(
             gc.freeze()  # what is here now stays: a large body's many objects need not have it searched again and again
             phases.done("routes")
             try:
+                await app.start()
                 await HTTPServer(app, _announcing(phases)).run_on(sock)
             finally:
                 await app.close()

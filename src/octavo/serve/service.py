@@ -9,20 +9,22 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo.core.sampling_params import SamplingParams
+from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.outputs import RequestOutput
-from octavo.errors import UsageError
+from octavo.errors import TemplateError, UsageError
 from octavo.prompts import Prompts
 from octavo.serve.admission import Admission
 from octavo.serve.answers import ChatAnswer, CompletionAnswer
 from octavo.serve.backend import Backend
 from octavo.serve.metrics import Metrics
-from octavo.serve.problems import Problem, bad
-from octavo.serve.protocol import Ask, Rules
+from octavo.serve.problems import Problem, bad, of
+from octavo.serve.protocol import Ask, Rules, renamed
 from octavo.serve.settings import ServeArgs
+from octavo.serve.text_worker import TextWorkers
 from octavo.serve.tracing import Tracing
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tools import END_THINK, THINK, AnswerParser, ToolFormat, thinks, tool_format
@@ -32,7 +34,8 @@ logger = logging.getLogger("octavo.serve")
 NUM_END_IDS = 16
 """Tokens that the end of a prompt is read from: more than "<think>" and white space behind it have."""
 LONG_TEXT_CHARS = 4096
-"""A text longer than this is encoded on a worker thread."""
+MANY_TOKENS = 1024
+"""Longer texts are encoded, and more tokens decoded, in a process of their own: see `text_worker`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ class Service:
         self.names = tuple(settings.served_model_name) or (model,)
         self.tokenizer: Tokenizer = backend.get_tokenizer()
         self.prompts = Prompts(self.tokenizer, max_model_len=backend.max_model_len)
+        self.texts = TextWorkers(self.tokenizer)
         self.metrics = Metrics(self.names[0], backend.max_model_len)
         self.admission = Admission(
             max_num_seqs=self.limits.max_num_seqs,
@@ -96,6 +100,7 @@ class Service:
             warn_of_unknown=settings.unknown_params == "warn",
             request_templates=settings.trust_request_chat_template,
             template_kwargs=settings.default_chat_template_kwargs or {},
+            max_json_whitespace=settings.max_json_whitespace,
         )
         self.fingerprint = "octavo-" + hashlib.sha256(f"{self.names[0]} {self.started}".encode()).hexdigest()[:8]
 
@@ -103,38 +108,67 @@ class Service:
 
     async def encode(self, ask: Ask) -> list[Encoded]:
         """The prompts of a completion. Raises `Problem`, or a `UsageError` whose param is the request's."""
+        texts = [prompt for prompt in ask.prompts if isinstance(prompt, str)]
+        for text in texts:
+            self.prompts.check_length(text)
+        ids_of_texts = iter(await self.encode_texts(texts, ask.add_special_tokens))
         encoded = []
         for i, prompt in enumerate(ask.prompts):
             where = "prompt" if len(ask.prompts) == 1 else f"prompt[{i}]"
             if isinstance(prompt, str):
-                self.prompts.check_length(prompt)
-                token_ids = await self.encode_text(prompt, ask.add_special_tokens)
+                token_ids = next(ids_of_texts)
                 if not token_ids:
                     text = f"{where} is empty, and the model has no token to begin a text with; write something"
                     raise bad("empty_prompt", text, "prompt")
                 encoded.append(self._cut(Encoded(prompt, token_ids), ask.truncate))
             else:
-                for j, token in enumerate(prompt):
-                    if token >= self.tokenizer.num_ids:
-                        text = f"{where}[{j}] is {token}; the model's token ids are 0 to {self.tokenizer.num_ids - 1}"
-                        raise bad("invalid_token_id", text, f"{where}[{j}]")
-                encoded.append(self._cut(Encoded(None, prompt), ask.truncate))
+                self.check_ids(prompt, where)
+                cut = self._cut(Encoded(None, prompt), ask.truncate)
+                if ask.echo and len(cut.token_ids) > MANY_TOKENS:  # the engine's client would do it on the event loop
+                    skip = getattr(ask.params, "skip_special_tokens", True)
+                    cut = Encoded(await self.decode(cut.token_ids, skip), cut.token_ids)
+                encoded.append(cut)
         return encoded
 
-    async def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Special tokens that are spelled in it are text."""
-        if len(text) > LONG_TEXT_CHARS:
-            return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens, parse_special=False)
-        return self.tokenizer.encode(text, add_special_tokens, parse_special=False)
+    def check_ids(self, token_ids: Sequence[int], where: str) -> None:
+        """Raises `Problem` for one that the model does not have."""
+        if token_ids and max(token_ids) >= self.tokenizer.num_ids:
+            j = next(j for j, token in enumerate(token_ids) if token >= self.tokenizer.num_ids)
+            text = f"{where}[{j}] is {token_ids[j]}; the model's token ids are 0 to {self.tokenizer.num_ids - 1}"
+            raise bad("invalid_token_id", text, f"{where}[{j}]")
+
+    async def encode_texts(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Special tokens that are spelled in them are text."""
+        if sum(map(len, texts)) > LONG_TEXT_CHARS:
+            return await self.texts.encode(texts, add_special_tokens)
+        return [self.tokenizer.encode(text, add_special_tokens, parse_special=False) for text in texts]
+
+    async def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        if len(token_ids) > MANY_TOKENS:
+            return await self.texts.decode(token_ids, skip_special_tokens)
+        return self.tokenizer.decode(token_ids, skip_special_tokens)
 
     async def encode_chat(
         self, messages: list[dict[str, Any]], template: dict[str, Any], truncate: int | None = None
     ) -> Encoded:
         self.prompts.check_length("".join(m["content"] for m in messages), "messages")
-        prompt = await asyncio.to_thread(lambda: self.prompts.chat(messages, **template))
-        if not prompt["prompt_token_ids"]:
+        try:
+            text, token_ids = await self.texts.chat(messages, template)
+        except TemplateError as error:
+            if "chat_template" in template and error.code in ("template_error", "template_timeout"):
+                error.code, error.param = "template_error", "chat_template"  # it is the request's own
+            raise
+        if not token_ids:
             raise bad("empty_prompt", "the chat template makes nothing of these messages", "messages")
-        return self._cut(Encoded(prompt["prompt"], prompt["prompt_token_ids"]), truncate)
+        return self._cut(Encoded(text, token_ids), truncate)
+
+    async def _ready(self, params: SamplingParams | BeamSearchParams) -> SamplingParams | BeamSearchParams:
+        """With bad words as tokens: the engine's client would look them up on the event loop, for each prompt."""
+        words = params.bad_words if isinstance(params, SamplingParams) else None
+        if not words or not isinstance(params, SamplingParams) or sum(map(len, words)) <= LONG_TEXT_CHARS:
+            return params
+        found = [*(params.bad_words_token_ids or ()), *map(tuple, await self.texts.word_ids(words))]
+        return replace(params, bad_words=None, bad_words_token_ids=tuple(dict.fromkeys(found)))
 
     @staticmethod
     def _cut(prompt: Encoded, truncate: int | None) -> Encoded:
@@ -163,10 +197,11 @@ class Service:
         num_tokens = sum(len(p.token_ids) for p in prompts)
         salt = salt_of(salt, ask.salt)
         names = [name if len(prompts) == 1 else f"{name}-{i}" for i in range(len(prompts))]
+        params = await self._ready(ask.params)
         watches = [self.metrics.watch(ask.params, len(p.token_ids), arrival) for p in prompts]
         with self.admission.admit(width * len(prompts), num_tokens) as ticket:
             runs = [
-                self.backend.generate(p.as_prompt(), ask.params, n, priority=ask.priority, salt=salt)
+                self.backend.generate(p.as_prompt(), params, n, priority=ask.priority, salt=salt)
                 for p, n in zip(prompts, names, strict=True)
             ]
             reason = "abort"
@@ -187,7 +222,7 @@ class Service:
                     error.param = "messages"
                 if ask.forced_tool and error.param == "structured_outputs":  # made of their schemas
                     error.param = "tools"
-                raise
+                raise renamed(of(error, name), ask.sent_as) from None
             except Exception:
                 reason = "error"
                 raise

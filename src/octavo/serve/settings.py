@@ -44,6 +44,8 @@ class ServeArgs(Checked):
     reasoning_parser             how it sets its reasoning apart; auto likewise
     pin_prefix                   files of what many prompts begin with, computed at the start and kept: messages in a
                                  .json file, text in any other
+    max_json_whitespace          characters of white space between two parts of JSON that a request constrains, unless
+                                 it says so itself; 0: none, -1: any number
     shutdown_timeout             seconds that running requests get after the first SIGTERM or SIGINT
     sse_keep_alive_interval      seconds of silence after which a stream gets a comment; 0: never
     metrics_public               /metrics takes no key
@@ -80,6 +82,7 @@ class ServeArgs(Checked):
     tool_call_parser: ToolFormat = "auto"
     reasoning_parser: ReasoningFormat = "auto"
     pin_prefix: Sequence[str] = ()
+    max_json_whitespace: int = 12
     shutdown_timeout: float = 30.0
     sse_keep_alive_interval: float = 0.0
     metrics_public: bool = False
@@ -95,6 +98,7 @@ class ServeArgs(Checked):
         self._integer("max_num_queued_reqs", 0, 1 << 30)
         self._integer("max_num_queued_tokens", 0, 1 << 50, optional=True)
         self._integer("max_body_bytes", 1, 1 << 40, optional=True)
+        self._integer("max_json_whitespace", -1, 1000)
         for name in ("queue_timeout", "shutdown_timeout", "sse_keep_alive_interval"):
             self._number(name, 0.0, 1e6)
         self._flag("insecure", "strict_openai", "trust_request_chat_template", "metrics_public", "view_text")

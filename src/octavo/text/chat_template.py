@@ -73,10 +73,12 @@ def render(
     template's variables. Raises `TemplateError`, one line, for whatever the template refuses or does wrong.
     """
     if not isinstance(messages, (list, tuple)) or not messages or not all(isinstance(m, dict) for m in messages):
-        raise TemplateError("messages must be a list of at least one object with role and content", param="messages")
+        text = "messages must be a list of at least one object with role and content"
+        raise TemplateError(text, param="messages", code="invalid_value")
     if continue_final_message:
         if add_generation_prompt:
-            raise TemplateError("continue_final_message and add_generation_prompt exclude each other; choose one")
+            text = "continue_final_message and add_generation_prompt exclude each other; choose one"
+            raise TemplateError(text, param="continue_final_message", code="invalid_value")
         messages = [*messages[:-1], _with_text_end(messages[-1], HERE)]
     variables = {**special_tokens, **kwargs, "messages": messages, "tools": tools or None}
     text = _run(_compiled(template), {**variables, "add_generation_prompt": add_generation_prompt})
@@ -124,9 +126,11 @@ def _run(code: CodeType, variables: dict[str, Any]) -> str:
                 raise SecurityError(f"its text is longer than {MAX_OUTPUT_CHARS:,} characters")
             parts.append(part)
     except _Refused as e:
-        raise TemplateError(f"the chat template refuses the messages: {_line(e)}", param="messages") from e
+        text = f"the chat template refuses the messages: {_line(e)}"
+        raise TemplateError(text, param="messages", code="template_error") from e
     except Exception as e:  # a template can raise anything that Python can
-        raise TemplateError(f"the chat template fails: {_line(e)}", param="messages") from e
+        code = "template_timeout" if isinstance(e, _TooLong) else "template_error"
+        raise TemplateError(f"the chat template fails: {_line(e)}", param="messages", code=code) from e
     return "".join(parts)
 
 
@@ -134,14 +138,18 @@ def _run(code: CodeType, variables: dict[str, Any]) -> str:
 def _compiled(template: str) -> CodeType:
     if len(template) > MAX_SOURCE_CHARS:
         raise TemplateError(
-            f"the chat template has {len(template):,} characters; at most {MAX_SOURCE_CHARS:,} are read"
+            f"the chat template has {len(template):,} characters; at most {MAX_SOURCE_CHARS:,} are read",
+            param="chat_template",
+            code="template_error",
         )
     try:
         return _Sandbox().compile(template)
     except jinja2.TemplateSyntaxError as e:
-        raise TemplateError(f"the chat template is wrong in line {e.lineno}: {_line(e)}") from e
+        text = f"the chat template is wrong in line {e.lineno}: {_line(e)}"
+        raise TemplateError(text, param="chat_template", code="template_error") from e
     except Exception as e:  # nested too deep, ...
-        raise TemplateError(f"the chat template cannot be compiled: {_line(e)}") from e
+        text = f"the chat template cannot be compiled: {_line(e)}"
+        raise TemplateError(text, param="chat_template", code="template_error") from e
 
 
 def _line(e: BaseException) -> str:
@@ -158,13 +166,15 @@ def _with_text_end(message: dict[str, Any], end: str) -> dict[str, Any]:
         part = content[-1]
         if isinstance(part.get("text"), str):
             return {**message, "content": [*content[:-1], {**part, "text": part["text"] + end}]}
-    raise TemplateError("continue_final_message needs a final message that ends in text", param="messages")
+    text = "continue_final_message needs a final message that ends in text"
+    raise TemplateError(text, param="messages", code="invalid_value")
 
 
 def _cut_at_end_of_final(text: str) -> str:
     at = text.rfind(HERE.strip())
     if at < 0:
-        raise TemplateError("the chat template leaves the final message out, so it cannot be continued")
+        text = "the chat template leaves the final message out, so it cannot be continued"
+        raise TemplateError(text, param="messages", code="template_error")
     before = text[:at] if text.startswith(HERE, at) else text[:at].rstrip()
     return before.replace(HERE, "").replace(HERE.strip(), "")  # a template may have shown the message before, too
 
@@ -174,6 +184,10 @@ def _cut_at_end_of_final(text: str) -> str:
 
 class _Refused(jinja2.TemplateError):
     """The template called `raise_exception`."""
+
+
+class _TooLong(SecurityError):
+    """The template runs for longer than a template may."""
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -200,7 +214,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def tick(self, num_chars: int = 0) -> str:
         """A turn of a loop, with so much text of the template's own in it."""
         if time.monotonic() > self._deadline:
-            raise SecurityError(f"it runs for longer than {MAX_RENDER_S:g} s")
+            raise _TooLong(f"it runs for longer than {MAX_RENDER_S:g} s")
         self._num_chars += num_chars
         _check_size(self._num_chars // 4)  # text may pass through a few macros on its way out
         return ""

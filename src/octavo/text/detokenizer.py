@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from tokenizers.decoders import DecodeStream
 
 from octavo.errors import ParameterError
+from octavo.text.stop_strings import ROOT, StopStrings
 
 if TYPE_CHECKING:
     from octavo.text.tokenizer import Tokenizer
@@ -30,8 +31,9 @@ class Detokenizer:
     `text` is what has been shown, without what is held back. When a stop string is complete, `stop_reason` is that
     string, the text ends before it (behind it with `include_stop`), and later tokens are ignored. Of several stop
     strings the one that is complete first wins, and of those complete at the same character the longest.
-    `num_tokens_kept` counts the tokens up to and including the one that completed it: a call may bring more. What the
-    first `min_tokens` tokens complete does not count.
+    Several sequences may share one `StopStrings` as their `stop`. `num_tokens_kept` counts the tokens up to and
+    including the one that completed it: a call may bring more. What the first `min_tokens` tokens complete does not
+    count.
     """
 
     def __init__(
@@ -41,27 +43,30 @@ class Detokenizer:
         *,
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
-        stop: Sequence[str] = (),
+        stop: Sequence[str] | StopStrings = (),
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        if any(not isinstance(s, str) or not s for s in stop):
-            raise ParameterError(
-                f"stop strings must be strings of at least one character, not {list(stop)!r}", param="stop"
-            )
+        if not isinstance(stop, StopStrings):
+            if any(not isinstance(s, str) or not s for s in stop):
+                raise ParameterError(
+                    f"stop strings must be strings of at least one character, not {list(stop)!r}", param="stop"
+                )
+            stop = StopStrings(stop)
         self.text = ""
         self.stop_reason: str | None = None
         self.num_tokens_kept = 0
         self._tokenizer = tokenizer
         self._skipped_ids = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._num_ids = tokenizer.vocab_size
-        context_ids = list(islice(filter(self._is_visible, reversed(prompt_ids)), NUM_CONTEXT_IDS))[::-1]
+        last = filter(self._is_visible, reversed(prompt_ids[-MOST_PENDING_IDS:]))  # a prompt may be all special ids
+        context_ids = list(islice(last, NUM_CONTEXT_IDS))[::-1]
         self._pieces = (
             _ByteStream(tokenizer, context_ids)
             if tokenizer.has_token_bytes
             else _TextStream(tokenizer, context_ids, skip_special_tokens, spaces_between_special_tokens)
         )
-        self._stops = [_StopString(s) for s in stop]
+        self._stops, self._place = stop, ROOT
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._held = ""
@@ -109,46 +114,21 @@ class Detokenizer:
 
     def _show(self, piece: str) -> str:
         """New text in, text that is safe to show out."""
-        if not self._stops or not piece:
+        stops, place = self._stops, self._place
+        if not piece or (place == ROOT and not stops.begins_in(piece)):
             return piece
         text, num_before = self._held + piece, len(self._held)
         for at, char in enumerate(piece, start=num_before + 1):  # text[:at] ends with char
-            complete = [s for s in self._stops if s.step(char)]
-            if complete and self.num_tokens_kept <= self._min_tokens:
-                for s in complete:
-                    s.pass_over()
-            elif complete:
-                found = max(complete, key=lambda s: len(s.text))
-                self.stop_reason, self._held = found.text, ""
-                return text[:at] if self._include_stop else text[: at - len(found.text)]
-        num_held = max(s.num_matched for s in self._stops)
+            place = stops.step(place, char)
+            found = stops.found(place)
+            if found is not None and self.num_tokens_kept <= self._min_tokens:
+                place = stops.pass_over(place)
+            elif found is not None:
+                self.stop_reason, self._held = found, ""
+                return text[:at] if self._include_stop else text[: at - len(found)]
+        self._place, num_held = place, stops.num_held(place)
         shown, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
         return shown
-
-
-class _StopString:
-    """How much of a stop string the text ends with (Knuth, Morris and Pratt 1977): one step a character."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.num_matched = 0  # the longest beginning of `text` that the text so far ends with
-        self._shorter = [0] * (len(text) + 1)  # n -> the longest beginning that the first n characters end with
-        for n in range(1, len(text)):
-            self._shorter[n + 1] = self._after(self._shorter[n], text[n])
-
-    def step(self, char: str) -> bool:
-        """Whether the stop string is complete with `char`; there are more steps only if it is passed over."""
-        self.num_matched = self._after(self.num_matched, char)
-        return self.num_matched == len(self.text)
-
-    def pass_over(self) -> None:
-        """It is complete, and does not count; its end may be the beginning of another."""
-        self.num_matched = self._shorter[self.num_matched]
-
-    def _after(self, num_matched: int, char: str) -> int:
-        while num_matched and self.text[num_matched] != char:
-            num_matched = self._shorter[num_matched]
-        return num_matched + (self.text[num_matched] == char)
 
 
 class _ByteStream:

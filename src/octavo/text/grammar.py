@@ -39,6 +39,9 @@ CACHED_CHARS = 1 << 21
 """Of all grammars that are kept: a compiled one takes up to 200 bytes for each character of its text."""
 MAX_MESSAGE = 300
 SOURCE_LINES = re.compile(r"\n *\d+ \| ")
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,12}"
+"""Between two parts of JSON: where any amount may come, a small model may write nothing else. lm-format-enforcer allows
+as much: a line break, and the indentation of five levels of two."""
 JSON_CHARACTER = r'[^"\\\x00-\x1F\x7F]'
 JSON_SLICES = [
     r"[\x20\x0A\x0D\x09]+",
@@ -55,12 +58,15 @@ way alone to cut that text into tokens, which tokenizing it anew each time finds
 def json_grammar(schema: str, *, any_whitespace: bool = True, whitespace_pattern: str | None = None) -> str:
     """JSON that a schema, given as JSON, describes. The schema's own "x-guidance" is heeded where we say nothing."""
     value = json.loads(schema)
-    options = {} if any_whitespace else {"whitespace_flexible": False}
+    given = value.get("x-guidance")
+    options: dict[str, object] = dict(given) if isinstance(given, dict) else {}
+    if not any_whitespace:
+        options["whitespace_flexible"] = False
     if whitespace_pattern is not None:
-        options["whitespace_pattern"] = whitespace_pattern  # type: ignore[assignment]
-    if options:
-        given = value.get("x-guidance")
-        value["x-guidance"] = {**(given if isinstance(given, dict) else {}), **options}
+        options["whitespace_pattern"] = whitespace_pattern
+    elif options.get("whitespace_flexible") is not False:  # a pattern is heeded in spite of it
+        options.setdefault("whitespace_pattern", WHITESPACE)
+    value["x-guidance"] = options
     return f"start: %json {json.dumps(value)}"
 
 

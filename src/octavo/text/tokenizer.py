@@ -78,6 +78,20 @@ class Tokenizer:
             num_ids=parts.num_ids,
         )
 
+    def to_wire(self) -> dict[str, Any]:
+        """All that `from_wire` makes the same tokenizer of in another process, as plain data."""
+        return {
+            "backend": self.backend.to_str(),
+            "special_tokens": self.special_tokens,
+            "eos_token_ids": self.eos_token_ids,
+            "chat_templates": self.chat_templates,
+            "num_ids": self.num_ids,
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> Tokenizer:
+        return cls(**{**wire, "backend": tokenizers.Tokenizer.from_str(wire["backend"])})
+
     @cached_property
     def most_chars(self) -> int:
         """Of a text that one token can stand for."""
@@ -246,7 +260,8 @@ def _prepared(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     backend.no_padding()
     unmark = tokenizers.normalizers.Replace(MARK, "")
     given = backend.normalizer
-    backend.normalizer = unmark if given is None else tokenizers.normalizers.Sequence([unmark, given])
+    if given is None or MARK.encode() not in given.__getstate__():  # else it comes from another process, with it
+        backend.normalizer = unmark if given is None else tokenizers.normalizers.Sequence([unmark, given])
     return backend
 
 
