@@ -409,6 +409,12 @@ def check(scheduler: Scheduler) -> None:
     ):
         need(all(r.status.value == status for r in line), Invariant, "in the wrong line")
         need([r.order for r in line] == sorted(r.order for r in line), Invariant, "out of order", status)
+    here = Counter(r.tenant for r in scheduler.requests.values())
+    present = scheduler.tenants.present
+    need(here == {number: t.num_requests for number, t in present.items()}, Invariant, "tenants", here)
+    for number, tenant in present.items():
+        line = [r for r in scheduler.waiting if r.tenant == number]
+        need(tenant.waiting == line, Invariant, "a tenant's line", number)
     stats = cache.stats()
     device = [s for r in scheduler.running for s in r.sequences if s.block_ids] + list(cache.pins.values())
     need(stats.num_unfilled_slots <= len(device) * (size - 1), Invariant, "more waste than a block a sequence")

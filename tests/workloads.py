@@ -44,6 +44,75 @@ class RandomPolicy(Policy):
         return Choice(self.random.choice(list(PreemptionMode)), "lot")
 
 
+class Fairness:
+    """What a step owes to tenants and to short prompts: made before it is planned, checked after."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.longest = scheduler.policy.long_prefill_token_threshold
+        self.max_longs = scheduler.policy.max_long_partial_prefills
+        sequences = [seq for request in scheduler.running for seq in request.sequences]
+        self.length = {seq: len(seq.token_ids) + seq.num_pending for seq in sequences}
+        self.due = {seq: length - seq.num_computed for seq, length in self.length.items()}
+        self.num_preemptions = scheduler.num_preemptions
+        self.swapped = list(scheduler.swapped)
+        self.served = {number: tenant.served for number, tenant in scheduler.tenants.present.items()}
+        self.stuck = any(r.waits_for in ("blocks", "rows") for r in scheduler.waiting)
+
+    def check(self, plan: StepPlan, totals: Counter[str]) -> None:
+        prompts: Counter[int] = Counter()  # positions of prompts, by tenant
+        longs: Counter[int] = Counter()
+        whole: Counter[int] = Counter()
+        unmet: set[int] = set()
+        for seq, count, start in zip(plan.sequences, plan.counts, plan.starts, strict=True):
+            tenant, due = seq.request.tenant, self.length.get(seq, len(seq.token_ids)) - start
+            whole[tenant] += count
+            if due <= 1:
+                continue
+            prompts[tenant] += count
+            if count < min(due, self.longest or due) and seq is seq.request.solo:
+                unmet.add(tenant)
+            if self.longest and due > self.longest:
+                need(count <= self.longest, Invariant, "a long prompt takes more than its part", seq)
+                longs[tenant] += seq.request not in self.swapped
+        need(max(longs.values(), default=0) <= self.max_longs, Invariant, "long prompts at a time", longs)
+        totals["long prompts"] += bool(longs)
+        if len(self.served) > 1:
+            self._are_level(plan, prompts, whole, unmet, totals)
+
+    def _are_level(
+        self, plan: StepPlan, prompts: Counter[int], whole: Counter[int], unmet: set[int], totals: Counter[str]
+    ) -> None:
+        """Nobody computes more of its prompts while one that has been served less could do with more."""
+        scheduler, present = self.scheduler, self.scheduler.tenants.present
+        after = {number: tenant.served for number, tenant in present.items()}
+        need(after == {n: served + whole[n] for n, served in self.served.items()}, Invariant, "served", after)
+        if self.stuck or self.swapped or scheduler.num_preemptions > self.num_preemptions:
+            return
+        if any(r.waits_for in STOPPED for r in scheduler.waiting):
+            return
+        if any(start and seq not in self.due for seq, start in zip(plan.sequences, plan.starts, strict=True)):
+            return  # the cache had what was taken to be due: others had what that left
+        planned = {seq.request for seq in plan.sequences}
+        for request in scheduler.running:
+            due = 0 if request.solo is None else self.due.get(request.solo, 0)
+            if due > 1 and request not in planned and not self._is_long(due):
+                unmet.add(request.tenant)
+        unmet |= {number for number, t in present.items() if t.waiting and t.waiting[0].waits_for in ("", "budget")}
+        for poor in unmet:
+            for rich, count in prompts.items():
+                totals["shared steps"] += rich != poor
+                own = 1 + sum(r.tenant == rich for r in scheduler.running)
+                need(count <= own or after[rich] <= after[poor] + len(after), Invariant, "unfair", rich, poor, after, prompts)
+
+    def _is_long(self, due: int) -> bool:
+        return 0 < self.longest < due
+
+
+STOPPED = ("blocks", "rows", "behind a swapped request", "in flight", "prefix in flight", "long prefill")
+"""Why others get what is left: a slice that is cut short cannot be made longer any more."""
+
+
 class World:
     """One scheduler, one oracle, and the requests that are to come."""
 
@@ -81,6 +150,10 @@ class World:
         also = random.Random(seed + 0.5)
         policy.ageing = also.choice([0, 1, 4])
         policy.victims = also.choice(list(VictimChoice))
+        fair = self.fair = random.Random(seed + 0.625)  # tenants, calls and long prompts, in most worlds
+        policy.long_prefill_token_threshold = fair.choice([0, 0, 1, 2, 5, 9])
+        policy.max_long_partial_prefills = fair.choice([1, 1, 2])
+        self.num_tenants = fair.choice([1, 2, 2, 3])
         policy.costs = Costs(token_s=also.choice([0, 1, 1]), move_s=also.choice([0.1, size / 2, size]), kept=0.2)
         self.scheduler = Scheduler(
             self.cache,
@@ -164,6 +237,9 @@ class World:
                 constrained=rnd.random() < 0.15,
             )
             todo.append(request)
+        for request in todo:
+            request.tenant = self.fair.randrange(self.num_tenants)
+            request.rank = self.fair.choice([0, 0, 0, 1, 3])
         self._add_pins(todo, prefixes)
         return todo
 
@@ -233,7 +309,9 @@ class World:
     def _plan(self) -> StepPlan:
         scheduler = self.scheduler
         running, waiting = list(scheduler.running), list(scheduler.waiting)
+        fairness = Fairness(scheduler)
         plan = scheduler.schedule()
+        fairness.check(plan, self.totals)
         o.check(scheduler)
         left = [r for r in running if r not in scheduler.running]
         came = [r for r in waiting if r in scheduler.running]

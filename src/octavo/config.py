@@ -28,6 +28,8 @@ STEP_SIZES = {
     "cuda": {"max_num_batched_tokens": 8192, "max_num_seqs": 256, "decode_window": 4},
 }
 """What a step holds unasked, by device."""
+LONG_PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}
+"""What a long prompt computes in a step unasked, by device; at most half of a step."""
 
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["int8"]
@@ -130,6 +132,10 @@ class EngineArgs(Checked):
     scheduling_policy         fcfs, or priority (lower first)
     priority_ageing           by priority: how many later arrivals may overtake a request for each step of priority
                               between them; 0: any number
+    long_prefill_token_threshold  a prompt of which more tokens are due is long, and computes so many a step at most;
+                              0: as many as fit. None: 512 on a CPU, 4,096 on a GPU, and at most half of a step
+    max_long_partial_prefills long prompts of one tenant (one API key) that are computed at a time; the next waits, and
+                              short ones pass it
     watermark                 share of the blocks that an admission leaves free while anything runs
     decode_window             positions that the device decodes by itself in one step; None: 1 on a CPU, 4 on a GPU
     enforce_eager             launch kernels one by one, without CUDA graphs; on a CPU, replay no decode steps
@@ -164,6 +170,8 @@ class EngineArgs(Checked):
     max_logprobs: int = 20
     scheduling_policy: SchedulingPolicy = "fcfs"
     priority_ageing: int = 256
+    long_prefill_token_threshold: int | None = None
+    max_long_partial_prefills: int = 1
     watermark: float = 0.0
     decode_window: int | None = None
     enforce_eager: bool = False
@@ -198,6 +206,8 @@ class EngineArgs(Checked):
         self._integer("max_num_batched_tokens", 1, 1 << 24, optional=True)
         self._integer("max_num_seqs", 1, 1 << 20, optional=True)
         self._integer("decode_window", 1, 1024, optional=True)
+        self._integer("long_prefill_token_threshold", 0, 1 << 30, optional=True)
+        self._integer("max_long_partial_prefills", 1, 1 << 20)
         self._integer("max_logprobs", -1, 1 << 20)
         if not isinstance(self.generation_config, str) or not self.generation_config:
             raise ParameterError(
@@ -220,7 +230,12 @@ class EngineArgs(Checked):
         """The same, with a number in the place of every None that the device alone decides."""
         sizes = STEP_SIZES[device].items()
         unsaid: dict[str, Any] = {name: value for name, value in sizes if getattr(self, name) is None}
-        return replace(self, **unsaid) if unsaid else self
+        args = replace(self, **unsaid) if unsaid else self
+        if args.long_prefill_token_threshold is not None:
+            return args
+        assert args.max_num_batched_tokens is not None
+        longest = min(LONG_PREFILL_TOKENS[device], max(1, args.max_num_batched_tokens // 2))
+        return replace(args, long_prefill_token_threshold=longest)
 
     def kv_events(self) -> KVEventsConfig:
         return KVEventsConfig(**(self.kv_events_config or {}))
@@ -232,6 +247,8 @@ class EngineArgs(Checked):
             mode=None if self.preemption_mode == "auto" else PreemptionMode(self.preemption_mode),
             ageing=self.priority_ageing,
             victims=VictimChoice(self.preemption_victim),
+            long_prefill_token_threshold=self.long_prefill_token_threshold or 0,
+            max_long_partial_prefills=self.max_long_partial_prefills,
         )
 
 

@@ -89,6 +89,8 @@ ENGINE = {
     "max_logprobs": "The most that --logprobs may be; -1: the whole vocabulary.",
     "scheduling_policy": "Who goes first.",
     "priority_ageing": "Later arrivals that may overtake a request for each step of priority between them; 0: any.",
+    "long_prefill_token_threshold": "A prompt of more tokens computes so many a step at most; 0: as many as fit.",
+    "max_long_partial_prefills": "Long prompts of one API key that are computed at a time; short ones pass the next.",
     "watermark": "Share of the blocks that an admission leaves free.",
     "decode_window": "Positions that the device decodes by itself in one step.",
     "enforce_eager": "Launch kernels one by one, without CUDA graphs.",

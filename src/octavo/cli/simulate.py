@@ -29,6 +29,8 @@ SIMULATED = (
     "preemption_mode",
     "swap_space",
     "scheduling_policy",
+    "long_prefill_token_threshold",
+    "max_long_partial_prefills",
     "watermark",
     "decode_window",
     "async_scheduling",

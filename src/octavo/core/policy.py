@@ -40,6 +40,10 @@ FIRST_HEADROOM = 16
 """Positions that all running requests may grow by before a request comes back that was preempted once."""
 
 
+RANK_ARRIVALS = 32
+"""Later arrivals that may overtake a request for each one of the same call that stands before it."""
+
+
 @dataclass(slots=True)
 class Costs:
     """What it takes to bring a request back, in seconds; 0 is not known. An engine measures these while it works.
@@ -92,6 +96,10 @@ class Policy:
             the paper does (section 4.5 and its artifact): a single sequence is recomputed in one prefill, a group is
             swapped, because recomputing loses what its sequences share
     victims who gives way
+    long_prefill_token_threshold  a prompt of which more is due is long, and computes so many positions a step at most;
+            0: none is
+    max_long_partial_prefills  long prompts of a tenant that are computed at a time. The next one waits, and short ones
+            pass it
 
     Whoever makes another must not raise in it: it is asked in the middle of `Scheduler.schedule`, and an exception
     there ends the engine.
@@ -101,16 +109,19 @@ class Policy:
     mode: PreemptionMode | None = None
     ageing: int = 0
     victims: VictimChoice = VictimChoice.LATEST
+    long_prefill_token_threshold: int = 0
+    max_long_partial_prefills: int = 1
     costs: Costs = field(default_factory=Costs)
 
     def order(self, request: Request, arrival: int) -> tuple[int, int]:
         """Its place in line; the smallest is served first. It never changes: who waits for longer has arrived earlier,
         so ageing is an advance given once."""
+        place = arrival + RANK_ARRIVALS * request.rank
         if not self.by_priority:
-            return (0, arrival)
+            return (0, place)
         if self.ageing:
-            return (request.priority * self.ageing + arrival, arrival)
-        return (request.priority, arrival)
+            return (request.priority * self.ageing + place, place)
+        return (request.priority, place)
 
     def victim(self, running: Seq[Request], asker: Request, cache: KVCache) -> Request:
         """Of those running, somebody behind the asker, or the asker itself when nobody is.

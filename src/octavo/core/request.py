@@ -108,6 +108,8 @@ class Request:
                  knows all tokens before: no windows, but a step is planned while the last token is on its way
     must_wait    nothing is planned while anything of it is pending: the host chooses, or it is yet to fork
     salt         requests of different salts share no blocks
+    tenant       whose it is: tenants share steps evenly
+    rank         how many of the same call stand before it: the prompts of one call let others pass
     pin          its prompt is computed to stay: when it ends, after its one token, its blocks are kept for others that
                  begin with it, under its name
     resume       outputs that are known already, of each sample that still lives, by its index: another engine had come
@@ -133,6 +135,7 @@ class Request:
         "pin",
         "priority",
         "prompt_token_ids",
+        "rank",
         "request_id",
         "resume",
         "salt",
@@ -142,6 +145,7 @@ class Request:
         "solo",
         "status",
         "stop_ids",
+        "tenant",
         "waits_for",
         "width",
     )
@@ -157,6 +161,8 @@ class Request:
         stop_ids: Iterable[int] = (),
         priority: int = 0,
         salt: bytes = b"",
+        tenant: int = 0,
+        rank: int = 0,
         width: int | None = None,
         num_draws: int | None = None,
         decide: Decide | None = None,
@@ -173,6 +179,8 @@ class Request:
         self.stop_ids = frozenset(stop_ids) | frozenset(sampling_params.stop_token_ids or ())
         self.priority = priority
         self.salt = salt
+        self.tenant = tenant
+        self.rank = rank
         self.width = sampling_params.width if width is None else width
         self.decide = decide
         self.num_draws = (self.width if decide is None else 2 * self.width) if num_draws is None else num_draws
@@ -205,6 +213,15 @@ class Request:
     @property
     def num_pending(self) -> int:
         return sum(s.num_pending for s in self.sequences)
+
+    @property
+    def num_due(self) -> int:
+        """Positions that may be planned before anything is sampled, of the sequence that has most of them."""
+        return max(len(s.token_ids) + s.num_pending - s.num_computed for s in self.sequences)
+
+    def is_long(self, longest: int) -> bool:
+        """More is due than a long prompt computes in a step; 0: there are no long prompts."""
+        return 0 < longest < self.num_due
 
     def __lt__(self, other: Request) -> bool:
         return self.order < other.order

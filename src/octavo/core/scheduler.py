@@ -1,8 +1,10 @@
 """Which sequences compute how many positions in the next step, and what memory must do for it.
 
 Each step: the running in order of arrival; then the swapped; then the waiting, and those only while nothing is swapped.
-Each of the three stops at the first request that does not fit. The scheduler plans step k+1 while the device runs step
-k, so what it knows of a sequence lags what the device has: `num_pending` tokens are on their way.
+Each of the three stops at the first request that does not fit. Of several tenants the least served is let in first, and
+their prompts share a step. A long prompt takes a part of a step only, and the next long one lets short ones pass. The
+scheduler plans step k+1 while the device runs step k, so what it knows of a sequence lags what the device has:
+`num_pending` tokens are on their way.
 """
 
 from __future__ import annotations
@@ -17,7 +19,11 @@ from octavo.core.kv_cache import KVCache, KVStats
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence, Status
+from octavo.core.tenants import Tenant, Tenants, level
 from octavo.errors import CapacityError
+
+LONG_PREFILL = "long prefill"
+"""Why a request waits while it lets others pass."""
 
 
 class Pick(NamedTuple):
@@ -31,7 +37,7 @@ class Pick(NamedTuple):
 class _Draft:
     """A plan in the making."""
 
-    __slots__ = ("budget", "plan", "preempted", "sealable", "writes")
+    __slots__ = ("budget", "longs", "plan", "preempted", "sealable", "shares", "writes")
 
     def __init__(self, plan: StepPlan, budget: int) -> None:
         self.plan = plan
@@ -39,6 +45,8 @@ class _Draft:
         self.preempted = False  # somebody was thrown out in this step: nobody comes in
         self.sealable: list[Sequence] = []  # sequences with blocks that this plan fills
         self.writes: set[Key] = set()  # the first block that each of those fills
+        self.longs: dict[int, int] = {}  # tenant -> its long prompts that have a chunk in this plan
+        self.shares: dict[int, int] | None = None  # tenant -> positions left to its prompts; None: there is one tenant
 
 
 class Scheduler:
@@ -73,6 +81,7 @@ class Scheduler:
         self.running: list[Request] = []  # each of the three in the policy's order
         self.swapped: list[Request] = []
         self.waiting: list[Request] = []
+        self.tenants = Tenants()
         self.in_flight: deque[StepPlan] = deque()  # planned, their results not here
         self.num_rows_taken = 0
         self.num_steps = 0
@@ -114,7 +123,8 @@ class Scheduler:
         for sequence in request.sequences:
             cache.free(sequence)  # it holds nothing, in the cache's words: one that resumes is as after a preemption
         self.requests[request.request_id] = request
-        insort(self.waiting, request)
+        self.tenants.enter(request)
+        self._line_up(request)
         if self.events.active:
             self.events.emit(ev.Arrived(request.request_id, prompt, wanted, width, request.priority))
 
@@ -185,12 +195,17 @@ class Scheduler:
         """The next step; an empty plan (false) when there is nothing to do before a result has come."""
         plan = StepPlan(self.num_steps, self.cache.pool.last_seal_id)
         draft = _Draft(plan, self.step_limit)
-        settled = self._plan_running(draft, self._window())
+        window, several = self._window(), self.tenants.several
+        if several:
+            draft.shares = self._shares(window)
+        settled = self._plan_running(draft, window)
         if settled and not draft.preempted:
             while self.swapped and draft.budget > 0 and self._swap_in(self.swapped[0], draft):
                 pass
-            while self.waiting and not self.swapped and draft.budget > 0 and self._admit(self.waiting[0], draft):
-                pass
+        if several:
+            self.tenants.serve((seq.request.tenant, n) for seq, n in zip(plan.sequences, plan.counts, strict=True))
+        if settled and not draft.preempted and self.waiting and not self.swapped:
+            self._let_in(draft)
         for sequence in draft.sealable:  # findable from the next plan on, not within this one
             self.cache.seal(sequence)
         if plan:
@@ -251,7 +266,11 @@ class Scheduler:
                 budget -= count
                 i += 1
                 continue
-            picks = self._picks(request, budget, window)
+            chunk = self._chunk(request, request.num_due, budget, draft)
+            if not chunk:  # another's turn
+                i += 1
+                continue
+            picks = self._picks(request, budget, window, chunk)
             if picks is None:  # its sequences do not fit together into what is left of the budget
                 break
             # Not in groups: rebuilding one, a sibling's head may be needed that it has itself gone beyond.
@@ -262,19 +281,66 @@ class Scheduler:
                 if not self._make_room(request, needs, draft):
                     break
                 continue
+            due, num_positions = request.num_due, sum(p.num_positions for p in picks)
             self._place(picks, draft)
-            budget -= sum(p.num_positions for p in picks)
+            budget -= num_positions
+            if draft.shares is not None and due > 1:
+                draft.shares[request.tenant] -= num_positions
             i += 1
         draft.budget = budget
         return i == len(running)
 
-    def _picks(self, request: Request, budget: int, window: int) -> list[Pick] | None:
-        """What its sequences do next: [] nothing before a result has come, None nothing within this budget."""
+    def _shares(self, window: int) -> dict[int, int]:
+        """What the prompts of each tenant may take of the next step, beside all that decode. A tenant with a prompt
+        under way gets a position at least: it may hold the very blocks that another waits for."""
+        tenants, longest, budget = self.tenants, self.policy.long_prefill_token_threshold, self.step_limit
+        wants, decodes = dict.fromkeys(tenants.present, 0), dict.fromkeys(tenants.present, 0)
+        for request in self.running:
+            due = request.num_due
+            if due > 1:  # of a group that is rebuilt, one sequence at a time
+                wants[request.tenant] += min(due, longest or due)
+            elif not (request.must_wait and request.num_pending):
+                left = max(seq.limit - 1 - seq.num_computed for seq in request.sequences)
+                decodes[request.tenant] += len(request.sequences) * max(0, min(window, left))
+        budget -= sum(decodes.values())
+        under_way = [number for number in wants if wants[number]]
+        for tenant in tenants.present.values() if not self.swapped else ():
+            num_longs = 0
+            for request in tenant.waiting:
+                if wants[tenant.number] >= budget:
+                    break
+                if request.waits_for in ("blocks", "rows"):  # it may take long: just enough for it to be tried
+                    wants[tenant.number] += 1
+                    break
+                num_longs += request.is_long(longest)
+                if num_longs <= self.policy.max_long_partial_prefills:
+                    wants[tenant.number] += min(request.num_due, longest or budget)
+        shares = tenants.shares(max(0, budget), wants, decodes)
+        for number in under_way:
+            shares[number] = max(1, shares[number])
+        return shares
+
+    def _chunk(self, request: Request, due: int, budget: int, draft: _Draft) -> int:
+        """Positions that a prompt may compute in this step, of those due. 0: none, because a longer one of its tenant
+        does, or because its tenant has had its share."""
+        longest, number = self.policy.long_prefill_token_threshold, request.tenant
+        if due <= 1:
+            return budget
+        if draft.shares is not None:
+            budget = max(0, min(budget, draft.shares[number]))
+        if longest and due > longest:
+            full = draft.longs.get(number, 0) >= self.policy.max_long_partial_prefills
+            return 0 if full else min(budget, longest)
+        return budget
+
+    def _picks(self, request: Request, budget: int, window: int, chunk: int) -> list[Pick] | None:
+        """What its sequences do next: [] nothing before a result has come, None nothing within this budget. `chunk`:
+        what they may compute of their prompts."""
         sequences = request.sequences
         if request.must_wait and request.num_pending:
             return []
         if len(sequences) > 1:
-            if (rebuild := self._rebuild(request, budget)) is not None:
+            if (rebuild := self._rebuild(request, chunk)) is not None:
                 return rebuild
             window = min(window, budget // len(sequences))  # all of them step together, or none
             if window < 1:
@@ -289,13 +355,13 @@ class Scheduler:
             if length >= seq.limit:
                 continue
             due = length - seq.num_computed  # known tokens, or the one that the row holds
-            if due > budget:
-                return [Pick(seq, budget, 0)]
-            fed = min(window, seq.limit - length, budget - due + 1) - 1  # positions that the device feeds itself
+            if due > chunk:
+                return [Pick(seq, chunk, 0)]
+            fed = min(window, seq.limit - length, chunk - due + 1) - 1  # positions that the device feeds itself
             picks.append(Pick(seq, due + fed, fed + 1))
         return picks
 
-    def _rebuild(self, request: Request, budget: int) -> list[Pick] | None:
+    def _rebuild(self, request: Request, chunk: int) -> list[Pick] | None:
         """After a recompute: one sequence after another, each up to its last token; None when all have caught up.
 
         All at once, unshared, they might never fit where they fitted when they forked.
@@ -309,17 +375,19 @@ class Scheduler:
                     self.cache.attach(seq, self.cache.sibling_prefix(seq))
                     due = len(seq.token_ids) - 1 - seq.num_computed
                 if due > 0:
-                    return [Pick(seq, min(due, budget), 0)]
+                    return [Pick(seq, min(due, chunk), 0)]
         return None
 
     def _place(self, picks: list[Pick], draft: _Draft) -> None:
         """Put the slices of a request into the plan. There is room."""
-        plan, cache = draft.plan, self.cache
+        plan, cache, longest = draft.plan, self.cache, self.policy.long_prefill_token_threshold
         for seq, count, num_sampled in picks:
             cache.grow(seq, count, plan)
             if seq.row < 0:
                 cache.rows.give(seq, plan)
             start, request = seq.num_computed, seq.request
+            if longest and len(seq.token_ids) + seq.num_pending - start > longest:
+                draft.longs[request.tenant] = draft.longs.get(request.tenant, 0) + 1
             if not seq.row_has_last:
                 plan.host_tokens[len(plan.rows)] = seq.token_ids[start : start + count]
             if num_sampled and (request.decide or not request.forked):
@@ -341,20 +409,60 @@ class Scheduler:
 
     # -- coming in -----------------------------------------------------------------------------------------------------
 
+    def _let_in(self, draft: _Draft) -> None:
+        """Admit from the lines of the tenants: those who have some of their share left first, and of them the least
+        served. What they leave is shared out anew. Of one tenant, in order, and long prompts let others pass.
+
+        Who lacks blocks or rows stops all: if others took what becomes free, it might wait for ever.
+        """
+        passed = {tenant: 0 for tenant in self.tenants.present.values() if tenant.waiting}
+        shares = draft.shares
+
+        def place(tenant: Tenant) -> tuple[bool, int, tuple[int, int]]:
+            assert shares is not None
+            return shares[tenant.number] <= 0, tenant.served, tenant.waiting[passed[tenant]].order
+
+        while passed and draft.budget > 0:
+            tenant = min(passed, key=place) if len(passed) > 1 else next(iter(passed))
+            request, budget = tenant.waiting[passed[tenant]], draft.budget
+            if shares is not None and shares[tenant.number] <= 0:
+                shares.update(level(budget, passed))
+                continue
+            if self._admit(request, draft):
+                if shares is not None:
+                    tenant.served += budget - draft.budget
+                    shares[tenant.number] -= budget - draft.budget
+            elif request.waits_for == LONG_PREFILL:
+                passed[tenant] += 1
+            elif request.waits_for in ("blocks", "rows"):
+                return
+            else:
+                del passed[tenant]
+                continue
+            if passed[tenant] == len(tenant.waiting):
+                del passed[tenant]
+
     def _admit(self, request: Request, draft: _Draft) -> bool:
-        """Let the first in line in, and plan its first slice. False: it waits, and says for what."""
+        """Let a request in, and plan its first slice. False: it waits, and says for what."""
         cache, pool, seq = self.cache, self.cache.pool, request.sequences[0]
+        num_longs = draft.longs.get(request.tenant, 0)
+        if request.waits_for == LONG_PREFILL and num_longs >= self.policy.max_long_partial_prefills:
+            return False
         if request.num_pending:
             return self._wait(request, "in flight", request.num_pending)
         if self.num_rows_taken + request.width > self.max_num_seqs:
             return self._wait(request, "rows", request.width, self.max_num_seqs - self.num_rows_taken)
         prefix = cache.lookup(seq)
+        due = len(seq.token_ids) - prefix.num_positions * (request.solo is not None)
+        chunk = self._chunk(request, due, draft.budget, draft)
+        if not chunk:
+            return self._wait(request, LONG_PREFILL, due)
         if draft.writes and cache.next_block_in(draft.writes, seq, prefix):
             return self._wait(request, "prefix in flight", 0)
         needs = cache.blocks_to_admit(seq, prefix) + self._headroom(request)
         if needs > pool.num_available - self._watermark():
             return self._wait_for_blocks(request, needs)
-        self.waiting.remove(request)
+        self._leave_line(request)
         if request.num_preemptions:
             self.policy.costs.saw_return(prefix.num_positions, len(seq.token_ids))
         if request.num_cached_tokens < 0:
@@ -364,7 +472,7 @@ class Scheduler:
         self._enter(request)
         if self.events.active:
             self.events.emit(ev.Admitted(request.request_id, seq.num_computed, len(seq.token_ids)))
-        picks = self._picks(request, draft.budget, 1)
+        picks = self._picks(request, draft.budget, 1, chunk)
         if picks and (
             len(request.sequences) == 1
             or cache.blocks_needed((p.sequence, p.num_positions) for p in picks) <= pool.num_available
@@ -387,7 +495,8 @@ class Scheduler:
             if self.events.active:
                 self.events.emit(ev.SwapLost(request.request_id))
             return True
-        picks = self._picks(request, draft.budget, 1)
+        chunk = min(draft.budget, self.policy.long_prefill_token_threshold or draft.budget)
+        picks = self._picks(request, draft.budget, 1, chunk)
         if picks is None:
             return self._wait(request, "budget", len(request.sequences), draft.budget)
         needs = found.num_needed + cache.blocks_needed(((p.sequence, p.num_positions) for p in picks), swapped=True)
@@ -463,13 +572,18 @@ class Scheduler:
             self.swapped.remove(request)
         else:
             self.waiting.remove(request)
+            self.tenants.stop_waiting(request)
+
+    def _line_up(self, request: Request) -> None:
+        insort(self.waiting, request)
+        self.tenants.wait(request)
 
     def _to_waiting(self, request: Request) -> None:
         """Give up its blocks, wherever they are, and stand in line again, for a reason that is yet to be said."""
         for seq in request.sequences:
             self.cache.free(seq)
         request.status, request.waits_for, request.left_behind = Status.WAITING, "", {}
-        insort(self.waiting, request)
+        self._line_up(request)
 
     def _wait(self, request: Request, reason: str, needs: int, free: int = 0, evictable: int = 0) -> bool:
         """Say why a request waits, once per reason and not once a step. Always False."""
@@ -641,6 +755,7 @@ class Scheduler:
         request.done += request.sequences
         request.sequences = []
         self._leave_line(request)
+        self.tenants.leave(request)
         request.status = Status.FINISHED
         del self.requests[request.request_id]
         if self.events.active:

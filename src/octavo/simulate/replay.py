@@ -240,6 +240,8 @@ def setup_of(flight: Flight, settings: dict[str, Any], cost: CostModel) -> Setup
         "preemption_victim": was["victims"],
         "scheduling_policy": "priority" if was["by_priority"] else "fcfs",
         "priority_ageing": was["ageing"],
+        "long_prefill_token_threshold": was["long_prefill_token_threshold"],
+        "max_long_partial_prefills": was["max_long_partial_prefills"],
         "swap_space": (was["num_host_blocks"] + 0.5) * block_bytes / GIB,
         "watermark": min(0.5, (was["num_watermark_blocks"] + 0.5) / was["num_blocks"]),
         "async_scheduling": engine["overlap"],

@@ -43,7 +43,7 @@ from octavo.view.frozen import State, freeze, settings_of
 
 logger = logging.getLogger("octavo.flight")
 
-VERSION = 4
+VERSION = 5
 KEEP_S = 600.0
 LEG_S = 60.0
 """Between two copies of pool and queues."""
@@ -128,6 +128,8 @@ class Arrival(msgspec.Struct, array_like=True):
     samples: dict[int, Sample] = {}
     choices: list[int | bytes] = []
     marks: dict[int, bytes] = {}
+    tenant: int = 0
+    rank: int = 0
 
 
 class Leg(msgspec.Struct, array_like=True):
@@ -352,6 +354,8 @@ class FlightRecorder:
             self._salt(request.salt),
             names,
             {index: len(list(output)) for index, output in (request.resume or {}).items()},
+            tenant=request.tenant,
+            rank=request.rank,
         )
         arrival.samples, arrival.choices, arrival.marks = {}, [], {}
         tail = request.prompt_token_ids[len(names) // NAME_BYTES * self._size :]

@@ -21,6 +21,7 @@ from octavo.core.policy import Policy, PreemptionMode, VictimChoice
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.scheduler import Scheduler
+from octavo.core.tenants import Tenant
 
 State = dict[str, Any]
 
@@ -51,6 +52,8 @@ REQUEST = (
     "num_preemptions",
     "pin",
     "priority",
+    "rank",
+    "tenant",
     "waits_for",
     "width",
 )
@@ -107,6 +110,7 @@ def freeze(
         "cache": {name: getattr(cache, name) for name in CACHE},
         "scheduler": {name: getattr(scheduler, name) for name in SCHEDULER},
         "counted": list(scheduler._counted),
+        "served": [(tenant.number, tenant.served) for tenant in scheduler.tenants.present.values()],
         "costs": {name: getattr(scheduler.policy.costs, name) for name in COSTS},
         "requests": [_frozen_request(request, number_of(request), seat) for request in requests],
         "sequences": [_frozen_sequence(seq, place) | {"said": said_by(seq)} for seq in sequences],
@@ -175,6 +179,8 @@ def settings_of(scheduler: Scheduler) -> State:
         "ageing": policy.ageing,
         "mode": None if policy.mode is None else policy.mode.value,
         "victims": policy.victims.value,
+        "long_prefill_token_threshold": policy.long_prefill_token_threshold,
+        "max_long_partial_prefills": policy.max_long_partial_prefills,
     }
 
 
@@ -199,6 +205,8 @@ def new_scheduler(settings: State) -> Scheduler:
             ageing=settings["ageing"],
             mode=None if mode is None else PreemptionMode(mode),
             victims=VictimChoice(settings["victims"]),
+            long_prefill_token_threshold=settings["long_prefill_token_threshold"],
+            max_long_partial_prefills=settings["max_long_partial_prefills"],
         ),
     )
 
@@ -256,6 +264,12 @@ def thaw(
     scheduler.running = [requests[i] for i in state["running"]]
     scheduler.swapped = [requests[i] for i in state["swapped"]]
     scheduler.waiting = [requests[i] for i in state["waiting"]]
+    tenants = scheduler.tenants
+    tenants.present = {number: Tenant(number, served) for number, served in state["served"]}
+    for request in scheduler.requests.values():
+        tenants.enter(request)
+    for request in scheduler.waiting:
+        tenants.wait(request)
     for said in state["in_flight"]:
         plan = StepPlan()
         for name in PLAN:
@@ -296,4 +310,6 @@ def bare_request(request_id: str, prompt: array[int], said: State, *, stop: int,
         decide=decide,
         constrained=said["constrained"],
         pin=said["pin"],
+        tenant=said["tenant"],
+        rank=said["rank"],
     )
