@@ -170,6 +170,7 @@ class World:
         self.depth = rnd.choice([1, 2, 2, 3])
         self.failing = rnd.choice([0.0, 0.0, 0.0, 0.05])
         self.short = random.Random(seed + 0.75)  # of memory, in some of the worlds where steps fail
+        self.halving = random.Random(seed + 0.625)  # of requests, after steps that failed
         self.broken = random.Random(seed + 0.125)  # numbers, in some worlds, of one slice
         self.breaking = self.broken.choice([0.0, 0.0, 0.02])
         self.requests = self._requests()
@@ -317,6 +318,10 @@ class World:
         came = [r for r in waiting if r in scheduler.running]
         need(not (left and (came or plan.swap_ins)), Invariant, "somebody came in in a step that preempted")
         need(not (came and scheduler.swapped), Invariant, "admitted while others are swapped")
+        planned = {seq.request for seq in plan.sequences}
+        need(
+            not scheduler.confined_to or planned <= scheduler.confined_to, Invariant, "planned beside those confined to"
+        )
         need(all(len(r.sequences) > 1 or r.sequences[0] in plan.sequences for r in came), Invariant, "came for nothing")
         most, alone = scheduler.step_limit, len({seq.request for seq in plan.sequences}) == 1
         need(plan.num_tokens <= most or (alone and set(plan.counts) == {1}), Invariant, "token budget", most)
@@ -396,7 +401,7 @@ class World:
             self.oracle.fail(void)
             totals["recomputed after a failed step"] += len(redone)
             need(all(r.status is Status.WAITING and not r.num_pending for r in redone), Invariant, "not taken back")
-            o.check(scheduler)
+            self._confine(redone)
             return
         while (part := running.poll()) is not None:
             totals["columns"] += 1
@@ -409,9 +414,24 @@ class World:
         void = self._break(plan, result)
         self._take_in(scheduler.update(plan, result))
         self._nobody_finds(void)
+        if scheduler.confined_to and self.halving.random() < 0.3:
+            self._confine([*scheduler.running, *scheduler.waiting])
         if scheduler.step_limit < scheduler.max_num_batched_tokens and self.short.random() < 0.1:
             totals["steps grow again"] += 1
             scheduler.step_limit = min(scheduler.max_num_batched_tokens, 2 * scheduler.step_limit)
+        o.check(scheduler)
+
+    def _confine(self, requests: list[Request]) -> None:
+        """As an engine does that looks for the request which fails its steps; no requests: it has found it."""
+        scheduler = self.scheduler
+        chosen = [r for r in requests if self.halving.random() < 0.5]
+        if chosen and self.halving.random() < 0.7:
+            self.totals["confined"] += 1
+            self.totals["confined while others run"] += any(r not in chosen for r in scheduler.running)
+            scheduler.confine(chosen)
+            need(set(scheduler.running + scheduler.swapped) <= set(chosen), Invariant, "others hold something")
+        elif scheduler.confined_to:
+            scheduler.confine(())
         o.check(scheduler)
 
     def _take_in(self, finished: list[Request]) -> None:

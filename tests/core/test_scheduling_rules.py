@@ -1052,3 +1052,66 @@ def test_step_numbers_and_seal_marks() -> None:
     assert (first.step, second.step) == (0, 1)
     assert (first.seal_mark, second.seal_mark) == (0, 4)
     lab.run(depth=2)
+
+
+# -- some alone --------------------------------------------------------------------------------------------------------
+
+
+def test_confined_requests_are_planned_alone() -> None:
+    """The others give up what they hold, those that come later wait, and all go on when nobody is confined."""
+    lab = Lab(20)
+    a, b = lab.add("A", [1, 2, 3], 6), lab.add("B", [4, 5, 6], 6)
+    lab.step()
+    lab.plan()
+    lab.scheduler.confine([b])
+    assert lab.scheduler.running == [b] and lab.scheduler.waiting == [a] and not a.sequences[0].block_ids
+    assert lab.told(ev.Recomputed) == [ev.Recomputed("A", 2, "confined")]
+    lab.land()  # what was in flight of the others counts
+    assert len(a.sequences[0].token_ids) == 5
+    lab.add("C", [7, 8], 3)
+    for _ in range(2):
+        assert lab.step().sequences == [b.sequences[0]]
+    lab.scheduler.confine([])
+    assert {seq.request.request_id for seq in lab.step().sequences} == {"A", "B", "C"}
+    lab.run()
+
+
+def test_a_confined_request_comes_in_past_others() -> None:
+    """Though they came first, and held all rows and blocks."""
+    lab = Lab(6, rows=2)
+    lab.add("A", [1, 2, 3, 4, 5, 6, 7, 8, 9], 4)
+    lab.add("B", [2, 2, 3, 4, 5, 6, 7, 8, 9], 4)
+    c = lab.add("C", [3, 2, 3, 4, 5, 6, 7, 8, 9], 4)
+    lab.step()
+    assert c.status is Status.WAITING
+    lab.scheduler.confine([c])
+    assert lab.plan().sequences == [c.sequences[0]]
+    lab.land()
+    lab.scheduler.confine([])
+    lab.run()
+
+
+def test_swapped_requests_give_up_their_host_blocks_for_a_confined_one() -> None:
+    lab = Lab(6, host=6, policy=SWAP)
+    a, b = lab.add("A", [1, 2, 3, 4], 6), lab.add("B", [5, 6, 7, 8], 6)
+    while b.status is not Status.SWAPPED:
+        lab.step()
+    lab.scheduler.confine([a])
+    assert b.status is Status.WAITING and not lab.cache.swap_space.num_used
+    assert lab.step().sequences == [a.sequences[0]]
+    lab.scheduler.confine([])
+    lab.run()
+
+
+def test_the_end_of_the_last_confined_request_lets_all_go_on() -> None:
+    lab = Lab(20)
+    a = lab.add("A", [1, 2, 3], 2)
+    lab.add("B", [4, 5, 6], 4)
+    c = lab.add("C", [4, 5, 7], 4)
+    lab.scheduler.confine([a, c])
+    lab.abort("C")
+    lab.step()
+    assert lab.scheduler.confined_to == {a}
+    lab.step()
+    assert a.status is Status.FINISHED and not lab.scheduler.confined_to
+    lab.run()

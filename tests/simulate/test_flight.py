@@ -176,7 +176,7 @@ def test_no_field_of_the_core_is_forgotten() -> None:
     assert set(type(cache.rows).__slots__) == {"events", "num_rows", "_free"}
     assert set(vars(replica.scheduler)) - set(frozen.SCHEDULER) == {
         "cache", "max_num_seqs", "max_num_batched_tokens", "decode_window", "num_watermark_blocks", "policy", "events",
-        "requests", "running", "swapped", "waiting", "in_flight", "_counted", "tenants",
+        "requests", "running", "swapped", "waiting", "in_flight", "confined_to", "_counted", "tenants",
     }  # fmt: skip
     assert set(Sequence.__slots__) - set(frozen.SEQUENCE) == {
         "request", "token_ids", "block_ids", "seal_ids", "stop_token",

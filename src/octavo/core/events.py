@@ -96,7 +96,8 @@ class Unpinned(NamedTuple):
 class Recomputed(NamedTuple):
     """A step failed on the device; what this request had in it and after it is computed again.
 
-    why   "failed", or "out of memory": then the step had `num_tokens`, and those from now on have at most `limit`
+    why   "failed", or "out of memory": then the step had `num_tokens`, and those from now on have at most `limit`. Or
+          "confined": it was in no failed step, and waits while those that were are tried
     """
 
     request_id: str

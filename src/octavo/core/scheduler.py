@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from octavo.core import events as ev
@@ -59,6 +60,7 @@ class Scheduler:
 
     step_limit: positions that a step computes at most for now, fewer after one took more memory than there was. A
     request's sequences go beyond it together, in a step of their own, rather than never.
+    confined_to: the only requests that are planned for now; none: all are.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.tenants = Tenants()
         self.in_flight: deque[StepPlan] = deque()  # planned, their results not here
+        self.confined_to: frozenset[Request] = frozenset()
         self.num_rows_taken = 0
         self.num_steps = 0
         self.num_preemptions = 0
@@ -195,7 +198,7 @@ class Scheduler:
         """The next step; an empty plan (false) when there is nothing to do before a result has come."""
         plan = StepPlan(self.num_steps, self.cache.pool.last_seal_id)
         draft = _Draft(plan, self.step_limit)
-        window, several = self._window(), self.tenants.several
+        window, several = self._window(), self.tenants.several and not self.confined_to
         if several:
             draft.shares = self._shares(window)
         settled = self._plan_running(draft, window)
@@ -205,7 +208,7 @@ class Scheduler:
         if several:
             self.tenants.serve((seq.request.tenant, n) for seq, n in zip(plan.sequences, plan.counts, strict=True))
         if settled and not draft.preempted and self.waiting and not self.swapped:
-            self._let_in(draft)
+            self._let_in_confined(draft) if self.confined_to else self._let_in(draft)
         for sequence in draft.sealable:  # findable from the next plan on, not within this one
             self.cache.seal(sequence)
         if plan:
@@ -221,10 +224,16 @@ class Scheduler:
 
         A request that waits for blocks or rows could come in only when another ends; it waits a window for that.
         """
-        line = self.swapped or self.waiting
-        if not line or line[0].waits_for in ("blocks", "rows"):
+        first = self.swapped[0] if self.swapped else self._first_waiting()
+        if first is None or first.waits_for in ("blocks", "rows"):
             return self.decode_window
         return 1
+
+    def _first_waiting(self) -> Request | None:
+        """Of those that may come in."""
+        if self.confined_to:
+            return next((request for request in self.waiting if request in self.confined_to), None)
+        return self.waiting[0] if self.waiting else None
 
     def _plan_running(self, draft: _Draft, window: int) -> bool:
         """Plan the running in order. True when all of them were seen."""
@@ -441,6 +450,11 @@ class Scheduler:
                 continue
             if passed[tenant] == len(tenant.waiting):
                 del passed[tenant]
+
+    def _let_in_confined(self, draft: _Draft) -> None:
+        """Admit, in order, of the requests that are planned alone."""
+        while draft.budget > 0 and (first := self._first_waiting()) is not None and self._admit(first, draft):
+            pass
 
     def _admit(self, request: Request, draft: _Draft) -> bool:
         """Let a request in, and plan its first slice. False: it waits, and says for what."""
@@ -757,6 +771,8 @@ class Scheduler:
         self._leave_line(request)
         self.tenants.leave(request)
         request.status = Status.FINISHED
+        if self.confined_to:
+            self.confined_to -= {request}
         del self.requests[request.request_id]
         if self.events.active:
             num_tokens = num_chosen + sum(len(s.token_ids) - len(request.prompt_token_ids) for s in request.done)
@@ -806,6 +822,18 @@ class Scheduler:
             said = ("out of memory", plan.num_tokens, limit) if limit else ()
             self.events.emit(ev.Recomputed(request.request_id, plan.step, *said))
 
+    def confine(self, requests: Iterable[Request]) -> None:
+        """Plan these requests alone from now on, and all again when there are none of them. The others wait; what they
+        hold is given up, so that nothing keeps these from coming in."""
+        self.confined_to = frozenset(requests)
+        if self.confined_to:
+            for request in (*self.running, *self.swapped):
+                if request not in self.confined_to:
+                    self._leave_line(request)
+                    self._to_waiting(request)
+                    if self.events.active:
+                        self.events.emit(ev.Recomputed(request.request_id, self.num_steps, "confined"))
+
     # -- telling -------------------------------------------------------------------------------------------------------
 
     def _tell(self, draft: _Draft) -> None:
@@ -828,11 +856,11 @@ class Scheduler:
 
     def _explain(self, draft: _Draft) -> None:
         """The first in line was not even tried: say why."""
-        if self.swapped and self.waiting:
-            self._wait(self.waiting[0], "behind a swapped request", len(self.swapped))
-        line = self.swapped or self.waiting
-        if line and not line[0].waits_for:
-            request = line[0]
+        waiting = self._first_waiting()
+        if self.swapped and waiting:
+            self._wait(waiting, "behind a swapped request", len(self.swapped))
+        request = self.swapped[0] if self.swapped else waiting
+        if request and not request.waits_for:
             if draft.preempted:
                 needs = self.cache.blocks_for(len(request.sequences[0].token_ids))
                 self._wait_for_blocks(request, needs + self._headroom(request))

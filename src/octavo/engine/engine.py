@@ -15,12 +15,13 @@ from typing import Protocol
 from octavo.core import events as ev
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import Request, Sequence
-from octavo.core.sampling_params import RequestOutputKind, SamplingParams
+from octavo.core.sampling_params import INT64, RequestOutputKind, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.engine.beam_search import BeamSearch, BeamSearchParams
 from octavo.engine.constraints import Constraint, Grammar, Wanted, work_out
 from octavo.engine.executor import Executor, Masks, Running
 from octavo.engine.garbage import QuietGarbage
+from octavo.engine.halving import Halving
 from octavo.engine.inspect import Timelines
 from octavo.engine.outputs import MakeDetokenizer, RequestMetrics, RequestOutput, RequestState
 from octavo.engine.stats import EngineStats
@@ -114,6 +115,7 @@ class Engine:
         self._seeds = random.Random(seed)
         self.overlap = overlap
         self._step_limit = StepLimit(scheduler)
+        self._suspects: Halving[Request] = Halving()  # whose steps failed twice
         self._flight: deque[_InFlight] = deque()
         self._states: dict[str, RequestState] = {}
         self._num_incremental = 0
@@ -156,8 +158,11 @@ class Engine:
             raise ParameterError(f"a request {request_id!r} is running already; ids must differ", param="request_id")
         check_prompt(prompt_token_ids, self.vocab_size)
         check_priority(priority)
+        check_seed(seed)
         beams, params = (params, params.sampling_params) if isinstance(params, BeamSearchParams) else (None, params)
         max_tokens = self._max_tokens(len(prompt_token_ids), params)
+        if resume:
+            check_resume(resume, 0 if beams is not None else params.width, max_tokens, self.vocab_size)
         stop_ids = params.stop_ids(self.eos_token_ids)
         self._check_params(params, max_tokens, stop_ids, params.logprobs if beams is None else beams.logprobs)
         search = None if beams is None else BeamSearch(beams, len(prompt_token_ids), stop_ids)
@@ -331,6 +336,8 @@ class Engine:
         """As `step`, for who makes something else of the states than outputs, and then calls `forget` on those that
         have ended, which come last. Raises `EngineError` once the engine is closed."""
         self._check_open()
+        if self._suspects:
+            self._clear_suspects()
         plan = None
         if len(self._flight) < self._depth and not (self._flight and self._flight[0].lacks_masks):
             plan = self.scheduler.schedule()
@@ -482,8 +489,9 @@ class Engine:
         return state
 
     def _failed(self, plan: StepPlan, error: StepError) -> list[RequestState]:
-        """A step failed. Once may be chance: all that was in flight is computed again. A request is given up whose step
-        fails a second time before it has got a token further.
+        """A step failed. Once may be chance: all that was in flight is computed again. Where a request's step fails a
+        second time before the request has got a token further, the step's requests are tried in halves, and all others
+        wait. A request is given up that fails alone.
 
         Steps that failed in a row are not what counts: between two that fail because of one request, others may
         succeed that recompute its neighbours, for ever.
@@ -493,18 +501,32 @@ class Engine:
         if isinstance(error, StepMemoryError) and plan.rows:
             return self._out_of_memory(plan, error)
         self.scheduler.fail(plan)
-        given_up: list[RequestState] = []
-        for state in self._states_of(plan):
-            if state.num_known == state.failed_at:
-                given_up.append(state)
+        states = self._states_of(plan)
+        failed_again = any(state.num_known == state.failed_at for state in states)
+        for state in states:
             state.failed_at = state.num_known
-        if not given_up:
+        if not failed_again:
             logger.warning("step %d failed and is computed again: %s", plan.step, error)
             return []
-        logger.error("step %d failed again; %d requests are given up: %s", plan.step, len(given_up), error)
-        for state in given_up:
-            self._give_up(state, str(error))
-        return given_up
+        if len(states) == 1:
+            name = states[0].request.request_id
+            logger.error("step %d failed again; request %s was alone in it and is given up: %s", plan.step, name, error)
+            self._give_up(states[0], str(error))
+            return states
+        logger.warning("step %d failed again; its %d requests are tried in halves: %s", plan.step, len(states), error)
+        self._suspects.failed([state.request for state in states])
+        self.scheduler.confine(self._suspects.on_trial)
+        return []
+
+    def _clear_suspects(self) -> None:
+        """Those on trial that got a token further, or have gone, do not make steps fail."""
+        cleared = []
+        for request in self._suspects.on_trial:
+            state = self._states.get(request.request_id)
+            if state is None or state.request is not request or state.num_known > state.failed_at:
+                cleared.append(request)
+        if self._suspects.cleared(cleared):
+            self.scheduler.confine(self._suspects.on_trial)
 
     def _out_of_memory(self, plan: StepPlan, error: StepMemoryError) -> list[RequestState]:
         """A step took more memory than the device has. All that was in flight is computed again, in smaller steps: who
@@ -588,6 +610,28 @@ def check_priority(priority: int) -> None:
             f"priority is {priority!r}, it must be an integer from {-MOST_PRIORITY} to {MOST_PRIORITY}",
             param="priority",
         )
+
+
+def check_seed(seed: int | None) -> None:
+    """Raises `ParameterError` for one that is no int64: no step could draw from it."""
+    if seed is None:
+        return
+    if not isinstance(seed, int) or isinstance(seed, bool) or not -INT64 <= seed < INT64:
+        text = f"seed is {seed!r:.40}, it must be an integer from {-INT64} to {INT64 - 1}"
+        raise ParameterError(text, param="seed", code="integer_out_of_range")
+
+
+def check_resume(resume: Mapping[int, Seq[int]], width: int, max_tokens: int, vocab_size: int) -> None:
+    """Raises `ParameterError` for outputs that no engine can have made of a request of so many samples."""
+    for index, output in resume.items():
+        if not 0 <= index < width:
+            raise ParameterError(f"resume has sample {index}, and the request has {width} to resume", param="resume")
+        if not 0 < len(output) < max_tokens:
+            text = f"resume has {len(output)} tokens of sample {index}; one that goes on has 1 to {max_tokens - 1}"
+            raise ParameterError(text, param="resume")
+        if min(output) < 0 or max(output) >= vocab_size:
+            text = f"resume has a token outside 0 to {vocab_size - 1} in sample {index}"
+            raise ParameterError(text, param="resume", code="invalid_token_id")
 
 
 def pin_id(name: str) -> str:

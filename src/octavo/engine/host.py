@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import msgspec
 
@@ -25,11 +25,13 @@ from octavo.engine.ipc import (
     Add,
     Answer,
     Ask,
+    BadMessage,
     Beat,
     Channel,
     Close,
     Command,
     Facts,
+    FinishReason,
     Lifeline,
     Ready,
     Refusal,
@@ -38,6 +40,8 @@ from octavo.engine.ipc import (
     Stop,
     Update,
     params_from_wire,
+    read_commands,
+    sendable,
     unpack,
 )
 from octavo.engine.outputs import MakeDetokenizer, RequestState
@@ -51,6 +55,8 @@ STATS_S = 0.25
 FIRST_STEPS = 3
 """Steps that compile kernels and fill caches: they say nothing about those to come, and may take WARM_UP_S."""
 WARM_UP_S = 300.0
+BAD_MESSAGE = "bad_message"
+"""The code of a request that ends because of one."""
 PATIENCE = 5
 """A step may take so many times as long as was to be expected."""
 
@@ -200,7 +206,6 @@ class EngineHost:
         self._text = text
         self._summary = summary
         self._compiling: dict[str, tuple[Add, SamplingParams | BeamSearchParams, Future[Any]]] = {}
-        self._decoder = msgspec.msgpack.Decoder(list[Command])
         self._updates: list[Update] = []
         self._refusals: list[Refusal] = []
         self._answers: list[Answer] = []
@@ -244,9 +249,27 @@ class EngineHost:
     def _obey(self, *, wait: bool) -> None:
         patience = (self.COMPILING_S if self._compiling else None) if wait else 0
         while (data := self._channel.receive(patience)) is not None:
-            for command in self._decoder.decode(data):
+            commands, bad = read_commands(data)
+            for command in commands:
                 self._carry_out(command)
+            for message in bad:
+                self._drop(message)
             patience = 0
+
+    def _drop(self, bad: BadMessage) -> None:
+        """A message that cannot be used ends the request that it names, and no other."""
+        self._engine.stats.num_bad_messages += 1
+        logger.warning("%s", bad)
+        name = bad.request_id
+        if name is None or (bad.is_add and self._knows(name)):
+            return
+        self._compiling.pop(name, None)
+        if (state := self._engine.drop(name)) is not None:
+            state.forget()
+        self._refusals.append(Refusal(name, "RequestFailedError", f"{BAD_MESSAGE}: {bad}", None, BAD_MESSAGE))
+
+    def _knows(self, name: str) -> bool:
+        return name in self._compiling or self._engine.find(name) is not None
 
     def _carry_out(self, command: Command) -> None:
         engine = self._engine
@@ -268,11 +291,18 @@ class EngineHost:
             self._closing = True
 
     def _receive(self, add: Add) -> None:
+        if self._knows(add.request_id):
+            why = "a request of that name runs already, and goes on"
+            self._drop(BadMessage("a command", why, add.request_id, is_add=True))
+            return
         try:
             params = params_from_wire(add.params, add.is_beam_search)
             future = None if self._text is None else self._text.compiling(params)
         except UsageError as error:
             self._refuse(add, error)
+            return
+        except Exception as error:  # parameters of other types than any caller's
+            self._drop(BadMessage("a command", f"{type(error).__name__}: {error}", add.request_id, is_add=True))
             return
         if future is None:
             self._add(add, params, None)
@@ -291,41 +321,54 @@ class EngineHost:
                 self._add(add, params, grammar)
 
     def _add(self, add: Add, params: SamplingParams | BeamSearchParams, grammar: Grammar | None) -> None:
-        text = self._text if isinstance(params, BeamSearchParams) and params.stop else None
         try:
-            self._engine.add(
-                add.request_id,
-                unpack(add.prompt).tolist(),
-                params,
-                priority=add.priority,
-                salt=add.salt,
-                seed=add.seed,
-                resume=add.resume and {index: unpack(output) for index, output in add.resume.items()},
-                grammar=grammar,
-                pin=add.pin,
-                make_detokenizer=None if text is None else text.make_detokenizer,
-                stream=True,
-            )
+            try:
+                self._begin(add, params, grammar)
+            except UsageError:
+                raise
+            except Exception:  # once may be chance
+                logger.exception("request %s could not be added; it is added again", add.request_id)
+                self._engine.drop(add.request_id)
+                self._begin(add, params, grammar)
         except UsageError as error:
             self._refuse(add, error)
-            return
+        except Exception as error:  # what no check has thought of is this request's alone
+            self._drop(BadMessage("a command", f"{type(error).__name__}: {error}", add.request_id))
+
+    def _begin(self, add: Add, params: SamplingParams | BeamSearchParams, grammar: Grammar | None) -> None:
+        text = self._text if isinstance(params, BeamSearchParams) and params.stop else None
+        self._engine.add(
+            add.request_id,
+            unpack(add.prompt).tolist(),
+            params,
+            priority=add.priority,
+            salt=add.salt,
+            seed=add.seed,
+            resume=add.resume and {index: unpack(output) for index, output in add.resume.items()},
+            grammar=grammar,
+            pin=add.pin,
+            make_detokenizer=None if text is None else text.make_detokenizer,
+            stream=True,
+        )
         state = self._engine.find(add.request_id)
         for index, output in (add.resume or {}).items():
             assert state is not None
             state.told_of(index).num_tokens = len(output) // 4  # it comes from there
 
     def _refuse(self, add: Add, error: OctavoError) -> None:
-        self._refusals.append(Refusal(add.request_id, type(error).__name__, str(error), error.param, error.code))
+        text = sendable(str(error))
+        self._refusals.append(Refusal(add.request_id, type(error).__name__, text, error.param, error.code))
 
     def _answer(self, ask: Ask) -> Answer:
         question = self._questions.get(ask.question)
         if question is None:
             return Answer(ask.number, error=f"no question {ask.question!r}")
         try:
-            return Answer(ask.number, question(self._engine, ask.argument))
+            # Encoded here: an answer that cannot be sent must not take a step's news with it.
+            return Answer(ask.number, msgspec.Raw(msgspec.msgpack.encode(question(self._engine, ask.argument))))
         except Exception as error:  # whoever looks must not end the engine, and then the next one that is asked
             logger.exception("%s has no answer", ask.question)
-            return Answer(ask.number, error=f"{type(error).__name__}: {error}")
+            return Answer(ask.number, error=sendable(f"{type(error).__name__}: {error}"))
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
@@ -357,7 +400,7 @@ def update_of(state: RequestState) -> Update:
     if is_new or finished:
         metrics = state.metrics
         facts = Facts(max(0, request.num_cached_tokens), metrics.num_preemptions, metrics.first_scheduled_time)
-        facts.error = request.error
+        facts.error = sendable(request.error)
         if state.search is not None:
             state.output()  # what lives of a search that was ended early becomes hypotheses here
             facts.hypotheses = state.search.hypotheses
@@ -372,12 +415,13 @@ def update_of(state: RequestState) -> Update:
 
 def _sample(state: RequestState, sequence: Sequence) -> Sample:
     told = state.told_of(sequence.index)
-    begin = len(state.request.prompt_token_ids) + told.num_tokens
-    token_ids = sequence.token_ids[begin:].tolist()
+    position = told.num_tokens
+    token_ids = sequence.token_ids[len(state.request.prompt_token_ids) + position :].tolist()
     logprobs: list[TokenLogprobs] | None = None
     if (entries := state.logprobs.get(sequence.index)) is not None:
         logprobs = entries[: len(token_ids)]
         del entries[:]
     told.num_tokens += len(token_ids)
     told.finished = bool(sequence.finish_reason)
-    return Sample(sequence.index, token_ids, sequence.finish_reason, sequence.stop_token, logprobs)
+    reason = cast(FinishReason, sequence.finish_reason)
+    return Sample(sequence.index, token_ids, reason, sequence.stop_token, logprobs, position)

@@ -9,7 +9,8 @@
 
 The channel is a ZeroMQ pair over a Unix socket in a directory of its own. The lifeline is a pair of sockets that dies
 with either process, and each notices at once. Messages are msgspec structs, checked as they are decoded; nothing that
-arrives is executed.
+arrives is executed. A part of a message that cannot be read is dropped with the request that it names (`BadMessage`);
+the rest of the message counts.
 """
 
 from __future__ import annotations
@@ -21,17 +22,29 @@ import socket
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import zmq
+from msgspec import Meta
 
+from octavo.core.checked import INT32
 from octavo.core.plan import TokenLogprobs
-from octavo.core.sampling_params import RequestOutputKind, SamplingParams
+from octavo.core.sampling_params import INT64, RequestOutputKind, SamplingParams
 from octavo.engine.beam_search import BeamSearchParams, Hypothesis
 from octavo.engine.stats import BackendStats
-from octavo.errors import ParameterError
+from octavo.errors import ParameterError, PromptError
 from octavo.logs import LogSettings
+
+MAX_SAMPLES = 128
+"""Of a request: `SamplingParams.n` and `BeamSearchParams.beam_width` have no more."""
+Index: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_SAMPLES)]
+Count: TypeAlias = Annotated[int, Meta(ge=0)]
+Size: TypeAlias = Annotated[int, Meta(ge=1, le=INT32)]
+Token: TypeAlias = Annotated[int, Meta(ge=0, le=INT32)]
+Int64: TypeAlias = Annotated[int, Meta(ge=-INT64, le=INT64 - 1)]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0)]
+FinishReason: TypeAlias = Literal["", "stop", "length", "abort", "error", "pruned"]
 
 # -- to the engine -----------------------------------------------------------------------------------------------------
 
@@ -56,10 +69,10 @@ class Add(msgspec.Struct, array_like=True, tag="add"):
     prompt: bytes
     params: dict[str, Any]
     is_beam_search: bool = False
-    seed: int = 0
+    seed: Int64 = 0
     priority: int = 0
     salt: bytes = b""
-    resume: dict[int, bytes] | None = None
+    resume: dict[Index, bytes] | None = None
     pin: bool = False
 
 
@@ -74,13 +87,13 @@ class Stop(msgspec.Struct, array_like=True, tag="stop"):
     that the request is over."""
 
     request_id: str
-    index: int
+    index: Index
 
 
 class Ask(msgspec.Struct, array_like=True, tag="ask"):
     """`question` is one that the engine's `EngineHost` knows; an `Answer` of that number comes back."""
 
-    number: int
+    number: Count
     question: str
     argument: str = ""
 
@@ -101,28 +114,30 @@ class Hello(msgspec.Struct, array_like=True, tag="hello"):
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
     """The engine takes requests. The fields are those of `Engine`; `summary` is for people."""
 
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: list[int]
+    vocab_size: Size
+    max_model_len: Size
+    eos_token_ids: list[Token]
     max_logprobs: int
     summary: dict[str, Any]
 
 
 class Sample(msgspec.Struct, array_like=True, gc=False):
-    """What is new of one sample. `logprobs` has an entry for each of the tokens, where they are asked for."""
+    """What is new of one sample: the tokens of its output from `position` on. `logprobs` has an entry for each of them,
+    where they are asked for."""
 
-    index: int
-    token_ids: list[int]
-    finish_reason: str = ""
-    stop_token: int | None = None
+    index: Index
+    token_ids: list[Token]
+    finish_reason: FinishReason = ""
+    stop_token: Token | None = None
     logprobs: list[TokenLogprobs] | None = None
+    position: Count = 0
 
 
 class Facts(msgspec.Struct, array_like=True, gc=False):
     """Of a whole request, told with its first tokens and its last. Times are the monotonic clock's, in seconds."""
 
-    num_cached_tokens: int
-    num_preemptions: int
+    num_cached_tokens: Count
+    num_preemptions: Count
     scheduled_time: float | None
     error: str = ""
     hypotheses: list[Hypothesis] | None = None
@@ -135,7 +150,7 @@ class Update(msgspec.Struct, array_like=True, gc=False):
     samples: list[Sample]
     finished: bool = False
     facts: Facts | None = None
-    prompt_position: int = 0
+    prompt_position: Count = 0
     prompt_logprobs: list[TokenLogprobs] | None = None
 
 
@@ -150,7 +165,7 @@ class Refusal(msgspec.Struct, array_like=True):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    number: int
+    number: Count
     value: Any = None
     error: str = ""
 
@@ -183,9 +198,9 @@ class Beat(msgspec.Struct, array_like=True, gc=False):
     phase       what it does while it starts
     """
 
-    num_steps: int = 0
-    waited_s: float | None = None
-    allowed_s: float = 0.0
+    num_steps: Count = 0
+    waited_s: Seconds | None = None
+    allowed_s: Seconds = 0.0
     phase: str = ""
 
 
@@ -197,7 +212,11 @@ def pack(token_ids: Any) -> bytes:
 
 
 def unpack(data: bytes) -> array[int]:
+    """Raises `PromptError` for what is no list of int32."""
     token_ids = array("i")
+    if len(data) % token_ids.itemsize:
+        text = f"{len(data)} bytes are no token ids, which take {token_ids.itemsize} each; send the message again"
+        raise PromptError(text, param="prompt", code="invalid_token_id")
     token_ids.frombytes(data)
     return token_ids
 
@@ -243,12 +262,102 @@ def encoded(command: Command) -> msgspec.Raw:
     return msgspec.Raw(data)
 
 
+# -- messages that cannot be read --------------------------------------------------------------------------------------
+
+MAX_SHOWN = 120
+
+
+class BadMessage(NamedTuple):
+    """A message, or a part of one, that is dropped.
+
+    what        which part of which message
+    why         what is wrong with it
+    request_id  of the request that it names, None where no name can be read
+    is_add      it asks for a new request, or seems to: one of that name that runs already is not touched
+    """
+
+    what: str
+    why: str
+    request_id: str | None = None
+    is_add: bool = False
+
+    def __str__(self) -> str:
+        name = "no request" if self.request_id is None else f"request {self.request_id!r:.{MAX_SHOWN}}"
+        return f"{self.what} of {name} cannot be used and is dropped: {' '.join(self.why.split())[:MAX_SHOWN]}"
+
+
+_BATCH = msgspec.msgpack.Decoder(list[Command])
+_RAW_LIST = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_REPORT = msgspec.msgpack.Decoder(Report)
+_PARTS: tuple[tuple[str, msgspec.msgpack.Decoder[Any]], ...] = (
+    ("an update", msgspec.msgpack.Decoder(Update)),
+    ("a refusal", msgspec.msgpack.Decoder(Refusal)),
+    ("an answer", msgspec.msgpack.Decoder(Answer)),
+)
+"""Of a `Step`, in order."""
+
+
+def read_commands(data: bytes) -> tuple[list[Command], list[BadMessage]]:
+    """What an engine receives: the commands that can be read, and what cannot."""
+    try:
+        return _BATCH.decode(data), []
+    except Exception as error:  # besides msgspec's own, RecursionError and UnicodeDecodeError
+        return _read_each("a command", data, _COMMANDS, 1, error)
+
+
+def read_report(data: bytes) -> tuple[Report | None, list[BadMessage]]:
+    """What an engine's client receives, as `read_commands`."""
+    try:
+        return _REPORT.decode(data), []
+    except Exception as error:
+        try:
+            tag, *parts = _RAW_LIST.decode(data)
+            if msgspec.msgpack.decode(tag) != "step" or len(parts) < len(_PARTS):
+                raise ValueError("it is no step")
+        except Exception:
+            return None, [BadMessage(f"a message of {len(data)} bytes", str(error))]
+    read = [_read_each(what, part, decoder, 0) for (what, decoder), part in zip(_PARTS, parts, strict=False)]
+    updates, refusals, answers = (good for good, _ in read)
+    return Step(updates, refusals, answers), [bad for _, bads in read for bad in bads]
+
+
+def _read_each(
+    what: str, data: bytes, decoder: msgspec.msgpack.Decoder[Any], place: int, error: Exception | None = None
+) -> tuple[list[Any], list[BadMessage]]:
+    """The elements of a list, each by itself. `place`: where an element has the name of its request."""
+    try:
+        elements = _RAW_LIST.decode(data)
+    except Exception as none:
+        return [], [BadMessage(f"a message of {len(data)} bytes", str(error or none))]
+    good, bad = [], []
+    for element in elements:
+        try:
+            good.append(decoder.decode(element))
+        except Exception as error:
+            bad.append(_named(BadMessage(what, f"{type(error).__name__}: {error}"), element, place))
+    return good, bad
+
+
+def _named(bad: BadMessage, element: msgspec.Raw, place: int) -> BadMessage:
+    with contextlib.suppress(Exception):
+        fields = [msgspec.msgpack.decode(field) for field in _RAW_LIST.decode(element)[: place + 1]]
+        if isinstance(fields[place], str):
+            return bad._replace(request_id=fields[place], is_add=place > 0 and fields[0] == "add")
+    return bad
+
+
+def sendable(text: str) -> str:
+    """Text that a message can hold: without lone surrogates, which the name of a file may bring."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 # -- the channel -------------------------------------------------------------------------------------------------------
 
 
 class Channel:
     """One end of the pair. Sending never waits: what the other side has not read yet is kept. What is sent when there
-    is no other side is lost; whether there is one, the lifeline knows."""
+    is no other side is lost; whether there is one, the lifeline knows. Each part of a message of several is a message
+    to its reader."""
 
     def __init__(self, *, bind: str = "", connect: str = "") -> None:
         self._context = zmq.Context()

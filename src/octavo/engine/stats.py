@@ -15,13 +15,15 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Subscribe it: `scheduler.events.subscribe(stats)`. Peaks are since the start."""
+    """Subscribe it: `scheduler.events.subscribe(stats)`. Peaks are since the start. `num_bad_messages`: between the
+    engine's process and its client, in either direction, that could not be used."""
 
     num_steps: int = 0
     num_tokens_computed: int = 0
     num_preemptions: int = 0
     num_swap_preemptions: int = 0
     num_failed_steps: int = 0
+    num_bad_messages: int = 0
     num_finished: int = 0
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0

@@ -287,6 +287,7 @@ class _EngineCollector:
         yield counter("vllm:num_preemptions", "Preemptions.", engine.num_preemptions)
         yield counter("octavo:steps", "Steps of the engine.", engine.num_steps)
         yield counter("octavo:failed_steps", "Steps that failed.", engine.num_failed_steps)
+        yield counter("octavo:bad_messages", "Messages from or to the engine dropped.", engine.num_bad_messages)
         yield counter("octavo:swap_preemptions", "Preemptions by swapping out.", engine.num_swap_preemptions)
         yield counter("octavo:computed_tokens", "Positions computed.", engine.num_tokens_computed)
         waits = CounterMetricFamily("octavo:waits", "How often a request came to wait.", labels=[*names, "reason"])

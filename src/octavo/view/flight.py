@@ -23,7 +23,7 @@ import time
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import blake2b
@@ -75,6 +75,7 @@ class Op(IntEnum):
                   PART more is to come
     FAIL          which of the plans in flight failed, and what steps are limited to if that was for memory, else 0
     LIMIT         what steps are limited to from here on
+    CONFINE       the number of requests that alone are planned from here on, and which; 0: all are
     """
 
     ADD = 0
@@ -88,6 +89,7 @@ class Op(IntEnum):
     PART = 8
     FAIL = 9
     LIMIT = 10
+    CONFINE = 11
 
 
 class Sample(msgspec.Struct, array_like=True):
@@ -229,7 +231,7 @@ class FlightRecorder:
     def _stand_before(self, scheduler: Scheduler) -> None:
         add, abort, stop, unpin = scheduler.add, scheduler.abort, scheduler.stop, scheduler.unpin
         schedule, update, fail = scheduler.schedule, scheduler.update, scheduler.fail
-        reset = scheduler.cache.reset_prefix_cache
+        confine, reset = scheduler.confine, scheduler.cache.reset_prefix_cache
 
         def noted_add(request: Request) -> None:
             now = self._clock()
@@ -264,6 +266,8 @@ class FlightRecorder:
             leg = self._legs[-1]
             if now - leg.begin_s > self.leg_s or leg.num_noted_bytes > self.most_bytes // 8:
                 leg = self._new_leg(now)
+                if scheduler.confined_to:  # which the beginning of a leg does not hold
+                    self._note_confined(scheduler.confined_to)
             if scheduler.step_limit != self._limit:
                 self._limit = scheduler.step_limit
                 self._note(Op.LIMIT, now, self._limit)
@@ -290,6 +294,10 @@ class FlightRecorder:
             self._limit = limit or self._limit
             return fail(plan, limit)
 
+        def noted_confine(requests: Iterable[Request]) -> None:
+            confine(members := tuple(requests))
+            self._note_confined(members)
+
         mine: dict[str, Any] = {
             "add": noted_add,
             "abort": noted_abort,
@@ -298,6 +306,7 @@ class FlightRecorder:
             "schedule": noted_schedule,
             "update": noted_update,
             "fail": noted_fail,
+            "confine": noted_confine,
         }
         for name, method in mine.items():
             setattr(scheduler, name, method)
@@ -306,9 +315,12 @@ class FlightRecorder:
     def detach(self) -> None:
         """Leave the engine as it was; what was recorded stays."""
         self._unsubscribe()
-        for name in ("add", "abort", "stop", "unpin", "schedule", "update", "fail"):
+        for name in ("add", "abort", "stop", "unpin", "schedule", "update", "fail", "confine"):
             vars(self._scheduler).pop(name, None)
         vars(self._scheduler.cache).pop("reset_prefix_cache", None)
+
+    def _note_confined(self, requests: Collection[Request]) -> None:
+        self._note(Op.CONFINE, self._clock(), len(requests), *(self._live[request].number for request in requests))
 
     def _note(self, op: Op, now: float, *numbers: int) -> None:
         leg = self._legs[-1]

@@ -264,6 +264,8 @@ class Replay:
             scheduler.cache.reset_prefix_cache()
         elif op is Op.FAIL:
             scheduler.fail(scheduler.in_flight[next(numbers)], next(numbers))
+        elif op is Op.CONFINE:
+            scheduler.confine([scheduler.requests[str(next(numbers))] for _ in range(next(numbers))])
         elif op is Op.LIMIT:
             scheduler.step_limit = next(numbers)
         return Turn(op, time_s)
