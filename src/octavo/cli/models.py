@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from octavo.cli.once import Command, Group
+
 if TYPE_CHECKING:
     from octavo.llm import LLM
 
-models = typer.Typer(help="List the models that have a name, or fetch one.", invoke_without_command=True)
+models = typer.Typer(cls=Group, help="List the models that have a name, or fetch one.", invoke_without_command=True)
 
 
 @models.callback()
@@ -32,7 +34,7 @@ def list_models(context: typer.Context) -> None:
     print(f"\nkept in {catalog.models_dir()} (OCTAVO_CACHE moves it)")
 
 
-@models.command()
+@models.command(cls=Command)
 def fetch(name: Annotated[str, typer.Argument(help="A name that `octavo models` lists.")]) -> None:
     """Download a model, unless it is here and whole; prints where it is."""
     print(fetch_model(name))

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from octavo.cli.environment import SERVER_KEYS
 from octavo.cli.options import DEFAULT_MODEL, ENGINE, options_of
 from octavo.config import EngineArgs
 from octavo.serve.settings import ServeArgs
@@ -79,7 +80,7 @@ def serve(
 
     phases = run.Phases()
     logs.set_up(logs.LogSettings(settings.uvicorn_log_level, as_json=log_format == "json"))
-    keys = run.keys_of(settings, [key for name in run.KEY_VARIABLES if (key := os.environ.get(name))])
+    keys = run.keys_of(settings, [key for name in SERVER_KEYS if (key := os.environ.get(name))])
     settings.check_exposure(keys)
     if catalog.find(model) is not None and not (Path(model) / "config.json").exists():
         from octavo.cli.models import fetch_model
