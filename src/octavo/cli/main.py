@@ -54,7 +54,7 @@ def lossy(stderr: Any) -> Any:
         file = LossyFile(stderr.fileno(), "w", closefd=False)
     except OSError:  # a replacement that is no file
         return stderr
-    return io.TextIOWrapper(file, encoding=stderr.encoding, errors="backslashreplace", write_through=True)  # type: ignore[type-var]
+    return io.TextIOWrapper(file, encoding=stderr.encoding, errors="backslashreplace", write_through=True)
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
