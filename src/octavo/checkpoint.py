@@ -14,6 +14,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +22,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any, Literal
 
 from octavo import catalog
-from octavo.errors import CheckpointError, ModelError, ModelNotFoundError, UnsupportedModelError
+from octavo.errors import CheckpointError, ModelError, ModelNotFoundError, UnsupportedModelError, cut
 
 if TYPE_CHECKING:
     from octavo.gguf_file import GGUFFile
@@ -83,16 +84,39 @@ def open_checkpoint(
 def read_json(path: Path) -> dict[str, Any]:
     """An object from a JSON file of a model. Whatever is wrong with it is a `CheckpointError` naming the file."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes; at most {MAX_JSON_BYTES:,} are read")
-        value = json.loads(path.read_bytes())
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{cut(path)} is no regular file; fetch it again")
+        if status.st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{cut(path)} has {status.st_size:,} bytes; at most {MAX_JSON_BYTES:,} are read")
+        return parse_json(path.read_bytes())
     except OSError as e:
-        raise CheckpointError(f"cannot read {path}: {e.strerror or e}") from e
+        raise CheckpointError(f"cannot read {cut(path)}: {e.strerror or e}") from e
     except (ValueError, RecursionError) as e:
-        raise CheckpointError(f"{path} is not valid JSON ({' '.join(str(e).split())}); fetch it again") from e
+        raise CheckpointError(f"{cut(path)} is not valid JSON ({cut(e, 200)}); fetch it again") from e
+
+
+def parse_json(text: bytes) -> dict[str, Any]:
+    """An object whose keys, and those of all objects in it, stand there once. Raises `ValueError`."""
+    value = json.loads(text, object_pairs_hook=_unique)
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(value).__name__} where an object belongs; fetch it again")
+        raise ValueError(f"a JSON {type(value).__name__} where an object belongs")
     return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Programs differ in which of two values they take, so a file with both is two models."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {cut(repr(twice))} stands there twice")
+    return value
+
+
+def listed(problems: Sequence[str]) -> str:
+    """The first ten problems on one line, and the number of the others."""
+    more = f"; and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
+    return "; ".join(problems[:MAX_PROBLEMS]) + more
 
 
 def refuse_code(config: dict[str, Any], path: Path) -> None:
@@ -119,6 +143,8 @@ def _kind(path: Path) -> Literal["directory", "file"] | None:
         return None
     if not os.access(path, os.R_OK | (os.X_OK if stat.S_ISDIR(mode) else 0)):
         raise ModelNotFoundError(f"{path} cannot be read: permission denied")
+    if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
+        raise ModelNotFoundError(f"{path} is neither a file nor a directory")
     return "directory" if stat.S_ISDIR(mode) else "file"
 
 
@@ -187,25 +213,24 @@ def _indexed_shards(path: Path, index: Path) -> tuple[Path, ...]:
         # Lexically: in the hub's cache every file is a link that leaves the directory.
         outside = PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive or ".." in re.split(r"[/\\]", name)
         if outside or not name.endswith(".safetensors"):
-            problems.append(f"{name!r} is no safetensors file inside the directory")
+            problems.append(f"{cut(repr(name))} is no safetensors file inside the directory")
             continue
         try:
             shards.append(_checked_file(path / name))
         except CheckpointError as e:
             problems.append(str(e))
     if problems:
-        more = f"; and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
-        raise CheckpointError(f"{index}: {'; '.join(problems[:MAX_PROBLEMS])}{more}; fetch the model again")
+        raise CheckpointError(f"{index}: {listed(problems)}; fetch the model again")
     return tuple(shards)
 
 
 def _checked_file(path: Path) -> Path:
     if not path.is_file():
-        raise CheckpointError(f"{path.name} is missing")
+        raise CheckpointError(f"{cut(path.name)} is missing")
     if not os.access(path, os.R_OK):
-        raise CheckpointError(f"{path.name} cannot be read: permission denied")
+        raise CheckpointError(f"{cut(path.name)} cannot be read: permission denied")
     if path.stat().st_size == 0:
-        raise CheckpointError(f"{path.name} is empty")
+        raise CheckpointError(f"{cut(path.name)} is empty")
     return path
 
 

@@ -29,6 +29,19 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+MAX_MESSAGE = 4000
+"""Characters of a message. Most messages quote input, and input may have any length."""
+MAX_QUOTE = 100
+"""Characters of a name or value that a message quotes."""
+
+
+def cut(text: object, limit: int = MAX_QUOTE) -> str:
+    """`text` on one line, its middle left out if it is longer than `limit`."""
+    line = text if isinstance(text, str) else str(text)
+    if len(line) > limit:
+        line = f"{line[: limit - limit // 3]}...{line[-(limit // 3) :]} ({len(line):,} characters)"
+    return " ".join(line.split()) if not line.isprintable() else line
+
 
 class OctavoError(Exception):
     """Root of the tree. `code` is a stable machine-readable word, `param` the argument at fault, if one is."""
@@ -36,7 +49,7 @@ class OctavoError(Exception):
     code = "error"
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(cut(message, MAX_MESSAGE) if len(message) > MAX_MESSAGE else message)
         self.param = param
         if code is not None:
             self.code = code

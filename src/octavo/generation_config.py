@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo.checkpoint import Checkpoint, read_json
 from octavo.core.sampling_params import SamplingParams
-from octavo.errors import CheckpointError, ModelNotFoundError, ParameterError
+from octavo.errors import CheckpointError, ModelNotFoundError, ParameterError, cut
 
 FILE = "generation_config.json"
 NAMES = {
@@ -51,7 +51,7 @@ def sampling_defaults(choice: str, checkpoint: Checkpoint) -> SamplingDefaults:
         path = path / FILE if path.is_dir() else path
         if not path.is_file():
             raise ModelNotFoundError(
-                f"generation_config is {choice!r}, where no file is; give a file, its directory, auto or vllm",
+                f"generation_config is {cut(repr(choice))}, where no file is; give a file, its directory, auto or vllm",
                 param="generation_config",
             )
         config, source = read_json(path), str(path)

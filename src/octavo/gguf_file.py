@@ -20,7 +20,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from octavo.errors import CheckpointError, UnsupportedModelError
+from octavo.errors import CheckpointError, UnsupportedModelError, cut
 
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
@@ -106,7 +106,7 @@ def open_gguf(path: Path) -> GGUFFile:
         raise CheckpointError(f"cannot read {path}: {e.strerror or e}") from e
     except Exception as e:
         # The library checks little: a damaged file ends in whatever numpy, struct or an enum says first.
-        detail = " ".join(str(e).split()) or type(e).__name__
+        detail = cut(e, 200) or type(e).__name__
         raise CheckpointError(
             f"{path} is no intact GGUF file ({detail}); fetch it again, or convert the model again"
         ) from e
@@ -121,7 +121,7 @@ def _check_tensors(path: Path, reader: GGUFFile) -> None:
         end = tensor.data_offset + tensor.n_bytes
         if num_elements != tensor.n_elements or end > num_bytes:
             raise CheckpointError(
-                f"{path} is cut short: tensor {tensor.name} of shape {tensor.shape.tolist()} ends at byte {end}, "
+                f"{path} is cut short: tensor {cut(tensor.name)} of shape {tensor.shape.tolist()} ends at byte {end}, "
                 f"the file at {num_bytes}; fetch it again"
             )
     if reader.value("split.count", 1) > 1:
@@ -135,7 +135,7 @@ def config_of(reader: GGUFFile, name: str) -> dict[str, Any]:
     arch = reader.value("general.architecture")
     if arch not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"{name} has the architecture {arch!r}; GGUF files of {', '.join(ARCHITECTURES)} can be read"
+            f"{name} has the architecture {cut(repr(arch))}; GGUF files of {', '.join(ARCHITECTURES)} can be read"
         )
     architecture, model_type = ARCHITECTURES[arch]
     tensors = {tensor.name for tensor in reader.tensors}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 import octavo
+from octavo import preflight
 from octavo.cli.main import run
 from octavo.core.sampling_params import SamplingParams
 from tests.cli.fake_llm import FakeLLM
@@ -46,5 +47,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     """`octavo.LLM` is a `FakeLLM`; those made are in `fake.made`."""
     monkeypatch.setattr(octavo, "LLM", FakeLLM, raising=False)
     monkeypatch.setattr(octavo, "SamplingParams", SamplingParams, raising=False)
+    monkeypatch.setattr(preflight, "check_model", lambda args: None)
     monkeypatch.setattr(FakeLLM, "made", [])
     return FakeLLM

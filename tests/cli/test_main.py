@@ -90,6 +90,13 @@ def test_interrupt_is_quiet(monkeypatch: pytest.MonkeyPatch, call: Call) -> None
         (("generate", "--max-tokens", "many"), "--max-tokens"),
         (("generate", "--preemption-mode", "drop"), "--preemption-mode"),
         (("blocks", "--num-blocks", "0"), "--num-blocks"),
+        (("serve", "--port", "1", "--port", "2"), "--port is given 2 times; give it once"),
+        (("serve", "--max_num_seqs=3", "--max-num-seqs", "4"), "--max-num-seqs is given 2 times"),
+        (("generate", "-m", "a", "--model", "b", "-m", "c"), "--model is given 3 times"),
+        (("generate", "--ignore-eos", "--no-ignore-eos"), "--ignore-eos is given 2 times"),
+        (("bench", "serve", "--port", "1", "--port", "1"), "--port is given 2 times"),
+        (("simulate", "--seed", "1", "--seed", "2"), "--seed is given 2 times"),
+        (("--version", "--version"), "--version is given 2 times"),
     ],
 )
 def test_a_mistake_in_the_call_is_one_line_and_2(call: Call, args: tuple[str, ...], message: str) -> None:
@@ -124,6 +131,41 @@ def test_version(call: Call) -> None:
 def test_run_never_exits(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["generate", "--help"]) == 0  # typer itself would leave the process
     assert "--temperature" in capsys.readouterr().out
+
+
+def test_option_of_many_values_may_be_repeated(call: Call, fake: type[FakeLLM]) -> None:
+    assert call("generate", "-p", "a b", "-p", "c d", "--stop", "x", "--stop", "y").code == 0
+
+
+def test_module_is_the_command(tmp_path: Path) -> None:
+    for args in (["--version"], ["generate", "--max-tokns", "3"], []):
+        module, command = (
+            subprocess.run(
+                [sys.executable, "-m", name, *args], capture_output=True, text=True, cwd=tmp_path, check=False
+            )
+            for name in ("octavo", "octavo.cli.main")
+        )
+        assert (module.returncode, module.stdout, module.stderr) == (command.returncode, command.stdout, command.stderr)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("stderr", [">/dev/full", ">&-"])
+def test_full_or_closed_stderr_does_not_end_a_command(tmp_path: Path, stderr: str) -> None:
+    script = tmp_path / "script"
+    script.write_text("nonsense\nstats\n")
+    command = f"'{sys.executable}' -m octavo blocks --script {script} 2{stderr}"
+    environment = BUFFERED | {"OCTAVO_FLAVOUR": "x"}  # a warning
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 1  # of the script's nonsense
+    assert "Hits: 0" in done.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("args", ["--version", "--help", "models", "generate --help", "simulate alpaca --requests 5"])
+def test_full_stdout_is_one_line_and_1(args: str) -> None:
+    command = f"'{sys.executable}' -m octavo {args} >/dev/full"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, env=BUFFERED)
+    assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
 
 
 def test_a_closed_pipe_is_quiet(tmp_path: Path) -> None:

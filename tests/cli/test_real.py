@@ -104,7 +104,9 @@ def test_bad_input_is_one_line(
     call: Call, model: str, tmp_path: Path, args: tuple[str, ...], code: int, message: str
 ) -> None:
     given = [str(tmp_path) if arg == "EMPTY" else arg for arg in args]
-    done = call("generate", "--model", model, "-p", "once", *given)
+    named = [] if "--model" in args else ["--model", model]
+    prompt = [] if "-p" in args else ["-p", "once"]
+    done = call("generate", *named, *prompt, *given)
     assert (done.code, done.out) == (code, "")
     assert done.err.startswith("error: ")
     assert message in done.err

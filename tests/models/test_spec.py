@@ -338,6 +338,24 @@ def test_unknown_architecture_lists_the_known_ones(architectures: Any) -> None:
     assert "MambaForCausalLM" in str(caught.value) or not architectures or architectures == [["x"]]
 
 
+@pytest.mark.parametrize(("model_type", "near"), [("lama", "llama"), ("qwen22", "qwen2"), ("mamba", None), (7, None)])
+def test_unknown_model_type_lists_the_known_ones(model_type: Any, near: str | None) -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        spec(model_type=model_type)
+    message = str(caught.value)
+    assert repr(model_type) in message and "supported: llama, mistral, qwen2, qwen3, gemma3" in message
+    assert (f"did you mean {near}?" in message) == (near is not None)
+
+
+@pytest.mark.parametrize("key", ["architectures", "model_type", "hidden_size", "hidden_act", "dtype", "rope_scaling"])
+def test_a_megabyte_of_value_makes_no_long_message(key: str) -> None:
+    long = "x" * 1_000_000
+    value = {"architectures": [long], "rope_scaling": {"rope_type": long}}.get(key, long)
+    with pytest.raises(ModelError) as caught:
+        spec(**{key: value})
+    assert len(str(caught.value)) < 600
+
+
 @pytest.mark.parametrize("words", [{"auto_map": {"AutoModel": "m.M"}}, {"custom_code": True}, {"trust_remote_code": 1}])
 def test_custom_code_is_refused_before_anything_else(words: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModelError, match="custom code is not supported"):

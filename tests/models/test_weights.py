@@ -360,6 +360,18 @@ def test_a_shard_without_what_the_index_promises(llama: Path) -> None:
     assert "model.norm.weight is missing" in refusal(llama)
 
 
+def test_one_weight_under_an_old_name_and_a_new_one(tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint("gpt2", tmp_path / "model")
+    edit(folder, lambda tensors: tensors.update({"ln_f.weight": tensors["transformer.ln_f.weight"].clone()}))
+    assert "the files hold two tensors that are transformer.ln_f.weight" in refusal(folder)
+
+
+def test_a_megabyte_of_tensor_name_makes_no_long_message(llama: Path) -> None:
+    edit(llama, lambda tensors: tensors.update({"x" * 1_000_000: tensors["model.norm.weight"].clone()}))
+    message = refusal(llama)
+    assert "is unexpected" in message and len(message) < 600
+
+
 def test_gguf_cut_short(llama: Path, tmp_path: Path) -> None:
     path = write_tiny_gguf(llama, tmp_path / "m.gguf")
     data = path.read_bytes()

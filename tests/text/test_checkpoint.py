@@ -205,6 +205,14 @@ def test_config_json_that_is_no_object(model_dir, text):
     refused(model_dir, CheckpointError, "config.json")
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_a_key_twice_is_refused_in_every_file(model_dir, name):
+    (model_dir / name).write_text('{"a": {"b": 1, "b": 2}}')
+    refused(model_dir, CheckpointError, name, "the key 'b' stands there twice")
+    (model_dir / name).write_text(json.dumps("k" * 1_000_000).join(["{", ': 1, "c": 2, ', ": 2}"]))
+    assert len(refused(model_dir, CheckpointError, "stands there twice")) < 500
+
+
 def test_a_json_file_of_a_gigabyte_is_not_read(model_dir):
     with open(model_dir / "config.json", "wb") as file:
         file.truncate(1 << 30)  # sparse

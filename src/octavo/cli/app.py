@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
+import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -14,8 +17,10 @@ from octavo.cli.calibrate import calibrate
 from octavo.cli.chat import chat
 from octavo.cli.demo import demo
 from octavo.cli.doctor import doctor
+from octavo.cli.environment import check_environment
 from octavo.cli.generate import generate
 from octavo.cli.models import models
+from octavo.cli.once import Command, Group
 from octavo.cli.plan import plan
 from octavo.cli.reproduce import reproduce
 from octavo.cli.serve import serve
@@ -25,6 +30,7 @@ from octavo.cli.view import view
 from octavo.cli.vllm_flags import unsupported
 
 app = typer.Typer(
+    cls=Group,
     help="Serve large language models from paged key/value memory, and see every block.",
     add_completion=False,
     rich_markup_mode=None,
@@ -35,18 +41,18 @@ app = typer.Typer(
         "help_option_names": ["-h", "--help"],
     },
 )
-app.command()(generate)
-app.command()(chat)
-app.command()(demo)
-app.command()(blocks)
-app.command()(serve)
-app.command()(doctor)
-app.command()(view)
-app.command()(top)
-app.command()(simulate)
-app.command()(reproduce)
-app.command()(plan)
-app.command()(calibrate)
+app.command(cls=Command)(generate)
+app.command(cls=Command)(chat)
+app.command(cls=Command)(demo)
+app.command(cls=Command)(blocks)
+app.command(cls=Command)(serve)
+app.command(cls=Command)(doctor)
+app.command(cls=Command)(view)
+app.command(cls=Command)(top)
+app.command(cls=Command)(simulate)
+app.command(cls=Command)(reproduce)
+app.command(cls=Command)(plan)
+app.command(cls=Command)(calibrate)
 app.add_typer(models, name="models")
 app.add_typer(bench, name="bench")
 
@@ -63,6 +69,15 @@ def options(
         print(f"octavo {octavo.__version__}")
     elif context.invoked_subcommand is None:
         print(context.get_help())
+
+
+def warn_of_environment(args: Sequence[str]) -> None:
+    """Check environment variables, unless only help or the version is wanted. Raises `UsageError` for a server."""
+    if not args or {"-h", "--help", "--version"} & set(args):
+        return
+    command = next((arg for arg in args if not arg.startswith("-")), "")
+    for warning in check_environment(os.environ, for_server=command == "serve"):
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def call(args: list[str]) -> int:

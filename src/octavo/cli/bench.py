@@ -9,11 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from octavo.bench.settings import BenchArgs
+from octavo.cli.once import Command, Group
 from octavo.cli.options import DEFAULT_MODEL, ENGINE, Model, options_of
 from octavo.config import EngineArgs
 from octavo.errors import ParameterError
 
-bench = typer.Typer(invoke_without_command=True)
+bench = typer.Typer(cls=Group, invoke_without_command=True)
 Json = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 
 SERVE = {
@@ -72,7 +73,7 @@ def workloads(context: typer.Context) -> None:
         print(context.get_help())
 
 
-@bench.command()
+@bench.command(cls=Command)
 def core(as_json: Json = False) -> None:
     """What scheduling costs on the host.
 
@@ -83,7 +84,7 @@ def core(as_json: Json = False) -> None:
     main(as_json=as_json)
 
 
-@bench.command()
+@bench.command(cls=Command)
 def attention(
     variant: Annotated[str, typer.Option(help="baseline, a rung of the ladder, cpu, or all.")] = "all",
     lengths: Annotated[str | None, typer.Option(metavar="N,N,...", help="Tokens of each prompt.")] = None,
@@ -106,7 +107,7 @@ def attention(
     main(variant, json=as_json, **options)
 
 
-@bench.command()
+@bench.command(cls=Command)
 @options_of(EngineArgs, ENGINE, into="engine")
 def throughput(
     *,
@@ -127,7 +128,7 @@ def throughput(
     main(model, workload or ("mixed256",), as_json=as_json, **engine)
 
 
-@bench.command()
+@bench.command(cls=Command)
 @options_of(EngineArgs, ENGINE, into="engine")
 def latency(*, model: Model = DEFAULT_MODEL, as_json: Json = False, engine: dict[str, Any]) -> None:
     """Time to the first token, and per token after it.
@@ -139,7 +140,7 @@ def latency(*, model: Model = DEFAULT_MODEL, as_json: Json = False, engine: dict
     main(model, latency=True, as_json=as_json, **engine)
 
 
-@bench.command()
+@bench.command(cls=Command)
 @options_of(BenchArgs, SERVE, into="given")
 def serve(
     *,

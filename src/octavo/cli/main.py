@@ -7,12 +7,14 @@ A traceback is shown only with `--debug`, or OCTAVO_DEBUG=1.
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from types import FrameType
+from typing import Any
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 PYTHONS_OWN = signal.default_int_handler
@@ -22,17 +24,37 @@ def main() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by whoever started us: Python leaves nothing there to print to
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process
+    sys.stderr = lossy(sys.stderr)
     sys.unraisablehook = press_again
     if signal.getsignal(signal.SIGINT) is PYTHONS_OWN:
         # Its place, too: asyncio, and an engine in a step, take Ctrl-C over where the handler is the default one.
         setattr(signal, "default_int_handler", interrupt)  # noqa: B010 - mypy knows it for a function
         signal.signal(signal.SIGINT, interrupt)
     signal.signal(signal.SIGALRM, lambda number, frame: signal.raise_signal(signal.SIGINT))
-    code = run(sys.argv[1:])
+    code = run(sys.argv[1:]) or flush()
     if code == INTERRUPTED:
         # Whoever presses Ctrl-C again while threads are being joined wants it to end, not to read about threads.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(code)
+
+
+class LossyFile(io.FileIO):
+    """A file that forgets what it cannot write."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError:
+            return len(data)
+
+
+def lossy(stderr: Any) -> Any:
+    """stderr without errors. A full disk behind it must not end a command: its work is on stdout, or on a socket."""
+    try:
+        file = LossyFile(stderr.fileno(), "w", closefd=False)
+    except OSError:  # a replacement that is no file
+        return stderr
+    return io.TextIOWrapper(file, encoding=stderr.encoding, errors="backslashreplace", write_through=True)
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
@@ -58,17 +80,16 @@ def run(args: Sequence[str]) -> int:
     debug = "--debug" in args or os.environ.get("OCTAVO_DEBUG", "0") not in ("", "0")
     try:
         # Imported here, not above: Ctrl-C during imports is answered like Ctrl-C anywhere else.
-        from octavo.cli.app import call
+        from octavo.cli.app import call, warn_of_environment
 
+        warn_of_environment(args)
         code = call([arg for arg in args if arg != "--debug"])
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader has left (`octavo ... | head`). Python flushes stdout once more at exit: into nothing, then.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+    except BrokenPipeError:  # the reader has left (`octavo ... | head`)
+        return flush() or FAILED
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else FAILED
     except Exception as error:
@@ -76,7 +97,18 @@ def run(args: Sequence[str]) -> int:
             traceback.print_exc()
         message, code = explain(error)
         print(f"error: {message}", file=sys.stderr)
+        flush()
         return code
+
+
+def flush() -> int:
+    """Write out what is left for stdout, or drop it where that fails: Python would try again at exit, and complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    return 0
 
 
 def explain(error: Exception) -> tuple[str, int]:

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from octavo.cli.once import Command, Group
+
 if TYPE_CHECKING:
+    from octavo.config import EngineArgs
     from octavo.llm import LLM
 
-models = typer.Typer(help="List the models that have a name, or fetch one.", invoke_without_command=True)
+models = typer.Typer(cls=Group, help="List the models that have a name, or fetch one.", invoke_without_command=True)
 
 
 @models.callback()
@@ -32,7 +35,7 @@ def list_models(context: typer.Context) -> None:
     print(f"\nkept in {catalog.models_dir()} (OCTAVO_CACHE moves it)")
 
 
-@models.command()
+@models.command(cls=Command)
 def fetch(name: Annotated[str, typer.Argument(help="A name that `octavo models` lists.")]) -> None:
     """Download a model, unless it is here and whole; prints where it is."""
     print(fetch_model(name))
@@ -56,15 +59,29 @@ def fetch_model(name: str) -> Path:
         return catalog.fetch(name, show)
 
 
+def is_named(model: str) -> bool:
+    """Whether the catalogue's model of that name is meant. A model's directory of the same name goes before it."""
+    from octavo import catalog
+
+    return catalog.find(model) is not None and not (Path(model) / "config.json").exists()
+
+
+def check(args: EngineArgs) -> None:
+    """Raises `ModelError` for a model that is not here or cannot be loaded, before torch is imported."""
+    if not is_named(args.model):
+        from octavo.preflight import check_model
+
+        check_model(args)
+
+
 def load(model: str, engine: dict[str, Any]) -> LLM:
     """An LLM for a command line: with progress on a terminal while the model is fetched and loaded."""
     from rich.console import Console
 
-    from octavo import catalog
     from octavo.config import EngineArgs
 
-    EngineArgs(model=model, **engine)  # a mistake in an option is found before anything is fetched
-    if catalog.find(model) is not None and not (Path(model) / "config.json").exists():
+    check(EngineArgs(model=model, **engine))  # a mistake in an option is found before anything is fetched
+    if is_named(model):
         fetch_model(model)
     logging.addLevelName(logging.WARNING, "warning")  # "warning: ..." beside "error: ..."
     logging.basicConfig(format="%(levelname)s: %(message)s")

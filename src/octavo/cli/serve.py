@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from octavo.cli.environment import SERVER_KEYS
+from octavo.cli.models import check, fetch_model, is_named
 from octavo.cli.options import DEFAULT_MODEL, ENGINE, options_of
 from octavo.config import EngineArgs
 from octavo.serve.settings import ServeArgs
@@ -75,15 +76,14 @@ def serve(
     args = EngineArgs(model=model, **engine)
     if log_format not in ("text", "json"):
         raise typer.BadParameter(f"{log_format!r} is neither text nor json", param_hint="--log-format")
-    from octavo import catalog, logs
+    check(args)
+    from octavo import logs
     from octavo.serve import run
 
     phases = run.Phases()
     logs.set_up(logs.LogSettings(settings.uvicorn_log_level, as_json=log_format == "json"))
-    keys = run.keys_of(settings, [key for name in run.KEY_VARIABLES if (key := os.environ.get(name))])
+    keys = run.keys_of(settings, [key for name in SERVER_KEYS if (key := os.environ.get(name))])
     settings.check_exposure(keys)
-    if catalog.find(model) is not None and not (Path(model) / "config.json").exists():
-        from octavo.cli.models import fetch_model
-
+    if is_named(model):
         fetch_model(model)
     run.run(args, settings, keys, phases)

@@ -6,11 +6,12 @@ all that the rest of Octavo knows of a model before its weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.errors import CheckpointError, UnsupportedModelError
+from octavo.errors import CheckpointError, UnsupportedModelError, cut
 
 Config = dict[str, Any]
 
@@ -135,12 +136,13 @@ def spec_from_config(config: Config, generation_config: Config | None = None) ->
     """
     _refuse_custom_code(config)
     architecture = _architecture(config)
+    _check_model_type(config)
     if isinstance(text := config.get("text_config"), dict):  # of a model that also sees: only its text is served
         config = config | {key: value for key, value in text.items() if value is not None}
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization
         raise UnsupportedModelError(
-            f"quantization_config: weights quantised by {method!r} are not supported; "
+            f"quantization_config: weights quantised by {cut(repr(method))} are not supported; "
             "use the unquantised checkpoint or a GGUF file",
             param="quantization_config",
         )
@@ -247,7 +249,7 @@ def _gemma3(config: Config) -> Config:
     """arXiv 2503.19786. Five layers with a window, then one without, and so on."""
     for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if config.get(key):
-            raise UnsupportedModelError(f"{key} {config[key]!r} is not supported; supported: none", param=key)
+            raise UnsupportedModelError(f"{key} {cut(repr(config[key]))} is not supported; supported: none", param=key)
     bias = _flag(config, "attention_bias")
     period = _size(config, "sliding_window_pattern", default=6)
     by_kind = config.get("rope_parameters")
@@ -323,6 +325,7 @@ def _opt(config: Config) -> Config:
 
 GPTS: Mapping[str, Callable[[Config], Config]] = {"GPT2LMHeadModel": _gpt2, "OPTForCausalLM": _opt}
 ARCHITECTURES = (*FAMILY, *GPTS)
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "gpt2", "opt")
 
 
 def _even_heads(config: Config, hidden_key: str, heads_key: str) -> Config:
@@ -362,7 +365,7 @@ def _windows(config: Config, has_window: Callable[[int], bool]) -> tuple[int, ..
     for kind in kinds:
         if kind not in ("sliding_attention", "full_attention"):
             raise UnsupportedModelError(
-                f"layer_types: {kind!r} is not supported; supported: sliding_attention, full_attention",
+                f"layer_types: {cut(repr(kind))} is not supported; supported: sliding_attention, full_attention",
                 param="layer_types",
             )
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
@@ -399,7 +402,8 @@ def _rope(config: Config, theta: float = 10000.0) -> tuple[float, dict[str, Any]
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if not isinstance(kind, str) or kind not in ROPE_SCALING:
         raise UnsupportedModelError(
-            f"rope scaling {kind!r} is not supported; supported: {', '.join(ROPE_SCALING)}", param="rope_scaling"
+            f"rope scaling {cut(repr(kind))} is not supported; supported: {', '.join(ROPE_SCALING)}",
+            param="rope_scaling",
         )
     if kind == "default":
         return theta, None
@@ -458,16 +462,33 @@ def _architecture(config: Config) -> str:
     for name in names:
         if isinstance(name, str) and name in ARCHITECTURES:
             return name
-    found = ", ".join(map(str, names)) or "none named in config.json"
+    found = cut(", ".join(map(str, names))) or "none named in config.json"
     raise UnsupportedModelError(
-        f"architecture {found} is not supported; supported: {', '.join(ARCHITECTURES)}", param="architectures"
+        f"architecture {found} is not supported; {_supported(found, ARCHITECTURES)}", param="architectures"
     )
+
+
+def _check_model_type(config: Config) -> None:
+    """Transformers chooses the model by this word, so one that is unknown here is another model."""
+    name = config.get("model_type")
+    if name is not None and name not in MODEL_TYPES:
+        raise UnsupportedModelError(
+            f"model_type {cut(repr(name))} is not supported; {_supported(str(name), MODEL_TYPES)}", param="model_type"
+        )
+
+
+def _supported(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.8)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"{hint}supported: {', '.join(known)}"
 
 
 def _activation(config: Config, key: str, default: str, known: Mapping[str, str]) -> str:
     name = config.get(key) or default
     if not isinstance(name, str) or name not in known:
-        raise UnsupportedModelError(f"{key} {name!r} is not supported; supported: {', '.join(known)}", param=key)
+        raise UnsupportedModelError(
+            f"{key} {cut(repr(name))} is not supported; supported: {', '.join(known)}", param=key
+        )
     return known[name]
 
 
@@ -475,7 +496,7 @@ def _dtype(config: Config) -> str:
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     if name not in ("float32", "float16", "bfloat16"):
         raise UnsupportedModelError(
-            f"dtype {name!r} is not supported; supported: float32, float16, bfloat16", param="dtype"
+            f"dtype {cut(repr(name))} is not supported; supported: float32, float16, bfloat16", param="dtype"
         )
     return str(name)
 
@@ -517,5 +538,5 @@ def _is_int(value: object) -> bool:
 
 
 def _bad(key: str, value: object, expected: str) -> CheckpointError:
-    found = "is missing" if value is None else f"is {value!r}"
+    found = "is missing" if value is None else f"is {cut(repr(value))}"
     return CheckpointError(f"config.json: {key} {found}; expected {expected}", param=key)

@@ -25,14 +25,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from octavo.checkpoint import Checkpoint
-from octavo.errors import CheckpointError
+from octavo.checkpoint import Checkpoint, listed
+from octavo.errors import CheckpointError, cut
 from octavo.models.decoder import Decoder
 from octavo.models.gpt import GPT
 from octavo.models.linear import ALONE, Matrix, TensorParallel, Weight
 from octavo.models.spec import DecoderSpec, GPTSpec, ModelSpec
+from octavo.safetensors_header import check_headers
 
-MAX_PROBLEMS = 10
 PIECE_ELEMENTS = 1 << 20  # 4 MB of float32: small enough for the caches, large enough to hide the calls
 MAX_THREADS = 4  # copying saturates memory long before it runs out of cores
 
@@ -145,22 +145,27 @@ def _read_safetensors(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Stor
     unit_offset = isinstance(spec, DecoderSpec) and spec.unit_offset_norms
     stored: dict[str, Stored] = {}
     problems = []
+    check_headers(checkpoint)
     for path in checkpoint.shards:
         try:
             shard: Any = safe_open(path, framework="pt", device="cpu")  # maps the file; checks header and length
         except (SafetensorError, OSError) as e:
-            problems.append(f"{path.name} is cut short or damaged ({_one_line(e)})")
+            problems.append(f"{cut(path.name)} is cut short or damaged ({cut(e) or type(e).__name__})")
             continue
         for key in list(shard.keys()):
             name = next((re.sub(old, new, key) for old, new in renamed if re.match(old, key)), key)
             piece = shard.get_slice(key)
             if name in stored:
-                problems.append(f"{name} is in two shards, {stored[name].file} and {path.name}")
+                problems.append(_two_of(name))  # under an old name and a new one
             shape, dtype = tuple(piece.get_shape()), piece.get_dtype()
             read = _rows_of(shard, key, unit_offset and name.endswith("norm.weight"))
             stored[name] = Stored(shape, dtype, dtype in FLOAT_DTYPES, read, path.name)
     _report(checkpoint, problems)
     return stored
+
+
+def _two_of(name: str) -> str:
+    return f"the files hold two tensors that are {cut(name)}"
 
 
 def _rows_of(shard: Any, key: str, plus_one: bool) -> Callable[[int, int], Tensor]:
@@ -210,7 +215,8 @@ def _read_gguf(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Stored]:
     permuted = {}  # which tensors' rows are, and how many heads they are of
     if reader.value("general.architecture") == "llama":
         permuted = {".attn_q.": spec.num_heads, ".attn_k.": spec.num_kv_heads}
-    stored = {}
+    stored: dict[str, Stored] = {}
+    problems = []
     for tensor in reader.tensors:
         shape = tuple(int(n) for n in reversed(tensor.shape))  # GGUF names the fastest dimension first
         heads = next((count for part, count in permuted.items() if part in tensor.name), None)
@@ -218,7 +224,10 @@ def _read_gguf(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Stored]:
         read = _dequantised_rows(tensor, shape, order)
         kind = tensor.tensor_type
         name = _canonical_name(tensor.name, layer_names)
+        if name in stored:
+            problems.append(_two_of(name))
         stored[name] = Stored(shape, kind.name, _is_decoded(kind), read, checkpoint.path.name)
+    _report(checkpoint, problems)
     return stored
 
 
@@ -270,13 +279,13 @@ def _mismatches(weights: list[Weight], stored: dict[str, Stored]) -> Iterator[st
         if found is None:
             yield f"{weight.name} is missing"
         elif found.shape != weight.shape:
-            yield f"{weight.name} has shape {list(found.shape)}, expected {list(weight.shape)}"
+            yield f"{weight.name} has shape {cut(list(found.shape))}, expected {list(weight.shape)}"
         elif not found.is_decoded:
             yield f"{weight.name} has dtype {found.dtype}, expected {', '.join(FLOAT_DTYPES)} or a type of GGUF's"
     known = {weight.name for weight in weights}
     for name in sorted(stored.keys() - known):
         if not _is_redundant(name):
-            yield f"{name} is unexpected: the configuration has no place for it"
+            yield f"{cut(name)} is unexpected: the configuration has no place for it"
 
 
 def _is_redundant(name: str) -> bool:
@@ -352,9 +361,4 @@ def _report(checkpoint: Checkpoint, problems: Iterable[str]) -> None:
     """Raise one `CheckpointError` for all problems, if there are any."""
     problems = list(problems)
     if problems:
-        more = f"; and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
-        raise CheckpointError(f"{checkpoint.path}: {'; '.join(problems[:MAX_PROBLEMS])}{more}; fetch the model again")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(f"{checkpoint.path}: {listed(problems)}; fetch the model again")

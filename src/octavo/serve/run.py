@@ -33,8 +33,6 @@ from octavo.serve.tracing import Tracing
 
 logger = logging.getLogger("octavo.serve")
 
-KEY_VARIABLES = ("OCTAVO_API_KEY", "VLLM_API_KEY")
-
 
 class Phases:
     """How long each part of the start took, for the table that ends it."""

@@ -19,7 +19,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from octavo.checkpoint import MAX_JSON_BYTES, Checkpoint, read_json, refuse_code
-from octavo.errors import CheckpointError, ModelError
+from octavo.errors import CheckpointError, ModelError, cut
 
 if TYPE_CHECKING:
     from octavo.gguf_file import GGUFFile
@@ -109,8 +109,8 @@ def _check_added(backend: tokenizers.Tokenizer, added: dict[str, int], path: Pat
     for content, token_id in added.items():
         if backend.token_to_id(content) not in (token_id, None):
             raise CheckpointError(
-                f"{path} adds the token {content!r} as id {token_id}, which belongs to another token or leaves a gap "
-                f"before it (the next would be {backend.token_to_id(content)}); fetch it again, or {REMEDY}"
+                f"{path} adds the token {cut(repr(content))} as id {token_id}, which belongs to another token or leaves "
+                f"a gap before it (the next would be {backend.token_to_id(content)}); fetch it again, or {REMEDY}"
             )
     ids = sorted(backend.get_vocab().values())
     twice = next((a for a, b in itertools.pairwise(ids) if a == b), None)
@@ -260,7 +260,7 @@ def _read_gguf(checkpoint: Checkpoint) -> Parts:
         raise _unsupported(name, "tokenizer.ggml.model", kind, builders)
     twice, count = Counter(pieces).most_common(1)[0]
     if count > 1:
-        raise CheckpointError(f"{name} has the token {twice!r} twice; convert the model again, or {REMEDY}")
+        raise CheckpointError(f"{name} has the token {cut(repr(twice))} twice; convert the model again, or {REMEDY}")
     types = file.value("tokenizer.ggml.token_type") or [NORMAL] * len(pieces)
     if len(types) != len(pieces):
         raise CheckpointError(f"{name} has {len(pieces)} tokens but {len(types)} token types; convert the model again")
@@ -280,7 +280,7 @@ def _read_gguf(checkpoint: Checkpoint) -> Parts:
 
 
 def _unsupported(name: str, key: str, value: Any, known: Iterable[str]) -> CheckpointError:
-    return CheckpointError(f"{name} has {key} = {value!r}; known: {', '.join(known)}; {REMEDY}")
+    return CheckpointError(f"{name} has {key} = {cut(repr(value))}; known: {', '.join(known)}; {REMEDY}")
 
 
 def _gguf_byte_level(file: GGUFFile, name: str, pieces: Sequence[str], types: Sequence[int]) -> tokenizers.Tokenizer:
@@ -317,8 +317,8 @@ def _merges(pieces: Sequence[str], types: Sequence[int], scores: Sequence[float]
     mergeable = {p: i for i, (p, t) in enumerate(zip(pieces, types, strict=True)) if t in (NORMAL, UNUSED)}
     merges: list[tuple[float, int, str, str]] = []
     for piece, i in mergeable.items():
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
+        for middle in range(1, len(piece)):
+            left, right = piece[:middle], piece[middle:]
             if left in mergeable and right in mergeable:
                 merges.append((-scores[i], mergeable[left], left, right))
     return [(left, right) for _, _, left, right in sorted(merges)]
