@@ -22,10 +22,13 @@ from octavo.kernels.decode_schedule import BEGIN, FEW_SHARERS, NUMBER, DecodeTun
 from octavo.kernels.prefill_gluon import _merge
 from octavo.kernels.query_tiles import query_tiles
 from octavo.kernels.swap import Grid, move
+from tests.kernels import fixed_order
 from tests.kernels.pool import Case, make_case, naive_attention, norm_error, relative_error
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
+if INTERPRETED:
+    fixed_order.install()
 # The interpreter multiplies bfloat16 as the integers that it keeps them in.
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
