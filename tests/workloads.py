@@ -56,7 +56,9 @@ class Fairness:
         self.due = {seq: length - seq.num_computed for seq, length in self.length.items()}
         self.num_preemptions = scheduler.num_preemptions
         self.swapped = list(scheduler.swapped)
-        self.served = {number: tenant.served for number, tenant in scheduler.tenants.present.items()}
+        # Steps that are confined to some requests are not shared.
+        tenants = {} if scheduler.confined_to else scheduler.tenants.present
+        self.served = {number: tenant.served for number, tenant in tenants.items()}
         self.stuck = any(r.waits_for in ("blocks", "rows") for r in scheduler.waiting)
 
     def check(self, plan: StepPlan, totals: Counter[str]) -> None:
@@ -170,7 +172,7 @@ class World:
         self.depth = rnd.choice([1, 2, 2, 3])
         self.failing = rnd.choice([0.0, 0.0, 0.0, 0.05])
         self.short = random.Random(seed + 0.75)  # of memory, in some of the worlds where steps fail
-        self.halving = random.Random(seed + 0.625)  # of requests, after steps that failed
+        self.halving = random.Random(seed + 0.375)  # of requests, after steps that failed
         self.broken = random.Random(seed + 0.125)  # numbers, in some worlds, of one slice
         self.breaking = self.broken.choice([0.0, 0.0, 0.02])
         self.requests = self._requests()
