@@ -25,7 +25,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from octavo.errors import OctavoError
 from octavo.serve.app import App
-from octavo.serve.endpoint import ABORT, LINGER_S, SLOW_READER_S
+from octavo.serve.endpoint import ABORT, LINGER_S, SLOW_READER_S, new_request_id
+from octavo.serve.guard import printable_id
 from octavo.serve.metrics import StatsLine
 from octavo.serve.problems import Problem, shutting_down
 
@@ -33,7 +34,7 @@ logger = logging.getLogger("octavo.serve")
 
 HEADER_TIMEOUT_S = 10.0
 MAX_HEADER_BYTES = 64 * 1024
-MAX_HEADERS = 256
+MAX_HEADERS = 100
 KEEP_ALIVE_S = 5
 BACKLOG = 4096
 STATS_PERIOD_S = 10.0
@@ -136,6 +137,11 @@ class GuardedProtocol(HttpToolsProtocol):
         if len(self.headers) > MAX_HEADERS or num_bytes > MAX_HEADER_BYTES:
             self._refuse(_headers_too_large())
             return
+        codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and (codings != [b"chunked"] or self.parser.get_http_version() == "1.0"):
+            text = "of transfer codings there is chunked alone, once and in HTTP/1.1; send the body plain"
+            self._refuse(Problem(400, "unsupported_transfer_encoding", text, close=True))
+            return
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -205,7 +211,10 @@ class GuardedProtocol(HttpToolsProtocol):
         cycle = self._answering
         if cycle is None or cycle.response_complete or not cycle.response_started:  # never into the middle of another
             body = problem.body()
-            headers = {**problem.headers(), "content-length": str(len(body))}
+            request_id = new_request_id()
+            logger.debug("request %s is refused: %d %s", request_id, problem.status, problem.code)
+            shown_id = printable_id(dict(self.headers or ()).get(b"x-request-id", b"")) or request_id
+            headers = {**problem.headers(), "content-length": str(len(body)), "x-request-id": shown_id}
             lines = b"".join(f"{name}: {value}\r\n".encode("latin-1") for name, value in headers.items())
             self.transport.write(STATUS_LINE[problem.status] + lines + b"\r\n" + body)
         self.flow.resume_reading()
