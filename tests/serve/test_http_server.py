@@ -224,8 +224,9 @@ def test_who_may_be_called_by_any_name() -> None:
 
 
 def test_more_connections_than_may_be(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "LINGER_S", 0.2)
-    get = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    monkeypatch.setattr(http_server, "PROBE_S", 0.2)
+    get = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    health = b"GET /health?a HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
     async def main() -> None:
         async with listening(model, max_connections=3) as (_, http, port):
@@ -234,6 +235,14 @@ def test_more_connections_than_may_be(model: str, monkeypatch: pytest.MonkeyPatc
                 await asyncio.sleep(0.002)
             answer = await say(port, get)
             assert status_of(answer) == (503, "too_many_connections") and b"retry-after: 1" in answer
+            assert status_of(await say(port)) == (503, "too_many_connections")  # who says nothing does not stay
+            assert b"200 OK" in await say(port, health)
+            idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(200)]
+            assert b"200 OK" in await say(port, health)  # though all beside it are taken
+            for _, writer in idle:
+                writer.close()
+            while len(http.server_state.connections) > 3:
+                await asyncio.sleep(0.002)
             here[0][1].write(get)
             assert b"200 OK" in await here[0][0].read()  # those who are here go on
             for _, writer in here:
@@ -480,8 +489,10 @@ def test_a_drain(model: str, timeout: float, finishes: bool, pings: float) -> No
 
 
 class Process:
-    def __init__(self, model: str, *args: str, **environment: str) -> None:
-        command = [sys.executable, "-m", "octavo.cli.main", "serve", model, "--port", "0", *args]
+    def __init__(self, model: str, *args: str, port: int = 0, max_files: int | None = None, **environment: str) -> None:
+        command = [sys.executable, "-m", "octavo.cli.main", "serve", model, "--port", str(port), *args]
+        if max_files is not None:
+            command = ["/bin/sh", "-c", f'ulimit -n {max_files}; exec "$@"', "sh", *command]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", **environment}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=env)
         self.log = ""
@@ -590,6 +601,83 @@ def test_a_server_that_is_stopped_while_it_starts(model: str, number: signal.Sig
             time.sleep(0.02)
     finally:
         server.process.kill()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+def test_of_two_servers_that_start_on_one_port_one_ends(model: str) -> None:
+    port = free_port()
+    servers = [Process(model, port=port) for _ in range(2)]
+    try:
+        begin = time.monotonic()
+        while not (ended := [s for s in servers if s.process.poll() is not None]):
+            assert time.monotonic() - begin < 60
+            time.sleep(0.02)
+        (second,) = ended
+        assert second.wait() == 1
+        error = f"error: address in use: 127.0.0.1:{port}; choose another port, 0 takes a free one"
+        assert second.log.strip().splitlines() == [error]
+        (first,) = (s for s in servers if s is not second)
+        assert first.wait_ready() == f"http://127.0.0.1:{port}"
+        assert call(f"http://127.0.0.1:{port}/health")[0] == 200
+    finally:
+        for server in servers:
+            if server.process.poll() is None:
+                server.process.send_signal(signal.SIGTERM)
+                server.wait()
+
+
+def test_a_server_that_loads_its_model_says_so(model: str) -> None:
+    port = free_port()
+    server = Process(model, port=port)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        begin = time.monotonic()
+        while True:
+            assert time.monotonic() - begin < 60
+            with contextlib.suppress(urllib.error.URLError):
+                status, body = call(f"{url}/ready")
+                break
+            time.sleep(0.02)
+        assert (status, json.loads(body)["error"]["code"]) == (503, "starting")
+        assert call(f"{url}/v1/completions", {"prompt": "Hello"})[0] == call(f"{url}/health")[0] == 503
+        server.wait_ready()
+        assert call(f"{url}/health")[0] == call(f"{url}/ready")[0] == 200
+    finally:
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+
+
+@pytest.mark.parametrize("max_files", [16, 32, 63])
+def test_too_few_open_files_are_said_at_once(model: str, max_files: int) -> None:
+    server = Process(model, max_files=max_files)
+    assert server.wait() == 1
+    needed = f"error: this process may have {max_files} open files, a server needs 64; raise the limit: ulimit -n 4096"
+    assert server.log.strip().splitlines() == [needed]
+
+
+def test_health_is_answered_where_few_files_may_be_open(model: str) -> None:
+    server = Process(model, "--max-body-bytes", "1000000", max_files=64)
+    try:
+        url = server.wait_ready()
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        with contextlib.ExitStack() as stack:
+            for _ in range(60):
+                stack.enter_context(socket.create_connection(address))
+            for _ in range(20):
+                assert call(f"{url}/health")[0] == 200
+            assert call(f"{url}/version")[0] == 503
+        body = b'{"prompt": "Hello", "max_tokens": 2}' + b" " * 300_000
+        begin = time.monotonic()
+        while call(f"{url}/v1/completions", body)[0] != 200:  # with a process to read it in
+            assert time.monotonic() - begin < 60
+    finally:
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+        assert "Traceback" not in server.log
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,7 @@ class App:
         self._add(app, "POST", "/v1/chat/completions", self.chat_completions)
         self._add(app, "POST", "/v1/responses", self.responses)
         self._add(app, "GET", "/v1/models", self.models)
+        self._add(app, "GET", "/v1/models/", self.models)  # some clients join paths so
         self._add(app, "GET", "/v1/models/{model:path}", self.model)
         self._add(app, "POST", "/tokenize", self.tokenize)
         self._add(app, "POST", "/detokenize", self.detokenize)
