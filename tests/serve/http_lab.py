@@ -98,6 +98,6 @@ async def serving(
         app = App(service, Keys(keys))
         transport = httpx.ASGITransport(app.asgi, raise_app_exceptions=True)
         headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
-        async with httpx.AsyncClient(transport=transport, base_url="http://tiny", headers=headers) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
             yield Server(app, engine, client, built)
         await app.close()

@@ -15,9 +15,10 @@ from octavo.errors import ParameterError
 from octavo.serve import endpoint as endpoint_module
 from octavo.serve.admission import Admission
 from octavo.serve.guard import Keys
+from octavo.serve.hosts import is_loopback
 from octavo.serve.problems import Problem, shutting_down
 from octavo.serve.run import keys_of
-from octavo.serve.settings import ServeArgs, is_loopback
+from octavo.serve.settings import ServeArgs
 from tests.engine.models import WrappedModel
 
 from .http_lab import Server, events_of, good, run, serving
@@ -227,7 +228,7 @@ class Call:
             "path": path,
             "raw_path": path.encode(),
             "query_string": b"",
-            "headers": [(b"content-type", b"application/json")],
+            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
             "extensions": {endpoint_module.ABORT: {"call": self._abort}},
         }
 

@@ -20,8 +20,11 @@ from typing import Any
 
 import pytest
 
+from octavo.errors import ParameterError
 from octavo.serve import endpoint, http_server
+from octavo.serve.hosts import Hosts
 from octavo.serve.http_server import HTTPServer, bind
+from octavo.serve.settings import ServeArgs
 
 from .http_lab import Server, events_of, run, serving
 
@@ -50,9 +53,8 @@ async def listening(
 
 def request(body: dict[str, Any], path: str = C) -> bytes:
     content = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    )
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(content)}\r\n\r\n"
     return head.encode() + content
 
 
@@ -94,14 +96,14 @@ def test_headers_have_a_time_and_a_size(model: str, monkeypatch: pytest.MonkeyPa
             slow = [asyncio.ensure_future(say(port, b"GET /health HTTP/1.1\r\n")) for _ in range(20)]
             nothing = asyncio.ensure_future(say(port))
             begin = time.monotonic()
-            assert b"200 OK" in await say(port, b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            assert b"200 OK" in await say(port, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             for answer in await asyncio.gather(*slow):
                 assert status_of(answer) == (408, "request_timeout") and b"connection: close" in answer
             assert status_of(await nothing)[0] == 408
             assert 0.25 < time.monotonic() - begin < 60
             trickle = [b"GET /health HTTP/1.1\r\n", *[b"a: b\r\n"] * 50]
             assert status_of(await say(port, *trickle, pause_s=0.02))[0] == 408
-            large = b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 200_000 + b"\r\n\r\n"
+            large = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 200_000 + b"\r\n\r\n"
             assert status_of(await say(port, large))[0] == 431
             assert status_of(await say(port, large[:-4]))[0] == 431  # it does not wait for their end
             many = b"GET /health HTTP/1.1\r\n" + b"".join(b"h%d: x\r\n" % i for i in range(2000)) + b"\r\n"
@@ -111,9 +113,120 @@ def test_headers_have_a_time_and_a_size(model: str, monkeypatch: pytest.MonkeyPa
     run(main())
 
 
+def test_every_refusal_has_an_id(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", 0.2)
+    get = b"GET /version HTTP/1.1\r\nHost: localhost\r\n"
+
+    async def main() -> None:
+        async with listening(model, max_connections=8) as (_, _, port):
+            refused = {
+                b"hello\r\n\r\n": 400,
+                b"GET /version HTTP/1.1\r\n\r\n": 400,
+                get: 408,
+                get + b"X: " + b"x" * 400_000: 431,
+                get + b"X: 1\r\n" * 100 + b"\r\n": 431,
+            }
+            for raw, status in refused.items():
+                answer = await say(port, raw)
+                assert status_of(answer)[0] == status, raw[:60]
+                assert re.search(rb"\r\nx-request-id: [0-9a-f]{32}\r\n", answer), answer
+            answer = await say(port, get + b"X-Request-Id: mine\r\n" + b"X: 1\r\n" * 200 + b"\r\n")
+            assert b"\r\nx-request-id: mine\r\n" in answer
+            fine = get + b"Connection: close\r\n" + b"X: 1\r\n" * 98 + b"\r\n"
+            assert status_of(await say(port, fine))[0] == 200
+
+    run(main())
+
+
+def test_chunked_is_the_only_transfer_coding(model: str) -> None:
+    async def main() -> None:
+        async with listening(model) as (_, _, port):
+            content = b'{"prompt": "Hello", "max_tokens": 1}'
+            body = b"%x\r\n" % len(content) + content + b"\r\n0\r\n\r\n"
+            head = b"Host: localhost\r\nConnection: close\r\nContent-Type: application/json\r\nTransfer-Encoding: "
+
+            async def status(coding: bytes, version: bytes = b"1.1") -> int:
+                line = b"POST /v1/completions HTTP/" + version + b"\r\n"
+                return status_of(await say(port, line + head + coding + b"\r\n\r\n" + body))[0]
+
+            for coding in (b"chunked", b"Chunked"):
+                assert await status(coding) == 200, coding
+            more = b"chunked\r\nTransfer-Encoding: chunked"
+            for coding in (b"gzip, chunked", b"gzip,chunked", b"chunked, chunked", b"identity, chunked", b"gzip", more):
+                assert await status(coding) == 400, coding
+            assert await status(b"chunked", b"1.0") == 400
+
+    run(main())
+
+
+OURS = ("localhost", "LOCALHOST:1", "127.0.0.1", "127.0.0.1:8000", "127.1.2.3", "[::1]:80", "a.localhost", "localhost.")
+EVIL = ("evil.example", "evil.example:8000", "localhost.evil.example", "10.0.0.1", "127.0.0.1.evil.example")
+NO_HOST = (
+    "",
+    "a b",
+    "localhost,evil",
+    "[::1",
+    "::1",
+    "localhost:x",
+    "localhost:99999",
+    "user@localhost",
+    "localhost/x",
+)
+
+
+def test_a_server_answers_to_its_own_names_alone(model: str) -> None:
+    async def status(port: int, *hosts: str, path: str = "/version", version: str = "1.1") -> int:
+        lines = "".join(f"Host: {host}\r\n" for host in hosts)
+        raw = f"GET {path} HTTP/{version}\r\n{lines}Connection: close\r\n\r\n"
+        return status_of(await say(port, raw.encode()))[0]
+
+    async def main() -> None:
+        async with listening(model) as (server, _, port):
+            for host in OURS:
+                assert await status(port, host) == 200, host
+            for host in EVIL:
+                for path in ("/version", "/metrics", "/debug/kv", "/view/", "/nope", "/ping"):
+                    assert await status(port, host, path=path) == 403, (host, path)
+                assert await status(port, host, path="/health") == 200  # whoever probes does so by any address
+            for host in NO_HOST:
+                assert await status(port, host) == await status(port, host, path="/health") == 400, host
+            assert await status(port) == await status(port, "localhost", "localhost") == 400
+            assert await status(port, version="1.0") == 200
+            evil = request(LONG).replace(b"Host: localhost", b"Host: evil.example\r\nConnection: close")
+            assert status_of(await say(port, evil)) == (403, "wrong_host")
+            assert server.app.service.admission.num_requests == 0
+        async with listening(model, allowed_hosts=["llm.example.com", "*.internal"]) as (_, _, port):
+            for host in ("llm.example.com", "LLM.example.com.", "a.internal"):
+                assert await status(port, host) == 200
+            assert await status(port, "b.com") == await status(port, "internal") == 403
+        async with listening(model, allowed_hosts=["*"]) as (_, _, port):
+            assert await status(port, "evil.example") == 200
+
+    run(main())
+
+
+def test_who_may_be_called_by_any_name() -> None:
+    def takes(called: str, **options: Any) -> bool:
+        told = {"host": "127.0.0.1", "uds": None, "has_keys": False, "names": ()} | options
+        return Hosts.of(**told).refusal({"headers": [(b"host", called.encode())]}) is None
+
+    assert not takes("llm.example.com")
+    assert takes("llm.example.com", has_keys=True) and takes("a", uds="/run/octavo.sock")  # no page reaches them
+    assert not takes("llm.example.com", has_keys=True, names=("other",))
+    for host in ("0.0.0.0", "::", ""):
+        assert all(takes(called, host=host) for called in ("10.1.2.3", "[fd00::1]:80", socket.gethostname()))
+        assert not takes("llm.example.com", host=host)
+    assert takes("10.1.2.3", host="10.1.2.3") and not takes("10.1.2.4", host="10.1.2.3")
+    assert takes("gpu-1", host="gpu-1") and not takes("gpu-2", host="gpu-1")
+    for name in ("http://a", "a:80", "a b", "", "*."):
+        with pytest.raises(ParameterError, match="allowed_hosts"):
+            ServeArgs(allowed_hosts=[name])
+
+
 def test_more_connections_than_may_be(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "LINGER_S", 0.2)
-    get = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+    monkeypatch.setattr(http_server, "PROBE_S", 0.2)
+    get = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    health = b"GET /health?a HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
     async def main() -> None:
         async with listening(model, max_connections=3) as (_, http, port):
@@ -122,6 +235,14 @@ def test_more_connections_than_may_be(model: str, monkeypatch: pytest.MonkeyPatc
                 await asyncio.sleep(0.002)
             answer = await say(port, get)
             assert status_of(answer) == (503, "too_many_connections") and b"retry-after: 1" in answer
+            assert status_of(await say(port)) == (503, "too_many_connections")  # who says nothing does not stay
+            assert b"200 OK" in await say(port, health)
+            idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(200)]
+            assert b"200 OK" in await say(port, health)  # though all beside it are taken
+            for _, writer in idle:
+                writer.close()
+            while len(http.server_state.connections) > 3:
+                await asyncio.sleep(0.002)
             here[0][1].write(get)
             assert b"200 OK" in await here[0][0].read()  # those who are here go on
             for _, writer in here:
@@ -144,10 +265,9 @@ def test_the_limit_of_open_files_is_raised() -> None:
 def test_what_is_no_http(model: str) -> None:
     async def main() -> None:
         async with listening(model) as (server, _, port):
-            both = (
-                b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
-            )
-            chunked = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            both = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            both += b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+            chunked = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             chunked += b"Transfer-Encoding: chunked\r\n\r\n"
             for raw in (b"hello\r\n\r\n", b"\x16\x03\x01\x02\x00", both + b"0\r\n\r\n", chunked + b"zz\r\nab\r\n"):
                 assert status_of(await say(port, raw))[0] == 400, raw
@@ -172,9 +292,9 @@ def test_who_asks_for_another_protocol_is_answered_in_this_one(model: str, askin
         async with listening(model) as (server, _, port):
             want = (await server.complete("Hello"))["choices"][0]["text"]
             body = {"prompt": "Hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-            post = request(body).replace(b"Host: a\r\n", b"Host: a\r\n" + asking)
-            get = b"GET /v1/models HTTP/1.1\r\nHost: a\r\n" + asking + b"\r\n"
-            end = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+            post = request(body).replace(b"Host: localhost\r\n", b"Host: localhost\r\n" + asking)
+            get = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n" + asking + b"\r\n"
+            end = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
             head, _, content = post.partition(b"\r\n\r\n")
             # In one piece, the body by itself, byte by byte.
             for parts in ([post + get + post + end], [head + b"\r\n\r\n", content, get, end], [*_bytes(post), end]):
@@ -183,11 +303,11 @@ def test_who_asks_for_another_protocol_is_answered_in_this_one(model: str, askin
                 assert answer.count(b"HTTP/1.1 200 OK") == answer.count(b"HTTP/1.1 ") == b"".join(parts).count(b"Host:")
                 assert answer.count(json.dumps(want).encode()) == num_posts
             # What it says is never taken for a request.
-            bad = f"GET /metrics HTTP/1.1\r\nHost: a\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+            bad = f"GET /metrics HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n".encode()
             smuggled = head.replace(b"Length: %d" % len(content), b"Length: %d" % len(bad)) + b"\r\n\r\n"
             answer = await say(port, smuggled, bad, end, pause_s=0.05)
             assert (answer.count(b"HTTP/1.1 "), status_of(answer)) == (2, (400, "invalid_json"))
-            assert b" 200 " not in await say(port, b"CONNECT a:80 HTTP/1.1\r\nHost: a\r\n" + asking + b"\r\n")
+            assert b" 200 " not in await say(port, b"CONNECT a:80 HTTP/1.1\r\nHost: localhost\r\n" + asking + b"\r\n")
 
     run(main())
 
@@ -199,11 +319,11 @@ def _bytes(data: bytes) -> list[bytes]:
 def test_trailers_have_a_size_and_say_nothing(model: str) -> None:
     async def main() -> None:
         async with listening(model) as (_, http, port):
-            chunked = b"Host: a\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+            chunked = b"Host: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
             content = b'{"prompt": "Hello", "max_tokens": 2}'
             body = b"%x\r\n" % len(content) + content + b"\r\n0\r\n"
             trailers = b"X-Request-Id: mine\r\n\r\n"
-            end = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+            end = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
             answer = await say(port, b"POST /v1/completions HTTP/1.1\r\n" + chunked + body + trailers, end)
             assert answer.count(b"HTTP/1.1 200 OK") == 2 and b"mine" not in answer
             for line in (b"a: b\r\n" * 2_000, b"a: " + b"b" * 16_000):  # many, and one without an end
@@ -240,7 +360,7 @@ def test_who_sends_two_requests_at_once_and_goes(model: str, stream: bool) -> No
     async def main() -> None:
         async with listening(model) as (server, _, port):
             _slow(server, 0.05)
-            for ahead in (request(LONG), request(LONG)[:-3], b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"):
+            for ahead in (request(LONG), request(LONG)[:-3], b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"):
                 _, writer = await asyncio.open_connection("127.0.0.1", port)
                 writer.write(request(LONG | {"stream": stream}) + ahead)
                 while not server.app.service.admission.num_requests:
@@ -260,7 +380,7 @@ def test_nothing_is_written_into_the_midst_of_an_answer(model: str) -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(request(LONG | {"stream": True}))
             await reader.readuntil(b"data: ")
-            writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\nthis is no HTTP\r\n\r\n")
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nthis is no HTTP\r\n\r\n")
             rest = await asyncio.wait_for(reader.read(), 50)
             assert b"HTTP/1.1 " not in rest
             writer.close()
@@ -276,7 +396,7 @@ def test_a_whole_answer_that_nobody_takes(model: str, closes: bytes, monkeypatch
     async def main() -> None:
         async with listening(model) as (_, http, port):
             body = LONG | {"n": 4, "logprobs": 20, "temperature": 1}
-            asking = request(body).replace(b"Host: a\r\n", b"Host: a\r\n" + closes)
+            asking = request(body).replace(b"Host: localhost\r\n", b"Host: localhost\r\n" + closes)
             with socket.socket() as client:
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
                 client.connect(("127.0.0.1", port))
@@ -300,7 +420,7 @@ def test_a_large_body_is_answered_before_it_has_come(model: str, monkeypatch: py
 
     async def main() -> None:
         async with listening(model, max_body_bytes=10_000) as (_, _, port):
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             declared = head + b"Content-Length: 100000000\r\n\r\n"
             assert status_of(await say(port, declared, b" " * 1_000_000)) == (413, "body_too_large")
             chunk = b"4000\r\n" + b" " * 0x4000 + b"\r\n"
@@ -369,8 +489,10 @@ def test_a_drain(model: str, timeout: float, finishes: bool, pings: float) -> No
 
 
 class Process:
-    def __init__(self, model: str, *args: str, **environment: str) -> None:
-        command = [sys.executable, "-m", "octavo.cli.main", "serve", model, "--port", "0", *args]
+    def __init__(self, model: str, *args: str, port: int = 0, max_files: int | None = None, **environment: str) -> None:
+        command = [sys.executable, "-m", "octavo.cli.main", "serve", model, "--port", str(port), *args]
+        if max_files is not None:
+            command = ["/bin/sh", "-c", f'ulimit -n {max_files}; exec "$@"', "sh", *command]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", **environment}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=env)
         self.log = ""
@@ -420,7 +542,10 @@ def children_of(pid: int) -> list[int]:
 
 def listening_ports(pid: int) -> list[int]:
     """Of a process, over TCP."""
-    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+    links = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+            links.append(os.readlink(path))
     rows = [line.split() for n in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{n}").read_text().splitlines()[1:]]
     listening = [(int(row[1].rpartition(":")[2], 16), row[9]) for row in rows if row[3] == "0A"]
     return [port for port, inode in listening if f"socket:[{inode}]" in links]
@@ -476,6 +601,83 @@ def test_a_server_that_is_stopped_while_it_starts(model: str, number: signal.Sig
             time.sleep(0.02)
     finally:
         server.process.kill()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+def test_of_two_servers_that_start_on_one_port_one_ends(model: str) -> None:
+    port = free_port()
+    servers = [Process(model, port=port) for _ in range(2)]
+    try:
+        begin = time.monotonic()
+        while not (ended := [s for s in servers if s.process.poll() is not None]):
+            assert time.monotonic() - begin < 60
+            time.sleep(0.02)
+        (second,) = ended
+        assert second.wait() == 1
+        error = f"error: address in use: 127.0.0.1:{port}; choose another port, 0 takes a free one"
+        assert second.log.strip().splitlines() == [error]
+        (first,) = (s for s in servers if s is not second)
+        assert first.wait_ready() == f"http://127.0.0.1:{port}"
+        assert call(f"http://127.0.0.1:{port}/health")[0] == 200
+    finally:
+        for server in servers:
+            if server.process.poll() is None:
+                server.process.send_signal(signal.SIGTERM)
+                server.wait()
+
+
+def test_a_server_that_loads_its_model_says_so(model: str) -> None:
+    port = free_port()
+    server = Process(model, port=port)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        begin = time.monotonic()
+        while True:
+            assert time.monotonic() - begin < 60
+            with contextlib.suppress(urllib.error.URLError):
+                status, body = call(f"{url}/ready")
+                break
+            time.sleep(0.02)
+        assert (status, json.loads(body)["error"]["code"]) == (503, "starting")
+        assert call(f"{url}/v1/completions", {"prompt": "Hello"})[0] == call(f"{url}/health")[0] == 503
+        server.wait_ready()
+        assert call(f"{url}/health")[0] == call(f"{url}/ready")[0] == 200
+    finally:
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+
+
+@pytest.mark.parametrize("max_files", [16, 32, 63])
+def test_too_few_open_files_are_said_at_once(model: str, max_files: int) -> None:
+    server = Process(model, max_files=max_files)
+    assert server.wait() == 1
+    needed = f"error: this process may have {max_files} open files, a server needs 64; raise the limit: ulimit -n 4096"
+    assert server.log.strip().splitlines() == [needed]
+
+
+def test_health_is_answered_where_few_files_may_be_open(model: str) -> None:
+    server = Process(model, "--max-body-bytes", "1000000", max_files=64)
+    try:
+        url = server.wait_ready()
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        with contextlib.ExitStack() as stack:
+            for _ in range(60):
+                stack.enter_context(socket.create_connection(address))
+            for _ in range(20):
+                assert call(f"{url}/health")[0] == 200
+            assert call(f"{url}/version")[0] == 503
+        body = b'{"prompt": "Hello", "max_tokens": 2}' + b" " * 300_000
+        begin = time.monotonic()
+        while call(f"{url}/v1/completions", body)[0] != 200:  # with a process to read it in
+            assert time.monotonic() - begin < 60
+    finally:
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+        assert "Traceback" not in server.log
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from octavo.core.sampling_params import SamplingParams
 from octavo.errors import OctavoError
 from octavo.serve import body_worker, guard, json_body, parameters, protocol, responses, view
 from octavo.serve.endpoint import Exchange
+from octavo.serve.hosts import Hosts
 from octavo.serve.http_server import GuardedProtocol
 from octavo.serve.problems import Problem
 from octavo.text import chat_template, grammar, tokenizer
@@ -237,10 +238,13 @@ def _headers() -> list[Case]:
     keys = guard.Keys(["key"])
     most = 1 << 18
     cases = [
-        Case("headers: an id", lambda n: "\x7f" * n, guard._printable, most),
+        Case("headers: an id", lambda n: b"\x7f" * n, guard.printable_id, most),
         Case("headers: Basic", lambda n: b"QUFB" * (n // 4) + b"=", guard._password, most),
         Case("headers: a key", lambda n: b"k" * n, keys.find, most),
     ]
+    for kind in (b"a", b".", b":", b"[", b"1", b"[::", b"a."):
+        make_host = lambda n, kind=kind: {"headers": [(b"host", kind * (n // len(kind)))]}  # noqa: E731
+        cases.append(Case(f"headers: a host of {kind.decode()!r}", make_host, Hosts().refusal, most))
     for name, query in {
         "ampersands": lambda n: b"&" * n,
         "percents": lambda n: b"a=" + b"%" * n,

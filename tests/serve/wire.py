@@ -78,7 +78,7 @@ class Wire:
         part of a stream."""
         content = raw if raw is not None else b"" if body is None else json.dumps(body).encode()
         method = "GET" if body is None and raw is None else "POST"
-        head = f"{method} {path} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {self._key}\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {self._key}\r\n"
         if method == "POST":
             head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n"
         try:

@@ -25,6 +25,7 @@ SERVE = {
     "ssl_certfile": "TLS: its certificate.",
     "ssl_ca_certs": "TLS: whose clients' certificates are asked for.",
     "allowed_origins": "An origin whose scripts may read responses, or *; may be repeated.",
+    "allowed_hosts": "A name by which requests may call the server, or *; may be repeated.",
     "root_path": "Prefix of the paths, behind a proxy.",
     "max_num_queued_reqs": "Requests that may wait; more get 429.",
     "max_num_queued_tokens": "Tokens of their prompts together; else any number.",

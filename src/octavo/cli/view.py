@@ -57,8 +57,8 @@ def view(
     A trace is run through the simulator first, and the options below are the simulator's.
     """
     from octavo.serve import view_server
+    from octavo.serve.hosts import is_loopback
     from octavo.serve.http_server import bind
-    from octavo.serve.settings import is_loopback
     from octavo.serve.view import View
     from octavo.view.attach import Attached
     from octavo.view.live import Hub

@@ -20,6 +20,7 @@ from octavo.serve.answers import Answer
 from octavo.serve.body_worker import BodyWorker
 from octavo.serve.endpoint import Endpoint, Exchange, Handler, Reply, Running, Stream, as_json
 from octavo.serve.guard import OPEN_PATHS, Guard, Keys
+from octavo.serve.hosts import Hosts
 from octavo.serve.problems import Problem, bad, not_found
 from octavo.serve.problems import of as problem_of
 from octavo.serve.protocol import Ask
@@ -71,6 +72,7 @@ class App:
         self._add(app, "POST", "/v1/chat/completions", self.chat_completions)
         self._add(app, "POST", "/v1/responses", self.responses)
         self._add(app, "GET", "/v1/models", self.models)
+        self._add(app, "GET", "/v1/models/", self.models)  # some clients join paths so
         self._add(app, "GET", "/v1/models/{model:path}", self.model)
         self._add(app, "POST", "/tokenize", self.tokenize)
         self._add(app, "POST", "/detokenize", self.detokenize)
@@ -95,6 +97,7 @@ class App:
             open_paths=OPEN_PATHS | ({b"/metrics"} if settings.metrics_public else set()),
             quiet_paths=settings.disable_access_log_for_endpoints,
             origins=settings.allowed_origins,
+            hosts=Hosts.of(settings.allowed_hosts, host=settings.host, uds=settings.uds, has_keys=bool(keys)),
         )
 
     @staticmethod

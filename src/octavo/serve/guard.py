@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from octavo.serve.endpoint import Exchange, Message, Receive, Scope, Send, new_request_id, send_problem
+from octavo.serve.hosts import Hosts
 from octavo.serve.metrics import Metrics
 from octavo.serve.problems import Problem, internal
 
@@ -64,6 +65,7 @@ class Guard:
         open_paths: Collection[bytes] = OPEN_PATHS,
         quiet_paths: Collection[str] = (),
         origins: Sequence[str] = (),
+        hosts: Hosts | None = None,
     ) -> None:
         self._app = app
         self._keys = keys
@@ -71,6 +73,7 @@ class Guard:
         self._open_paths = frozenset(open_paths)
         self._quiet_paths = frozenset(quiet_paths)
         self._origins = frozenset(origins)
+        self._hosts = hosts or Hosts()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -79,7 +82,7 @@ class Guard:
             return
         exchange = Exchange(scope, new_request_id())
         scope.setdefault("state", {})["exchange"] = exchange
-        shown_id = _printable(exchange.header(b"x-request-id")) or exchange.request_id
+        shown_id = printable_id(dict(scope["headers"]).get(b"x-request-id", b"")) or exchange.request_id
         extra = [(b"x-request-id", shown_id.encode("ascii")), *self._cors(exchange)]
         begin = time.monotonic()
         has_begun = False
@@ -116,6 +119,9 @@ class Guard:
         scope = exchange.scope
         path = scope.get("raw_path") or scope["path"].encode()
         path = path.removeprefix(scope.get("root_path", "").encode())
+        is_probe = path in OPEN_PATHS and scope["method"] in ("GET", "HEAD")  # they come by whatever address
+        if (problem := self._hosts.refusal(scope, any_name=is_probe)) is not None:
+            return problem
         if not self._keys or (path in self._open_paths and scope["method"] in ("GET", "HEAD")):
             return None
         if _is_preflight(exchange):
@@ -183,6 +189,6 @@ def _is_preflight(exchange: Exchange) -> bool:
     )
 
 
-def _printable(value: str | None) -> str:
+def printable_id(value: bytes) -> str:
     """A client's id as it may stand in a header and a log."""
-    return "".join(c for c in (value or "") if "!" <= c <= "~")[:MAX_ID_CHARS]
+    return "".join(c for c in value.decode("latin-1") if "!" <= c <= "~")[:MAX_ID_CHARS]

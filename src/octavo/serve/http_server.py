@@ -15,7 +15,7 @@ import resource
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,36 +25,59 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from octavo.errors import OctavoError
 from octavo.serve.app import App
-from octavo.serve.endpoint import ABORT, LINGER_S, SLOW_READER_S
+from octavo.serve.endpoint import (
+    ABORT,
+    LINGER_S,
+    SLOW_READER_S,
+    Exchange,
+    Receive,
+    Scope,
+    Send,
+    new_request_id,
+    send_problem,
+)
+from octavo.serve.guard import OPEN_PATHS, printable_id
 from octavo.serve.metrics import StatsLine
 from octavo.serve.problems import Problem, shutting_down
+from octavo.serve.settings import ServeArgs
 
 logger = logging.getLogger("octavo.serve")
 
 HEADER_TIMEOUT_S = 10.0
 MAX_HEADER_BYTES = 64 * 1024
-MAX_HEADERS = 256
+MAX_HEADERS = 100
 KEEP_ALIVE_S = 5
 BACKLOG = 4096
 STATS_PERIOD_S = 10.0
 LAST_WORDS_S = 1.0
 """What answers that are cut short get, to say so to their clients."""
-MOST_FILES = 65_536
-SPARE_FILES = 128
-"""Open files that connections leave alone: an engine that takes a lost one's place needs some."""
+MAX_FILES = 65_536
+LEAST_FILES = 64
+"""Open files without which no server starts: 24 at rest, as many for an engine in a lost one's place, connections."""
+PROBE_S = 2.0
+"""What a connection beyond the limit gets to say what it wants."""
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """A connection. Its headers must be complete in `HEADER_TIMEOUT_S`, 408, and within limits, 431. One more than
-    `max_connections` is told 503.
+    """A connection. Its headers must be complete in `HEADER_TIMEOUT_S`, 408, and within limits, 431. One beyond
+    `max_connections` gets 503, unless it asks for /health or /ready: `probes` are those connections, oldest first. One
+    more of them than `max_probes` ends the oldest, so that a probe is answered whatever the others do.
 
     It speaks HTTP/1.1 and nothing else: who asks for another protocol beside (Java's client does, for HTTP/2) is
     answered in this one. Requests that come before the one ahead of them is answered wait their turn.
     """
 
-    def __init__(self, *args: Any, max_connections: int = MOST_FILES, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        max_connections: int = MAX_FILES,
+        max_probes: int = 64,
+        probes: dict[GuardedProtocol, None] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
-        self._max_connections = max_connections
+        self._max_connections, self._max_probes = max_connections, max_probes
+        self._probes = {} if probes is None else probes
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -65,19 +88,20 @@ class GuardedProtocol(HttpToolsProtocol):
         self._answering: RequestResponseCycle | None = None  # `self.cycle` is the one that came last
         self._timer: asyncio.TimerHandle | None = None
         self._leaving: asyncio.TimerHandle | None = None
+        if len(self.connections) - len(self._probes) > self._max_connections:
+            self._probes[self] = None
+            if len(self._probes) > self._max_probes:
+                oldest = next(iter(self._probes))
+                del self._probes[oldest]
+                oldest.transport.abort()
         self._start_timer()
-        num_over = len(self.connections) - self._max_connections
-        if num_over > SPARE_FILES // 2:  # being told takes a moment, and a file all the while
-            self.transport.abort()
-        elif num_over > 0:
-            text = f"{self._max_connections} connections are open, as many as may be; try again later"
-            self._refuse(Problem(503, "too_many_connections", text, retry_after_s=1, close=True))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         if self._leaving is not None:
             self._leaving.cancel()
         self._leave()
+        self._probes.pop(self, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -136,7 +160,18 @@ class GuardedProtocol(HttpToolsProtocol):
         if len(self.headers) > MAX_HEADERS or num_bytes > MAX_HEADER_BYTES:
             self._refuse(_headers_too_large())
             return
+        codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and (codings != [b"chunked"] or self.parser.get_http_version() == "1.0"):
+            text = "of transfer codings there is chunked alone, once and in HTTP/1.1; send the body plain"
+            self._refuse(Problem(400, "unsupported_transfer_encoding", text, close=True))
+            return
+        is_probe = self in self._probes
+        if is_probe and self.url.partition(b"?")[0] not in OPEN_PATHS:
+            self._refuse(self._too_many())
+            return
         super().on_headers_complete()
+        if is_probe:
+            self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         self._num_idle_bytes = 0
@@ -184,7 +219,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _start_timer(self) -> None:
         if self._timer is None:
-            self._timer = self.loop.call_later(HEADER_TIMEOUT_S, self._too_slow)
+            limit_s = PROBE_S if self in self._probes else HEADER_TIMEOUT_S
+            self._timer = self.loop.call_later(limit_s, self._too_slow)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -193,7 +229,12 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _too_slow(self) -> None:
         self._timer = None
-        self._refuse(Problem(408, "request_timeout", "the request's headers come too slowly", close=True))
+        slow = Problem(408, "request_timeout", "the request's headers come too slowly", close=True)
+        self._refuse(self._too_many() if self in self._probes else slow)
+
+    def _too_many(self) -> Problem:
+        text = f"{self._max_connections} connections are open, as many as may be; try again later"
+        return Problem(503, "too_many_connections", text, retry_after_s=1, close=True)
 
     def _refuse(self, problem: Problem) -> None:
         """Answer and close; but first throw away for a moment what still comes, or the answer would be lost with it."""
@@ -205,7 +246,10 @@ class GuardedProtocol(HttpToolsProtocol):
         cycle = self._answering
         if cycle is None or cycle.response_complete or not cycle.response_started:  # never into the middle of another
             body = problem.body()
-            headers = {**problem.headers(), "content-length": str(len(body))}
+            request_id = new_request_id()
+            logger.debug("request %s is refused: %d %s", request_id, problem.status, problem.code)
+            shown_id = printable_id(dict(self.headers or ()).get(b"x-request-id", b"")) or request_id
+            headers = {**problem.headers(), "content-length": str(len(body)), "x-request-id": shown_id}
             lines = b"".join(f"{name}: {value}\r\n".encode("latin-1") for name, value in headers.items())
             self.transport.write(STATUS_LINE[problem.status] + lines + b"\r\n" + body)
         self.flow.resume_reading()
@@ -219,43 +263,83 @@ def _headers_too_large() -> Problem:
     return Problem(431, "headers_too_large", text, close=True)
 
 
+def config_of(asgi: Any, settings: ServeArgs, *, max_connections: int | None = None) -> uvicorn.Config:
+    most, max_probes = connections_of(raised_file_limit())
+    protocol = functools.partial(
+        GuardedProtocol,
+        max_connections=most if max_connections is None else max_connections,
+        max_probes=max_probes,
+        probes={},
+    )
+    return uvicorn.Config(
+        asgi,
+        http=protocol,  # type: ignore[arg-type]
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=1,
+        backlog=BACKLOG,
+        root_path=settings.root_path,
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_ca_certs=settings.ssl_ca_certs,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
+    )
+
+
+class Starting(uvicorn.Server):
+    """Answers in the place of an `App` whose model is still being loaded: 503, also to /health, on a listening socket.
+
+    async with Starting(settings).on(sock): ...
+    """
+
+    def __init__(self, settings: ServeArgs) -> None:
+        super().__init__(config_of(self._refuse, settings))
+
+    @staticmethod
+    async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, new_request_id())
+        text = "the server is starting; its model is being loaded"
+        headers = {"x-request-id": exchange.request_id}
+        problem = Problem(503, "starting", text, retry_after_s=5, close=True, headers=headers)
+        await send_problem(exchange, send, problem)
+
+    @contextlib.asynccontextmanager
+    async def on(self, sock: socket.socket) -> AsyncIterator[None]:
+        """While this is entered. The socket goes on listening behind it; who comes in between waits for a moment."""
+        serving = asyncio.ensure_future(self.serve(sockets=[sock.dup()]))
+        try:
+            yield
+        finally:
+            self.should_exit = True
+            await serving
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # whoever starts it has its own way
+
+
 class HTTPServer(uvicorn.Server):
     """Serves an `App` until told to leave, twice if need be.
 
     on_ready         called with the address once requests are taken
-    max_connections  as many as there may be open files, unless told
+    max_connections  as many as there may be open files, unless it is given
     """
 
     def __init__(
         self, app: App, on_ready: Callable[[str], None] = lambda url: None, *, max_connections: int | None = None
     ) -> None:
-        settings = app.service.settings
-        most = max(1, raised_file_limit() - SPARE_FILES) if max_connections is None else max_connections
-        super().__init__(
-            uvicorn.Config(
-                app.asgi,
-                http=functools.partial(GuardedProtocol, max_connections=most),  # type: ignore[arg-type]
-                ws="none",
-                lifespan="off",
-                access_log=False,
-                log_config=None,
-                server_header=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                backlog=BACKLOG,
-                root_path=settings.root_path,
-                ssl_keyfile=settings.ssl_keyfile,
-                ssl_certfile=settings.ssl_certfile,
-                ssl_ca_certs=settings.ssl_ca_certs,
-                ssl_cert_reqs=ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
-            )
-        )
+        super().__init__(config_of(app.asgi, app.service.settings, max_connections=max_connections))
         self._app = app
         self._on_ready = on_ready
         self._num_signals = 0
         self._draining: asyncio.Task[None] | None = None
 
     async def run_on(self, sock: socket.socket) -> None:
-        """On a bound socket."""
+        """On a listening socket."""
         settings = self._app.service.settings
         log = None if settings.disable_log_stats else asyncio.ensure_future(self._log_stats())
         ready = asyncio.ensure_future(self._tell_ready(sock))
@@ -330,15 +414,25 @@ def raised_file_limit() -> int:
     """How many files this process may have open, after it was raised as far as it may be: shells begin at 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
-        return MOST_FILES
-    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+        return MAX_FILES
+    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
+def connections_of(num_files: int) -> tuple[int, int]:
+    """How many connections there may be where a process may have so many open files, and how many probes beside them.
+    The rest is for the server itself: an engine that takes a lost one's place needs some. Raises `OctavoError`."""
+    if num_files < LEAST_FILES:
+        text = f"this process may have {num_files} open files, a server needs {LEAST_FILES}"
+        raise OctavoError(f"{text}; raise the limit: ulimit -n 4096")
+    own, probes = min(64, 24 + num_files // 4), min(64, num_files // 8)
+    return num_files - own - probes, probes
+
+
 def bind(host: str, port: int, uds: str | None = None) -> socket.socket:
-    """A socket to listen on, taken before a model is loaded; until it listens, callers are turned away.
+    """A socket that listens, taken before a model is loaded: of two servers on one address the second knows at once.
 
     Raises `OSError`, with the address as its filename.
     """
@@ -359,6 +453,7 @@ def bind(host: str, port: int, uds: str | None = None) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(address)
+        sock.listen(BACKLOG)  # an address that is only bound can be bound once more
     except OSError as error:
         sock.close()
         raise OSError(error.errno, error.strerror, uds or f"{host}:{port}") from None

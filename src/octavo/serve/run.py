@@ -26,7 +26,7 @@ from octavo.prompts import Messages, Prompt
 from octavo.serve.app import App
 from octavo.serve.client import EngineClient
 from octavo.serve.guard import Keys
-from octavo.serve.http_server import HTTPServer, bind
+from octavo.serve.http_server import HTTPServer, Starting, bind, connections_of, raised_file_limit
 from octavo.serve.service import Limits, Service, salt_of
 from octavo.serve.settings import ServeArgs, check_key
 from octavo.serve.tracing import Tracing
@@ -105,13 +105,16 @@ async def serve(
     phases = phases or Phases()
     settings.check_exposure(keys)
     settings.check_tls()
+    connections_of(raised_file_limit())
     known, prefixes = Keys(keys), prefixes_of(settings)
     tracing = None
     if settings.otlp_traces_endpoint is not None:
         tracing = Tracing.to(settings.otlp_traces_endpoint, (*settings.served_model_name, args.model)[0])
     sock = _bound(settings)
     place = None if settings.uds is None else os.stat(settings.uds)
+    starting = contextlib.AsyncExitStack()
     try:
+        await starting.enter_async_context(Starting(settings).on(sock))
         backend = EngineClient(**{f.name: getattr(args, f.name) for f in fields(args)})
         phases.done("tokenizer")
         try:
@@ -134,6 +137,7 @@ async def serve(
             gc.collect()
             gc.freeze()  # what is here now stays: a large body's many objects need not have it searched again and again
             phases.done("routes")
+            await starting.aclose()
             try:
                 await app.start()
                 await HTTPServer(app, _announcing(phases)).run_on(sock)
@@ -144,6 +148,7 @@ async def serve(
         finally:
             backend.shutdown()
     finally:
+        await starting.aclose()
         sock.close()
         if settings.uds is not None and place is not None:
             with contextlib.suppress(FileNotFoundError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from octavo.core.checked import Checked
 from octavo.errors import ParameterError
+from octavo.serve.hosts import is_host, is_loopback
 
 MIB = 1 << 20
 UnknownParams = Literal["refuse", "warn"]
@@ -31,6 +31,8 @@ class ServeArgs(Checked):
     ssl_keyfile, ssl_certfile    TLS: the server's key and certificate
     ssl_ca_certs                 authorities of which clients must bring a certificate
     allowed_origins              origins whose scripts may read responses (CORS); none unless told, "*" for all
+    allowed_hosts                names by which requests may call it, beside loopback's and the bound address; "*" for
+                                 all. None: with keys all, without keys no others
     root_path                    prefix of the paths, behind a proxy
     max_num_queued_reqs          requests beyond those that run; more get 429
     max_num_queued_tokens        their prompts' tokens in all; None: no limit
@@ -70,6 +72,7 @@ class ServeArgs(Checked):
     ssl_certfile: str | None = None
     ssl_ca_certs: str | None = None
     allowed_origins: Sequence[str] = ()
+    allowed_hosts: Sequence[str] = ()
     root_path: str = ""
     max_num_queued_reqs: int = 4096
     max_num_queued_tokens: int | None = None
@@ -106,8 +109,13 @@ class ServeArgs(Checked):
         self._choice("unknown_params", ("refuse", "warn"))
         self._choice("tool_call_parser", ("auto", "hermes", "llama3_json", "none"))
         self._choice("reasoning_parser", ("auto", "think", "none"))
-        for name in ("served_model_name", "api_key", "allowed_origins", "disable_access_log_for_endpoints"):
+        for name in ("served_model_name", "api_key", "disable_access_log_for_endpoints", "allowed_origins"):
             self._set(name, self._strings(name, 256))
+        self._set("allowed_hosts", self._strings("allowed_hosts", 256))
+        for host in self.allowed_hosts:
+            if not is_host(host):
+                text = f"allowed_hosts has {host!r}; write names or addresses without a port, *.example.com, or *"
+                raise ParameterError(text, param="allowed_hosts")
         self._set("pin_prefix", self._strings("pin_prefix", 4096))
         for key in self.api_key:
             check_key(key)
@@ -164,12 +172,3 @@ def check_key(key: str) -> None:
         raise ParameterError(
             "an api_key must be printable ASCII without spaces, and not empty; write another one", param="api_key"
         )
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

@@ -15,9 +15,8 @@ from starlette.exceptions import HTTPException
 from octavo.serve.app import on_http_exception
 from octavo.serve.body_worker import BodyWorker
 from octavo.serve.endpoint import Endpoint, Exchange, Receive, Scope, Send, new_request_id, send_problem
+from octavo.serve.hosts import Hosts
 from octavo.serve.http_server import GuardedProtocol, url_of
-from octavo.serve.problems import Problem
-from octavo.serve.settings import is_loopback
 from octavo.serve.view import EVENTS, PLAY_BODY_BYTES, View
 
 
@@ -27,6 +26,7 @@ class ViewApp:
 
     def __init__(self, view: View) -> None:
         self._bodies = BodyWorker()
+        self._hosts = Hosts()
         self._app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         self._app.add_exception_handler(HTTPException, on_http_exception)
         for method, path, handler in [("GET", "/", view.redirect), *view.routes()]:  # nothing else is here
@@ -39,18 +39,13 @@ class ViewApp:
             return
         exchange = Exchange(scope, new_request_id())
         scope.setdefault("state", {})["exchange"] = exchange
-        if not _is_ours(exchange.header(b"host") or ""):
-            await send_problem(exchange, send, Problem(403, "wrong_host", "call this by an address of this machine"))
+        if (problem := self._hosts.refusal(scope)) is not None:
+            await send_problem(exchange, send, problem)
             return
         await self._app(scope, receive, send)
 
     async def close(self) -> None:
         await self._bodies.close()
-
-
-def _is_ours(host: str) -> bool:
-    name, colon, port = host.rpartition(":")
-    return is_loopback(name if colon and port.isdigit() else host)
 
 
 class _Server(uvicorn.Server):
