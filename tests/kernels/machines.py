@@ -1,8 +1,8 @@
 """Other processors, as far as this one can show them: what packs and multiplies a weight, by name.
 
-    native       compiled for this processor, and for the older ones in `MARCHES` that it can be
-    oneDNN       no compiler
-    blocks       no compiler, and nothing fast in oneDNN
+native       compiled for this processor, and for the older ones in `MARCHES` that it can be
+oneDNN       no compiler
+blocks       no compiler, and nothing fast in oneDNN
 """
 
 from __future__ import annotations
