@@ -19,11 +19,12 @@ BUDGETS: dict[str, int] = {
     # commands that are read again before they are sent, and questions without an answer
     "text": 1410,  # 700, vocab.json with merges.txt, bounds of a stranger's template, grammars on trial, tool calls,
     # a stack, a process that died and a bound of memory for those, and files that say nonsense told by their names
-    "kernels": 6015,  # 2200, prefill on Hopper, sampling and rows of a GPU, the CPU's packed and native kernels, layers
+    "kernels": 6110,  # 2200, prefill on Hopper, sampling and rows of a GPU, the CPU's packed and native kernels, layers
     # of few tokens with all that is around their products, decoding that merges in one launch, small blocks' swaps, and
     # what requests ask of their logits, kept by rows, masks inside the draw, beams' candidates, streamed weights, and
     # kernels compiled ahead, a schedule of decoding in one place, the product that turns and writes its heads, and
-    # decoding that reads once what sequences have in common, and what the model thought of the tokens of rows that ask
+    # decoding that reads once what sequences have in common, and what the model thought of the tokens of rows that ask,
+    # and a product for every processor, with a compiler and without
     "models": 1220,  # 1200, and names of models and tensors that are checked and cut
     "runner": 2390,  # 1800, and what requests ask of their logits on a GPU: its own part of it, and the host's; masks
     # and beams from graphs, a draw with the pass behind it; passes that are rehearsed; rows that begin alike; a device

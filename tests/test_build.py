@@ -13,9 +13,8 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.errors import ParameterError
 from octavo.kernels import packed
+from tests.kernels.machines import become
 from tests.models.tiny import make_tiny_checkpoint, write_tiny_gguf
-
-INT8 = pytest.mark.skipif(not packed.has_int8(), reason="oneDNN packs no int8 here")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +55,6 @@ def test_it_says_what_a_start_took(halves: Path, caplog: pytest.LogCaptureFixtur
     assert whole == pytest.approx(sum(parts), abs=0.2)
 
 
-@INT8
 def test_int8_halves_the_weights_and_answers(halves: Path) -> None:
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     with open_llm(halves, dtype="bfloat16") as llm:
@@ -70,7 +68,6 @@ def test_int8_halves_the_weights_and_answers(halves: Path) -> None:
     assert alone.outputs[0].token_ids == together[3].outputs[0].token_ids
 
 
-@INT8
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_int8_beside_another_dtype_is_refused(halves: Path, dtype: str) -> None:
     with pytest.raises(ParameterError, match=f"'int8' computes beside it in bfloat16, not in {dtype}; use dtype auto"):
@@ -82,10 +79,20 @@ def test_an_unknown_quantization_is_refused(halves: Path) -> None:
         open_llm(halves, quantization="int3")
 
 
-def test_int8_where_it_cannot_be_is_refused(halves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "has_int8", lambda: False)
-    with pytest.raises(ParameterError, match="'int8' needs oneDNN's int8 products, which this CPU has not"):
-        open_llm(halves, quantization="int8")
+@pytest.mark.parametrize("way", ["native", "x86-64-v3", "oneDNN", "blocks"])
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"dtype": "float16"}, {"quantization": "int8"}], ids=str)
+def test_every_dtype_answers_on_every_processor(
+    halves: Path, way: str, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    become(way, monkeypatch)
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=0)
+    prompt = {"prompt_token_ids": [5, 9, 12] * 7}
+    with open_llm(halves, dtype="float32") as llm:
+        exact = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+    with open_llm(halves, **options) as llm:
+        rounded = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+    assert len(rounded.token_ids) == 8
+    assert rounded.cumulative_logprob == pytest.approx(exact.cumulative_logprob, rel=0.1)
 
 
 def test_no_thread_is_left_of_loading(halves: Path) -> None:

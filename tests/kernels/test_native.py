@@ -154,14 +154,14 @@ def test_where_it_cannot_be_compiled_there_is_none(name: str, monkeypatch: pytes
     values = {"OCTAVO_NATIVE": "0", "CXX": "/bin/false", "OCTAVO_CACHE": "/proc/none"}
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
     monkeypatch.setenv(name, values[name])
-    assert native.library.__wrapped__() is None
+    assert native._load.__wrapped__() is None
     assert not list(tmp_path.rglob("*.so"))
 
 
 def test_a_library_belongs_to_its_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    before = native._digest(sys.executable)
-    assert native._digest(sys.executable) == before
+    before = native._digest(sys.executable, "native")
+    assert native._digest(sys.executable, "native") == before
     changed = tmp_path / "native.cpp"
     changed.write_text(native.SOURCE.read_text() + "//")
     monkeypatch.setattr(native, "SOURCE", changed)
-    assert native._digest(sys.executable) != before
+    assert native._digest(sys.executable, "native") != before

@@ -13,11 +13,10 @@ from octavo.kernels import cpu, packed
 from octavo.models.decoder import Decoder
 from octavo.models.linear import Matrix, Vocabulary
 from octavo.models.weights import dummy_model
+from tests.kernels.machines import become
 from tests.models.tiny import PagedRun, assert_close, make_tiny_checkpoint, random_prompts, read_decoder, read_spec
 
-pytestmark = pytest.mark.skipif(not packed.has_bfloat16(), reason="oneDNN packs no bfloat16 here")
 PROMPTS = random_prompts(11, 3, 30)
-INT8 = pytest.mark.skipif(not packed.has_int8(), reason="oneDNN packs no int8 here")
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2 untied", "gpt2"])
@@ -38,7 +37,6 @@ def test_packed_models_compute_the_same(directory: Path) -> None:
     assert_close(logits(directory, None), logits(directory, None, pack=False), 0.03)
 
 
-@INT8
 def test_int8_models_compute_nearly_the_same(directory: Path) -> None:
     exact, rounded = logits(directory, None, pack=False), logits(directory, "int8")
     error = float((rounded - exact).norm() / exact.norm())
@@ -65,26 +63,19 @@ def test_one_table_serves_both_ends_of_a_tied_model(directory: Path) -> None:
     assert vocabulary.logits(torch.randn(2, table.shape[1]).bfloat16()).shape == (2, len(table))
 
 
-def test_a_tied_table_that_cannot_be_read_back_is_not_doubled(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    vocabulary = read_decoder(directory, cpu, torch.bfloat16).vocabulary
-    monkeypatch.setattr(packed.PackedBF16, "TILES", (16,))  # no weight lies like that
-    vocabulary.pack()
-    assert (vocabulary.packed is None) == vocabulary.tied
-
-
-def test_engines_tables_too(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As loaded for an engine, which then decodes; where tiles can be read back and where not."""
+@pytest.mark.parametrize("way", ["native", "oneDNN", "blocks"])
+def test_engines_tables_too(directory: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As loaded for an engine, which then decodes; whoever multiplies."""
+    become(way, monkeypatch)
     options = {"dtype": "bfloat16", "skip_tokenizer_init": True, "max_model_len": 64}
     params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
     embed = Vocabulary.embed
-    for tiles, readable in ((packed.PackedBF16.TILES, True), ((16,), False)):
-        monkeypatch.setattr(packed.PackedBF16, "TILES", tiles)
-        seen: list[Vocabulary] = []
-        monkeypatch.setattr(Vocabulary, "embed", lambda self, ids, seen=seen: seen.append(self) or embed(self, ids))
-        with LLM(str(directory), **options) as llm:
-            (output,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
-        assert len(output.outputs[0].token_ids) == 5
-        assert seen[0].embedding.is_meta == (seen[0].tied and readable)
+    seen: list[Vocabulary] = []
+    monkeypatch.setattr(Vocabulary, "embed", lambda self, ids: seen.append(self) or embed(self, ids))
+    with LLM(str(directory), **options) as llm:
+        (output,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 5
+    assert seen[0].embedding.is_meta == seen[0].tied
 
 
 def test_never_more_than_a_few_matrices_are_there_twice(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -344,7 +344,9 @@ def _make_plan(batch: RaggedBatch, q: Tensor, kv_layer: Tensor, window: int) -> 
         seqs, rows = torch.tensor([(span.seq, span.begin) for span in decodes]).T.contiguous()
         plan.singles = native.Singles(rows, batch.seq_lens[seqs], batch.block_tables[seqs])
     elif decodes:
-        for spans in _of_similar_length(decodes, block_bytes):
+        # Padding changes the order of sums, which bfloat16 may round to other tokens than a sequence gets alone.
+        groups = _of_similar_length(decodes, block_bytes) if q.dtype == torch.float32 else ([span] for span in decodes)
+        for spans in groups:
             plan.groups.append(_make_group(spans, batch, kv_layer, group_size, q.dtype))
     return plan
 

@@ -12,7 +12,7 @@
 #include <cstring>
 #include <type_traits>
 #include <vector>
-#ifdef __AVX512VNNI__
+#ifdef __x86_64__
 #include <immintrin.h>
 #endif
 
@@ -22,7 +22,6 @@ constexpr int LANES = 16;
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-typedef int16_t Shorts __attribute__((vector_size(4 * LANES)));
 
 // -- numbers ----------------------------------------------------------------------------------------------------------
 
@@ -140,123 +139,152 @@ template <int USE> inline float *scratch(size_t size) {
 // Below so many numbers, waking another thread costs more than it saves.
 constexpr long WORTH_A_THREAD = 1 << 15;
 
-// -- products of few rows ---------------------------------------------------------------------------------------------
+// -- products ---------------------------------------------------------------------------------------------------------
 
 // Weights lie in tiles, each of some outputs for all inputs, so that a thread reads one run of memory and no sum ever
 // crosses lanes:
 //
 //     bfloat16, 32 or 64 outputs a tile     input 0 1 of output 0, 0 1 of output 1, ...; then inputs 2 3; ...
 //     int8, 64 outputs a tile               input 0 1 2 3 of output 0, ... of output 63; then inputs 4 5 6 7; ...
+//
+// A step takes one word of 4 bytes of each output and of each row of x. A row's sums are added in the order of its
+// inputs, whatever rows it is computed with: its result has the same bits alone and among others.
 
-constexpr int AHEAD = 4096;  // bytes: what is prefetched now is used about half a microsecond later
+constexpr long AHEAD = 4096;           // bytes: what is prefetched now is used about half a microsecond later
+constexpr long STEP_BYTES = 32 << 10;  // of a tile, which all rows meet while they are in a near cache
+constexpr long MAX_CHUNK = 256;        // rows of x at once: their sums stay in the second-level cache
 constexpr int INT8_TILE = 64;
 
-constexpr int MOST_ROWS = 4;  // of x at once: their sums are in registers, beside the weights that are being widened
+// What one register holds, and how many rows times registers of sums fit beside the weights.
+#if defined(__AVX512BW__)
+constexpr int WORDS = 16, GROUPS = 4;
+#elif defined(__AVX2__)
+constexpr int WORDS = 8, GROUPS = 2;
+#else
+constexpr int WORDS = 4, GROUPS = 2;
+#endif
+typedef float FloatWords __attribute__((vector_size(4 * WORDS)));
+typedef int32_t IntWords __attribute__((vector_size(4 * WORDS)));
+typedef uint32_t UintWords __attribute__((vector_size(4 * WORDS)));
+typedef int16_t ShortWords __attribute__((vector_size(4 * WORDS)));
 
-// One tile times ROWS rows of x. x [ROWS, size], float32; sums [ROWS, SIXTEENS] of 16 outputs each.
-template <int ROWS, int SIXTEENS>
-void tile_product(const bfloat16 *tile, const float *x, long size, Floats (*sums)[SIXTEENS]) {
-    Floats total[ROWS][SIXTEENS] = {};
-    for (long k = 0; k < size; k += 2, tile += 2 * LANES * SIXTEENS) {
-        Floats weights[SIXTEENS][2];  // of 16 outputs, for the first input and the second
-        for (int j = 0; j < SIXTEENS; j++) {
-            __builtin_prefetch(reinterpret_cast<const char *>(tile) + AHEAD + 64 * j);
-            spread(tile + 2 * LANES * j, weights[j]);
-        }
-        for (int row = 0; row < ROWS; row++) {
-            Floats first = broadcast(x[row * size + k]), second = broadcast(x[row * size + k + 1]);
-            for (int j = 0; j < SIXTEENS; j++) total[row][j] += weights[j][0] * first;
-            for (int j = 0; j < SIXTEENS; j++) total[row][j] += weights[j][1] * second;
-        }
-    }
-    memcpy(sums, total, sizeof total);
-}
+// Each of these says how words of weights meet a word of x: what it keeps of either, and what it adds to a sum.
 
-// Four bytes of weights in each lane, 0 1 2 3 of its output, times the four of a word of x, added to that lane's sum.
-#ifdef __AVX512VNNI__
-// The instruction wants one factor without a sign: 128 more than the weight, which comes off again in `settled`.
-struct ByteSums {
-    Ints total[4] = {}, offset = {};
+#ifdef __AVX512BF16__
+#define BFLOAT16_INSTRUCTIONS "vdpbf16ps"
+struct Bfloat16Words {
+    typedef bfloat16 Weight;
+    typedef FloatWords Sum;
+    typedef uint32_t X;
+    typedef __m512bh Weights, Factor;
+    static constexpr int ROWS = 6, INPUTS = 2;
 
-    void add(const Ints *weights, int32_t x) {
-        auto factors = (__m512i)(Ints{} + x), signs = (__m512i)(Ints{} + int32_t(0x80808080));
-        offset = (Ints)_mm512_dpbusd_epi32((__m512i)offset, signs, factors);
-        for (int j = 0; j < 4; j++)
-            total[j] = (Ints)_mm512_dpbusd_epi32((__m512i)total[j], (__m512i)weights[j] ^ signs, factors);
-    }
-    Ints settled(int j) const { return total[j] - offset; }
+    static Weights weights(const char *line) { return (Weights)load<IntWords>(line); }
+    static Factor factor(X x) { return (Factor)(IntWords{} + int32_t(x)); }
+    static Sum add(Sum sum, Weights w, Factor x) { return (Sum)_mm512_dpbf16_ps((__m512)sum, w, x); }
 };
 #else
-// In 16 bits, where processors have twice as many lanes as in 32: two products of bytes from -127 to 127 fit together.
-struct ByteSums {
-    Ints total[4] = {};
+#define BFLOAT16_INSTRUCTIONS "float32"
+struct Bfloat16Words {
+    typedef bfloat16 Weight;
+    typedef FloatWords Sum;
+    typedef struct {
+        float first, second;
+    } X;
+    typedef struct {
+        FloatWords first, second;
+    } Weights, Factor;
+    static constexpr int ROWS = 4, INPUTS = 2;
 
-    void add(const Ints *weights, int32_t x) {
-        Shorts factors = (Shorts)(Ints{} + x), even = factors << 8 >> 8, odd = factors >> 8;
-        for (int j = 0; j < 4; j++) {
-            Shorts pairs = (Shorts)weights[j];
-            Ints both = (Ints)((pairs << 8 >> 8) * even + (pairs >> 8) * odd);
-            total[j] += (both << 16 >> 16) + (both >> 16);
-        }
+    static Weights weights(const char *line) {
+        auto pairs = load<UintWords>(line);
+        return {(FloatWords)(pairs << 16), (FloatWords)(pairs & 0xffff0000u)};
     }
-    Ints settled(int j) const { return total[j]; }
+    static Factor factor(X x) { return {x.first - FloatWords{}, x.second - FloatWords{}}; }
+    static Sum add(Sum sum, Weights w, Factor x) { return sum + w.first * x.first + w.second * x.second; }
 };
 #endif
 
-// x [ROWS, size / 4]: the bytes of a row, four to a word.
-template <int ROWS, int SIXTEENS>
-void tile_product(const int8_t *tile, const int32_t *x, long size, Floats (*sums)[SIXTEENS]) {
-    static_assert(SIXTEENS * LANES == INT8_TILE);
-    ByteSums rows[ROWS];
-    for (long k = 0; k < size / 4; k++, tile += 4 * INT8_TILE) {
-        Ints weights[4];
-        for (int j = 0; j < 4; j++) {
-            __builtin_prefetch(tile + AHEAD + 64 * j);
-            weights[j] = load<Ints>(tile + 64 * j);
-        }
-        for (int row = 0; row < ROWS; row++) rows[row].add(weights, x[row * size / 4 + k]);
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+// The instruction wants one factor without a sign: 128 more than the weight, which comes off again at the start.
+#define INT8_INSTRUCTIONS "vpdpbusd"
+struct Int8Words {
+    typedef int8_t Weight;
+    typedef IntWords Sum;
+    typedef int32_t X;
+    typedef IntWords Weights, Factor;
+    static constexpr int ROWS = WORDS == 16 ? 6 : 4, INPUTS = 4, OFFSET = 128;
+
+    static Weights weights(const char *line) { return load<IntWords>(line) ^ int32_t(0x80808080); }
+    static Factor factor(X x) { return IntWords{} + x; }
+    static Sum add(Sum sum, Weights w, Factor x) {
+#ifdef __AVX512VNNI__
+        return (Sum)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+#else
+        return (Sum)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
+#endif
     }
-    for (int row = 0; row < ROWS; row++)
-        for (int j = 0; j < 4; j++) sums[row][j] = __builtin_convertvector(rows[row].settled(j), Floats);
+};
+#else
+// Bytes become 16 bits first: products of two bytes without a sign may overflow there, of two with one they do not.
+#define INT8_INSTRUCTIONS "int16"
+struct Int8Words {
+    typedef int8_t Weight;
+    typedef IntWords Sum;
+    typedef int32_t X;
+    typedef struct {
+        ShortWords even, odd;
+    } Weights, Factor;
+    static constexpr int ROWS = 4, INPUTS = 4, OFFSET = 0;
+
+    static Weights spread_bytes(IntWords words) {
+        return {(ShortWords)words << 8 >> 8, (ShortWords)words >> 8};
+    }
+    static Weights weights(const char *line) { return spread_bytes(load<IntWords>(line)); }
+    static Factor factor(X x) { return spread_bytes(IntWords{} + x); }
+    static IntWords pairs(ShortWords a, ShortWords b) {
+#if defined(__AVX512BW__)
+        return (IntWords)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+        return (IntWords)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+        auto low = [](ShortWords v) { return (IntWords)v << 16 >> 16; };
+        auto high = [](ShortWords v) { return (IntWords)v >> 16; };
+        return low(a) * low(b) + high(a) * high(b);
+#endif
+    }
+    static Sum add(Sum sum, Weights w, Factor x) { return sum + pairs(w.even, x.even) + pairs(w.odd, x.odd); }
+};
+#endif
+
+// `count` steps of ROWS rows and NUM registers of outputs, added to sums [ROWS, TILE]. With each step, `lines` of 64
+// bytes are prefetched from `ahead` on.
+template <class K, int TILE, int ROWS, int NUM>
+void take_steps(const char *tile, const typename K::X *x, long x_stride, long count, typename K::Sum *sums,
+                const char *ahead, long lines) {
+    typename K::Sum total[ROWS][NUM];
+    for (int row = 0; row < ROWS; row++) memcpy(total[row], sums + row * (TILE / WORDS), sizeof total[row]);
+    for (long k = 0; k < count; k++, tile += 4 * TILE) {
+        for (long i = 0; i < lines; i++, ahead += 64) __builtin_prefetch(ahead);
+        typename K::Weights weights[NUM];
+        for (int j = 0; j < NUM; j++) weights[j] = K::weights(tile + 4 * WORDS * j);
+        for (int row = 0; row < ROWS; row++) {
+            auto factor = K::factor(x[row * x_stride + k]);
+            for (int j = 0; j < NUM; j++) total[row][j] = K::add(total[row][j], weights[j], factor);
+        }
+    }
+    for (int row = 0; row < ROWS; row++) memcpy(sums + row * (TILE / WORDS), total[row], sizeof total[row]);
 }
 
-template <class W, class X, int SIXTEENS, int ROWS = MOST_ROWS>
-void tile_product_of(int rows, const W *tile, const X *x, long size, Floats (*sums)[SIXTEENS]) {
-    if constexpr (ROWS == 1)
-        tile_product<1, SIXTEENS>(tile, x, size, sums);
-    else if (rows == ROWS)
-        tile_product<ROWS, SIXTEENS>(tile, x, size, sums);
-    else
-        tile_product_of<W, X, SIXTEENS, ROWS - 1>(rows, tile, x, size, sums);
-}
-
-// y = x @ w.T * scale * x_scale + bias; a row of x takes x_stride numbers.
-template <class W, int TILE, class X, class Y>
-void tiled_product(const W *tiles, const X *x, long x_stride, const float *x_scale, const float *scale,
-                   const bfloat16 *bias, Y *y, long num_rows, long padded_in, long num_out, int num_threads) {
-    constexpr int SIXTEENS = TILE / LANES;
-    long num_tiles = (num_out + TILE - 1) / TILE;
-    // A run of tiles for each thread: what is prefetched past a tile's end is used.
-#pragma omp parallel for num_threads(num_threads)
-    for (long t = 0; t < num_tiles; t++) {
-        for (long first = 0; first < num_rows; first += MOST_ROWS) {
-            int rows = std::min<long>(MOST_ROWS, num_rows - first);
-            alignas(64) float sums[MOST_ROWS][TILE];
-            tile_product_of<W, X, SIXTEENS>(rows, tiles + t * TILE * padded_in, x + first * x_stride, padded_in,
-                                      reinterpret_cast<Floats(*)[SIXTEENS]>(sums));
-            long width = std::min<long>(TILE, num_out - t * TILE);
-            for (int row = 0; row < rows; row++) {
-                float row_scale = scale ? x_scale[first + row] : 1.0f;
-                Y *out = y + (first + row) * num_out + t * TILE;
-                for (long i = 0; i < width; i++) {
-                    float value = sums[row][i];
-                    if (scale) value *= scale[t * TILE + i] * row_scale;
-                    if (bias) value += wide(bias[t * TILE + i]);
-                    out[i] = narrow<Y>(value);
-                }
-            }
-        }
-    }
+// The same of all outputs of a tile, for up to K::ROWS rows.
+template <class K, int TILE, int ROWS = K::ROWS>
+void take_rows(int rows, const char *tile, const typename K::X *x, long x_stride, long count, typename K::Sum *sums,
+               const char *ahead, long lines) {
+    constexpr int NUM = std::min(GROUPS, TILE / WORDS);
+    if constexpr (ROWS > 1)
+        if (rows < ROWS) return take_rows<K, TILE, ROWS - 1>(rows, tile, x, x_stride, count, sums, ahead, lines);
+    for (int j = 0; j < TILE / WORDS; j += NUM, lines = 0)
+        take_steps<K, TILE, ROWS, NUM>(tile + 4 * WORDS * j, x, x_stride, count, sums + j, ahead, lines);
 }
 
 struct Linear {
@@ -269,6 +297,65 @@ struct Linear {
     int wide_y, num_threads;
 };
 
+// Rows of x in words, as a product takes them: row i begins at words + i * stride, and starts its sums at start[i].
+template <class K> struct Rows {
+    const typename K::X *words;
+    long stride;
+    const float *scale;    // of int8
+    const int32_t *start;  // of int8
+};
+
+// y = x @ w.T * scale * x_scale + bias, rows [first, last).
+template <class K, int TILE, class Y> void tiled_product(const Linear &a, const Rows<K> &x, long first, long last, Y *y) {
+    constexpr long LINES = TILE * 4 / 64, STEPS = STEP_BYTES / (4 * TILE);
+    long num_tiles = (a.num_out + TILE - 1) / TILE, num_steps = (a.num_in + K::INPUTS - 1) / K::INPUTS;
+    long num_rows = last - first, num_blocks = (num_rows + K::ROWS - 1) / K::ROWS;
+    // A run of tiles for each thread: what is prefetched past a tile's end is used.
+#pragma omp parallel for num_threads(a.num_threads)
+    for (long t = 0; t < num_tiles; t++) {
+        auto *tile = static_cast<const char *>(a.tiles) + t * TILE * a.padded_in * long(sizeof(typename K::Weight));
+        alignas(64) typename K::Sum few[K::ROWS * TILE / WORDS];
+        typename K::Sum *sums = few;
+        if (num_rows > K::ROWS) {
+            auto memory = reinterpret_cast<uintptr_t>(scratch<3>(num_rows * TILE + 16));
+            sums = reinterpret_cast<typename K::Sum *>((memory + 63) / 64 * 64);
+        }
+        for (long row = 0; row < num_rows; row++) {
+            typename K::Sum start = {};
+            if constexpr (K::INPUTS == 4) start += x.start[row];
+            std::fill_n(sums + row * (TILE / WORDS), TILE / WORDS, start);
+        }
+        for (long k = 0; k < num_steps; k += STEPS) {
+            long count = std::min(STEPS, num_steps - k);
+            const char *now = tile + k * 4 * TILE;
+            for (long block = 0; block < num_blocks; block++) {
+                // One block alone asks for what it needs soon; of several, each asks for a part of the next steps.
+                long lines = num_blocks == 1 ? LINES : (LINES + num_blocks - 1) / num_blocks;
+                const char *ahead = num_blocks == 1 ? now + AHEAD : now + count * 4 * TILE + block * lines * count * 64;
+                if (block * lines >= LINES) lines = 0;
+                long row = block * K::ROWS;
+                take_rows<K, TILE>(std::min<long>(K::ROWS, num_rows - row), now, x.words + row * x.stride + k, x.stride,
+                                   count, sums + row * (TILE / WORDS), ahead, lines);
+            }
+        }
+        long width = std::min<long>(TILE, a.num_out - t * TILE);
+        const float *scale = a.scale ? a.scale + t * TILE : nullptr;
+        const bfloat16 *bias = a.bias ? a.bias + t * TILE : nullptr;
+        for (long row = 0; row < num_rows; row++) {
+            alignas(64) std::remove_reference_t<decltype(sums[0][0])> values[TILE];
+            memcpy(values, sums + row * (TILE / WORDS), sizeof values);
+            float row_scale = scale ? x.scale[row] : 1.0f;
+            Y *out = y + (first + row) * a.num_out + t * TILE;
+            for (long i = 0; i < width; i++) {
+                float value = values[i];
+                if (scale) value *= scale[i] * row_scale;
+                if (bias) value += wide(bias[i]);
+                out[i] = narrow<Y>(value);
+            }
+        }
+    }
+}
+
 // The largest of a row becomes 127 -> what undoes it.
 inline float quantize_row(const bfloat16 *x, long size, int8_t *out) {
     uint16_t bits = 0;  // without signs they are in the order of the numbers, NaN above all: a row with one has no scale
@@ -279,32 +366,44 @@ inline float quantize_row(const bfloat16 *x, long size, int8_t *out) {
     return most / 127;
 }
 
-template <class W, int TILE, class X> void multiply(const Linear &a, const X *x, long x_stride, const float *x_scale) {
-    auto into = [&](auto *y) {
-        tiled_product<W, TILE>(static_cast<const W *>(a.tiles), x, x_stride, x_scale, a.scale, a.bias, y, a.num_rows,
-                               a.padded_in, a.num_out, a.num_threads);
-    };
-    a.wide_y ? into(static_cast<float *>(a.y)) : into(static_cast<bfloat16 *>(a.y));
+// Rows of x, each `stride` words in scratch, their ends padded with zeros.
+template <class K> Rows<K> words_of(const Linear &a, const bfloat16 *x, long num_rows) {
+    long stride = (a.num_in + K::INPUTS - 1) / K::INPUTS;
+    constexpr long FLOATS = sizeof(typename K::X) / sizeof(float);
+    if constexpr (std::is_same_v<typename K::X, uint32_t>)
+        if (a.num_in % 2 == 0) return {reinterpret_cast<const typename K::X *>(x), stride, nullptr, nullptr};
+    float *memory = scratch<2>(num_rows * (stride * FLOATS + 2));  // and behind the rows what goes with each
+    float *scale = memory + num_rows * stride * FLOATS;
+    auto *start = reinterpret_cast<int32_t *>(scale + num_rows);
+#pragma omp parallel for num_threads(a.num_threads) if (num_rows * a.num_in > WORTH_A_THREAD)
+    for (long row = 0; row < num_rows; row++) {
+        const bfloat16 *from = x + row * a.num_in;
+        float *to = memory + row * stride * FLOATS;
+        if (stride) memset(to + (stride - 1) * FLOATS, 0, FLOATS * sizeof(float));
+        if constexpr (K::INPUTS == 4) {
+            auto *bytes = reinterpret_cast<int8_t *>(to);
+            scale[row] = quantize_row(from, a.num_in, bytes);
+            int32_t total = 0;
+            for (long i = 0; i < a.num_in; i++) total += bytes[i];
+            start[row] = -K::OFFSET * total;
+        } else if constexpr (FLOATS == 2)
+            widen(from, a.num_in, to);
+        else
+            memcpy(to, from, a.num_in * sizeof *from);
+    }
+    bool bytes = K::INPUTS == 4;
+    return {reinterpret_cast<const typename K::X *>(memory), stride, bytes ? scale : nullptr, bytes ? start : nullptr};
 }
 
-template <int TILE> void linear(const Linear &a) {
-    float *x = scratch<2>(a.num_rows * a.padded_in);
-    for (long row = 0; row < a.num_rows; row++) {
-        widen(a.x + row * a.num_in, a.num_in, x + row * a.padded_in);
-        std::fill(x + row * a.padded_in + a.num_in, x + (row + 1) * a.padded_in, 0.0f);
+template <class K, int TILE> void linear(const Linear &a) {
+    for (long first = 0; first < a.num_rows; first += MAX_CHUNK) {
+        long last = std::min(a.num_rows, first + MAX_CHUNK);
+        Rows<K> x = words_of<K>(a, a.x + first * a.num_in, last - first);
+        if (a.wide_y)
+            tiled_product<K, TILE>(a, x, first, last, static_cast<float *>(a.y));
+        else
+            tiled_product<K, TILE>(a, x, first, last, static_cast<bfloat16 *>(a.y));
     }
-    multiply<bfloat16, TILE>(a, x, a.padded_in, nullptr);
-}
-
-void quantized_linear(const Linear &a) {
-    float *x_scale = scratch<2>(a.num_rows * (a.padded_in / 4 + 1));  // and behind them the rows
-    auto *bytes = reinterpret_cast<int8_t *>(x_scale + a.num_rows);
-    for (long row = 0; row < a.num_rows; row++) {
-        int8_t *out = bytes + row * a.padded_in;
-        x_scale[row] = quantize_row(a.x + row * a.num_in, a.num_in, out);
-        std::fill(out + a.num_in, out + a.padded_in, int8_t(0));
-    }
-    multiply<int8_t, INT8_TILE>(a, reinterpret_cast<const int32_t *>(bytes), a.padded_in / 4, x_scale);
 }
 
 struct Quantize {
@@ -714,9 +813,9 @@ template <class T> void race(const Race &a) {
 
 #define EXPORT extern "C" __attribute__((visibility("default"))) void
 
-EXPORT linear_bf16_32(const Linear *a) { linear<32>(*a); }
-EXPORT linear_bf16_64(const Linear *a) { linear<64>(*a); }
-EXPORT linear_int8_64(const Linear *a) { quantized_linear(*a); }
+EXPORT linear_bf16_32(const Linear *a) { linear<Bfloat16Words, 32>(*a); }
+EXPORT linear_bf16_64(const Linear *a) { linear<Bfloat16Words, 64>(*a); }
+EXPORT linear_int8_64(const Linear *a) { linear<Int8Words, INT8_TILE>(*a); }
 EXPORT embed_bf16_32(const Embed *a) { embed<bfloat16, 32, 2>(*a); }
 EXPORT embed_bf16_64(const Embed *a) { embed<bfloat16, 64, 2>(*a); }
 EXPORT embed_plain(const Embed *a) { embed<bfloat16, 1, 2>(*a); }  // a tile of one row is a row
@@ -746,6 +845,10 @@ struct Call {
     void (*function)(const void *);
     const void *arguments;
 };
+
+// What products of bfloat16 and of int8 are computed with, and how many numbers at once.
+extern "C" __attribute__((visibility("default"))) const char *const instructions[] = {
+    BFLOAT16_INSTRUCTIONS, INT8_INSTRUCTIONS, WORDS == 16 ? "512 bits" : WORDS == 8 ? "256 bits" : "128 bits"};
 
 EXPORT replay(const Call *calls, long num_calls) {
     for (long i = 0; i < num_calls; i++) calls[i].function(calls[i].arguments);

@@ -2,7 +2,8 @@
 
 Compiling takes some seconds, once a machine: the library is kept in the cache folder under a digest of its source, the
 compiler and the processor. Where there is no compiler, or OCTAVO_NATIVE=0 is set, `library` gives None and all of
-`kernels.cpu` runs on torch alone, with the same results to rounding.
+`kernels.cpu` runs on torch alone, with the same results to rounding. Any other OCTAVO_NATIVE is the compiler's -march,
+e.g. x86-64-v3, which shows how an older processor fares.
 
 Products release Python's lock while they run, for others to go on meanwhile; what takes a few microseconds does not, as
 getting it back may take longer.
@@ -35,7 +36,7 @@ logger = logging.getLogger("octavo.native")
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"),
+    *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"),
     *("-fopenmp", "-shared", "-fPIC", "-fvisibility=hidden"),
 )
 COMPILE_S = 120.0
@@ -119,6 +120,8 @@ class Recording:
 class Library:
     """The compiled functions, called with tensors on the CPU. What they take is checked by `kernels.cpu`, not here."""
 
+    instructions: dict[str, str]  # what products of each kind are computed with
+
     def __init__(self, path: Path) -> None:
         unlocking, locked = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         self._functions: dict[tuple[str, torch.dtype | None], tuple[Any, int]] = {}
@@ -128,6 +131,9 @@ class Library:
         for name in ("add_rms_norm", "silu_mul", "rope_kv_write", "decode_attention", "race"):
             for dtype, suffix in SUFFIXES.items():
                 self._functions[name, dtype] = _function(locked, f"{name}_{suffix}")
+        words = (ctypes.c_char_p * 3).in_dll(unlocking, "instructions")
+        bfloat16, int8, width = (word.decode() for word in words if word is not None)
+        self.instructions = {"bfloat16": f"{bfloat16}, {width}", "int8": f"{int8}, {width}"}
         self._replay = unlocking.replay
         self._replay.argtypes, self._replay.restype = (POINTER, LONG), None
         self._local = threading.local()
@@ -153,6 +159,8 @@ class Library:
         self, tiles: Tensor, scale: Tensor | None, x: Tensor, bias: Tensor | None, num_out: int, *, wide: bool
     ) -> Tensor:
         """x @ w.T + bias; x [num_rows, num_in] bfloat16 -> [num_rows, num_out], bfloat16, or float32 if `wide`.
+
+        A row's result does not depend on the other rows, to the last bit.
 
         tiles  w in tiles of outputs, zeros where there are fewer: [num_tiles, padded_in / 2, 32 or 64, 2] bfloat16, or
                [num_tiles, padded_in / 4, 64, 4] int8
@@ -354,38 +362,59 @@ def takes_heads(q: Tensor, kv_layer: Tensor) -> bool:
     )
 
 
-@functools.cache
 def library() -> Library | None:
-    """The compiled library; None where there can be none. The first call of all compiles it."""
+    """The compiled library; None where there can be none. The first call of all compiles it, others wait."""
+    with _compiling:
+        return _load()
+
+
+_compiling = threading.Lock()
+
+
+@functools.cache
+def _load() -> Library | None:
+    march = os.environ.get("OCTAVO_NATIVE") or "native"
+    if march == "0":
+        logger.info("OCTAVO_NATIVE is 0: kernels.cpu runs on torch alone, several times slower")
+        return None
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
-    if os.environ.get("OCTAVO_NATIVE") == "0" or compiler is None:
+    if compiler is None:
+        logger.warning("there is no C++ compiler: the CPU computes by torch alone, slower; install g++, or set CXX")
         return None
     try:
-        path = cache_dir() / "native" / f"{_digest(compiler)}.so"
-        if not path.exists():
-            _compile(compiler, path)
-        return Library(path)
-    except (OSError, subprocess.SubprocessError, AttributeError) as error:
-        logger.info("kernels.cpu runs without native code: %s", " ".join(str(error).split()))
+        made = Library(build(compiler, march))
+    except (OSError, subprocess.SubprocessError, AttributeError, ValueError) as error:
+        said = getattr(error, "stderr", None) or b""
+        reason = " ".join(f"{error} {said.decode(errors='replace')[:200]}".split())
+        logger.warning("the CPU computes by torch alone, slower: native code does not compile: %s", reason)
         return None
+    logger.info("native products: %s", "; ".join(f"{dtype} by {how}" for dtype, how in made.instructions.items()))
+    return made
 
 
-def _digest(compiler: str) -> str:
+def build(compiler: str, march: str) -> Path:
+    """The library for a processor, compiled if it is not in the cache."""
+    path = cache_dir() / "native" / f"{_digest(compiler, march)}.so"
+    if not path.exists():
+        _compile(compiler, march, path)
+    return path
+
+
+def _digest(compiler: str, march: str) -> str:
     """Of all that the library depends on: its source, how it is compiled, and for which processor."""
     processor = platform.machine()
     with open("/proc/cpuinfo", encoding="utf-8") as lines:
         processor += next((line for line in lines if line.startswith("flags")), "")
     stat = os.stat(compiler)
-    parts = (SOURCE.read_text(), *FLAGS, os.path.realpath(compiler), str(stat.st_mtime_ns), processor)
+    parts = (SOURCE.read_text(), *FLAGS, march, os.path.realpath(compiler), str(stat.st_mtime_ns), processor)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(compiler: str, march: str, path: Path) -> None:
     """Into place as a whole, so that nobody loads half a library; several may compile at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
-        subprocess.run(
-            [compiler, *FLAGS, str(SOURCE), "-o", str(made)], check=True, capture_output=True, timeout=COMPILE_S
-        )
+        command = [compiler, *FLAGS, f"-march={march}", str(SOURCE), "-o", str(made)]
+        subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
         os.replace(made, path)

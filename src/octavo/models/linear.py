@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.errors import ParameterError
-from octavo.kernels.packed import Packed, Quantization, embed, pack, packed_bytes
+from octavo.kernels.packed import Head, Packed, Quantization, embed, pack, pack_head, packed_bytes, product_in_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +145,7 @@ class Vocabulary(Matrix):
         self.embedding = torch.empty(vocab_size, width, dtype=dtype, device=device)
         self.tied = tied
         super().__init__(self.embedding if tied else _empty_like(self.embedding, device))
+        self.packed: Head | None = None
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[num_tokens] int64 -> [num_tokens, width]."""
@@ -157,14 +158,16 @@ class Vocabulary(Matrix):
         reads: a copy of such a table takes longer than a layer."""
         if self.packed is not None:
             return self.packed(x, None, wide=True)
-        logits = F.linear(x, self.weight)
-        return logits if logits.is_cuda else logits.float()
+        if x.is_cuda:
+            return F.linear(x, self.weight)
+        if x.dtype in (torch.bfloat16, torch.float16):  # in which the product would come rounded
+            return product_in_blocks(x, self.weight)
+        return F.linear(x, self.weight).float()
 
     def pack(self, quantization: Quantization | None = None) -> None:
-        packed = pack(self.weight, quantization)
-        if packed is None or (self.tied and not packed.has_rows):  # two copies would be one too many
+        self.packed = pack_head(self.weight, quantization)
+        if self.packed is None:
             return
-        self.packed = packed
         self.weight = _empty_like(self.weight, "meta")
         if self.tied:
             self.embedding = self.weight

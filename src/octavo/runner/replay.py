@@ -55,7 +55,7 @@ class Replays:
     def __init__(self, model: Model) -> None:
         self.model = model
         self._recorded: dict[tuple[int, int], Recorded] = {}  # by tokens, and room for blocks
-        self._most = max(FEW_ROWS.values())  # tokens of a step that may be replayed; fewer when one could not be
+        self._most = FEW_ROWS  # tokens of a step that may be replayed; fewer when one could not be
 
     def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
         """See `models.decoder.Decoder.forward`; kv is the same at every call."""
