@@ -288,6 +288,8 @@ class _EngineCollector:
         yield counter("octavo:steps", "Steps of the engine.", engine.num_steps)
         yield counter("octavo:failed_steps", "Steps that failed.", engine.num_failed_steps)
         yield counter("octavo:swap_preemptions", "Preemptions by swapping out.", engine.num_swap_preemptions)
+        text = "Swapped blocks that came back with a wrong checksum, and were computed again."
+        yield counter("octavo:corrupt_blocks", text, engine.num_corrupt_blocks)
         yield counter("octavo:computed_tokens", "Positions computed.", engine.num_tokens_computed)
         waits = CounterMetricFamily("octavo:waits", "How often a request came to wait.", labels=[*names, "reason"])
         for reason, count in sorted((dict.fromkeys(WAITS, 0) | stats.waits).items()):

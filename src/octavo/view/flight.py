@@ -43,7 +43,7 @@ from octavo.view.frozen import State, freeze, settings_of
 
 logger = logging.getLogger("octavo.flight")
 
-VERSION = 4
+VERSION = 5
 KEEP_S = 600.0
 LEG_S = 60.0
 """Between two copies of pool and queues."""
@@ -75,6 +75,7 @@ class Op(IntEnum):
                   PART more is to come
     FAIL          which of the plans in flight failed, and what steps are limited to if that was for memory, else 0
     LIMIT         what steps are limited to from here on
+    CORRUPT       how many host blocks came back corrupt in the result that follows, and which
     """
 
     ADD = 0
@@ -88,6 +89,7 @@ class Op(IntEnum):
     PART = 8
     FAIL = 9
     LIMIT = 10
+    CORRUPT = 11
 
 
 class Sample(msgspec.Struct, array_like=True):
@@ -274,6 +276,8 @@ class FlightRecorder:
 
         def noted_update(plan: StepPlan, result: StepResult, *, last: bool = True) -> list[Request]:
             lengths = list(map(len, result.tokens))
+            if result.corrupt:
+                self._note(Op.CORRUPT, self._clock(), len(result.corrupt), *result.corrupt)
             if last and lengths == plan.samples and not result.errors:
                 self._note(Op.RESULT, self._clock())
             else:
