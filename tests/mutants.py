@@ -357,7 +357,6 @@ MUTANTS = [
     Mutant("tokens of a corrupt block are taken back twice", SCHEDULER, "if not seq.finish_reason and i not in void.void:", "if not seq.finish_reason:"),
     Mutant("an error of a corrupt block fails its request", PLAN, "            for i in [i for i in found if i in slices]:\n                del found[i]\n", "            pass\n"),
     Mutant("a corrupt block is another request's", CACHE, "        plan.returning.update(dict.fromkeys(to, request))\n", "        plan.returning.update(dict.fromkeys(range(1, self.swap_space.num_blocks + 1), request))\n"),
-    Mutant("what a request began with is forgotten", CACHE, "max(sequence.request.newest_found, *prefix.seal_ids, 0)", "max(prefix.seal_ids, default=0)"),
     Mutant("a sequence seals what it gave up", CACHE, "ids[: max(good, sequence.num_dropped)]", "ids[:good]"),
     Mutant("device: checksums are not compared", ORACLE, "            if hash(tuple(self.host[src])) != self.checksums[src]:\n", "            if False:\n"),
     Mutant("device: checksums of the wrong block are compared", ORACLE, "!= self.checksums[src]:", "!= self.checksums.get(src - 1, 0):"),

@@ -137,6 +137,22 @@ def test_a_request_beside_a_corrupt_block_seals_anew_and_goes_on() -> None:
     assert [e.request_id for e in lab.told(ev.Recomputed)] == ["A"]  # type: ignore[attr-defined]
 
 
+def test_of_two_that_come_back_together_the_corrupt_one_is_recomputed() -> None:
+    lab = Lab(20, host=20, policy=SWAP)
+    a, b = lab.add("A", [1, 2, 3, 4, 5], 9), lab.add("B", [5, 6, 7, 8, 9], 9)
+    lab.step()
+    out_and_corrupt(lab, b, 0)
+    corrupt(lab, b, 1)
+    lab.scheduler._preempt(a, a, 0, plan := StepPlan(lab.scheduler.num_steps))
+    lab.oracle._run(plan)
+    plan = returning(lab, a)
+    assert b in plan.swapped
+    lab.land()
+    assert a.status is Status.RUNNING and b.status is Status.WAITING
+    assert lab.told(ev.Corrupt) == [ev.Corrupt("B", 2)] and lab.cache.num_corrupt == 2
+    lab.run()
+
+
 def test_a_block_shared_by_samples_is_one_block() -> None:
     lab = Lab(30, host=30, policy=SWAP)
     request = lab.add("A", [1, 2, 3, 4, 5], 9, width=3)

@@ -81,4 +81,4 @@ class Checksums:
         return [block for block in ins if self._sum(block) != self._sums[block]]
 
     def _sum(self, block: int) -> int:
-        return xxh3_64_intdigest(self._host_kv[block].view(-1).view(torch.uint8).numpy())
+        return xxh3_64_intdigest(self._host_kv[block].view(-1).view(torch.uint8).numpy().data)
