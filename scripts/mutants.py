@@ -31,7 +31,10 @@ from tests.mutants import MUTANTS, ORACLE, Mutant  # noqa: E402
 # The quickest to notice most first. The rest of tests/core is random workloads and small worlds: those come as `hunt`.
 DIRECTED = [
     f"tests/core/test_{name}.py"
-    for name in ("rules", "memory_rules", "scheduling_rules", "policy", "pins", "paper_figures", "requests", "events")
+    for name in (
+        *("rules", "memory_rules", "scheduling_rules", "corrupt_blocks", "policy", "pins", "paper_figures"),
+        *("requests", "events"),
+    )
 ]
 MACHINE = ["-p", "_hypothesis_pytestplugin", "--hypothesis-profile=unshrunk", "tests/core/test_state_machine.py"]
 TEST_TIMEOUT_S = 120

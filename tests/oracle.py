@@ -5,6 +5,9 @@ position, the token). The value at a position thus depends on every block before
 every scheduled sequence again: an aliased block, a stale prefix hit, a lost copy, swaps in a wrong order show at once.
 The token sampled is a hash of the value, so that `reference` knows every output without memory and without a scheduler.
 
+Blocks of the host tier may be corrupted while they lie there. The device keeps a checksum of each, reports those that
+come back changed, and goes on: what it computes from them is poison, and no result of poison may be taken in.
+
 The device side goes by the plan alone, as a real one does: rows, setups, table writes. What the checks need to know
 besides (who owns a slice) they take from `plan.sequences`, which an executor must not.
 """
@@ -50,6 +53,10 @@ def need(ok: Any, kind: type[AssertionError], *what: object) -> None:
 
 
 # -- the "model" -------------------------------------------------------------------------------------------------------
+
+
+class Poison(int):
+    """The value of a slot that was corrupted, or was computed from one."""
 
 
 def root(salt: bytes) -> int:
@@ -130,6 +137,7 @@ class Habits:
     shuffles: bool = False  # runs a plan's slices in another order
     forgets: bool = False  # drops what a table held beyond a new owner's blocks
     splits: bool = False  # hands out a window's columns bit by bit
+    corrupts: float = 0.0  # the chance that a host block loses a slot before a step
 
 
 class _Running:
@@ -151,14 +159,15 @@ class _Running:
         tokens = self._tokens()
         column = [self._from(i, tokens)[: None if i in self.plan.draws else 1] for i in range(len(tokens))]
         self._given += 1
-        return StepResult(column)
+        return StepResult(column, corrupt=self.oracle.corrupt.pop(id(self.plan), []))
 
     def put(self, masks: Masks | None) -> None:
         """What it gives comes of the slots alone."""
 
     def result(self) -> StepResult:
         tokens = self._tokens()
-        return StepResult([self._from(i, tokens) for i in range(len(tokens))])
+        corrupt = self.oracle.corrupt.pop(id(self.plan), [])
+        return StepResult([self._from(i, tokens) for i in range(len(tokens))], corrupt=corrupt)
 
     def _from(self, i: int, tokens: list[list[Any]]) -> list[Any]:
         """What is left of a slice's. All of several draws come in the first column."""
@@ -171,7 +180,9 @@ class _Running:
             for i in self.plan.masked:
                 seq, end = self.plan.sequences[i], self.plan.starts[i] + self.plan.counts[i]
                 known = len(seq.token_ids) == end - self.plan.samples[i] + 1
-                need(known or seq.finish_reason, Invariant, "a mask of what nobody knows yet", seq)
+                need(
+                    known or seq.finish_reason or i in self.plan.void, Invariant, "a mask of what nobody knows yet", seq
+                )
             self._whole = self.oracle.finish(self.plan)
         return self._whole
 
@@ -188,12 +199,17 @@ class Oracle:
         num_rows = cache.rows.num_rows
         self.tables: list[list[int]] = [[] for _ in range(num_rows)]
         self.last: list[Any] = [None] * num_rows
-        self.done = [False] * num_rows
+        self.done: list[Any] = [False] * num_rows
         self.setup: list[Any] = [None] * num_rows
         self.counts: Counter[str] = Counter()
+        self.has_poison = False
+        self.checksums: dict[int, int] = {}  # host block -> of what was swapped out into it
+        self.corrupt: dict[int, list[int]] = {}  # plan -> host blocks that came back corrupt, until that is reported
+        self.poisoned: dict[int, set[int]] = {}  # plan -> slices that read poison
         self._queue: deque[StepPlan] = deque()
         self._results: dict[int, list[list[Any]]] = {}
         self._random = random.Random(seed)
+        self._flips = random.Random(seed + 0.5)
         self._expected: dict[Sequence, list[int]] = {}  # values that its slots must hold, by position
         self._fed: dict[Sequence, dict[int, int]] = {}  # position -> token, as the device saw it
         self._end: dict[Sequence, int] = {}  # after its stop token a sequence's slots mean nothing
@@ -227,7 +243,8 @@ class Oracle:
                 reached = reached and self._random.random() < 0.5
                 if reached:
                     self._apply_tables(plan)
-            self._results.pop(id(plan), None)
+            for kept in (self._results, self.corrupt, self.poisoned):
+                kept.pop(id(plan), None)
             for block, offset in self._written.pop(id(plan), ()):
                 self.kv[block][offset] = GARBAGE
             for _, dst in plan.swap_outs:
@@ -247,6 +264,7 @@ class Oracle:
         count["steps"] += 1
         count["slices"] += len(plan.rows)
         self._apply_tables(plan)
+        self._flip_bits(plan)
         for src, dst in plan.swap_outs:
             self.host[dst] = list(self.kv[src])
         for src, dst in plan.swap_ins:
@@ -255,6 +273,7 @@ class Oracle:
         need(not {c.src for c in plan.copies} & {c.dst for c in plan.copies}, Invariant, "copies depend on each other")
         for content, (_, dst) in zip(sources, plan.copies, strict=True):
             self.kv[dst] = content
+        self._compare(plan)
         count["blocks out"] += len(plan.swap_outs)
         count["blocks in"] += len(plan.swap_ins)
         count["blocks copied"] += len(plan.copies)
@@ -294,6 +313,8 @@ class Oracle:
         if known is not None:
             self.done[row] = False
         if self.done[row] and self.habits.stops:
+            if isinstance(self.done[row], Poison):
+                self.poisoned.setdefault(id(plan), set()).add(i)
             return [0] * num_sampled
         self.counts["windows"] += num_sampled > 1
         self.counts["fed by the row"] += known is None
@@ -301,6 +322,10 @@ class Oracle:
         need((i in plan.masked) == bool(seq.request.constrained and num_sampled), Invariant, "masked", seq)
         fed = self._fed.setdefault(seq, {})
         h = self._get(row, start - 1) if start else root(seq.request.salt)
+        poisoned = self._reads_poison(row, start)
+        if poisoned:
+            h = Poison(hash((h, 8)))
+            self.poisoned.setdefault(id(plan), set()).add(i)
         out: list[Any] = []
         stopped = False
         for j in range(num):
@@ -310,7 +335,7 @@ class Oracle:
                 out.append(0)
                 continue
             fed[p] = t
-            h = value(h, p, t)
+            h = Poison(value(h, p, t)) if poisoned else value(h, p, t)
             block = self.tables[row][p // self.block_size]
             self.kv[block][p % self.block_size] = h
             written.append((block, p % self.block_size))
@@ -325,14 +350,42 @@ class Oracle:
                 out.append(t)
                 self.last[row] = t
                 if t in setup.stop_ids:
-                    self.done[row] = stopped = True
-                    self._end.setdefault(seq, p + 1)
+                    self.done[row] = stopped = Poison(1) if poisoned else True
+                    if not poisoned:
+                        self._end.setdefault(seq, p + 1)
         return out
+
+    def _compare(self, plan: StepPlan) -> None:
+        """Keep the checksums of what left, and note what came back with another one."""
+        for _, dst in plan.swap_outs:
+            self.checksums[dst] = hash(tuple(self.host[dst]))
+        for src, _ in plan.swap_ins:
+            if hash(tuple(self.host[src])) != self.checksums[src]:
+                self.corrupt.setdefault(id(plan), []).append(src)
+                self.counts["blocks corrupt"] += 1
+
+    def _flip_bits(self, plan: StepPlan) -> None:
+        """Now and then, of any block on the host; more often of one that this step brings back."""
+        if self.checksums and self._flips.random() < self.habits.corrupts:
+            block = self._flips.choice([*self.checksums, *[src for src, _ in plan.swap_ins] * 8])
+            self.corrupt_block(block, self._flips.randrange(self.block_size))
+
+    def corrupt_block(self, block: int, offset: int) -> None:
+        """Flip bits of a slot on the host."""
+        self.has_poison = True
+        self.host[block][offset] = Poison(self._flips.getrandbits(60))
+
+    def _reads_poison(self, row: int, start: int) -> bool:
+        """Whether a query at `start` sees a slot that is poison."""
+        if not self.has_poison:
+            return False
+        begin = max(0, start - self.attention_window + 1) if self.attention_window else 0
+        return any(isinstance(self._get(row, p), Poison) for p in range(begin, start))
 
     def _read_again(self, plan: StepPlan, i: int) -> None:
         """Every position that a query of this slice sees, through the table that the device has."""
         row, seq = plan.rows[i], plan.sequences[i]
-        if seq.finish_reason:
+        if seq.finish_reason or i in self.poisoned.get(id(plan), ()):
             return
         end = min(plan.starts[i] + plan.counts[i], self._end.get(seq, 1 << 60))
         expected, tokens, fed = self._expected.setdefault(seq, []), seq.token_ids, self._fed[seq]

@@ -168,6 +168,7 @@ class World:
             o.watch_eviction(self.cache)
         coin = lambda: rnd.random() < 0.5  # noqa: E731
         self.habits = o.Habits(coin(), coin(), coin(), coin(), coin())
+        self.habits.corrupts = random.Random(seed + 0.4375).choice([0.0, 0.0 if self.kind != "swap" else 0.3, 0.3])
         self.oracle = o.Oracle(self.cache, self.habits, seed)
         self.depth = rnd.choice([1, 2, 2, 3])
         self.failing = rnd.choice([0.0, 0.0, 0.0, 0.05])
@@ -365,7 +366,13 @@ class World:
     def _break(self, plan: StepPlan, result: StepResult) -> set[int]:
         """The numbers of a slice are not finite, now and then. The blocks that nobody is to find then: those that the
         request's sequences wrote; but what others have begun with by now is for those to fail by."""
-        live = [i for i, seq in enumerate(plan.sequences) if seq.request.status is not Status.FINISHED]
+        if result.corrupt:
+            return set()  # an error may come of that
+        live = [
+            i
+            for i, seq in enumerate(plan.sequences)
+            if seq.request.status is not Status.FINISHED and i not in plan.void
+        ]
         away = [i for i in live if plan.sequences[i].request.status is not Status.RUNNING]  # seldom, and so more often
         if not live or self.broken.random() >= self.breaking * (10 if away else 1):
             return set()
@@ -407,14 +414,14 @@ class World:
             return
         while (part := running.poll()) is not None:
             totals["columns"] += 1
-            self._take_in(scheduler.update(plan, part, last=False))
+            self._take_in(self._update(plan, part, last=False))
             o.check(scheduler)
             if self.random.random() < 0.3:
                 break
         self.flight.popleft()
         result = running.result()
         void = self._break(plan, result)
-        self._take_in(scheduler.update(plan, result))
+        self._take_in(self._update(plan, result))
         self._nobody_finds(void)
         if scheduler.confined_to and self.halving.random() < 0.3:
             self._confine([*scheduler.running, *scheduler.waiting])
@@ -435,6 +442,23 @@ class World:
         elif scheduler.confined_to:
             scheduler.confine(())
         o.check(scheduler)
+
+    def _update(self, plan: StepPlan, result: StepResult, *, last: bool = True) -> list[Request]:
+        """Take a result in, but nothing that was computed from a corrupt block; and nobody finds such a block."""
+        scheduler, num_before = self.scheduler, self.cache.num_corrupt
+        corrupt, running = len(result.corrupt), [r for r in scheduler.running if r.num_pending]
+        poisoned = {i for i in self.oracle.poisoned.get(id(plan), ()) if not plan.sequences[i].finish_reason}
+        finished = scheduler.update(plan, result, last=last)
+        need(self.cache.num_corrupt - num_before == corrupt, Invariant, "corrupt blocks are counted", corrupt)
+        need(poisoned <= plan.void, WrongOutput, "computed from corrupt blocks", poisoned - plan.void)
+        if last:
+            self.oracle.poisoned.pop(id(plan), None)
+        if corrupt:
+            self.totals["corrupt blocks"] += corrupt
+            redone = [r for r in running if r.status is Status.WAITING]
+            self.totals["others recomputed"] += len(redone) - len({plan.returning[b] for b in result.corrupt})
+            self.totals["went on beside a corrupt block"] += len(running) - len(redone)
+        return finished
 
     def _take_in(self, finished: list[Request]) -> None:
         for request in finished:

@@ -70,11 +70,11 @@ def compare(kv: Tensor, host_kv: Tensor, pairs: list[tuple[int, int]]) -> None:
             "plain out": lambda: host_kv.copy_(kv, non_blocking=True),
             "engine out": lambda: each(kv, host_kv, pairs),
             "kernel out": lambda: cuda.swap_out(kv, host_kv, ids[0], ids[1]),
-            "swap out": lambda: swapper.move(pairs, []),
+            "swap out": lambda: swapper.queue(pairs, []),
             "plain in": lambda: kv.copy_(host_kv, non_blocking=True),
             "engine in": lambda: each(host_kv, kv, back),
             "kernel in": lambda: cuda.swap_in(host_kv, kv, ids[1], ids[0]),
-            "swap in": lambda: swapper.move([], back),
+            "swap in": lambda: swapper.queue([], back),
         },
         num_bytes,
     )
@@ -87,7 +87,7 @@ def compare(kv: Tensor, host_kv: Tensor, pairs: list[tuple[int, int]]) -> None:
         print(f"    {way:<4} plain {plain:.1f} GB/s; {rates}", flush=True)
     before = kv.clone()
     for move_out, move_in in (
-        (lambda: swapper.move(pairs, []), lambda: swapper.move([], back)),
+        (lambda: swapper.queue(pairs, []), lambda: swapper.queue([], back)),
         (lambda: cuda.swap_out(kv, host_kv, ids[0], ids[1]), lambda: cuda.swap_in(host_kv, kv, ids[1], ids[0])),
     ):
         move_out()

@@ -12,7 +12,7 @@ from octavo.core.plan import BlockCopy, StepPlan, TableWrite
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request
 from tests import oracle as o
-from tests.workloads import KINDS, run
+from tests.workloads import KINDS, World, run
 
 from .lab import ANY, RECOMPUTE, SWAP, Lab
 
@@ -49,6 +49,14 @@ def test_workloads_of_each_kind(kind: str) -> None:
 
 def test_the_same_seed_is_the_same_world() -> None:
     assert run(7) == run(7)
+
+
+@pytest.mark.parametrize("first", [0, 120])
+def test_random_workloads_with_corrupt_blocks(first: int) -> None:
+    totals: Counter[str] = Counter()
+    for seed in range(first, first + 120):
+        run(seed, totals, kind="swap")
+    assert totals["corrupt blocks"] > 10 and totals["went on beside a corrupt block"] > 5
 
 
 # -- memory: a tenth of what all would need ----------------------------------------------------------------------------
@@ -195,3 +203,34 @@ def test_the_reference_needs_no_memory() -> None:
     lab.run()
     assert o.outputs(request) == want and len(want) >= 1
     assert lab.told(ev.Finished)
+
+
+def test_the_oracle_notices_tokens_computed_from_a_corrupt_block() -> None:
+    """Its own device says nothing of what came back: then wrong tokens are noticed."""
+    noticed = 0
+    for seed in range(60):
+        world = World(seed, Counter(), kind="swap")
+        world.habits.corrupts = 0.5
+        world.oracle.checksums = Silent()
+        try:
+            world.run()
+        except o.WrongOutput:
+            noticed += 1
+    assert noticed > 5
+
+
+class Silent(dict):
+    """Checksums that are equal to anything."""
+
+    def __getitem__(self, block: int) -> object:
+        return Equal()
+
+
+class Equal:
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = None  # type: ignore[assignment]

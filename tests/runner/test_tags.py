@@ -84,8 +84,8 @@ def lose_a_copy(tags: t.Tags, runner: Any) -> None:
 def swap_to_the_wrong_block(tags: t.Tags, runner: Any) -> None:
     move = runner.swapper.move
 
-    def wrong(outs: list[tuple[int, int]], ins: list[tuple[int, int]]) -> None:
-        move(outs, [(src, dst % (len(runner.kv) - 1) + 1) for src, dst in ins[:1]] + ins[1:])
+    def wrong(outs: list[tuple[int, int]], ins: list[tuple[int, int]]) -> Any:
+        return move(outs, [(src, dst % (len(runner.kv) - 1) + 1) for src, dst in ins[:1]] + ins[1:])
 
     runner.swapper.move = wrong
 

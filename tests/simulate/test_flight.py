@@ -187,7 +187,7 @@ def test_no_field_of_the_core_is_forgotten() -> None:
     }  # fmt: skip
     assert set(StepPlan.__slots__) - set(frozen.PLAN) == {
         "draws", "host_tokens", "sequences", "swapped", "outstanding", "row_setups", "table_writes", "swap_ins",
-        "swap_outs", "copies",
+        "swap_outs", "copies", "returning", "void",
     }  # fmt: skip
     assert set(type(replica.scheduler.policy.costs).__slots__) == set(frozen.COSTS)
 

@@ -80,6 +80,13 @@ class SwapLost(NamedTuple):
     request_id: str
 
 
+class Corrupt(NamedTuple):
+    """Blocks of a swapped request came back with another content than they left with. It is recomputed."""
+
+    request_id: str
+    num_blocks: int
+
+
 class Pinned(NamedTuple):
     """A prompt is computed, and its blocks are kept for those that begin with it."""
 
@@ -94,9 +101,10 @@ class Unpinned(NamedTuple):
 
 
 class Recomputed(NamedTuple):
-    """A step failed on the device; what this request had in it and after it is computed again.
+    """What this request had in a step and after it is computed again.
 
-    why   "failed", or "out of memory": then the step had `num_tokens`, and those from now on have at most `limit`. Or
+    why   "failed": the step did; "out of memory": it had `num_tokens`, and those from now on have at most `limit`;
+          "corrupt": this request, or one whose blocks it may have begun with, came back to it with corrupt blocks;
           "confined": it was in no failed step, and waits while those that were are tried
     """
 
@@ -202,7 +210,17 @@ class TableChanged(NamedTuple):
 
 
 RequestEvent: TypeAlias = (
-    Arrived | Admitted | Waiting | Preempted | SwappedIn | SwapLost | Pinned | Unpinned | Recomputed | Finished
+    Arrived
+    | Admitted
+    | Waiting
+    | Preempted
+    | SwappedIn
+    | SwapLost
+    | Corrupt
+    | Pinned
+    | Unpinned
+    | Recomputed
+    | Finished
 )
 BlockEvent: TypeAlias = Allocated | Shared | Released | Copied | Sealed | Evicted | TableChanged
 Event: TypeAlias = RequestEvent | Step | BlockEvent

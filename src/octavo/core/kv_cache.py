@@ -48,6 +48,7 @@ class KVStats:
     hit_rate               hits / (hits + misses), 0 when nothing was looked up
     num_saved_by_sharing   table entries beyond the first of each used block: what a copy for everybody would take more
     num_unfilled_slots     slots of used blocks that hold no token (yet); fewer than block_size a sequence
+    num_corrupt            came back from the host with another content than they left with, and were recomputed
     num_dropped            given up by sequences that run on, behind the attention window
     num_pinned             kept by pins, or for those that are being computed
     """
@@ -70,6 +71,7 @@ class KVStats:
     num_dropped: int
     num_swapped_out: int
     num_swapped_in: int
+    num_corrupt: int
     num_host_blocks: int
     num_host_used: int
     num_pinned: int
@@ -114,7 +116,7 @@ class KVCache:
         self.attention_window = attention_window
         self.num_hits = self.num_misses = 0
         self.num_hit_tokens = self.num_queried_tokens = 0
-        self.num_copied = self.num_dropped = self.num_swapped_out = self.num_swapped_in = 0
+        self.num_copied = self.num_dropped = self.num_swapped_out = self.num_swapped_in = self.num_corrupt = 0
         self.pins: dict[str, Sequence] = {}  # parked: their prompts are computed, and their blocks stay
         self.num_pinned = 0  # blocks of pins, and of those to come
         self._holders: dict[Sequence, None] = {}  # sequences with blocks on the device
@@ -237,6 +239,7 @@ class KVCache:
         sequence.block_ids = list(prefix.block_ids)
         sequence.room = len(prefix.block_ids) * self.block_size
         sequence.num_computed = prefix.num_positions
+        sequence.request.newest_found = max(sequence.request.newest_found, *prefix.seal_ids, 0)
         self._holders[sequence] = None
         self._sealed_as(sequence, list(prefix.seal_ids))
 
@@ -334,7 +337,11 @@ class KVCache:
         self._sealed_as(sequence, seal_ids)
 
     def unseal_after(self, mark: SealId) -> list[Sequence]:
-        """Take back every seal younger than `mark`. Returns the sequences that counted on one of them."""
+        """Take back every seal younger than `mark`. Returns the sequences that counted on one of them.
+
+        A sequence that goes on seals its blocks anew. What it gave up behind the attention window it cannot seal: its
+        chain goes on from there, under a parent that is not found any more.
+        """
         for block in self.pool.sealed_after(mark):
             self.pool.unseal(block)
         misled = []
@@ -342,7 +349,7 @@ class KVCache:
             ids = sequence.seal_ids
             good = next((i for i, seal in enumerate(ids) if seal > mark), len(ids))
             if good < len(ids):
-                self._sealed_as(sequence, ids[:good])
+                self._sealed_as(sequence, ids[: max(good, sequence.num_dropped)])
                 misled.append(sequence)
         return misled
 
@@ -484,6 +491,7 @@ class KVCache:
         fresh = set(found.host_ids)
         plan.swap_ins += [SwapIn(src, dst) for src, dst in to.items()]
         plan.swapped.append(request)
+        plan.returning.update(dict.fromkeys(to, request))
         self.num_swapped_in += len(to)
         for sequence in request.sequences:
             num_kept = 0
@@ -544,6 +552,7 @@ class KVCache:
             num_dropped=self.num_dropped,
             num_swapped_out=self.num_swapped_out,
             num_swapped_in=self.num_swapped_in,
+            num_corrupt=self.num_corrupt,
             num_host_blocks=self.swap_space.num_blocks,
             num_host_used=self.swap_space.num_used,
             num_pinned=self.num_pinned,

@@ -12,7 +12,7 @@ A plan owns its lists and nothing in them aliases live state, so the device may 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -98,6 +98,9 @@ class Slice(NamedTuple):
     token_ids: array[int] | None
 
 
+NO_SLICES: frozenset[int] = frozenset()
+
+
 class StepPlan:
     """One step, as parallel flat lists with one entry a slice: no object a slice, because the host's cost is counted.
 
@@ -110,6 +113,8 @@ class StepPlan:
     sequences              the owner at plan time: results go to it, never to the row's present owner. For the
                            scheduler alone; an executor does not look at it
     swapped                requests that this plan moves between the tiers; for the scheduler alone, too
+    returning              host block that this plan brings back -> its request; likewise
+    void                   slices whose results are dropped: they were computed from corrupt blocks; likewise
     seal_mark              every seal id above it was given out by this plan or later: what a failed step takes back
     outstanding            what is left of `samples` once a part of a window has landed
     """
@@ -121,6 +126,7 @@ class StepPlan:
         "host_tokens",
         "masked",
         "outstanding",
+        "returning",
         "row_setups",
         "rows",
         "samples",
@@ -132,6 +138,7 @@ class StepPlan:
         "swap_outs",
         "swapped",
         "table_writes",
+        "void",
     )
 
     def __init__(self, step: int = 0, seal_mark: SealId = 0) -> None:
@@ -150,6 +157,8 @@ class StepPlan:
         self.copies: list[BlockCopy] = []
         self.sequences: list[Sequence] = []
         self.swapped: list[Request] = []
+        self.returning: dict[HostBlockId, Request] = {}
+        self.void: Set[int] = NO_SLICES
         self.seal_mark = seal_mark
         self.outstanding: list[int] | None = None
 
@@ -165,6 +174,14 @@ class StepPlan:
     def num_masked(self) -> int:
         """Columns of tokens that wait for masks: the first ones."""
         return max((self.samples[i] for i in self.masked), default=0)
+
+    def drop(self, requests: Container[Request]) -> None:
+        """Expect nothing more for these requests: what still comes of their slices is void."""
+        left = self.outstanding or self.samples
+        for i, seq in enumerate(self.sequences):
+            if seq.request in requests and i not in self.void:
+                self.void |= {i}
+                seq.num_pending -= left[i]
 
     def slices(self) -> Iterator[Slice]:
         for i, row in enumerate(self.rows):
@@ -196,9 +213,20 @@ class StepResult:
     errors    slice -> what is wrong with it (numbers that are not finite). Only that request fails
     logprobs  slice -> one entry for each of its tokens, where the request asks for them
     prompt_logprobs  slice -> (position, entries): of the prompt's tokens from that position on, in the same case
+    corrupt   host blocks of `swap_ins` whose content is not what was swapped out. Reported once, with the first part of
+              a result; everything that the plan computed from them is wrong
     """
 
     tokens: Seq[Seq[Any]]
     errors: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)
+    corrupt: list[HostBlockId] = field(default_factory=list)
+
+    def drop(self, slices: Container[int]) -> None:
+        """Forget all that came of these slices."""
+        self.tokens = [() if i in slices else tokens for i, tokens in enumerate(self.tokens)]
+        by_slice: tuple[dict[int, Any], ...] = self.errors, self.logprobs, self.prompt_logprobs
+        for found in by_slice:
+            for i in [i for i in found if i in slices]:
+                del found[i]

@@ -128,6 +128,7 @@ class Request:
         "left_behind",
         "max_tokens",
         "must_wait",
+        "newest_found",
         "num_cached_tokens",
         "num_draws",
         "num_preemptions",
@@ -198,6 +199,7 @@ class Request:
         self.solo: Sequence | None = None  # the only sequence that there will ever be: the hot path
         self.num_cached_tokens = -1  # found in the prefix cache at the first admission
         self.num_preemptions = 0
+        self.newest_found: SealId = 0  # the youngest seal of the blocks that it ever began with
         self.waits_for = ""  # the reason said last
         self.error = ""  # what went wrong with it on the device
         self.left_behind: dict[BlockId, SealId] = {}  # while swapped: device blocks left there, and their seals then

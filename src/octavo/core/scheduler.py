@@ -10,12 +10,13 @@ scheduler plans step k+1 while the device runs step k, so what it knows of a seq
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from octavo.core import events as ev
 from octavo.core.block_pool import Key
+from octavo.core.ids import HostBlockId
 from octavo.core.kv_cache import KVCache, KVStats
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.policy import Policy, PreemptionMode
@@ -622,6 +623,11 @@ class Scheduler:
         """
         if last:
             assert self.in_flight and self.in_flight[0] is plan, "results come in the order of the plans"
+        if result.corrupt:
+            self._distrust(plan, result.corrupt)
+        if plan.void:
+            result.drop(plan.void)
+        if last:
             self.in_flight.popleft()
         else:
             self._note_landed(plan, result)
@@ -804,23 +810,42 @@ class Scheduler:
         void: StepPlan | None = None
         while void is not plan:
             void = self.in_flight.pop()
-            for seq, num_sampled in zip(void.sequences, void.outstanding or void.samples, strict=True):
-                if not seq.finish_reason:
-                    seq.num_pending -= num_sampled
+            left = void.outstanding or void.samples
+            for i, seq in enumerate(void.sequences):
+                if not seq.finish_reason and i not in void.void:
+                    seq.num_pending -= left[i]
                     touched[seq.request] = None
             touched.update((r, None) for r in void.swapped if r.status is not Status.FINISHED)
         for seq in self.cache.unseal_after(plan.seal_mark):  # with no slice in these plans, but with blocks of theirs
             touched[seq.request] = None
         for request in touched:
-            self._recompute(request, plan, limit)
+            said = ("out of memory", plan.num_tokens, limit) if limit else ()
+            self._recompute(request, ev.Recomputed(request.request_id, plan.step, *said))
         return list(touched)
 
-    def _recompute(self, request: Request, plan: StepPlan, limit: int) -> None:
+    def _distrust(self, plan: StepPlan, corrupt: list[HostBlockId]) -> None:
+        """These host blocks, which `plan` brought back, did not hold what was swapped out.
+
+        Their requests are recomputed from what the host knows, and so is every request that began with a block sealed
+        since: it may be one of theirs. What is in flight of all of these is void. Other requests go on.
+        """
+        cache, mark = self.cache, plan.seal_mark
+        cache.num_corrupt += len(corrupt)
+        hit = Counter(plan.returning[block] for block in corrupt)
+        cache.unseal_after(mark)
+        lost = dict.fromkeys(r for r in self.requests.values() if r in hit or r.newest_found > mark)
+        for step in self.in_flight:
+            step.drop(lost)
+        for request in lost:
+            if request in hit and self.events.active:
+                self.events.emit(ev.Corrupt(request.request_id, hit[request]))
+            self._recompute(request, ev.Recomputed(request.request_id, plan.step, "corrupt"))
+
+    def _recompute(self, request: Request, why: ev.Recomputed) -> None:
         self._leave_line(request)
         self._to_waiting(request)
         if self.events.active:
-            said = ("out of memory", plan.num_tokens, limit) if limit else ()
-            self.events.emit(ev.Recomputed(request.request_id, plan.step, *said))
+            self.events.emit(why)
 
     def confine(self, requests: Iterable[Request]) -> None:
         """Plan these requests alone from now on, and all again when there are none of them. The others wait; what they

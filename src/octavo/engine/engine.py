@@ -396,6 +396,8 @@ class Engine:
             state = self._state_of(seq)
             if plan.samples[i] <= column or seq.finish_reason or state is None or state.constraint is None:
                 continue
+            if i in plan.void:
+                continue
             if plan.samples[i] - left[i] < column:  # the first column may come in several parts
                 return []
             wanted.append(Wanted(i, seq, state.constraint))
@@ -553,6 +555,12 @@ class Engine:
         self._close(state.request.request_id)
 
     def _listen(self, event: ev.Event) -> None:
+        if isinstance(event, ev.Corrupt):
+            logger.error(
+                "request %s: %d swapped blocks came back with another content than they left with, and it is computed "
+                "again; check this host's memory",
+                *event,
+            )
         if isinstance(event, ev.Admitted | ev.Preempted):
             state = self._states.get(event.request_id)
             if state is None:

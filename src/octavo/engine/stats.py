@@ -24,6 +24,7 @@ class EngineStats:
     num_swap_preemptions: int = 0
     num_failed_steps: int = 0
     num_bad_messages: int = 0
+    num_corrupt_blocks: int = 0
     num_finished: int = 0
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
@@ -39,6 +40,8 @@ class EngineStats:
         elif isinstance(event, ev.Preempted):
             self.num_preemptions += 1
             self.num_swap_preemptions += event.how == "swap"
+        elif isinstance(event, ev.Corrupt):
+            self.num_corrupt_blocks += event.num_blocks
         elif isinstance(event, ev.Finished):
             self.num_finished += 1
             self.num_generation_tokens += event.num_tokens

@@ -8,6 +8,7 @@ import time
 from octavo.core.plan import StepPlan, StepResult
 from octavo.engine.executor import Masks
 from octavo.errors import StepError
+from octavo.runner.checksums import NO_CHECK
 from octavo.runner.cuda_runner import CudaRunner, Finish
 from octavo.runner.executor import device_lost, step_error
 from octavo.runner.landing import Landing
@@ -27,10 +28,12 @@ class CudaRunning:
         self._executor = executor
         self._landing: Landing | None = None
         self._error: Exception | None = None
+        self._check = NO_CHECK
         self._num_read = 0
         self._num_waits = max(1, plan.num_masked)
         try:
             self._finish = executor.launch(plan)
+            self._check = executor.runner.check
         except Exception as error:
             self._error = error
         if not plan.masked:
@@ -49,7 +52,8 @@ class CudaRunning:
         if self._landing is None or self._error is not None:
             return self._error is not None
         try:
-            return not self._num_waits and self._landing.num_landed == len(self._landing.events)
+            landed = self._landing.num_landed == len(self._landing.events)
+            return landed and not self._num_waits and self._check.done
         except RuntimeError as error:  # what CUDA found out only now; `result` will say it
             self._error = error
             return True
@@ -71,14 +75,21 @@ class CudaRunning:
         if landed == len(self._landing.events) and not self._num_waits:
             return None
         first, self._num_read = self._num_read, landed
-        return self._landing.read(first, landed)
+        return self._read(first, landed)
+
+    def _read(self, first: int, last: int) -> StepResult:
+        assert self._landing is not None
+        corrupt = self._check.take()
+        result = self._landing.read(first, last)
+        result.corrupt = corrupt
+        return result
 
     def result(self) -> StepResult:
         error = self._error
         if error is None and self._landing is not None:
             try:
                 self._landing.events[-1].synchronize()
-                return self._landing.read(self._num_read, len(self._landing.slice_ids))
+                return self._read(self._num_read, len(self._landing.slice_ids))
             except RuntimeError as cause:  # likewise
                 error = cause
         told = step_error(error or StepError("it was asked for what it gives before it had its masks"))

@@ -41,6 +41,7 @@ from octavo.kernels.rows import (
 )
 from octavo.runner.beginnings import Beginnings
 from octavo.runner.careful import CarefulRunner, Logits
+from octavo.runner.checksums import NO_CHECK
 from octavo.runner.chunks import Chunks, ChunkSize, ChunkSizes, ChunkStep, split
 from octavo.runner.gpu import Rehearse
 from octavo.runner.graphs import Graphs, cascade_sizes, decode_sizes
@@ -108,6 +109,7 @@ class CudaRunner:
         self._num_lines = max(num_rows + 2, ChunkSizes.FEW)  # of logits, that a pass makes: graphs pad
         self.ring = Ring(max_window, self._num_lines, self.device)
         self.swapper = Swapper(kv, host_kv, ops)
+        self.check = NO_CHECK  # of the plan that was launched last
         self.careful = CarefulRunner(model, self.state, kv, max_model_len=max_model_len, ops=ops)
         self.rules = DeviceRules(self.state, self.careful.sampler, vocab_size, ops)
         self._step = DecodeStep.over(
@@ -334,7 +336,7 @@ class CudaRunner:
         """See `memory.time_moves`; before anything is computed."""
 
         def move(pairs: list[tuple[int, int]]) -> None:
-            self.swapper.move(pairs, [])
+            self.swapper.queue(pairs, [])
             if self.kv.is_cuda:
                 torch.cuda.synchronize()
 
@@ -365,7 +367,9 @@ class CudaRunner:
             self.state.last_token.index_copy_(0, told_rows, told)
             self.state.done.index_fill_(0, told_rows, False)
         if plan.swap_outs or plan.swap_ins:
-            self.swapper.move(plan.swap_outs, plan.swap_ins)
+            self.check = self.swapper.move(plan.swap_outs, plan.swap_ins)
+        else:
+            self.check = NO_CHECK
         if plan.copies:
             self.ops.block_copy(self.kv, copy_src, copy_dst)
 

@@ -132,6 +132,7 @@ def append(whole: StepResult, column: StepResult) -> None:
     for mine, more in zip(whole.tokens, column.tokens, strict=True):
         mine += more  # type: ignore[operator]
     whole.errors |= column.errors
+    whole.corrupt += column.corrupt
     for i, logprobs in column.logprobs.items():
         whole.logprobs.setdefault(i, []).extend(logprobs)
     for i, (position, entries) in column.prompt_logprobs.items():

@@ -13,10 +13,12 @@ from torch import Tensor
 from octavo.core.plan import RowSetup, StepPlan, StepResult
 from octavo.engine.executor import Masks
 from octavo.kernels.batch import SamplingTensors
+from octavo.runner.checksums import NO_CHECK, Check, Checksums
 from octavo.runner.inputs import Rows, make_batch
 from octavo.runner.memory import time_moves
 from octavo.runner.replay import Model, Replays
 from octavo.runner.sampler import Draw, Sampler
+from octavo.runner.streams import Reached
 
 Land = Callable[[StepResult], None]
 """Takes one column of tokens: at most one more for each slice."""
@@ -69,6 +71,7 @@ class ModelRunner:
         self.model: Model = Replays(model) if replay else model
         self.kv = kv
         self.host_kv = host_kv
+        self._checksums = Checksums(host_kv)
         self.block_size = kv.shape[4]
         self.ops = ops
         self.rows = Rows(num_rows, -(-max_model_len // self.block_size))
@@ -79,11 +82,13 @@ class ModelRunner:
         """Do what the plan says, in stream order; hand every column of tokens to `land` as soon as it is there."""
         self.rows.apply(plan)
         self.sampler.apply(plan)
-        self._move_blocks(plan)
+        check = self._move_blocks(plan)
         if plan.rows:
-            self._first_pass(plan, land, wait_for_masks)
+            self._first_pass(plan, check.before(land), wait_for_masks)
             for column in range(1, max(plan.samples)):
                 self._window_pass(plan, column, land, wait_for_masks)
+        elif corrupt := check.take():
+            land(StepResult([], corrupt=corrupt))
 
     def measure_move(self) -> float:
         """See `memory.time_moves`; before anything is computed."""
@@ -93,14 +98,18 @@ class ModelRunner:
 
         return time_moves(move, len(self.host_kv) - 1)
 
-    def _move_blocks(self, plan: StepPlan) -> None:
-        ops = self.ops
+    def _move_blocks(self, plan: StepPlan) -> Check:
+        ops, check = self.ops, NO_CHECK
         if plan.swap_outs:
             ops.swap_out(self.kv, self.host_kv, *_ids(plan.swap_outs))
         if plan.swap_ins:
             ops.swap_in(self.host_kv, self.kv, *_ids(plan.swap_ins))
+        if plan.swap_outs or plan.swap_ins:
+            outs, ins = [dst for _, dst in plan.swap_outs], [src for src, _ in plan.swap_ins]
+            check = self._checksums.follow(outs, ins, Reached())
         if plan.copies:
             ops.block_copy(self.kv, *_ids(plan.copies))
+        return check
 
     def _first_pass(self, plan: StepPlan, land: Land, wait_for_masks: WaitForMasks) -> None:
         """All slices, up to the first position that samples. Several passes where many logits of prompts are wanted."""

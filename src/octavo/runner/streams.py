@@ -40,11 +40,12 @@ class Reached:
         pass
 
 
-def mark(device: torch.device) -> Event:
-    """An event behind all that has been queued on the current stream."""
+def mark(device: torch.device, *, blocking: bool = False) -> Event:
+    """An event behind all that has been queued on the current stream. A thread that waits for it spins, unless
+    `blocking`: then it sleeps."""
     if device.type != "cuda":
         return Reached()
-    event = cast("Any", torch.cuda.Event)()
+    event = cast("Any", torch.cuda.Event)(blocking=blocking)
     event.record()
     return cast("Event", event)
 

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.runner.streams import SideStream
+from octavo.runner.checksums import Check, Checksums
+from octavo.runner.streams import Point, SideStream, mark
 
 COPY_ENGINE_BYTES = 1 << 20
 """From so many bytes on, a move is the copy engine's, which leaves the device's multiprocessors to the step beside it.
@@ -27,12 +28,20 @@ class Swapper:
     def __init__(self, kv: Tensor, host_kv: Tensor, ops: ModuleType) -> None:
         self.kv = kv
         self.host_kv = host_kv
+        self.checksums = Checksums(host_kv)
         self._ops = ops
         self._side = SideStream(kv.device)
         self._block_bytes = kv[0].nbytes
 
-    def move(self, outs: Seq[tuple[int, int]], ins: Seq[tuple[int, int]]) -> None:
+    def move(self, outs: Seq[tuple[int, int]], ins: Seq[tuple[int, int]]) -> Check:
+        """As `queue`, and the host keeps the checksums of `outs` and compares those of `ins`."""
+        self.checksums.wait_for(dst for _, dst in outs)
+        moved = self.queue(outs, ins)
+        return self.checksums.follow([dst for _, dst in outs], [src for src, _ in ins], moved)
+
+    def queue(self, outs: Seq[tuple[int, int]], ins: Seq[tuple[int, int]]) -> Point:
         """All of `outs` (device block, host block), then all of `ins` (host block, device block), in stream order.
+        Returns the point where they have moved.
 
         What is moved may have been written by the step before and may be overwritten by the one behind: so the moves
         wait for the device's stream, and the device's stream waits for the moves.
@@ -43,6 +52,7 @@ class Swapper:
                     self._ops.swap_out(self.kv, self.host_kv, *self._ids(few))
                 if len(few := self._copy(ins, self.host_kv, self.kv)):
                     self._ops.swap_in(self.host_kv, self.kv, *self._ids(few))
+                return mark(self.kv.device, blocking=True)
         finally:  # also of those that were queued before there was no memory for the ids of others
             self._side.join()
 

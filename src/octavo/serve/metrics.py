@@ -289,6 +289,8 @@ class _EngineCollector:
         yield counter("octavo:failed_steps", "Steps that failed.", engine.num_failed_steps)
         yield counter("octavo:bad_messages", "Messages from or to the engine dropped.", engine.num_bad_messages)
         yield counter("octavo:swap_preemptions", "Preemptions by swapping out.", engine.num_swap_preemptions)
+        text = "Swapped blocks that came back with a wrong checksum, and were computed again."
+        yield counter("octavo:corrupt_blocks", text, engine.num_corrupt_blocks)
         yield counter("octavo:computed_tokens", "Positions computed.", engine.num_tokens_computed)
         waits = CounterMetricFamily("octavo:waits", "How often a request came to wait.", labels=[*names, "reason"])
         for reason, count in sorted((dict.fromkeys(WAITS, 0) | stats.waits).items()):

@@ -76,6 +76,7 @@ class Op(IntEnum):
     FAIL          which of the plans in flight failed, and what steps are limited to if that was for memory, else 0
     LIMIT         what steps are limited to from here on
     CONFINE       the number of requests that alone are planned from here on, and which; 0: all are
+    CORRUPT       how many host blocks came back corrupt in the result that follows, and which
     """
 
     ADD = 0
@@ -90,6 +91,7 @@ class Op(IntEnum):
     FAIL = 9
     LIMIT = 10
     CONFINE = 11
+    CORRUPT = 12
 
 
 class Sample(msgspec.Struct, array_like=True):
@@ -280,6 +282,8 @@ class FlightRecorder:
 
         def noted_update(plan: StepPlan, result: StepResult, *, last: bool = True) -> list[Request]:
             lengths = list(map(len, result.tokens))
+            if result.corrupt:
+                self._note(Op.CORRUPT, self._clock(), len(result.corrupt), *result.corrupt)
             if last and lengths == plan.samples and not result.errors:
                 self._note(Op.RESULT, self._clock())
             else:

@@ -199,6 +199,7 @@ class Replay:
         self.legs = flight.file.legs[first_leg:]
         self._whole: dict[Request, dict[int, array[int]]] = {}
         self._last_step: ev.Step | None = None
+        self._corrupt: list[int] = []  # what the next result reports
         begin = self.legs[0].begin
         self._num_choices: dict[int, int] = begin["num_choices"]
         present = {said["number"] for said in begin["requests"]}
@@ -242,7 +243,8 @@ class Replay:
             if op is not Op.RESULT:
                 lengths = [next(numbers) for _ in range(next(numbers))]
                 failed = [next(numbers) for _ in range(next(numbers))]
-            result = StepResult(self._tokens(plan, lengths), dict.fromkeys(failed, "as it was"))
+            result = StepResult(self._tokens(plan, lengths), dict.fromkeys(failed, "as it was"), corrupt=self._corrupt)
+            self._corrupt = []
             finished = scheduler.update(plan, result, last=op is not Op.PART)
             for request in finished:
                 self._whole.pop(request, None)
@@ -268,6 +270,8 @@ class Replay:
             scheduler.confine([scheduler.requests[str(next(numbers))] for _ in range(next(numbers))])
         elif op is Op.LIMIT:
             scheduler.step_limit = next(numbers)
+        elif op is Op.CORRUPT:
+            self._corrupt = [next(numbers) for _ in range(next(numbers))]
         return Turn(op, time_s)
 
     def _listen(self, event: ev.Event) -> None:

@@ -37,6 +37,7 @@ CACHE = (
     "num_dropped",
     "num_swapped_out",
     "num_swapped_in",
+    "num_corrupt",
     "num_pinned",
 )
 SCHEDULER = ("num_rows_taken", "num_steps", "num_preemptions", "_num_arrivals", "step_limit")
@@ -50,6 +51,7 @@ REQUEST = (
     "num_cached_tokens",
     "num_draws",
     "num_preemptions",
+    "newest_found",
     "pin",
     "priority",
     "rank",
@@ -159,6 +161,8 @@ def _frozen_plan(plan: StepPlan, place: dict[Request, int], seat: dict[Sequence,
         "given": list(plan.host_tokens),
         "sequences": [seat[seq] for seq in plan.sequences],
         "swapped": [place[request] for request in plan.swapped],
+        "returning": [(block, place[request]) for block, request in plan.returning.items()],
+        "void": sorted(plan.void),
     }
 
 
@@ -279,6 +283,8 @@ def thaw(
         plan.host_tokens = {i: array("i") for i in said["given"]}
         plan.sequences = [sequences[i] for i in said["sequences"]]
         plan.swapped = [requests[i] for i in said["swapped"]]
+        plan.returning = {block: requests[i] for block, i in said["returning"]}
+        plan.void = frozenset(said["void"])
         scheduler.in_flight.append(plan)
     return scheduler
 

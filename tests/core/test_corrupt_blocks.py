@@ -1,0 +1,198 @@
+"""Swapped blocks that come back corrupt: their request is recomputed, and so is every request that began with them."""
+
+from __future__ import annotations
+
+from octavo.core import events as ev
+from octavo.core.plan import StepPlan, StepResult, TokenLogprobs
+from octavo.core.request import Request, Status
+
+from .lab import SWAP, Lab
+
+
+def swapped(lab: Lab, name: str, prompt: list[int], max_tokens: int, **options: object) -> Request:
+    """A request that was swapped out while another, older one grew; nothing is in flight."""
+    lab.add("older", [9, 9, 9, 9], 9)
+    lab.step()
+    request = lab.add(name, prompt, max_tokens, **options)
+    while request.status is not Status.SWAPPED:
+        lab.step()
+    return request
+
+
+def corrupt(lab: Lab, request: Request, index: int = 0) -> int:
+    """Flip bits in its host block of that index."""
+    block = request.sequences[0].block_ids[index]
+    assert block > 0
+    lab.oracle.corrupt_block(block, 0)
+    return block
+
+
+def test_a_corrupt_block_is_recomputed_and_counted() -> None:
+    lab = Lab(8, host=8, policy=SWAP)
+    request = swapped(lab, "A", [1, 2, 3, 4, 5], 6)
+    corrupt(lab, request)
+    lab.run()
+    assert lab.told(ev.Corrupt) == [ev.Corrupt("A", 1)]
+    assert [e for e in lab.told(ev.Recomputed) if isinstance(e, ev.Recomputed)] == [
+        ev.Recomputed("A", lab.told(ev.Recomputed)[0].step, "corrupt")  # type: ignore[attr-defined]
+    ]
+    assert lab.cache.stats().num_corrupt == 1
+    assert lab.oracle.counts["blocks corrupt"] == 1
+
+
+def test_a_block_that_is_as_it_was_is_not_recomputed() -> None:
+    lab = Lab(8, host=8, policy=SWAP)
+    swapped(lab, "A", [1, 2, 3, 4, 5], 6)
+    lab.run()
+    assert lab.cache.num_swapped_in > 0 and not lab.told(ev.Corrupt, ev.Recomputed)
+
+
+def returning(lab: Lab, request: Request) -> StepPlan:
+    """The plan that brings it back; those before it have landed."""
+    while True:
+        plan = lab.plan()
+        if plan.swap_ins:
+            assert request in plan.swapped
+            return plan
+        lab.land()
+
+
+def test_tokens_computed_from_a_corrupt_block_are_dropped_also_those_in_flight() -> None:
+    lab = Lab(20, host=20, policy=SWAP)
+    request = lab.add("A", [1, 2, 3], 9)
+    lab.step()
+    lab.scheduler._preempt(request, request, 0, plan := StepPlan(lab.scheduler.num_steps))
+    lab.oracle._run(plan)
+    corrupt(lab, request)
+    known = len(request.sequences[0].token_ids)
+    returning(lab, request)
+    lab.plan()
+    assert request.num_pending == 2
+    lab.land()
+    assert request.status is Status.WAITING and not request.num_pending and not lab.cache.swap_space.num_used
+    assert len(request.sequences[0].token_ids) == known
+    lab.plan()  # it begins anew while a void result of it is still in flight
+    assert request.status is Status.RUNNING and request.num_pending == 1
+    lab.land()
+    assert len(request.sequences[0].token_ids) == known and request.num_pending == 1
+    lab.run(depth=2)
+
+
+def out_and_corrupt(lab: Lab, request: Request, index: int = 0) -> None:
+    lab.scheduler._preempt(request, request, 0, plan := StepPlan(lab.scheduler.num_steps))
+    lab.oracle._run(plan)
+    corrupt(lab, request, index)
+
+
+def test_a_request_that_began_with_a_corrupt_block_is_recomputed_too() -> None:
+    """A's block is sealed anew by the plan that brings it back, and B finds it before anyone knows what is in it."""
+    lab = Lab(20, host=20, policy=SWAP)
+    a = lab.add("A", [1, 2, 3, 4, 5], 9)
+    c = lab.add("C", [7, 8], 9)
+    lab.step()
+    out_and_corrupt(lab, a)
+    lab.cache.reset_prefix_cache()
+    returning(lab, a)
+    b = lab.add("B", [1, 2, 3, 4, 6], 5)
+    lab.plan()
+    assert b.num_cached_tokens == 4 and b.status is c.status is Status.RUNNING
+    lab.land()
+    assert a.status is b.status is Status.WAITING and c.status is Status.RUNNING
+    assert [e.request_id for e in lab.told(ev.Corrupt)] == ["A"]  # type: ignore[attr-defined]
+    assert [e.request_id for e in lab.told(ev.Recomputed)] == ["A", "B"]  # type: ignore[attr-defined]
+    lab.run(depth=2)
+
+
+def test_a_corrupt_block_is_found_by_nobody() -> None:
+    lab = Lab(20, host=20, policy=SWAP)
+    a = lab.add("A", [1, 2, 3, 4, 5], 9)
+    lab.step()
+    out_and_corrupt(lab, a)
+    lab.cache.reset_prefix_cache()
+    returning(lab, a)
+    assert lab.pool.num_findable == 3
+    lab.abort("A")  # its blocks are cached
+    lab.land()
+    assert lab.pool.num_findable == 0 and lab.cache.num_corrupt == 1
+    assert not lab.told(ev.Corrupt)  # there is nothing left to recompute
+    b = lab.add("B", [1, 2, 3, 4, 6], 5)
+    lab.run()
+    assert b.num_cached_tokens == 0
+
+
+def test_a_request_beside_a_corrupt_block_seals_anew_and_goes_on() -> None:
+    lab = Lab(20, host=20, policy=SWAP)
+    a = lab.add("A", [1, 2, 3, 4, 5], 9)
+    c = lab.add("C", [7, 8, 6], 9)
+    lab.step()
+    d = lab.add("D", [7, 8, 5], 9)
+    lab.step()
+    assert d.num_cached_tokens == 2  # it began with a block, but one that was sealed before
+    out_and_corrupt(lab, a)
+    returning(lab, a)
+    while lab.flight:
+        lab.land()
+    assert c.status is Status.RUNNING and c.num_preemptions == 0
+    lab.run()
+    assert [e.request_id for e in lab.told(ev.Recomputed)] == ["A"]  # type: ignore[attr-defined]
+
+
+def test_of_two_that_come_back_together_the_corrupt_one_is_recomputed() -> None:
+    lab = Lab(20, host=20, policy=SWAP)
+    a, b = lab.add("A", [1, 2, 3, 4, 5], 9), lab.add("B", [5, 6, 7, 8, 9], 9)
+    lab.step()
+    out_and_corrupt(lab, b, 0)
+    corrupt(lab, b, 1)
+    lab.scheduler._preempt(a, a, 0, plan := StepPlan(lab.scheduler.num_steps))
+    lab.oracle._run(plan)
+    plan = returning(lab, a)
+    assert b in plan.swapped
+    lab.land()
+    assert a.status is Status.RUNNING and b.status is Status.WAITING
+    assert lab.told(ev.Corrupt) == [ev.Corrupt("B", 2)] and lab.cache.num_corrupt == 2
+    lab.run()
+
+
+def test_a_block_shared_by_samples_is_one_block() -> None:
+    lab = Lab(30, host=30, policy=SWAP)
+    request = lab.add("A", [1, 2, 3, 4, 5], 9, width=3)
+    lab.step()
+    lab.step()
+    out_and_corrupt(lab, request)
+    lab.run()
+    assert lab.told(ev.Corrupt) == [ev.Corrupt("A", 1)]
+    assert lab.cache.num_corrupt == 1
+
+
+def test_a_step_that_fails_behind_a_corrupt_block_takes_back_no_result_twice() -> None:
+    lab = Lab(20, host=20, policy=SWAP)
+    a = lab.add("A", [1, 2, 3], 9)
+    lab.step()
+    out_and_corrupt(lab, a)
+    returning(lab, a)
+    lab.plan()
+    lab.land()
+    assert a.num_pending == 0
+    lab.fail()
+    assert a.num_pending == 0
+    lab.run()
+
+
+def test_an_error_that_comes_of_a_corrupt_block_fails_nobody() -> None:
+    lab = Lab(20, host=20, policy=SWAP)
+    a = lab.add("A", [1, 2, 3], 9)
+    lab.step()
+    out_and_corrupt(lab, a)
+    plan = returning(lab, a)
+    result = lab.flight.popleft()[1].result()
+    result.errors[plan.sequences.index(a.sequences[0])] = "NaN"
+    assert lab.scheduler.update(plan, result) == []
+    lab.run()
+    assert not a.error
+
+
+def test_what_is_dropped_of_a_result() -> None:
+    entry = TokenLogprobs(0.0, 1, [], [])
+    result = StepResult([[1], [2]], {0: "a", 1: "b"}, {0: [entry], 1: [entry]}, {0: (1, [entry])})
+    result.drop({0})
+    assert result == StepResult([(), [2]], {1: "b"}, {1: [entry]}, {})
