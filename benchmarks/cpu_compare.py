@@ -1,6 +1,7 @@
 """Octavo on a CPU beside Transformers and llama.cpp, in one run on the same two cores.
 
-    python benchmarks/cpu_compare.py [--only NAME ...] [--rounds N] [--llamacpp PYTHON] [--json]
+    python benchmarks/cpu_compare.py [--only NAME ...] [--rounds N] [--llamacpp PYTHON]
+                                     [--json | --markdown]
 
     transformers   SmolLM2-135M in bfloat16: one sequence, sixteen, a prompt of 512 tokens
     llamacpp       a model of Qwen2.5-0.5B's shape in bfloat16, weights at random, the same
@@ -13,6 +14,10 @@ rounds, and ratios medians of each round's ratio. A round in which others used m
 repeated, while there is patience left (--patience). Times are of steps: until the first tokens are there, and then to
 the last. Models are made once, in the cache folder. llama.cpp is llama-cpp-python, built from source for this
 processor, in an environment of its own beside them (minutes, once), or that of the interpreter --llamacpp.
+
+The rows of the README and of docs/performance.md for this processor:
+
+    python benchmarks/cpu_compare.py --only llamacpp transformers --markdown
 """
 
 from __future__ import annotations
@@ -193,7 +198,8 @@ class Peer:
         self.process.wait()
 
 
-CASES = ("batch 1", "16 together", "prefill")
+CASES = {"batch 1": "one sequence", "16 together": "16 together", "prefill": "a prompt of 512 tokens"}
+"""Each with the words of a document's table."""
 QUIET = 0.05
 """Share of the machine that others may use in a round that counts."""
 Rounds = dict[str, list[Figures]]
@@ -235,14 +241,36 @@ def ratio(ours: list[Figures], case: str, theirs: list[Figures], their_case: str
     return statistics.median(a[case] / b[their_case] for a, b in zip(ours, theirs, strict=True))
 
 
+def shown(number: float) -> str:
+    """With three digits that count."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
+
+
+def processor() -> str:
+    """What /proc/cpuinfo calls it, and which matrix or vector units it has."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in reversed(lines) if ":" in line)
+    facts = {name.strip(): value.strip() for name, value in fields.items()}
+    family = f"family {facts.get('cpu family')}, model {facts.get('model')}"
+    units = [
+        unit for unit in ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16") if unit in facts["flags"].split()
+    ]
+    return f"{os.cpu_count()} cores of {facts.get('model name')} ({family}: {', '.join(units)})"
+
+
 class Report:
     """What was measured, as tables and as JSON lines."""
 
-    def __init__(self, as_json: bool) -> None:
+    def __init__(self, as_json: bool, as_markdown: bool = False) -> None:
         self.as_json = as_json
+        self.as_markdown = as_markdown
         self.console = Console(width=100)
+        if as_markdown:
+            print(f"{processor()}; torch {torch.__version__}\n\n| tokens/s | Octavo | the other | |\n|---|---|---|---|")
 
     def speeds(self, title: str, figures: dict[str, list[Figures]], ratios: Sequence[tuple[str, float, float]]) -> None:
+        if self.as_markdown:
+            return
         if self.as_json:
             for name, rounds in figures.items():
                 for case in rounds[0]:
@@ -258,8 +286,23 @@ class Report:
         for what, value, goal in ratios:
             self.figure(title, what, value, f"{value:.2f} x", f"goal {goal:g} x")
 
+    def rows(self, title: str, other: str, figures: Rounds, their_cases: dict[str, str]) -> None:
+        """Lines of a table in Markdown. `their_cases` names the case of the other engine that each of ours stands beside."""
+        if not self.as_markdown:
+            return
+        ours, theirs = figures["octavo"], figures[other.lower()]
+        for case, their_case in their_cases.items():
+            beside = "" if case == their_case else f" {other}' one"
+            print(
+                f"| {title}, {CASES[case]} | {shown(median(ours, case))} | {other} {shown(median(theirs, their_case))} "
+                f"| {shown(ratio(ours, case, theirs, their_case))} x{beside} |",
+                flush=True,
+            )
+
     def figure(self, title: str, what: str, value: float, text: str, note: str = "") -> None:
-        if self.as_json:
+        if self.as_markdown:
+            print(f"| {title}, {what} | {text} | | |")
+        elif self.as_json:
             print(json.dumps({"model": title, "figure": what, "value": value}))
         else:
             print(f"  {what:<58} {text:>12}  {note}")
@@ -271,7 +314,7 @@ class Report:
 def with_transformers(report: Report, args: argparse.Namespace) -> None:
     model = smollm2()
     peers = {"octavo": Peer("octavo", model), "transformers": Peer("transformers", model)}
-    cases = {"octavo": CASES, "transformers": ("batch 1", "prefill")}
+    cases: dict[str, Sequence[str]] = {"octavo": tuple(CASES), "transformers": ("batch 1", "prefill")}
     figures = take_turns(peers, cases, args)
     ours, theirs = figures["octavo"], figures["transformers"]
     ratios = [
@@ -280,6 +323,12 @@ def with_transformers(report: Report, args: argparse.Namespace) -> None:
         ("prefill of 512 tokens", ratio(ours, "prefill", theirs, "prefill"), 1.2),
     ]
     report.speeds("SmolLM2-135M, bfloat16", figures, ratios)
+    beside = {
+        "batch 1": "batch 1",
+        "16 together": "batch 1",
+        "prefill": "prefill",
+    }  # its own 16 are no batch of a server
+    report.rows("SmolLM2-135M", "Transformers", figures, beside)
 
 
 def with_llamacpp(report: Report, args: argparse.Namespace) -> None:
@@ -287,7 +336,7 @@ def with_llamacpp(report: Report, args: argparse.Namespace) -> None:
         "octavo": Peer("octavo", qwen()),
         "llama.cpp": Peer("llamacpp", qwen_gguf(), python=args.llamacpp or llamacpp_python()),
     }
-    figures = take_turns(peers, dict.fromkeys(peers, CASES), args)
+    figures = take_turns(peers, dict.fromkeys(peers, tuple(CASES)), args)
     ours, theirs = figures["octavo"], figures["llama.cpp"]
     ratios = [
         ("batch 1, to llama.cpp's batch 1", ratio(ours, "batch 1", theirs, "batch 1"), 1.2),
@@ -296,6 +345,7 @@ def with_llamacpp(report: Report, args: argparse.Namespace) -> None:
         ("prefill of 512 tokens", ratio(ours, "prefill", theirs, "prefill"), 1.0),
     ]
     report.speeds("Qwen2.5-0.5B's shape, bfloat16", figures, ratios)
+    report.rows("Qwen2.5-0.5B's shape", "llama.cpp", figures, {case: case for case in CASES})
 
 
 def llamacpp_python() -> str:
@@ -313,7 +363,7 @@ def llamacpp_python() -> str:
 def int8(report: Report, args: argparse.Namespace) -> None:
     for title, model in (("SmolLM2-135M", smollm2()), ("Qwen2.5-0.5B's shape", qwen())):
         peers = {"bfloat16": Peer("octavo", model), "int8": Peer("octavo", model, quantization="int8")}
-        figures = take_turns(peers, dict.fromkeys(peers, CASES), args)
+        figures = take_turns(peers, dict.fromkeys(peers, tuple(CASES)), args)
         ours, theirs = figures["int8"], figures["bfloat16"]
         ratios = [
             ("int8 to bfloat16, batch 1", ratio(ours, "batch 1", theirs, "batch 1"), 1.6),
@@ -418,9 +468,11 @@ def main() -> None:
     parser.add_argument("--patience", type=int, default=14, metavar="N", help="rounds that may be repeated")
     parser.add_argument("--text", default=str(ROOT / "docs" / "memory.md"), help="what perplexity is measured on")
     parser.add_argument("--llamacpp", metavar="PYTHON", help="an interpreter that has llama_cpp")
-    parser.add_argument("--json", action="store_true")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true")
+    form.add_argument("--markdown", action="store_true", help="rows for the README and docs/performance.md")
     args = parser.parse_args()
-    report = Report(args.json)
+    report = Report(args.json, args.markdown)
     for name in args.only:
         SECTIONS[name](report, args)
 

@@ -27,10 +27,13 @@ A broken invariant is our own bug and an `assert`.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 MAX_MESSAGE = 4000
 """Characters of a message. Most messages quote input, and input may have any length."""
+MAX_WORD = 500
+"""Characters of a word in a message: a path or a URL may be long."""
 MAX_QUOTE = 100
 """Characters of a name or value that a message quotes."""
 
@@ -43,13 +46,20 @@ def cut(text: object, limit: int = MAX_QUOTE) -> str:
     return " ".join(line.split()) if not line.isprintable() else line
 
 
+def bounded(message: str) -> str:
+    """`message` with long words cut, and cut itself if it is still long."""
+    if len(message) <= MAX_WORD:
+        return message
+    return cut(re.sub(rf"\S{{{MAX_WORD},}}", lambda word: cut(word[0]), message), MAX_MESSAGE)
+
+
 class OctavoError(Exception):
     """Root of the tree. `code` is a stable machine-readable word, `param` the argument at fault, if one is."""
 
     code = "error"
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(cut(message, MAX_MESSAGE) if len(message) > MAX_MESSAGE else message)
+        super().__init__(bounded(message))
         self.param = param
         if code is not None:
             self.code = code

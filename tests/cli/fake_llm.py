@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from octavo.core.kv_cache import KVCache, KVStats
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.engine.outputs import Logprob
 from octavo.errors import ContextLengthError, ModelNotFoundError
 from octavo.generation_config import SamplingDefaults
@@ -99,10 +99,6 @@ class FakeLLM:
     def kv_stats(self) -> KVStats:
         return self.kv.stats()
 
-    def generate(self, prompts: list[Any], params: SamplingParams, *, use_tqdm: bool = True) -> list[Output]:
-        last = {output.request_id: output for output in self.stream(prompts, params)}
-        return [last[str(i)] for i in range(len(prompts))]
-
     def stream(self, prompts: list[Any], params: SamplingParams) -> Iterator[Output]:
         """All the prompts' first words, then all their second ones, and so on; cumulative text."""
         self.asked.append((prompts, params))
@@ -113,7 +109,8 @@ class FakeLLM:
             while growing := [output for output in outputs if not output.finished]:
                 for output in growing:
                     self._step(output, params)
-                    yield output
+                    if output.finished or params.output_kind is not RequestOutputKind.FINAL_ONLY:
+                        yield output
         except GeneratorExit:
             self.num_aborted += 1
             raise

@@ -33,13 +33,18 @@ def test_one_prompt_prints_its_completion_and_nothing_else(call: Call, fake: typ
 
 
 def test_several_prompts_stand_over_their_completions(call: Call, fake: type[FakeLLM]) -> None:
-    assert call("generate", "-p", "a b", "-p", "c").out == ">>> a b\nb a\n\n>>> c\nc\n\n"
+    assert call("generate", "-p", "a b", "-p", "c d").out == ">>> a b\nb a\n\n>>> c d\nd c\n\n"
 
 
-def test_json_is_one_object_a_line_in_the_order_of_the_prompts(call: Call, fake: type[FakeLLM]) -> None:
+def test_json_of_one_prompt(call: Call, fake: type[FakeLLM]) -> None:
+    assert list(json.loads(call("generate", "--json", "-p", "a b c").out)) == KEYS
+
+
+def test_json_is_one_object_a_line_with_the_place_of_the_prompt(call: Call, fake: type[FakeLLM]) -> None:
     done = call("generate", "--json", "-p", "a b c", "-p", "d", "--max-tokens", "2")
-    first, second = map(json.loads, done.lines)
-    assert list(first) == list(second) == KEYS
+    second, first = map(json.loads, done.lines)  # the shorter one ends first
+    assert list(first) == list(second) == [*KEYS, "prompt_index"]
+    assert (first["prompt_index"], second["prompt_index"]) == (0, 1)
     assert first["prompt"] == "a b c"
     assert first["text"] == "c b"
     assert len(first["token_ids"]) == 2
@@ -285,8 +290,30 @@ def test_a_prompt_that_is_too_long(call: Call, fake: type[FakeLLM]) -> None:
 def test_a_request_that_fails_harms_no_other(call: Call, fake: type[FakeLLM]) -> None:
     done = call("generate", "--json", "-p", "a b", "-p", "FAIL", "-p", "c")
     assert done.code == 1
-    assert [json.loads(line)["finish_reason"] for line in done.lines] == ["stop", "error", "stop"]
+    reasons = {record["prompt_index"]: record["finish_reason"] for record in map(json.loads, done.lines)}
+    assert reasons == {0: "stop", 1: "error", 2: "stop"}
     assert done.err == "error: request 1 failed: numbers that are not finite\n"
+
+
+def test_results_are_written_as_they_finish_and_kept_on_ctrl_c(
+    call: Call, fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+    step = FakeLLM._step
+
+    def watched(self: FakeLLM, output: Any, params: SamplingParams) -> None:
+        seen.append(capfd.readouterr().out)
+        if "c b" in output.outputs[0].text:  # the longest has two tokens
+            raise KeyboardInterrupt
+        step(self, output, params)
+
+    monkeypatch.setattr(FakeLLM, "_step", watched)
+    done = call("generate", "--json", "-p", "a b c", "-p", "d", "-p", "e f")
+    assert (done.code, done.err) == (130, "")
+    written = [json.loads(line)["prompt"] for text in [*seen, done.out] for line in text.splitlines()]
+    assert written == ["d", "e f"]
+    assert '"d"' in "".join(seen[:4])  # there before the others' second tokens
+    assert fake.made[0].closed
 
 
 def test_prompts_of_options_come_before_those_of_a_file(call: Call, fake: type[FakeLLM], tmp_path: Path) -> None:

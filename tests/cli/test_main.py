@@ -107,6 +107,47 @@ def test_a_mistake_in_the_call_is_one_line_and_2(call: Call, args: tuple[str, ..
     assert done.err.count("\n") == 1
 
 
+LONG = "x" * 120_000
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (LONG,),
+        ("generate", f"--{LONG}"),
+        ("generate", "-p", "x", "-m", LONG),
+        ("generate", "--prompts-file", LONG),
+        ("generate", "-p", "x", "--logit-bias", LONG),
+        ("generate", "-p", "x", "--structured-outputs", LONG),
+        ("generate", "-p", "x", "--device", LONG),
+        ("simulate", LONG),
+        ("simulate", "--model", LONG),
+        ("simulate", "--gpu", LONG),
+        ("simulate", "--slo", LONG),
+        ("reproduce", LONG),
+        ("view", LONG),
+        ("top", LONG),
+        ("doctor", LONG),
+        ("serve", LONG),
+        ("blocks", "--script", LONG),
+        ("models", "fetch", LONG),
+        ("bench", "serve", "--base-url", LONG),
+    ],
+    ids=lambda args: " ".join(args).replace(LONG, "LONG"),
+)
+def test_a_huge_argument_makes_no_huge_message(call: Call, args: tuple[str, ...]) -> None:
+    done = call(*args)
+    assert done.code in (1, 2)
+    assert done.err.startswith("error: ") and done.err.count("\n") == 1
+    assert len(done.err) < 1500
+
+
+def test_an_argument_cannot_control_the_terminal(call: Call) -> None:
+    done = call("blocks", "--script", "\x1b[2J\x07nowhere")
+    assert done.code == 2
+    assert "nowhere" in done.err and "\x1b" not in done.err and "\x07" not in done.err
+
+
 def test_underscores_are_dashes(call: Call, fake: type[FakeLLM]) -> None:
     assert call("generate", "--prompt", "a b c", "--max_tokens", "1").out == "c\n"
 

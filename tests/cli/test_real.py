@@ -160,6 +160,24 @@ def test_ctrl_c_while_an_answer_is_streamed(model: str) -> None:
     os.close(ours)
 
 
+def test_results_of_a_file_are_there_at_once_and_stay_after_ctrl_c(model: str, tmp_path: Path) -> None:
+    prompts, results = tmp_path / "prompts", tmp_path / "results"
+    prompts.write_text('{"prompt_token_ids": [1, 2, 3]}\n' + '{"prompt_token_ids": [5, 6, 7]}\n' * 7)
+    args = ["--prompts-file", str(prompts), "--json", "--max-num-seqs", "1", "--max-tokens", "3000", "--ignore-eos"]
+    with results.open("wb") as out, started("generate", "--model", model, *args, stdout=out) as process:
+        deadline = time.monotonic() + 100
+        while not results.read_bytes().endswith(b"\n") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert process.poll() is None  # seven are still to come
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    records = [json.loads(line) for line in results.read_text().splitlines()]
+    assert (process.returncode, err) == (130, b"")
+    assert 1 <= len(records) < 8
+    assert [record["prompt_index"] for record in records] == list(range(len(records)))
+    assert records[0]["prompt"] == [1, 2, 3]
+
+
 def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(model: str) -> None:
     with started("chat", "--model", model, *ENDLESS) as process:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None

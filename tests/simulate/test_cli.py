@@ -48,7 +48,8 @@ def test_a_file_and_the_engines_options(capsys: Output, tmp_path: Path) -> None:
 MISTAKES = {
     "trace": (["simulate", "nowhere"], "no file 'nowhere', and no workload; known: sharegpt"),
     "gpu": (["simulate", "--gpu", "h20"], "did you mean h200"),
-    "slo": (["simulate", "--slo", "fast"], "give times such as ttft=500ms"),
+    "slo": (["simulate", "--slo", "fast"], "give times with units, s or ms, such as ttft=500ms"),
+    "slo without units": (["simulate", "--slo", "ttft=500,tpot=50"], "give times with units"),
     "rate": (["simulate", "--rate", "0"], "rate is 0.0, it must be above 0"),
     "requests": (["simulate", "--requests", "0"], "requests are 0"),
     "replicas": (["simulate", "--replicas", "0"], "replicas are 0"),
@@ -94,9 +95,27 @@ def test_no_room_is_a_failure(capsys: Output) -> None:
     assert "no room for KV blocks" in capsys.readouterr().err
 
 
+def test_reproduce_leaves_the_documents_of_a_repository_alone(
+    capsys: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "docs" / "paper").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert run(["reproduce", "fig2", "--time", "0.05"]) == 0
+    assert not list((tmp_path / "docs" / "paper").iterdir())
+    assert (tmp_path / "octavo-paper" / "fig2.json").exists()
+    assert "written: octavo-paper/fig2.json" in capsys.readouterr().err
+
+
+def test_reproduce_finds_out_first_that_it_cannot_write(capsys: Output) -> None:
+    assert run(["reproduce", "fig2", "--output", "/dev/null/x"]) == 2
+    assert capsys.readouterr().err.startswith("error: output is '/dev/null/x', which cannot be a directory")
+
+
 def test_reproduce(capsys: Output, tmp_path: Path) -> None:
     assert run(["reproduce", "fig2", "--time", "0.05", "--output", str(tmp_path), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    told = json.loads(said.out)
+    assert said.err == f"written: {tmp_path / 'fig2.json'} {tmp_path / 'fig2.svg'}\n"
     assert told["figure"] == "fig2" and len(told["rows"]) == 14
     assert json.loads((tmp_path / "fig2.json").read_text()) == told
 

@@ -194,15 +194,22 @@ def test_goodput_counts_who_keeps_the_slo() -> None:
 
 @pytest.mark.parametrize(
     ("text", "slo"),
-    [("ttft=500ms,tpot=50ms", SLO(0.5, 0.05)), ("ttft=2s", SLO(2.0)), (" tpot=0.1 ", SLO(None, 0.1))],
+    [("ttft=500ms,tpot=50ms", SLO(0.5, 0.05)), ("ttft=2s", SLO(2.0)), (" tpot=0.1s ", SLO(None, 0.1))],
 )
 def test_an_slo_is_read(text: str, slo: SLO) -> None:
     assert SLO.parse(text) == slo
 
 
-@pytest.mark.parametrize("text", ["", "ttft", "ttft=x", "ttft=-1s", "latency=1s", "ttft=0", "ttft=inf", "ttft=nan"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "ttft", "ttft=x", "ttft=-1s", "latency=1s", "ttft=0", "ttft=inf", "ttft=nan", "ttft=0s", "ttft=500"),
+        *("ttft=0.5", "ttft=500ms,tpot=50", "ttft=1s,ttft=2s", "ttft=1m", "ttft=1us", "ttft=1ss", "ttft=1e3ms"),
+        *("ttft=1_0s", "ttft=s", "ttft=1s,", "ttft=" + "9" * 400 + "s"),
+    ],
+)
 def test_an_slo_that_says_nothing_is_refused(text: str) -> None:
-    with pytest.raises(ParameterError, match="give times such as ttft=500ms"):
+    with pytest.raises(ParameterError, match="give times with units, s or ms, such as ttft=500ms"):
         SLO.parse(text)
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 
 import typer
 
 from octavo.cli.models import load
 from octavo.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Model, options_of
-from octavo.cli.terminal import printable
+from octavo.cli.terminal import catch_interrupt, printable
 from octavo.config import EngineArgs
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.errors import PromptError
 
 if TYPE_CHECKING:
@@ -50,8 +51,9 @@ def generate(
 ) -> None:
     """Complete prompts, all in one continuous batch.
 
-    One prompt on a terminal is streamed. --json prints one object a line: prompt, text, token_ids, finish_reason and
-    num_cached_tokens, in the order of the prompts; and what --logprobs and --prompt-logprobs ask for.
+    One prompt on a terminal is streamed. Of several, each result is written when it is there, so that Ctrl-C loses none
+    of them. --json prints one object a line: prompt, text, token_ids, finish_reason and num_cached_tokens; of several
+    prompts also prompt_index, from 0; and what --logprobs and --prompt-logprobs ask for.
     """
     prompts: list[Prompt] = list(prompt or [])
     if prompts_file is not None:
@@ -68,8 +70,7 @@ def generate(
         if len(prompts) == 1 and params.n == 1 and sys.stdout.isatty() and not as_json and not shows_logprobs:
             failed = stream(llm, prompts[0], params)
         else:
-            outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
-            failed = show_json(outputs) if as_json else show_text(outputs)
+            failed = show_all(llm, prompts, params, as_json=as_json)
     if failed:
         raise typer.Exit(1)
 
@@ -132,21 +133,45 @@ def stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> bool:
     return report_failures([output])
 
 
-def show_text(outputs: Sequence[RequestOutput]) -> bool:
-    """A single completion bare, several under their prompts; whether any failed."""
-    bare = sum(len(output.outputs) for output in outputs) == 1
-    for output in outputs:
-        if not bare:
-            print(f">>> {output.prompt if output.prompt is not None else list(output.prompt_token_ids)}")
-        for completion in output.outputs:
-            print(printable(completion.text) if sys.stdout.isatty() else completion.text, end="\n" if bare else "\n\n")
-            if completion.logprobs is not None:
-                print_table(completion.logprobs, completion.token_ids)
-        echoed = output.outputs[0].logprobs is not None and None in output.outputs[0].logprobs
-        if output.prompt_logprobs is not None and not echoed:
-            print("prompt")
-            print_table(output.prompt_logprobs, output.prompt_token_ids)
-    return report_failures(outputs)
+def show_all(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, *, as_json: bool) -> bool:
+    """Print each request's result as soon as it ends; whether any failed."""
+    from tqdm import tqdm
+
+    params = dataclasses.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+    bare = len(prompts) == 1 and params.n == 1
+    failed: list[RequestOutput] = []
+    no_bar = not sys.stderr.isatty() or sys.stdout.isatty()  # on a terminal, results are the progress
+    with (
+        tqdm(total=len(prompts), desc="Processed prompts", unit="req", disable=no_bar, dynamic_ncols=True) as bar,
+        contextlib.closing(cast("Generator[RequestOutput]", llm.stream(prompts, params))) as outputs,
+    ):
+        for output in outputs:
+            with catch_interrupt() as interrupt:  # not in the middle of a result
+                if as_json:
+                    show_json(output, index=None if len(prompts) == 1 else int(output.request_id))
+                else:
+                    show_text(output, bare=bare)
+                sys.stdout.flush()
+            if interrupt.pressed:
+                raise KeyboardInterrupt
+            bar.update(1)
+            if has_failed(output):
+                failed.append(output)
+    return report_failures(failed)
+
+
+def show_text(output: RequestOutput, *, bare: bool) -> None:
+    """A single completion bare, several under their prompts."""
+    if not bare:
+        print(f">>> {output.prompt if output.prompt is not None else list(output.prompt_token_ids)}")
+    for completion in output.outputs:
+        print(printable(completion.text) if sys.stdout.isatty() else completion.text, end="\n" if bare else "\n\n")
+        if completion.logprobs is not None:
+            print_table(completion.logprobs, completion.token_ids)
+    echoed = output.outputs[0].logprobs is not None and None in output.outputs[0].logprobs
+    if output.prompt_logprobs is not None and not echoed:
+        print("prompt")
+        print_table(output.prompt_logprobs, output.prompt_token_ids)
 
 
 def print_table(positions: Sequence[Mapping[int, Logprob] | None], token_ids: Sequence[int]) -> None:
@@ -179,11 +204,11 @@ def logprob_record(token_id: int, known: Mapping[int, Logprob] | None) -> dict[s
     return record | ({"top": top} if len(top) > 1 else {})
 
 
-def show_json(outputs: Sequence[RequestOutput]) -> bool:
-    for output in outputs:
-        for record in records(output):
-            print(json.dumps(record, ensure_ascii=False), flush=True)
-    return report_failures(outputs)
+def show_json(output: RequestOutput, *, index: int | None) -> None:
+    """index: the prompt's place, where there are several prompts; requests end in any order."""
+    place = {} if index is None else {"prompt_index": index}
+    for record in records(output):
+        print(json.dumps(record | place, ensure_ascii=False))
 
 
 def records(output: RequestOutput) -> Iterator[dict[str, Any]]:
@@ -203,9 +228,13 @@ def records(output: RequestOutput) -> Iterator[dict[str, Any]]:
         yield record | ({"index": completion.index} if len(output.outputs) > 1 else {})
 
 
+def has_failed(output: RequestOutput) -> bool:
+    return any(completion.finish_reason == "error" for completion in output.outputs)
+
+
 def report_failures(outputs: Sequence[RequestOutput]) -> bool:
     """One line on stderr for each request that failed on its own, all others being fine."""
-    failed = [output for output in outputs if any(c.finish_reason == "error" for c in output.outputs)]
+    failed = [output for output in outputs if has_failed(output)]
     sys.stdout.flush()
     for output in failed:
         print(f"error: request {output.request_id} failed: {output.outputs[0].stop_reason}", file=sys.stderr)

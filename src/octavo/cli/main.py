@@ -114,7 +114,8 @@ def flush() -> int:
 def explain(error: Exception) -> tuple[str, int]:
     """An exception as one line, and the exit code that goes with it."""
     from octavo.cli.app import usage_problem
-    from octavo.errors import OctavoError, UsageError
+    from octavo.cli.terminal import printable
+    from octavo.errors import OctavoError, UsageError, bounded
 
     if (problem := usage_problem(error)) is not None:
         message, code = problem, MISUSED
@@ -128,7 +129,7 @@ def explain(error: Exception) -> tuple[str, int]:
     else:
         kind = type(error).__name__
         message, code = f"{kind}: {error} (a bug of Octavo's; --debug shows where)", FAILED
-    return " ".join(message.split()), code
+    return bounded(printable(" ".join(message.split()))), code
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import typer
 from octavo.cli.simulate import Seed
 from octavo.errors import ParameterError
 
-FOLDER = Path("docs") / "paper"
+FOLDER = Path("octavo-paper")
 
 
 def reproduce(
@@ -21,11 +21,14 @@ def reproduce(
     ] = None,
     time: Annotated[float, typer.Option(help="Multiplies the seconds of traces; below 1 for a quick look.")] = 1.0,
     seed: Seed = 0,
-    output: Annotated[Path, typer.Option(metavar="DIR", help="Where JSON and SVG are written.")] = FOLDER,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Where JSON and SVG are written.")
+    ] = FOLDER,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a figure.")] = False,
 ) -> None:
     """Figures of the paper, simulated: its number, ours, and the difference."""
     import json
+    import sys
 
     from rich.console import Console
 
@@ -40,6 +43,7 @@ def reproduce(
         raise ParameterError(f"time is {time}, it must be above 0 and at most 10", param="time")
     if lengths is not None and not lengths.exists():
         raise ParameterError(f"no file {str(lengths)!r} of lengths", param="lengths")
+    check_folder(output)
     for name in names:
         with Console(stderr=True).status(name) as status:
 
@@ -47,5 +51,18 @@ def reproduce(
                 status.update(f"{name}: {text}")
 
             figure = experiment(name)(Paper(lengths, time, seed, show))
-        figure.write(output)
-        print(json.dumps(figure.as_dict(), ensure_ascii=False) if as_json else "\n".join([*figure.lines(), ""]))
+        print(
+            json.dumps(figure.as_dict(), ensure_ascii=False) if as_json else "\n".join([*figure.lines(), ""]),
+            flush=True,
+        )
+        written = figure.write(output)
+        print(f"written: {' '.join(map(str, written))}", file=sys.stderr)
+
+
+def check_folder(folder: Path) -> None:
+    """Make it now: a figure takes minutes. Raises `ParameterError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        text = f"output is {str(folder)!r}, which cannot be a directory: {error.strerror}; name another one"
+        raise ParameterError(text, param="output") from None

@@ -76,7 +76,8 @@ def pictures(url: str, key: str | None, *, silence_s: float = SILENCE_S) -> Iter
         what = "wants a key: --api-key" if error.code == 401 else f"answers {error.code}"
         raise EngineError(f"{url} {what}") from None
     except OSError as error:
-        raise EngineError(f"{url} does not answer: {getattr(error, 'reason', error)}") from None
+        reason = getattr(error, "reason", error)
+        raise EngineError(f"{url} does not answer: {getattr(reason, 'strerror', None) or reason}") from None
     except http.client.HTTPException as error:
         raise EngineError(f"{url} does not speak HTTP: {str(error)[:80]!r}; is it an Octavo server's port?") from None
     with answer, contextlib.suppress(OSError, http.client.HTTPException):

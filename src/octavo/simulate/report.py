@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from octavo.errors import ParameterError
+from octavo.errors import ParameterError, cut
 from octavo.simulate.plot import Area, Chart, Line
 from octavo.simulate.simulation import Records, Sample
 
 PERCENTILES = (50, 90, 95, 99)
+UNITS = {"ms": 1e-3, "s": 1.0}
+TIME = re.compile(r"(?P<name>ttft|tpot)=(?P<time>[0-9]{1,20}(\.[0-9]{1,20})?)(?P<unit>ms|s)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +28,16 @@ class SLO:
 
     @classmethod
     def parse(cls, text: str) -> SLO:
-        """`ttft=500ms,tpot=50ms`; either may be left out. Raises `ParameterError`."""
+        """`ttft=500ms,tpot=50ms`; either may be left out, a unit may not. Raises `ParameterError`."""
         times: dict[str, float] = {}
         for part in text.split(","):
-            name, _, value = part.strip().partition("=")
-            scale = 1e-3 if value.endswith("ms") else 1.0
-            try:
-                times[name] = float(value.removesuffix("ms").removesuffix("s")) * scale
-            except ValueError:
-                times[name] = -1.0
-            if name not in ("ttft", "tpot") or not 0 < times[name] < float("inf"):
-                raise ParameterError(f"slo is {text!r}; give times such as ttft=500ms,tpot=50ms", param="slo")
+            found = TIME.fullmatch(part.strip())
+            if found is None or found["name"] in times or not 0 < (time := float(found["time"])) < float("inf"):
+                raise ParameterError(
+                    f"slo is {cut(repr(text))}; give times with units, s or ms, such as ttft=500ms,tpot=50ms",
+                    param="slo",
+                )
+            times[found["name"]] = time * UNITS[found["unit"]]
         return cls(times.get("ttft"), times.get("tpot"))
 
     def kept(self, records: Records) -> np.ndarray:

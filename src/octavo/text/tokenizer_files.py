@@ -109,8 +109,8 @@ def _check_added(backend: tokenizers.Tokenizer, added: dict[str, int], path: Pat
     for content, token_id in added.items():
         if backend.token_to_id(content) not in (token_id, None):
             raise CheckpointError(
-                f"{path} adds the token {cut(repr(content))} as id {token_id}, which belongs to another token or leaves "
-                f"a gap before it (the next would be {backend.token_to_id(content)}); fetch it again, or {REMEDY}"
+                f"{path} adds the token {cut(repr(content))} as id {token_id}, which belongs to another token or "
+                f"leaves a gap (the next would be {backend.token_to_id(content)}); fetch it again, or {REMEDY}"
             )
     ids = sorted(backend.get_vocab().values())
     twice = next((a for a, b in itertools.pairwise(ids) if a == b), None)

@@ -62,12 +62,15 @@ class Figure:
         rows = [{"system": r.system, "metric": r.metric, "paper": r.paper, "ours": round(r.ours, 4)} for r in self.rows]
         return {"figure": self.name, "setup": self.setup, "rows": rows, "notes": self.notes}
 
-    def write(self, folder: Path) -> None:
-        """NAME.json and NAME.svg."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{self.name}.json").write_text(json.dumps(self.as_dict(), indent=1, ensure_ascii=False) + "\n")
+    def write(self, folder: Path) -> list[Path]:
+        """NAME.json and NAME.svg. Returns the files."""
+        files = {"json": json.dumps(self.as_dict(), indent=1, ensure_ascii=False) + "\n"}
         if self.charts:
-            (folder / f"{self.name}.svg").write_text(svg(self.charts))
+            files["svg"] = svg(self.charts)
+        folder.mkdir(parents=True, exist_ok=True)
+        for kind, text in files.items():
+            (folder / f"{self.name}.{kind}").write_text(text)
+        return [folder / f"{self.name}.{kind}" for kind in files]
 
     def lines(self) -> list[str]:
         """A table for people."""
