@@ -304,6 +304,10 @@ class Engine:
         """One that runs or waits."""
         return self._states.get(request_id)
 
+    def states(self) -> Iterable[tuple[str, RequestState]]:
+        """All that run or wait, by id."""
+        return self._states.items()
+
     @property
     def has_work(self) -> bool:
         return bool(self._states or self._flight)
