@@ -255,6 +255,8 @@ class EngineHost:
             for message in bad:
                 self._drop(message)
             patience = 0
+        if self._answers:  # with all that was told until now, and nothing later: `TOLD` is about that
+            self._report()
 
     def _drop(self, bad: BadMessage) -> None:
         """A message that cannot be used ends the request that it names, and no other."""

@@ -18,6 +18,10 @@ from octavo.engine.ipc import Add, Sample, Update, pack, params_to_wire
 from octavo.engine.outputs import MakeDetokenizer, RequestMetrics, RequestOutput, RequestState
 
 
+class TokensLostError(ValueError):
+    """An update goes on behind tokens that have not come: an earlier one was lost, or this one is wrong."""
+
+
 class Mirror:
     """One request.
 
@@ -96,7 +100,8 @@ class Mirror:
     def take_in(self, update: Update) -> list[int]:
         """What an engine tells. Returns the samples that end in a stop string now, which it cannot know.
 
-        Raises `ValueError` for what no engine can tell of this request; then the request cannot go on.
+        Raises `TokensLostError` where tokens before these did not come, `ValueError` for what no engine can tell of
+        this request; then nothing of it is taken in, or the request cannot go on.
         """
         state, request, now = self.state, self.state.request, time.monotonic()
         for sample in update.samples:
@@ -147,9 +152,10 @@ class Mirror:
         if self.state.search is not None or any(s.index == index for s in request.done):
             return
         num_known = next((len(s.token_ids) for s in request.sequences if s.index == index), 0)
-        if sample.position != max(0, num_known - len(request.prompt_token_ids)):
-            text = f"it goes on at token {sample.position} of sample {index}, of which {num_known} are known"
-            raise ValueError(f"{text}, the prompt's {len(request.prompt_token_ids)} among them")
+        num_told = max(0, num_known - len(request.prompt_token_ids))
+        if sample.position != num_told:
+            kind = TokensLostError if sample.position > num_told else ValueError
+            raise kind(f"it goes on at token {sample.position} of sample {index}, and {num_told} are known")
         if sample.logprobs is not None and len(sample.logprobs) > len(tokens):
             raise ValueError(f"it has log-probabilities of {len(sample.logprobs)} tokens, and {len(tokens)} tokens")
 

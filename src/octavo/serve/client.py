@@ -40,7 +40,7 @@ from octavo.engine.ipc import (
     Update,
     encoded,
 )
-from octavo.engine.mirror import Mirror
+from octavo.engine.mirror import Mirror, TokensLostError
 from octavo.engine.outputs import RequestOutput, failure
 from octavo.engine.stats import BackendStats, EngineStats, Health
 from octavo.engine.thread import again
@@ -444,6 +444,9 @@ class EngineClient:
                 continue  # a pin of an engine that has died, computed anew
             try:
                 stopped = stream.take_in(update)
+            except TokensLostError as error:  # begun again, if they really are
+                self._on_bad(BadMessage("an update", f"request {update.request_id!r}: {error}"))
+                continue
             except Exception as error:  # its own alone
                 self._on_bad(BadMessage("an update", str(error), update.request_id))
                 continue
