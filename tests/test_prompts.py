@@ -112,6 +112,10 @@ def test_what_a_template_is_given(llm: LLM) -> None:
         (HELLO, {"chat_template_kwargs": {"messages": []}}, ParameterError, "'messages'"),
         (HELLO, {"chat_template_kwargs": {"tools": []}}, ParameterError, "'tools'"),
         (HELLO, {"chat_template_kwargs": {1: 2}}, ParameterError, "has 1"),
+        *(
+            (HELLO, {"chat_template_kwargs": {name: "x"}}, ParameterError, f"has '{name}'")
+            for name in ("self", "template", "special_tokens", "loop", "caller", "kwargs", "super", "__class__")
+        ),
         (HELLO, {"continue_final_message": True}, TemplateError, "exclude each other"),
         ([{"role": "user", "content": "\ud800"}], {}, PromptError, "surrogate"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
@@ -36,6 +36,19 @@ TEMPLATE_ARGUMENTS = frozenset(
     {"messages", "tools", "template", "add_generation_prompt", "continue_final_message", "special_tokens"}
 )
 """Variables of a template that have an argument of their own."""
+TEMPLATE_NAMES = frozenset({"self", "loop", "caller", "varargs", "kwargs", "super"})
+"""Names that Jinja, or the methods on the way to it, have a meaning for."""
+
+
+def check_template_names(names: Iterable[object]) -> None:
+    """Raises `ParameterError` for a name that no variable of a chat template can have."""
+    for name in names:
+        if not isinstance(name, str) or name in TEMPLATE_ARGUMENTS | TEMPLATE_NAMES or name.startswith("__"):
+            raise ParameterError(
+                f"chat_template_kwargs has {name!r:.80}, which is no variable of a template's own; leave it out, or "
+                "give it as the argument of that name",
+                param="chat_template_kwargs",
+            )
 
 
 class Prompts:
@@ -126,13 +139,7 @@ class Prompts:
         as enable_thinking.
         """
         variables = dict(chat_template_kwargs or {})
-        for name in variables:
-            if not isinstance(name, str) or name in TEMPLATE_ARGUMENTS:
-                raise ParameterError(
-                    f"chat_template_kwargs has {name!r}, which is no variable of a template's own; leave it out, or "
-                    "give it as the argument of that name",
-                    param="chat_template_kwargs",
-                )
+        check_template_names(variables)
         text, token_ids = self.tokenizer.encode_chat(
             messages,
             tools=tools,

@@ -258,6 +258,10 @@ CHATS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"messages": [{"role": "user", "content": "a" * 100}], "max_tokens": 50}, "context_length_exceeded", "max_tokens"),
     ({"chat_template": "{{ 1 }}"}, "template_not_allowed", "chat_template"),
     ({"chat_template_kwargs": {"a": [1]}}, "invalid_value", "chat_template_kwargs"),
+    *(
+        ({"chat_template_kwargs": {name: "x"}}, "invalid_value", "chat_template_kwargs")
+        for name in ("self", "messages", "tools", "template", "special_tokens", "loop", "caller", "__class__")
+    ),
     ({"top_logprobs": 3}, "invalid_value", "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "invalid_value", "top_logprobs"),
     ({"logprobs": 1}, "invalid_value", "logprobs"),

@@ -23,7 +23,7 @@ from octavo.engine.executor import Executor, Masks, Running
 from octavo.engine.garbage import QuietGarbage
 from octavo.engine.halving import Halving
 from octavo.engine.inspect import Timelines
-from octavo.engine.outputs import MakeDetokenizer, RequestMetrics, RequestOutput, RequestState
+from octavo.engine.outputs import MakeDetokenizer, RequestMetrics, RequestOutput, RequestState, code_of
 from octavo.engine.stats import EngineStats
 from octavo.engine.step_limit import StepLimit
 from octavo.errors import (
@@ -304,6 +304,10 @@ class Engine:
         """One that runs or waits."""
         return self._states.get(request_id)
 
+    def states(self) -> Iterable[tuple[str, RequestState]]:
+        """All that run or wait, by id."""
+        return self._states.items()
+
     @property
     def has_work(self) -> bool:
         return bool(self._states or self._flight)
@@ -410,7 +414,8 @@ class Engine:
         given_up: dict[str, RequestState] = {}
         for i, error in errors.items():
             if (state := self._state_of(plan.sequences[i])) is not None:
-                self._give_up(state, f"its structured_outputs cannot be followed: {error}")
+                why = str(error)
+                self._give_up(state, why if code_of(why) else f"its structured_outputs cannot be followed: {why}")
                 given_up[state.request.request_id] = state
         return list(given_up.values())
 

@@ -9,7 +9,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Halving(Generic[T]):
-    """Groups of suspects, of which one at a time is tried: `on_trial`. Whoever uses it runs those and no other suspects.
+    """Groups of suspects, of which one at a time is tried: `on_trial`. The user runs those and no other suspects.
 
     A group that fails is tried in halves, and one that gets on makes room for the next. A suspect is guilty when it has
     failed alone; that is for the user to see, who then says that it is `cleared` away.

@@ -21,6 +21,8 @@ from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.constraints import Grammar
 from octavo.engine.engine import Engine, pin_id
 from octavo.engine.ipc import (
+    BAD_MESSAGE,
+    TOLD,
     Abort,
     Add,
     Answer,
@@ -55,8 +57,6 @@ STATS_S = 0.25
 FIRST_STEPS = 3
 """Steps that compile kernels and fill caches: they say nothing about those to come, and may take WARM_UP_S."""
 WARM_UP_S = 300.0
-BAD_MESSAGE = "bad_message"
-"""The code of a request that ends because of one."""
 PATIENCE = 5
 """A step may take so many times as long as was to be expected."""
 
@@ -199,7 +199,7 @@ class EngineHost:
         summary: dict[str, Any],
         more_questions: Mapping[str, Question] | None = None,
     ) -> None:
-        self._questions = QUESTIONS | dict(more_questions or {})
+        self._questions = QUESTIONS | dict(more_questions or {}) | {TOLD: lambda *_: self._told()}
         self._engine = engine
         self._channel = channel
         self._pulse = pulse
@@ -255,6 +255,8 @@ class EngineHost:
             for message in bad:
                 self._drop(message)
             patience = 0
+        if self._answers:  # with all that was told until now, and nothing later: `TOLD` is about that
+            self._report()
 
     def _drop(self, bad: BadMessage) -> None:
         """A message that cannot be used ends the request that it names, and no other."""
@@ -317,6 +319,8 @@ class EngineHost:
                 grammar = future.result()
             except OctavoError as error:
                 self._refuse(add, error)
+            except Exception as error:
+                self._drop(BadMessage("a command", f"{type(error).__name__}: {error}", name))
             else:
                 self._add(add, params, grammar)
 
@@ -354,6 +358,15 @@ class EngineHost:
         for index, output in (add.resume or {}).items():
             assert state is not None
             state.told_of(index).num_tokens = len(output) // 4  # it comes from there
+
+    def _told(self) -> dict[str, dict[int, int] | None]:
+        """Of each request, how many tokens of its live samples were told, and how many log-probabilities of its prompt
+        under -1; None: it has not begun. For a client that has lost messages."""
+        told: dict[str, dict[int, int] | None] = dict.fromkeys(self._compiling)
+        for name, state in self._engine.states():
+            counts = {s.index: state.told_of(s.index).num_tokens for s in state.request.sequences}
+            told[name] = counts | {-1: state.num_prompt_logprobs_told}
+        return told
 
     def _refuse(self, add: Add, error: OctavoError) -> None:
         text = sendable(str(error))
@@ -404,7 +417,8 @@ def update_of(state: RequestState) -> Update:
         if state.search is not None:
             state.output()  # what lives of a search that was ended early becomes hypotheses here
             facts.hypotheses = state.search.hypotheses
-            update.samples = [Sample(0, [], request.done[0].finish_reason)] if request.done else []
+            reasons = [cast(FinishReason, s.finish_reason) for s in request.done[:1]]
+            update.samples = [Sample(0, [], reason) for reason in reasons]
         update.facts = facts
     if state.prompt_logprobs:
         update.prompt_position = 1 + state.num_prompt_logprobs_told

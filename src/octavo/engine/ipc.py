@@ -265,6 +265,10 @@ def encoded(command: Command) -> msgspec.Raw:
 # -- messages that cannot be read --------------------------------------------------------------------------------------
 
 MAX_SHOWN = 120
+TOLD = "told"
+"""The question by which a client sees whether it knows all that an engine has told."""
+BAD_MESSAGE = "bad_message"
+"""The code of a request that ends because of one."""
 
 
 class BadMessage(NamedTuple):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
+from octavo.core.checked import INT32
 from octavo.core.request import Request, Sequence
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.beam_search import BeamSearch, BeamSearchParams
@@ -17,11 +18,16 @@ from octavo.engine.ipc import Add, Sample, Update, pack, params_to_wire
 from octavo.engine.outputs import MakeDetokenizer, RequestMetrics, RequestOutput, RequestState
 
 
+class TokensLostError(ValueError):
+    """An update goes on behind tokens that have not come: an earlier one was lost, or this one is wrong."""
+
+
 class Mirror:
     """One request.
 
     seed            for parameters that bring none; it must outlive the engine
     eos_token_ids   the model's own ends of sequence
+    vocab_size      beyond all tokens that an engine may tell of
     """
 
     def __init__(
@@ -37,9 +43,11 @@ class Mirror:
         salt: bytes = b"",
         pin: bool = False,
         make_detokenizer: MakeDetokenizer | None = None,
+        vocab_size: int = INT32,
     ) -> None:
         beams, params = (params, params.sampling_params) if isinstance(params, BeamSearchParams) else (None, params)
         self._asked = beams or params
+        self._vocab_size = vocab_size
         stop_ids = params.stop_ids(eos_token_ids)
         request = Request(
             request_id,
@@ -90,8 +98,14 @@ class Mirror:
     # -- taking in -----------------------------------------------------------------------------------------------------
 
     def take_in(self, update: Update) -> list[int]:
-        """What an engine tells. Returns the samples that end in a stop string now, which it cannot know."""
+        """What an engine tells. Returns the samples that end in a stop string now, which it cannot know.
+
+        Raises `TokensLostError` where tokens before these did not come, `ValueError` for what no engine can tell of
+        this request; then nothing of it is taken in, or the request cannot go on.
+        """
         state, request, now = self.state, self.state.request, time.monotonic()
+        for sample in update.samples:
+            self._check(sample)
         if update.facts is not None:
             self._take_in_facts(update)
         if update.prompt_logprobs is not None:
@@ -124,7 +138,26 @@ class Mirror:
             request.done += ended
             if self.finished:
                 state.metrics.finished_time = now
+        if update.finished and not self.finished:
+            alive = [s.index for s in request.sequences]
+            raise ValueError(f"the request is over, and nothing tells of the end of samples {alive}")
         return stopped
+
+    def _check(self, sample: Sample) -> None:
+        request, index, tokens = self.state.request, sample.index, sample.token_ids
+        if index >= request.width:
+            raise ValueError(f"it tells of sample {index}, and the request has {request.width}")
+        if tokens and max(tokens) >= self._vocab_size:
+            raise ValueError(f"it has token {max(tokens)}, and the vocabulary has {self._vocab_size}")
+        if self.state.search is not None or any(s.index == index for s in request.done):
+            return
+        num_known = next((len(s.token_ids) for s in request.sequences if s.index == index), 0)
+        num_told = max(0, num_known - len(request.prompt_token_ids))
+        if sample.position != num_told:
+            kind = TokensLostError if sample.position > num_told else ValueError
+            raise kind(f"it goes on at token {sample.position} of sample {index}, and {num_told} are known")
+        if sample.logprobs is not None and len(sample.logprobs) > len(tokens):
+            raise ValueError(f"it has log-probabilities of {len(sample.logprobs)} tokens, and {len(tokens)} tokens")
 
     def _sequence(self, sample: Sample) -> Sequence | None:
         """A live one, which has begun with this sample if need be; None if it has ended here."""
@@ -160,6 +193,22 @@ class Mirror:
             request.done += request.sequences
         request.sequences = []
         self.state.metrics.finished_time = time.monotonic()
+
+    def agrees(self, told: dict[int, int]) -> bool:
+        """Whether all that an engine has told (`EngineHost`'s question TOLD) has come."""
+        state, request = self.state, self.state.request
+        if state.search is not None:
+            return True  # of a search the last is told alone
+        begin = len(request.prompt_token_ids)
+        known = {s.index: len(s.token_ids) - begin for s in request.sequences}
+        ended = {s.index for s in request.done}
+        mine = {index: told.get(index, -1) for index in known}
+        others = told.keys() - known.keys() - ended - {-1}  # samples that begin with a message that is lost
+        return known == mine and not others and told.get(-1, 0) <= len(state.prompt_logprobs)
+
+    def stopped_of(self, told: dict[int, int]) -> list[int]:
+        """Samples that ended here, and go on in the engine."""
+        return [s.index for s in self.state.request.done if s.index in told]
 
     def forget(self) -> None:
         """Nobody looks at it any more."""

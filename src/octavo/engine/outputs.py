@@ -450,8 +450,21 @@ def _decoded(text: _Text | None, token: int) -> str | None:
         return None
 
 
+REASON_CODES = ("no_allowed_token", "out_of_memory", "grammar_too_complex")
+"""With which a reason begins that has a code of its own."""
+REQUEST_FAILED = "request_failed"
+"""The code of all other reasons."""
+
+
+def code_of(reason: str) -> str | None:
+    if "not finite" in reason:
+        return RequestFailedError.code
+    return next((code for code in REASON_CODES if reason.startswith(code)), None)
+
+
 def failure(output: RequestOutput) -> RequestFailedError:
     """What a reader gets in the place of an output with an error."""
     reason = next(c.stop_reason for c in output.outputs if c.finish_reason == "error")
-    code = next((code for code in ("no_allowed_token", "out_of_memory") if str(reason).startswith(code)), None)
-    return RequestFailedError(f"request {output.request_id} failed: {reason}", code=code)
+    return RequestFailedError(
+        f"request {output.request_id} failed: {reason}", code=code_of(str(reason)) or REQUEST_FAILED
+    )

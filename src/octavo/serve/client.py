@@ -14,7 +14,7 @@ import random
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -24,12 +24,27 @@ from octavo.core.kv_cache import KVStats
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.engine import PIN_PARAMS, check_priority, check_prompt, draw_seed, pin_id
-from octavo.engine.ipc import Abort, Add, Answer, Ask, Command, Ready, Step, Stop, Update, encoded
-from octavo.engine.mirror import Mirror
+from octavo.engine.halving import Halving
+from octavo.engine.ipc import (
+    BAD_MESSAGE,
+    TOLD,
+    Abort,
+    Add,
+    Answer,
+    Ask,
+    BadMessage,
+    Command,
+    Ready,
+    Step,
+    Stop,
+    Update,
+    encoded,
+)
+from octavo.engine.mirror import Mirror, TokensLostError
 from octavo.engine.outputs import RequestOutput, failure
 from octavo.engine.stats import BackendStats, EngineStats, Health
 from octavo.engine.thread import again
-from octavo.errors import EngineError, OctavoError, ParameterError
+from octavo.errors import EngineError, OctavoError, ParameterError, RequestFailedError
 from octavo.generation_config import sampling_defaults
 from octavo.prompts import Messages, Prompt, Prompts
 from octavo.serve.backend import ClientStats
@@ -39,9 +54,11 @@ from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo.client")
 
-DEATHS_TO_TRIAL = 3
-"""Engines that may die with a request before it has got a token further; then the next one is given it alone. If that
-one dies too, it was the request's doing, and the request is given up."""
+DEATHS_TO_TRIAL = 2
+"""Engines that may die with a request before it has got a token further; then the next ones are given halves of such
+requests. If one dies that had no other request, it was the request's doing, and the request is given up."""
+MAX_LOSSES = 3
+"""Times that a request is begun again because messages about it were lost."""
 KILLS_A_DEATH = 8
 """Engines that are killed count as one that died: a request that the system's memory does not suffice for must end."""
 
@@ -51,6 +68,7 @@ class _Stream:
 
     num_deaths   of engines that had this request, since it last got on
     num_kills    how many of them somebody killed: a person, or a system without memory, which is seldom its doing
+    num_losses   times that messages about it were lost
     begun        its first tokens have come
     sent         the engine that runs has it
     ending       it is to be aborted, and only the engine knows with what answers (a beam search)
@@ -61,7 +79,7 @@ class _Stream:
         self.only_final = only_final
         self.news = asyncio.Event()
         self.error: OctavoError | None = None
-        self.num_deaths = self.num_kills = 0
+        self.num_deaths = self.num_kills = self.num_losses = 0
         self.begun = self.sent = self.ending = False
 
     @property
@@ -126,6 +144,7 @@ class EngineClient:
             asdict(args),
             on_ready=self._on_ready,
             on_step=self._on_step,
+            on_bad=self._on_bad,
             on_down=self._on_down,
             on_failed=self._on_failed,
             command=command,
@@ -140,7 +159,9 @@ class EngineClient:
         self._pins: dict[str, Add] = {}  # that are computed, by request id: the next engine does not know them
         self._asked: dict[int, asyncio.Future[Answer]] = {}
         self._outbox: list[msgspec.Raw] = []
-        self._trial: _Stream | None = None  # what the engine is to show what it does with, alone
+        self._suspects: Halving[_Stream] = Halving()  # that several engines died over
+        self._audit: _Audit | None = None
+        self._will_audit = False
         self._up = asyncio.Event()  # an engine runs, or none ever will again
         self._error: OctavoError | None = None
         self._info: Ready | None = None
@@ -190,6 +211,7 @@ class EngineClient:
             priority=priority,
             salt=salt,
             make_detokenizer=self._prompts.make_detokenizer,
+            vocab_size=info.vocab_size,
         )
         kind = params.output_kind if isinstance(params, SamplingParams) else RequestOutputKind.FINAL_ONLY
         stream = self._open(mirror, only_final=kind is RequestOutputKind.FINAL_ONLY)
@@ -234,7 +256,7 @@ class EngineClient:
 
     def _open(self, mirror: Mirror, *, only_final: bool) -> _Stream:
         stream = self._streams[mirror.request_id] = _Stream(mirror, only_final=only_final)
-        if self._trial is None:
+        if not self._suspects:
             self._give(stream)
         return stream
 
@@ -255,6 +277,16 @@ class EngineClient:
             self._ending.add(stream.mirror.request_id)
         stream.mirror.end(reason, error)
         stream.tell()
+        self._try_next(stream)
+
+    def _fail(self, stream: _Stream, error: OctavoError) -> None:
+        """Alone, though the engine may have it."""
+        name = stream.mirror.request_id
+        del self._streams[name]
+        if stream.sent:
+            self._send(Abort(name))
+            self._ending.add(name)
+        stream.fail(error)
         self._try_next(stream)
 
     # -- prompts that stay ---------------------------------------------------------------------------------------------
@@ -391,6 +423,8 @@ class EngineClient:
 
     def _on_step(self, step: Step) -> None:
         if step.stats is not None:
+            if step.stats.engine.num_bad_messages > self._stats.engine.num_bad_messages:
+                self._look_for_losses()
             self._stats = step.stats
         for refusal in step.refusals:
             if refusal.request_id in self._ending:
@@ -408,7 +442,15 @@ class EngineClient:
                 continue
             if (stream := self._streams.get(update.request_id)) is None:
                 continue  # a pin of an engine that has died, computed anew
-            for index in stream.take_in(update):
+            try:
+                stopped = stream.take_in(update)
+            except TokensLostError as error:  # begun again, if they really are
+                self._on_bad(BadMessage("an update", f"request {update.request_id!r}: {error}"))
+                continue
+            except Exception as error:  # its own alone
+                self._on_bad(BadMessage("an update", str(error), update.request_id))
+                continue
+            for index in stopped:
                 self._send(Stop(update.request_id, index))
             num_new += stream.num_new(update)
             if stream.mirror.finished:
@@ -420,6 +462,8 @@ class EngineClient:
         if num_new:
             self.on_step(num_new)
         for answer in step.answers:
+            if self._audit is not None and answer.number == self._audit.number:
+                self._repair(self._audit, answer)
             future = self._asked.get(answer.number)
             if future is not None and not future.done():
                 future.set_result(answer)
@@ -428,8 +472,67 @@ class EngineClient:
         """The engine has told the last of it. Another of that name may begin."""
         self._ending.remove(request_id)
         stream = self._streams.get(request_id)
-        if stream is not None and self._trial in (None, stream):
+        if stream is not None and not stream.sent and (not self._suspects or stream in self._suspects.on_trial):
             self._give(stream)
+
+    # -- messages that are lost ----------------------------------------------------------------------------------------
+
+    def _on_bad(self, bad: BadMessage) -> None:
+        """What the engine said cannot be used: the request that it names fails. What else was lost is looked for."""
+        self._past.num_bad_messages += 1
+        logger.warning("%s", bad)
+        stream = None if bad.request_id is None else self._streams.get(bad.request_id)
+        if stream is not None and stream.sent:
+            text = f"request {bad.request_id} failed: {bad}; send it again"
+            self._fail(stream, RequestFailedError(text, code=BAD_MESSAGE))
+        self._look_for_losses()
+
+    def _look_for_losses(self) -> None:
+        """Ask the engine what it has told so far, once for all that was bad in this turn of the loop."""
+        if not self._will_audit:
+            self._will_audit = True
+            asyncio.get_running_loop().call_soon(self._ask_for_losses)
+
+    def _ask_for_losses(self) -> None:
+        self._will_audit = False
+        if self._supervisor.is_up:
+            sent = [stream for stream in self._streams.values() if stream.sent]
+            self._audit = _Audit(next(self._questions), sent, set(self._ending))
+            self._send(Ask(self._audit.number, TOLD))
+
+    def _repair(self, audit: _Audit, answer: Answer) -> None:
+        """Begin those again, from what has come of them, of which messages were lost; and say again what the engine
+        has not heard."""
+        self._audit = None
+        told: dict[str, dict[int, int] | None] = answer.value if isinstance(answer.value, dict) else {}
+        for stream in audit.sent if not answer.error else ():
+            name, mirror = stream.mirror.request_id, stream.mirror
+            if self._streams.get(name) is not stream or not stream.sent:
+                continue
+            if name in told and ((counts := told[name]) is None or mirror.agrees(counts)):
+                for index in () if counts is None else mirror.stopped_of(counts):
+                    self._send(Stop(name, index))
+                continue
+            stream.num_losses += 1
+            if stream.num_losses > MAX_LOSSES:
+                lost = f"request {name} failed: messages about it were lost {stream.num_losses} times; send it again"
+                self._fail(stream, RequestFailedError(lost, code=BAD_MESSAGE))
+                continue
+            logger.warning("messages about request %s were lost; it is begun again where it was", name)
+            stream.sent = False
+            if name in told:
+                self._send(Abort(name))
+                self._ending.add(name)
+            else:
+                self._give(stream)
+        for name in audit.ending & self._ending:
+            if name in told:
+                self._send(Abort(name))
+            else:
+                self._ended(name)
+        for number, future in list(self._asked.items()):
+            if number < audit.number and not future.done():
+                future.set_exception(_Gone())
 
     def _on_down(self, by_itself: bool) -> None:
         self._up.clear()
@@ -440,40 +543,47 @@ class EngineClient:
             if not future.done():
                 future.set_exception(_Gone())
         self._ending.clear()
-        for stream in list(self._streams.values()):
-            if stream.sent:
-                stream.sent = False
-                stream.num_deaths += 1
-                stream.num_kills += not by_itself
+        self._audit = None
+        there = [stream for stream in self._streams.values() if stream.sent]
+        suspects = []
+        for stream in there:
+            stream.sent = False
+            stream.num_deaths += 1
+            stream.num_kills += not by_itself
             if stream.ending:
                 self._end(stream, "abort")
-            elif stream.blame > DEATHS_TO_TRIAL:
+            elif stream.blame > DEATHS_TO_TRIAL and len(there) == 1:
                 died = f"{stream.num_deaths} engines died over it, the last with no other request"
                 self._end(stream, "error", died)
+            elif stream.blame >= DEATHS_TO_TRIAL:
+                suspects.append(stream)
+        if suspects:
+            self._suspects.failed(suspects)
 
     def _on_failed(self, error: OctavoError) -> None:
         if self._error is None:
-            self._error = error
+            # Of whatever kind the cause is: it is no mistake of the requests that come now.
+            self._error = error if type(error) is EngineError else EngineError(str(error))
+            self._error.__cause__ = error
             self._up.set()
             for stream in self._streams.values():
                 stream.fail(EngineError(str(error)))
             self._streams.clear()
             for future in self._asked.values():
                 if not future.done():
-                    future.set_exception(again(error))
+                    future.set_exception(again(self._error))
 
     # -- what goes to the engine ---------------------------------------------------------------------------------------
 
     def _feed(self) -> None:
-        """Give the engine what it does not have. A request that several died over is tried alone, before the others."""
-        new = [s for s in self._streams.values() if not s.sent]
-        self._trial = next((s for s in new if s.blame >= DEATHS_TO_TRIAL), None)
-        for stream in new if self._trial is None else [self._trial]:
-            self._give(stream)
+        """Give the engine what it does not have. Requests that several died over are tried first, in halves."""
+        for stream in self._suspects.on_trial or list(self._streams.values()):
+            if not stream.sent:
+                self._give(stream)
 
     def _try_next(self, stream: _Stream) -> None:
         """If this one was on trial, that is over."""
-        if stream is self._trial:
+        if self._suspects and self._suspects.cleared([stream]):
             self._feed()
 
     def _give(self, stream: _Stream) -> None:
@@ -498,6 +608,14 @@ class EngineClient:
         commands, self._outbox = self._outbox, []
         if commands and self._supervisor.is_up:
             self._supervisor.send(commands)
+
+
+class _Audit(NamedTuple):
+    """A question of what the engine has told. `sent`, `ending`: what it knew of when it was asked."""
+
+    number: int
+    sent: list[_Stream]
+    ending: set[str]
 
 
 class _Gone(Exception):  # noqa: N818  # never leaves this file

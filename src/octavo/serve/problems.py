@@ -110,7 +110,9 @@ def internal(request_id: str) -> Problem:
 
 
 def unavailable() -> Problem:
-    return Problem(503, "engine_unavailable", "the engine is not running; it is being restarted", retry_after_s=5)
+    """The engine is gone for good: while it is restarted, requests wait."""
+    text = "the engine has failed and is not started again; restart the server, or send this to another one"
+    return Problem(503, "engine_unavailable", text, retry_after_s=5)
 
 
 def shutting_down() -> Problem:
@@ -141,9 +143,16 @@ def of(error: BaseException, request_id: str) -> Problem:
     if isinstance(error, RequestFailedError):
         if error.code == "no_allowed_token":
             return bad(error.code, "no token may come next; allow more", "allowed_token_ids")
+        if error.code == "grammar_too_complex":
+            text = "structured_outputs: the grammar's automaton grew too large while the output was made; simplify it"
+            return bad(error.code, text, "structured_outputs")
         if error.code == "grammar_unavailable":
             return Problem(503, error.code, str(error), retry_after_s=5)
-        return Problem(500, error.code, "the model's numbers for this request are not finite; no other is touched")
+        if error.code == "out_of_memory":
+            return Problem(500, error.code, "the request takes more memory than the device has; shorten it")
+        if error.code == RequestFailedError.code:
+            return Problem(500, error.code, "the model's numbers for this request are not finite; no other is touched")
+        return internal(request_id)
     if isinstance(error, EngineError):
         return unavailable()
     return internal(request_id)

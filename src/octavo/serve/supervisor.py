@@ -28,6 +28,7 @@ import msgspec
 
 from octavo import errors, logs
 from octavo.engine.ipc import (
+    BadMessage,
     Beat,
     Channel,
     Close,
@@ -36,9 +37,9 @@ from octavo.engine.ipc import (
     Launch,
     Lifeline,
     Ready,
-    Report,
     Step,
     endpoint_in,
+    read_report,
 )
 from octavo.engine.stats import Health
 from octavo.errors import EngineError, OctavoError
@@ -77,7 +78,7 @@ class Limits:
 class EngineProcess:
     """One life of an engine, on the running event loop: its process, the channel, and the lifeline.
 
-    on_step   called with each `Step` that it sends
+    on_step   called with each `Step` that it sends; on_bad: with each `BadMessage`
     """
 
     TICK_S = 0.25
@@ -85,18 +86,22 @@ class EngineProcess:
     """How long to listen after the end for what was said before it."""
 
     def __init__(
-        self, command: Sequence[str], options: dict[str, Any], limits: Limits, on_step: Callable[[Step], None]
+        self,
+        command: Sequence[str],
+        options: dict[str, Any],
+        limits: Limits,
+        on_step: Callable[[Step], None],
+        on_bad: Callable[[BadMessage], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._limits = limits
-        self._on_step = on_step
+        self._on_step, self._on_bad = on_step, on_bad
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._over = asyncio.Event()
         self._last_words: Failed | None = None
         self.was_killed = False  # from outside: by a person, or by a system that is short of memory
         self._beat, self._beat_at = Beat(phase="starting"), time.monotonic()
         self._cpu_s = 0.0  # that the process had used then
-        self._decoder = msgspec.msgpack.Decoder(Report)
         self._beats = msgspec.msgpack.Decoder(Beat)
         self._lifeline, there = Lifeline.pair()
         with contextlib.ExitStack() as undo, contextlib.closing(there):
@@ -190,7 +195,11 @@ class EngineProcess:
     # -- what it says --------------------------------------------------------------------------------------------------
 
     def _take_in(self, data: bytes) -> None:
-        report = self._decoder.decode(data)
+        report, bad = read_report(data)
+        for message in bad:
+            self._on_bad(message)
+        if report is None:
+            return
         if isinstance(report, Step):
             self._on_step(report)
         elif isinstance(report, Hello):
@@ -206,7 +215,11 @@ class EngineProcess:
                 self._loop.remove_reader(self._lifeline.fileno())
                 self._over.set()
                 return
-            self._beat, self._beat_at = self._beats.decode(data), time.monotonic()
+            try:
+                self._beat, self._beat_at = self._beats.decode(data), time.monotonic()
+            except Exception as error:
+                self._on_bad(BadMessage(f"a beat of {len(data)} bytes", str(error)))
+                continue
             self._cpu_s = cpu_time_s(self.pid)
 
     def _leave_directory(self) -> None:
@@ -240,7 +253,7 @@ class Supervisor:
 
     options           of `octavo.config.EngineArgs`
     on_ready, on_down called when an engine has come up, and when it has gone; and whether that may be for what it did
-    on_step           called with what an engine tells
+    on_step           called with what an engine tells; on_bad: with what of it cannot be read
     on_failed         called with the root cause, when there will be none any more
     """
 
@@ -250,13 +263,15 @@ class Supervisor:
         *,
         on_ready: Callable[[Ready], None],
         on_step: Callable[[Step], None],
+        on_bad: Callable[[BadMessage], None],
         on_down: Callable[[bool], None],
         on_failed: Callable[[OctavoError], None],
         command: Sequence[str] = ENGINE,
         limits: Limits | None = None,
     ) -> None:
         self._options, self._command, self._limits = options, command, limits or Limits()
-        self._on_ready, self._on_step, self._on_down, self._on_failed = on_ready, on_step, on_down, on_failed
+        self._on_ready, self._on_step, self._on_bad = on_ready, on_step, on_bad
+        self._on_down, self._on_failed = on_down, on_failed
         self._process: EngineProcess | None = None
         self._task: asyncio.Task[None] | None = None
         self._state: Literal["starting", "running", "restarting", "failed"] = "starting"
@@ -309,7 +324,7 @@ class Supervisor:
 
     async def _come_up(self) -> None:
         try:
-            self._process = EngineProcess(self._command, self._options, self._limits, self._on_step)
+            self._process = EngineProcess(self._command, self._options, self._limits, self._on_step, self._on_bad)
         except OSError as error:
             raise EngineError(f"no process for the engine: {error}; is there room for files and processes?") from error
         try:
