@@ -61,6 +61,8 @@ class Add(msgspec.Struct, array_like=True, tag="add"):
     salt: bytes = b""
     resume: dict[int, bytes] | None = None
     pin: bool = False
+    tenant: int = 0
+    rank: int = 0
 
 
 class Abort(msgspec.Struct, array_like=True, tag="abort"):
