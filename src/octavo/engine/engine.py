@@ -147,9 +147,9 @@ class Engine:
     ) -> None:
         """Queue a request; with `stream`, `step` tells of it whenever it has new tokens, else when it has finished.
 
-        `tenant`, `rank`: see `core.request.Request`. `seed` is that of a request that brings none; None: the engine draws one. `resume`: what another engine had
-        made of it (see `core.request.Request`), under the same seed. It is told again as if it were new. `grammar`:
-        what the parameters' `structured_outputs` compile to.
+        `tenant`, `rank`: see `core.request.Request`. `seed` is that of a request that brings none; None: the engine
+        draws one. `resume`: what another engine had made of it (see `core.request.Request`), under the same seed. It is
+        told again as if it were new. `grammar`: what the parameters' `structured_outputs` compile to.
 
         Raises `PromptError`, `ContextLengthError`, `ParameterError` or `CapacityError`; then nothing was queued.
         """
