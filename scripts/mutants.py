@@ -29,13 +29,8 @@ sys.path.insert(0, str(ROOT))
 from tests.mutants import MUTANTS, ORACLE, Mutant  # noqa: E402
 
 # The quickest to notice most first. The rest of tests/core is random workloads and small worlds: those come as `hunt`.
-DIRECTED = [
-    f"tests/core/test_{name}.py"
-    for name in (
-        *("rules", "memory_rules", "scheduling_rules", "corrupt_blocks", "policy", "pins", "paper_figures"),
-        *("requests", "events"),
-    )
-]
+FILES = "rules memory_rules scheduling_rules corrupt_blocks fairness policy pins paper_figures requests events"
+DIRECTED = [f"tests/core/test_{name}.py" for name in FILES.split()]
 MACHINE = ["-p", "_hypothesis_pytestplugin", "--hypothesis-profile=unshrunk", "tests/core/test_state_machine.py"]
 TEST_TIMEOUT_S = 120
 """A mutant that makes the tests hang is noticed, too."""

@@ -105,7 +105,8 @@ class Fairness:
             for rich, count in prompts.items():
                 totals["shared steps"] += rich != poor
                 own = 1 + sum(r.tenant == rich for r in scheduler.running)
-                need(count <= own or after[rich] <= after[poor] + len(after), Invariant, "unfair", rich, poor, after, prompts)
+                is_level = count <= own or after[rich] <= after[poor] + len(after)
+                need(is_level, Invariant, "unfair", rich, poor, after, prompts)
 
     def _is_long(self, due: int) -> bool:
         return 0 < self.longest < due

@@ -71,11 +71,14 @@ class AsyncEngine:
         *,
         priority: int = 0,
         salt: bytes = b"",
+        tenant: int = 0,
+        rank: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt; yields its output so far whenever it has grown, as `output_kind` says.
 
         `sampling_params` None: `get_default_sampling_params()`. `priority`: lower first, where the engine goes by it.
-        `salt`: requests of different salts share no blocks.
+        `salt`: requests of different salts share no blocks. `tenant`: whose it is; tenants share steps evenly. `rank`:
+        how many of the same call stand before it; they let others pass.
 
         A reader who is slower than the model gets fewer and larger outputs, and the last of a request has `finished`
         set. Closing the iterator, cancelling its task or forgetting it aborts the request before the next step.
@@ -99,6 +102,8 @@ class AsyncEngine:
                         prompt=text,
                         priority=priority,
                         salt=salt,
+                        tenant=tenant,
+                        rank=rank,
                         grammar=grammar,
                         make_detokenizer=self._prompts.make_detokenizer,
                         stream=kind is not RequestOutputKind.FINAL_ONLY,

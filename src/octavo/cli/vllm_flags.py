@@ -9,7 +9,7 @@ disable-access-log-for-endpoints disable-log-stats distributed-executor-backend 
 enable-expert-parallel enable-force-include-usage enable-log-requests enable-lora enable-per-request-metrics
 enable-prompt-tokens-details enable-request-id-headers enable-ssl-refresh hf-overrides
 host kv-cache-dtype kv-cache-metrics kv-offloading-backend kv-transfer-config limit-mm-per-prompt
-logprobs-mode long-prefill-token-threshold lora-modules max-loras max-lora-rank
+logprobs-mode lora-modules max-loras max-lora-rank max-num-partial-prefills
 max-num-queued-reqs max-num-queued-tokens middleware pipeline-parallel-size port
 prefix-caching-hash-algo profiler-config ramp-up-end-rps ramp-up-start-rps ramp-up-strategy reasoning-parser
 root-path scheduler-reserve-full-isl

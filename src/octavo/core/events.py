@@ -39,6 +39,7 @@ class Waiting(NamedTuple):
     budget                    `needs` tokens of a step's budget; `free` are left
     in flight                 `needs` results of it are still on the device
     prefix in flight          a step being planned writes the block that it would look up next
+    long prefill              another long prompt of its tenant computes; `needs` positions are due. Short ones pass it
     behind a swapped request  nobody new comes in before all that was swapped out is back
     """
 

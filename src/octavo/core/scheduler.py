@@ -459,10 +459,10 @@ class Scheduler:
 
     def _admit(self, request: Request, draft: _Draft) -> bool:
         """Let a request in, and plan its first slice. False: it waits, and says for what."""
-        cache, pool, seq = self.cache, self.cache.pool, request.sequences[0]
         num_longs = draft.longs.get(request.tenant, 0)
         if request.waits_for == LONG_PREFILL and num_longs >= self.policy.max_long_partial_prefills:
             return False
+        cache, pool, seq = self.cache, self.cache.pool, request.sequences[0]
         if request.num_pending:
             return self._wait(request, "in flight", request.num_pending)
         if self.num_rows_taken + request.width > self.max_num_seqs:

@@ -138,6 +138,8 @@ class Engine:
         prompt: str | None = None,
         priority: int = 0,
         salt: bytes = b"",
+        tenant: int = 0,
+        rank: int = 0,
         seed: int | None = None,
         resume: Mapping[int, Seq[int]] | None = None,
         grammar: Grammar | None = None,
@@ -147,9 +149,9 @@ class Engine:
     ) -> None:
         """Queue a request; with `stream`, `step` tells of it whenever it has new tokens, else when it has finished.
 
-        `seed` is that of a request that brings none; None: the engine draws one. `resume`: what another engine had
-        made of it (see `core.request.Request`), under the same seed. It is told again as if it were new. `grammar`:
-        what the parameters' `structured_outputs` compile to.
+        `tenant`, `rank`: see `core.request.Request`. `seed` is that of a request that brings none; None: the engine
+        draws one. `resume`: what another engine had made of it (see `core.request.Request`), under the same seed. It is
+        told again as if it were new. `grammar`: what the parameters' `structured_outputs` compile to.
 
         Raises `PromptError`, `ContextLengthError`, `ParameterError` or `CapacityError`; then nothing was queued.
         """
@@ -182,6 +184,8 @@ class Engine:
             stop_ids=stop_ids,
             priority=priority,
             salt=salt,
+            tenant=tenant,
+            rank=rank,
             width=None if beams is None else beams.beam_width,
             num_draws=None if search is None else search.num_draws,
             decide=None if search is None else search.decide,

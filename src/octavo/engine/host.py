@@ -347,6 +347,8 @@ class EngineHost:
             params,
             priority=add.priority,
             salt=add.salt,
+            tenant=add.tenant,
+            rank=add.rank,
             seed=add.seed,
             resume=add.resume and {index: unpack(output) for index, output in add.resume.items()},
             grammar=grammar,

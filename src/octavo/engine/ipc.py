@@ -74,6 +74,8 @@ class Add(msgspec.Struct, array_like=True, tag="add"):
     salt: bytes = b""
     resume: dict[Index, bytes] | None = None
     pin: bool = False
+    tenant: int = 0
+    rank: int = 0
 
 
 class Abort(msgspec.Struct, array_like=True, tag="abort"):

@@ -41,6 +41,8 @@ class Mirror:
         prompt: str | None = None,
         priority: int = 0,
         salt: bytes = b"",
+        tenant: int = 0,
+        rank: int = 0,
         pin: bool = False,
         make_detokenizer: MakeDetokenizer | None = None,
         vocab_size: int = INT32,
@@ -57,6 +59,8 @@ class Mirror:
             stop_ids=stop_ids,
             priority=priority,
             salt=salt,
+            tenant=tenant,
+            rank=rank,
             width=None if beams is None else beams.beam_width,
             pin=pin,
         )
@@ -231,4 +235,6 @@ class Mirror:
             request.salt,
             begun or None,
             request.pin,
+            request.tenant,
+            request.rank,
         )

@@ -59,6 +59,7 @@ class App:
         self.service = service
         self.running: set[Running] = set()
         self.bodies = BodyWorker()
+        service.admission.several = keys is not None and len(keys) > 1
         settings = service.settings
         app = FastAPI(
             title="Octavo",
@@ -163,7 +164,7 @@ class App:
     async def _chunks(
         self, exchange: Exchange, ask: Ask, name: str, prompts: Sequence[Encoded], answer: Answer
     ) -> AsyncGenerator[Any, None]:
-        run = self.service.run(ask, prompts, name, exchange.salt, exchange.trace)
+        run = self.service.run(ask, prompts, name, exchange.salt, exchange.trace, exchange.tenant)
         async with contextlib.aclosing(run) as outputs:
             async for i, output in outputs:
                 for choice in answer.take(i, output):
@@ -194,7 +195,7 @@ class App:
     ) -> AsyncGenerator[Any, None]:
         answer, reason, has_begun = self.service.chat_answer(ask, "", prompt), None, False
         try:
-            run = self.service.run(ask, [prompt], making.response["id"], exchange.salt, exchange.trace)
+            run = self.service.run(ask, [prompt], making.response["id"], exchange.salt, exchange.trace, exchange.tenant)
             async with contextlib.aclosing(run) as outputs:
                 async for i, output in outputs:
                     if not has_begun:

@@ -36,10 +36,13 @@ class Backend(Protocol):
         *,
         priority: int = 0,
         salt: bytes = b"",
+        tenant: int = 0,
+        rank: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt; yields its output whenever it has grown, as the parameters' `output_kind` says.
 
-        `salt`: requests of different salts share no blocks. Closing the iterator aborts the request.
+        `salt`: requests of different salts share no blocks. `tenant`, `rank`: whose it is, and how many of the same
+        call stand before it; see `core.request.Request`. Closing the iterator aborts the request.
 
         Before the first output it raises `UsageError` for a request that is not acceptable. At any time it raises
         `RequestFailedError` if this request failed, and `EngineError` if the engine is gone for good; an engine that

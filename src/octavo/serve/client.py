@@ -187,6 +187,8 @@ class EngineClient:
         *,
         priority: int = 0,
         salt: bytes = b"",
+        tenant: int = 0,
+        rank: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `AsyncEngine.generate`. While the engine is being started (again), requests wait."""
         params = self._prompts.ready(self._default_params if sampling_params is None else sampling_params)
@@ -210,6 +212,8 @@ class EngineClient:
             prompt=text,
             priority=priority,
             salt=salt,
+            tenant=tenant,
+            rank=rank,
             make_detokenizer=self._prompts.make_detokenizer,
             vocab_size=info.vocab_size,
         )

@@ -46,6 +46,7 @@ class Exchange:
 
     request_id  our own, which names it in the engine, in logs, and in the response's id
     salt        of the tenant that the key belongs to
+    tenant      its number, by which the scheduler shares and the queue counts; from the key alone
     route       the path's pattern, once it is known
     ending      why the server ends it, if it does
     """
@@ -53,6 +54,7 @@ class Exchange:
     scope: Scope
     request_id: str
     salt: bytes = b""
+    tenant: int = 0
     route: str = ""
     body: dict[str, Any] = field(default_factory=dict)
     status: int = 0

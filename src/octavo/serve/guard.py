@@ -27,7 +27,7 @@ class Keys:
     """The keys of a server, as digests. Comparing takes the same time whichever matches, and if none does."""
 
     def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._digests = list(dict.fromkeys(_digest(key.encode()) for key in keys))
 
     def __bool__(self) -> bool:
         return bool(self._digests)
@@ -39,6 +39,13 @@ class Keys:
             if hmac.compare_digest(known, digest):
                 found = known
         return found
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def number(self, digest: bytes) -> int:
+        """Of the tenant who holds this key, from 0."""
+        return self._digests.index(digest)
 
     def salts(self) -> set[bytes]:
         """Those of all who may come."""
@@ -133,6 +140,7 @@ class Guard:
             key = key.strip() if scheme.lower() == b"bearer" else _password(key) if for_view else b""
             if (digest := self._keys.find(key)) is not None:
                 exchange.salt = self._keys.salt(digest)
+                exchange.tenant = self._keys.number(digest)
                 return None
         text = "this server wants an API key: Authorization: Bearer KEY"
         scheme_asked = 'Basic realm="octavo", charset="UTF-8"' if for_view else "Bearer"

@@ -35,7 +35,7 @@ LABELS = ("model_name", "engine")
 ENDS = ("stop", "length", "abort", "error")
 REFUSALS = ("invalid", "queue_full", "shutting_down")
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
-WAITS = ("blocks", "rows", "budget", "in flight", "prefix in flight", "behind a swapped request")
+WAITS = ("blocks", "rows", "budget", "in flight", "prefix in flight", "long prefill", "behind a swapped request")
 """What these counters count is there from the start, at 0: of a series that begins later, the first is not seen."""
 RECENT_REQUESTS = 1000
 """Over which the hit rate of the log line is taken."""

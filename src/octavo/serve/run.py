@@ -120,8 +120,9 @@ async def serve(
         try:
             await backend.start()
             phases.done("engine")
-            service = Service(backend, settings, args.model, limits_of(args, backend.summary), tracing)
             kv = await backend.kv_stats()
+            limits = limits_of(args, backend.summary, kv.num_blocks * kv.block_size)
+            service = Service(backend, settings, args.model, limits, tracing)
             _tell_capacity(kv, backend.max_model_len, service.limits.device)
             backend.on_step = service.metrics.iteration_tokens.observe
             service.metrics.config({"block_size": kv.block_size, "num_gpu_blocks": kv.num_blocks})
@@ -179,7 +180,7 @@ def _dump_on_signal(backend: EngineClient) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, begin)
 
 
-def limits_of(args: EngineArgs, summary: Mapping[str, Any]) -> Limits:
+def limits_of(args: EngineArgs, summary: Mapping[str, Any], num_kv_tokens: int) -> Limits:
     """What the engine's options come to on its device."""
     device = str(summary.get("device", "cpu"))
     return Limits(
@@ -187,6 +188,7 @@ def limits_of(args: EngineArgs, summary: Mapping[str, Any]) -> Limits:
         max_logprobs=args.max_logprobs,
         by_priority=args.scheduling_policy == "priority",
         device="CPU" if device == "cpu" else "GPU",
+        num_kv_tokens=num_kv_tokens,
     )
 
 

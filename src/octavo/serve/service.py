@@ -22,7 +22,7 @@ from octavo.serve.answers import ChatAnswer, CompletionAnswer
 from octavo.serve.backend import Backend
 from octavo.serve.metrics import Metrics
 from octavo.serve.problems import Problem, bad, of
-from octavo.serve.protocol import Ask, Rules, renamed
+from octavo.serve.protocol import MAX_PROMPTS, Ask, Rules, renamed
 from octavo.serve.settings import ServeArgs
 from octavo.serve.text_worker import TextWorkers
 from octavo.serve.tracing import Tracing
@@ -57,6 +57,7 @@ class Limits:
     max_logprobs: int = 20
     by_priority: bool = False
     device: str = "CPU"
+    num_kv_tokens: int | None = None
 
 
 class Service:
@@ -85,6 +86,7 @@ class Service:
             max_num_queued_tokens=settings.max_num_queued_tokens,
             on_refusal=self.metrics.rejected,
         )
+        self.request_limits = settings.request_limits(limits.max_num_seqs, backend.max_model_len, limits.num_kv_tokens)
         self.started = int(time.time())
         template = self.tokenizer.chat_templates.get("tool_use") or self.tokenizer.chat_template
         self.tools: ToolFormat | None = _chosen(settings.tool_call_parser, tool_format(template))
@@ -186,27 +188,31 @@ class Service:
         name: str,
         salt: bytes = b"",
         trace: Mapping[str, str] | None = None,
+        tenant: int = 0,
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """The outputs of every prompt, as (prompt, output); those that are deltas tell what is new. `trace`: the
-        headers that say which trace of the caller's it belongs to.
+        headers that say which trace of the caller's it belongs to. `tenant`: the number of the key that it came with.
 
         Closing it aborts what runs. Raises `Problem`, or an `OctavoError` whose answer `problems.of` knows.
         """
         arrival = time.monotonic()
         width = ask.params.width if isinstance(ask.params, SamplingParams) else ask.params.beam_width
-        num_tokens = sum(len(p.token_ids) for p in prompts)
+        lengths = [len(p.token_ids) for p in prompts]
+        params = self.request_limits.fit(ask.params, lengths)
         salt = salt_of(salt, ask.salt)
         names = [name if len(prompts) == 1 else f"{name}-{i}" for i in range(len(prompts))]
-        params = await self._ready(ask.params)
+        params = await self._ready(params)
         watches = [self.metrics.watch(ask.params, len(p.token_ids), arrival) for p in prompts]
-        with self.admission.admit(width * len(prompts), num_tokens) as ticket:
+        with self.admission.admit(width * len(prompts), sum(lengths), tenant) as ticket:
             runs = [
-                self.backend.generate(p.as_prompt(), params, n, priority=ask.priority, salt=salt)
-                for p, n in zip(prompts, names, strict=True)
+                self.backend.generate(
+                    p.as_prompt(), params, n, priority=ask.priority, salt=salt, tenant=tenant, rank=rank
+                )
+                for rank, (p, n) in enumerate(zip(prompts, names, strict=True))
             ]
             reason = "abort"
             try:
-                async with contextlib.aclosing(merged(runs)) as outputs:
+                async with contextlib.aclosing(merged(runs, self._num_together(width))) as outputs:
                     first = await self._in_turn(outputs, names[0])
                     self.admission.start(ticket)
                     if first is not None:
@@ -231,6 +237,11 @@ class Service:
                     ended = watch.close(reason)
                     if ended is not None and self.tracing is not None:
                         self.tracing.tell(n, ask.params, ended, trace or {})
+
+    def _num_together(self, width: int) -> int:
+        """Prompts of one request that the engine has at a time: an eighth of the rows stays free for others."""
+        num_rows = self.limits.max_num_seqs
+        return MAX_PROMPTS if num_rows is None else max(1, (num_rows - num_rows // 8) // width)
 
     async def _in_turn(
         self, outputs: AsyncGenerator[tuple[int, RequestOutput], None], name: str
@@ -287,20 +298,22 @@ def salt_of(tenant: bytes, own: bytes = b"") -> bytes:
 
 
 async def merged(
-    runs: Sequence[AsyncGenerator[RequestOutput, None]],
+    runs: Sequence[AsyncGenerator[RequestOutput, None]], num_together: int
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """The outputs of several runs as they come, each with the number of its run. What one raises ends them all."""
+    """The outputs of several runs as they come, each with the number of its run; so many run at a time. What one raises
+    ends them all."""
     if len(runs) == 1:
         async with contextlib.aclosing(runs[0]) as run:
             async for output in run:
                 yield 0, output
         return
+    places = asyncio.Semaphore(num_together)
     arrived: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(maxsize=len(runs))
 
     async def pump(i: int, run: AsyncGenerator[RequestOutput, None]) -> None:
         last: Exception | None = None
         try:
-            async with contextlib.aclosing(run):
+            async with places, contextlib.aclosing(run):
                 async for output in run:
                     await arrived.put((i, output))
         except Exception as error:

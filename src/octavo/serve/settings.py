@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 from octavo.core.checked import Checked
 from octavo.errors import ParameterError
 from octavo.serve.hosts import is_host, is_loopback
+from octavo.serve.request_limits import MAX_LOGPROBS, SEQUENCES_TO_RUN, TOKENS_TO_CACHE, RequestLimits
 
 MIB = 1 << 20
 UnknownParams = Literal["refuse", "warn"]
@@ -36,6 +37,11 @@ class ServeArgs(Checked):
     root_path                    prefix of the paths, behind a proxy
     max_num_queued_reqs          requests beyond those that run; more get 429
     max_num_queued_tokens        their prompts' tokens in all; None: no limit
+    max_request_sequences        prompts x samples (n, best_of, beams) of one request. None: eight times those that run
+                                 together, and at most half of those that may be here
+    max_request_tokens           its prompts, and max_tokens for each of its sequences. None: four times what the KV
+                                 cache holds, and at least the longest sequence
+    max_request_logprobs         its log-probabilities, those of its prompts included. None: 131,072
     queue_timeout                seconds that a request may wait before it runs, then 503
     max_body_bytes               None: 64 KiB and 32 bytes for each token of max_model_len, at most 8 MiB
     unknown_params               refuse a request with a parameter that does not exist, or warn and go on without it
@@ -76,6 +82,9 @@ class ServeArgs(Checked):
     root_path: str = ""
     max_num_queued_reqs: int = 4096
     max_num_queued_tokens: int | None = None
+    max_request_sequences: int | None = None
+    max_request_tokens: int | None = None
+    max_request_logprobs: int | None = None
     queue_timeout: float = 600.0
     max_body_bytes: int | None = None
     unknown_params: UnknownParams = "refuse"
@@ -100,6 +109,8 @@ class ServeArgs(Checked):
         self._integer("port", 0, 65535)
         self._integer("max_num_queued_reqs", 0, 1 << 30)
         self._integer("max_num_queued_tokens", 0, 1 << 50, optional=True)
+        for name in ("max_request_sequences", "max_request_tokens", "max_request_logprobs"):
+            self._integer(name, 1, 1 << 50, optional=True)
         self._integer("max_body_bytes", 1, 1 << 40, optional=True)
         self._integer("max_json_whitespace", -1, 1000)
         for name in ("queue_timeout", "shutdown_timeout", "sse_keep_alive_interval"):
@@ -158,6 +169,19 @@ class ServeArgs(Checked):
             f"host {self.host} can be reached from other machines, and there is no key; set api_key, or say --insecure",
             param="host",
         )
+
+    def request_limits(self, max_num_seqs: int | None, max_model_len: int, num_kv_tokens: int | None) -> RequestLimits:
+        """What one request may come to on an engine of this size. A request that the queue could never take is beyond
+        them, too."""
+        sequences, tokens = self.max_request_sequences, self.max_request_tokens
+        if max_num_seqs is not None:
+            room = max_num_seqs + self.max_num_queued_reqs
+            unasked = min(SEQUENCES_TO_RUN * max_num_seqs, max(max_num_seqs, room // 2))
+            sequences = min(room, unasked if sequences is None else sequences)
+        if tokens is None and num_kv_tokens is not None:
+            tokens = max(TOKENS_TO_CACHE * num_kv_tokens, max_model_len)
+        logprobs = MAX_LOGPROBS if self.max_request_logprobs is None else self.max_request_logprobs
+        return RequestLimits(sequences, tokens, logprobs, self.max_num_queued_tokens, max_model_len, num_kv_tokens)
 
     def body_limit(self, max_model_len: int) -> int:
         """Bytes that a request's body may have."""

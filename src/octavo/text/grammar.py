@@ -39,14 +39,11 @@ CACHED_CHARS = 1 << 21
 """Of all grammars that are kept: a compiled one takes up to 200 bytes for each character of its text."""
 MAX_MESSAGE = 300
 SOURCE_LINES = re.compile(r"\n *\d+ \| ")
-<<<<<<< HEAD
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,12}"
 """Between two parts of JSON: where any amount may come, a small model may write nothing else. lm-format-enforcer allows
 as much: a line break, and the indentation of five levels of two."""
-=======
 LIMIT_WORDS = re.compile(r"too (many|complex|large|big)|TooComplex|fuel|limit|exceed", re.IGNORECASE)
 """In what llguidance says of a grammar whose automaton grows beyond `grammar_trial.LIMITS`."""
->>>>>>> engineproc
 JSON_CHARACTER = r'[^"\\\x00-\x1F\x7F]'
 JSON_SLICES = [
     r"[\x20\x0A\x0D\x09]+",

@@ -90,6 +90,7 @@ const REASONS = {
   budget: ({ needs, free }) => `needs ${count(needs, "token")} of the step's budget; ${free} left`,
   "in flight": ({ needs }) => `${count(needs, "result")} of it still on the device`,
   "prefix in flight": () => "its next block is just being computed",
+  "long prefill": () => "another long prompt is being computed; short ones pass it",
 };
 
 // The numbers are not known where a reason was given before anybody watched.

@@ -1,0 +1,331 @@
+"""Tenants share steps, long prompts let short ones pass, and the prompts of one call let others pass."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from octavo.core import events as ev
+from octavo.core.plan import StepPlan
+from octavo.core.policy import RANK_ARRIVALS, Policy
+from octavo.core.request import Status
+from octavo.core.tenants import Tenant, Tenants, fill, level
+from tests import oracle as o
+from tests.workloads import Fairness
+
+from .lab import SWAP, Lab, make
+
+
+def long_prompts(longest: int, at_a_time: int = 1) -> Policy:
+    return Policy(long_prefill_token_threshold=longest, max_long_partial_prefills=at_a_time)
+
+
+def slices(plan: StepPlan) -> dict[str, int]:
+    """Positions of each request in a plan."""
+    counts: Counter[str] = Counter()
+    for seq, count in zip(plan.sequences, plan.counts, strict=True):
+        counts[seq.request.request_id] += count
+    return dict(counts)
+
+
+def prompt(length: int, first: int = 0) -> list[int]:
+    return [first, *(i % 5 for i in range(length - 1))]
+
+
+# -- long prompts ------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_prompt_takes_a_part_of_a_step() -> None:
+    lab = Lab(100, budget=16, policy=long_prompts(4))
+    lab.add("long", prompt(10), 2)
+    assert [slices(lab.step()) for _ in range(3)] == [{"long": 4}, {"long": 4}, {"long": 2}]
+    lab.run()
+
+
+def test_a_short_prompt_computes_beside_a_long_one() -> None:
+    lab = Lab(100, budget=16, policy=long_prompts(4))
+    lab.add("long", prompt(40), 2)
+    lab.step()
+    lab.add("short", prompt(4, 1), 1)
+    assert slices(lab.step()) == {"long": 4, "short": 4}
+    assert lab.finished == ["short"]
+    lab.run()
+
+
+def test_the_next_long_prompt_waits_and_short_ones_pass_it() -> None:
+    lab = Lab(100, budget=16, policy=long_prompts(4))
+    lab.add("long", prompt(9), 1)
+    lab.add("next", prompt(8, 1), 1)
+    lab.add("short", prompt(3, 2), 1)
+    lab.add("later", prompt(9, 3), 1)
+    assert slices(lab.step()) == {"long": 4, "short": 3}
+    assert lab.told(ev.Waiting) == [
+        ev.Waiting("next", "long prefill", 8, 0, 0),
+        ev.Waiting("later", "long prefill", 9, 0, 0),
+    ]
+    assert slices(lab.step()) == {"long": 4}
+    assert slices(lab.step()) == {"long": 1, "next": 4}  # of the first so little is due that it is long no more
+    lab.run()
+    assert lab.finished == ["short", "long", "next", "later"]
+
+
+def test_so_many_long_prompts_compute_at_a_time() -> None:
+    lab = Lab(100, budget=16, policy=long_prompts(2, at_a_time=2))
+    for i in range(3):
+        lab.add(f"r{i}", prompt(6, i), 1)
+    assert slices(lab.step()) == {"r0": 2, "r1": 2}
+    lab.run()
+
+
+def test_a_long_prompt_that_lost_its_place_lets_an_earlier_one_go_first() -> None:
+    """Two of a tenant run: one came back from the host in the middle of its prompt."""
+    lab = Lab(12, host=12, budget=8, rows=4, policy=Policy(mode=SWAP.mode, long_prefill_token_threshold=4))
+    lab.add("A", prompt(12), 4)
+    lab.add("B", prompt(8, 1), 4)
+    lab.step()
+    b = lab.requests["B"]
+    assert b.waits_for == "long prefill"
+    lab.run()
+
+
+def test_a_cached_beginning_is_not_due() -> None:
+    lab = Lab(100, budget=32, policy=long_prompts(4))
+    lab.add("first", prompt(12), 1)
+    lab.run()
+    lab.add("long", prompt(12, 1), 1)
+    lab.add("again", prompt(12), 1)
+    assert slices(lab.step()) == {"long": 4, "again": 2}
+    lab.run()
+
+
+def test_a_lookup_is_made_once_while_a_long_prompt_waits() -> None:
+    lab = Lab(100, budget=16, policy=long_prompts(2))
+    lab.add("long", prompt(12), 1)
+    lab.add("next", prompt(12, 1), 1)
+    looked: list[str] = []
+    lookup = lab.cache.lookup
+    lab.cache.lookup = lambda seq: looked.append(seq.request.request_id) or lookup(seq)  # type: ignore[func-returns-value,method-assign]
+    for _ in range(4):
+        lab.step()
+    assert looked == ["long", "next"]
+    lab.run()
+
+
+# -- the prompts of one call -------------------------------------------------------------------------------------------
+
+
+def test_a_later_prompt_passes_those_of_one_call() -> None:
+    lab = Lab(400, budget=4, rows=4)
+    for i in range(12):
+        lab.add(f"call-{i}", prompt(4, i), 1, rank=i)
+    lab.add("neighbour", prompt(4, 20), 1)
+    lab.run()
+    assert lab.finished[:3] == ["call-0", "neighbour", "call-1"]
+    assert sorted(lab.finished[2:], key=lambda n: int(n.split("-")[1])) == [f"call-{i}" for i in range(1, 12)]
+
+
+def test_a_prompt_of_a_call_is_overtaken_by_a_bounded_number() -> None:
+    last, policy = make("last", [1], 1, rank=2), Policy()
+    place = policy.order(last, 5)
+    assert policy.order(make("a", [1], 1), 5 + 2 * RANK_ARRIVALS - 1) < place
+    assert policy.order(make("b", [1], 1), 5 + 2 * RANK_ARRIVALS + 1) > place
+    by_priority = Policy(by_priority=True)
+    assert by_priority.order(make("c", [1], 1, rank=1), 0) > by_priority.order(make("d", [1], 1), 9)
+
+
+# -- tenants -----------------------------------------------------------------------------------------------------------
+
+
+def run_two(seed: int, budget: int, *, longest: int = 0) -> int:
+    """Two tenants who always have prompts that wait: how far apart what they are served ever is."""
+    rnd, apart = random.Random(seed), 0
+    lab = Lab(4000, 4, budget=budget, rows=64, policy=long_prompts(longest), caching=False)
+    served: Counter[int] = Counter()
+    for i in range(120):
+        tenant = i % 2
+        size = rnd.randint(1, 12) if tenant else rnd.randint(20, 60)
+        for j in range(5 if tenant else 1):
+            lab.add(f"{tenant}-{i}-{j}", prompt(size, i), rnd.randint(1, 3), tenant=tenant)
+    while all(sum(r.tenant == t for r in lab.scheduler.waiting) > 2 for t in (0, 1)):
+        plan = lab.step()
+        for seq, count in zip(plan.sequences, plan.counts, strict=True):
+            served[seq.request.tenant] += count
+        apart = max(apart, abs(served[0] - served[1]))
+    assert min(served.values()) > 20 * budget
+    lab.run(limit=5000)
+    return apart
+
+
+@pytest.mark.parametrize("budget", [8, 16, 40])
+def test_what_two_backlogged_tenants_are_served_differs_by_a_step_at_most(budget: int) -> None:
+    """However their prompts are cut: one sends few long ones, the other many short ones."""
+    assert max(run_two(seed, budget) for seed in range(3)) <= budget
+
+
+def test_a_newcomer_has_its_share_of_the_very_next_step() -> None:
+    lab = Lab(400, budget=16, rows=16)
+    for i in range(20):
+        lab.add(f"crowd-{i}", prompt(30, i), 1, tenant=0)
+    lab.step()
+    lab.add("one", prompt(6, 30), 1, tenant=1)
+    assert slices(lab.step()) == {"crowd-0": 10, "one": 6}
+    assert lab.finished == ["one"]
+    lab.run()
+
+
+def test_who_was_served_less_catches_up() -> None:
+    lab = Lab(400, budget=8, rows=16)
+    lab.add("A", prompt(4), 20, width=4, tenant=0)
+    lab.add("B", prompt(2, 1), 2, tenant=1)
+    for _ in range(4):
+        lab.step()
+    assert lab.scheduler.tenants.present.keys() == {0}
+    lab.add("b", prompt(40, 2), 1, tenant=1)  # comes level, and saves nothing up while it is away
+    lab.add("a", prompt(40, 3), 1, tenant=0)
+    assert slices(lab.step()) == {"A": 4, "b": 4}
+    assert slices(lab.step()) == {"A": 4, "b": 4}
+    lab.run()
+
+
+def test_what_a_tenant_does_not_want_others_get() -> None:
+    lab = Lab(400, budget=16, rows=16)
+    lab.add("A", prompt(50), 1, tenant=0)
+    lab.step()
+    lab.add("B", prompt(2, 1), 1, tenant=1)
+    assert slices(lab.step()) == {"A": 14, "B": 2}
+    lab.run()
+
+
+def test_what_the_cache_spares_a_tenant_others_get() -> None:
+    """It was thought to want more: what is left is shared out once more, in the same step."""
+    lab = Lab(400, budget=16, rows=16)
+    lab.add("before", prompt(20), 1, tenant=0)
+    lab.run()
+    lab.add("again", prompt(20), 1, tenant=0)
+    for i in range(4):
+        lab.add(f"B{i}", prompt(6, i + 1), 1, tenant=1)
+    assert slices(lab.step()) == {"again": 2, "B0": 6, "B1": 2, "B2": 6}
+    lab.run()
+
+
+def test_a_window_does_not_eat_the_share_of_others() -> None:
+    lab = Lab(400, budget=8, rows=8, window=8)
+    lab.add("A", prompt(10), 20, tenant=0)
+    lab.add("B", prompt(30, 1), 1, tenant=1)
+    lab.step()
+    lab.step()
+    assert slices(lab.step()) == {"A": 2, "B": 6}  # the prompt's end, and no window beyond its share
+    lab.run()
+
+
+def test_a_tenant_whose_next_lacks_blocks_stops_the_others() -> None:
+    """What becomes free is for it: else small ones would take it for ever."""
+    lab = Lab(10, budget=32, rows=8)
+    lab.add("A", prompt(10), 6, tenant=0)
+    lab.step()
+    lab.add("large", prompt(16, 1), 2, tenant=1)
+    lab.add("small", prompt(2, 2), 1, tenant=0)
+    lab.step()
+    assert lab.requests["large"].waits_for == "blocks" and lab.requests["small"].status is Status.WAITING
+    lab.run()
+
+
+def test_who_holds_blocks_gets_on_though_others_are_owed_more() -> None:
+    """Its prompt is under way in the blocks that the other one waits for."""
+    lab = Lab(10, budget=4, rows=8)
+    lab.add("A", prompt(18), 2, tenant=0)
+    lab.step()
+    lab.step()
+    lab.add("B", prompt(18, 1), 2, tenant=1)
+    assert all(lab.step() for _ in range(4))
+    lab.run()
+    assert lab.finished == ["A", "B"]
+
+
+def test_a_prefix_in_flight_of_one_tenant_stops_no_other() -> None:
+    lab = Lab(100, budget=32, rows=8)
+    lab.add("A0", prompt(8), 1, tenant=0)
+    lab.add("A1", prompt(8), 1, tenant=0)
+    lab.add("B", prompt(4, 1), 1, tenant=1)
+    assert slices(lab.step()) == {"A0": 8, "B": 4}
+    lab.run()
+
+
+def test_with_one_tenant_nothing_is_counted_and_the_order_is_that_of_arrival() -> None:
+    for number in (0, 7):
+        lab = Lab(100, budget=8, rows=3)
+        for i in range(9):
+            lab.add(f"{i}", prompt(5, i), 1 + i % 3, tenant=number)
+        while lab.scheduler.has_work:
+            lab.step()
+            assert all(tenant.served == 0 for tenant in lab.scheduler.tenants.present.values())
+        arrived = [e.request_id for e in lab.told(ev.Admitted) if isinstance(e, ev.Admitted)]
+        assert arrived == [f"{i}" for i in range(9)]
+        assert not lab.scheduler.tenants.present
+
+
+def test_a_swapped_request_reserves_nothing_for_those_behind_it() -> None:
+    lab = Lab(8, host=8, budget=8, rows=4, policy=Policy(mode=SWAP.mode))
+    lab.add("A", prompt(6), 8, tenant=0)
+    lab.add("B", prompt(6, 1), 8, tenant=1)
+    lab.add("C", prompt(6, 2), 2, tenant=1)
+    lab.run()
+
+
+def test_a_group_in_need_of_its_host_takes_no_share() -> None:
+    lab = Lab(100, budget=8, rows=8)
+    lab.add("beams", prompt(4), 4, beam=2, tenant=0)
+    lab.step()
+    lab.add("B", prompt(20, 1), 1, tenant=1)
+    lab.plan()
+    assert slices(lab.plan()) == {"B": 8}  # the beams wait for their tokens
+    lab.run(depth=2)
+
+
+# -- sharing, by itself ------------------------------------------------------------------------------------------------
+
+
+def test_filling_raises_the_lowest_first() -> None:
+    assert fill(10, {1: 9, 2: 9}, {1: 0, 2: 4}) == {1: 7, 2: 3}
+    assert fill(3, {1: 9, 2: 9}, {1: 0, 2: 4}) == {1: 3, 2: 0}
+    assert fill(10, {1: 2, 2: 9, 3: 0}, {1: 0, 2: 0, 3: 0}) == {1: 2, 2: 8, 3: 0}
+    assert fill(7, {1: 9, 2: 9}, {1: 0, 2: 0}) == {1: 4, 2: 3}
+    assert fill(0, {1: 9}, {1: 0}) == {1: 0}
+    assert fill(9, {1: 2, 2: 3}, {1: 0, 2: 0}) == {1: 2, 2: 3}
+
+
+def test_filling_is_max_min_fair() -> None:
+    """Nobody could have more without one who is lower having less."""
+    rnd = random.Random(5)
+    for _ in range(500):
+        names = range(rnd.randint(1, 5))
+        amount, wants = rnd.randint(0, 30), {n: rnd.randint(0, 12) for n in names}
+        heights = {n: rnd.randint(0, 20) for n in names}
+        got = fill(amount, wants, heights)
+        assert sum(got.values()) == min(amount, sum(wants.values()))
+        assert all(0 <= got[n] <= wants[n] for n in names)
+        for a in names:
+            for b in names:
+                if got[a] < wants[a] and got[b] > 0:
+                    assert heights[b] + got[b] <= heights[a] + got[a] + 1
+
+
+def test_a_step_is_shared_whole() -> None:
+    tenants = Tenants()
+    tenants.present = {1: Tenant(1, 10), 2: Tenant(2, 0)}
+    assert tenants.shares(20, {1: 2, 2: 4}, {1: 0, 2: 0}) == {1: 5, 2: 15}
+    assert tenants.shares(20, {1: 2, 2: 4}, {1: 0, 2: 12}) == {1: 11, 2: 9}
+    assert level(6, tenants.present.values()) == {1: 0, 2: 6}
+
+
+def test_the_oracle_notices_unfairness() -> None:
+    lab = Lab(100, budget=8, rows=8)
+    lab.add("A", prompt(20), 1, tenant=0)
+    lab.add("B", prompt(20, 1), 1, tenant=1)
+    fairness = Fairness(lab.scheduler)
+    lab.scheduler.tenants.shares = lambda *_: {0: 7, 1: 1}  # type: ignore[method-assign]
+    plan = lab.scheduler.schedule()
+    with pytest.raises(o.Invariant, match="unfair"):
+        fairness.check(plan, Counter())

@@ -1,0 +1,266 @@
+"""What one request may come to, and what it leaves to others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from octavo.core.sampling_params import SamplingParams
+from octavo.engine.beam_search import BeamSearchParams
+from octavo.errors import ParameterError
+from octavo.serve.admission import Admission
+from octavo.serve.problems import Problem
+from octavo.serve.request_limits import RequestLimits
+from octavo.serve.settings import ServeArgs
+
+from .http_lab import run, serving
+from .test_http_server import Process, call
+
+STAYING = contextlib.ExitStack()
+C, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+ANY = RequestLimits(None, None, None, max_model_len=100)
+
+
+def refusal(limits: RequestLimits, params: Any, *lengths: int) -> Problem:
+    with pytest.raises(Problem) as caught:
+        limits.fit(params, lengths)
+    assert (caught.value.status, caught.value.code) == (400, "request_too_large")
+    return caught.value
+
+
+# -- what a request comes to -------------------------------------------------------------------------------------------
+
+
+def test_sequences_are_prompts_by_samples() -> None:
+    limits = RequestLimits(6, None, None, max_model_len=100)
+    limits.fit(SamplingParams(n=3), [5, 5])
+    assert "9 sequences (3 prompts x 3)" in str(refusal(limits, SamplingParams(n=3), 5, 5, 5))
+    assert "at most 6 are allowed (--max-request-sequences); lower n" in str(refusal(limits, SamplingParams(n=7), 5))
+    assert refusal(limits, SamplingParams(n=1, best_of=7), 5).param == "n"
+    assert "lower beam_width" in str(refusal(limits, BeamSearchParams(beam_width=7, max_tokens=1), 5))
+
+
+def test_tokens_are_the_prompts_and_the_outputs_of_all() -> None:
+    limits = RequestLimits(None, 100, None, max_model_len=100)
+    limits.fit(SamplingParams(n=3, max_tokens=30), [10])
+    problem = refusal(limits, SamplingParams(n=3, max_tokens=31), 10)
+    assert "103 tokens, at most 100 are allowed (--max-request-tokens); lower max_tokens" in str(problem)
+    assert problem.param == "max_tokens"
+    refusal(limits, SamplingParams(max_tokens=1), 60, 60)
+    refusal(limits, BeamSearchParams(beam_width=4, max_tokens=30), 10)
+
+
+def test_log_probabilities_are_those_of_all_positions() -> None:
+    limits = RequestLimits(None, None, 100, max_model_len=100)
+    limits.fit(SamplingParams(logprobs=4, max_tokens=10, n=2), [90])
+    assert "110 log-probabilities" in str(refusal(limits, SamplingParams(logprobs=4, max_tokens=11, n=2), 90))
+    limits.fit(SamplingParams(prompt_logprobs=1, max_tokens=60), [50])
+    refusal(limits, SamplingParams(prompt_logprobs=1, max_tokens=1), 51)
+    refusal(limits, SamplingParams(logprobs=0, echo=True, max_tokens=11), 90)
+    limits.fit(SamplingParams(max_tokens=5000), [90, 90, 90])
+    limits.fit(BeamSearchParams(beam_width=2, max_tokens=25, logprobs=1), [50])
+    refusal(limits, BeamSearchParams(beam_width=2, max_tokens=26, logprobs=1), 50)
+
+
+def test_a_default_length_is_cut_to_what_is_allowed_and_a_number_never() -> None:
+    default = SamplingParams(max_tokens=None)
+    assert ANY.fit(default, [40]) is default
+    by_tokens = RequestLimits(None, 50, None, max_model_len=100)
+    assert by_tokens.fit(default, [40]).max_tokens == 10
+    assert by_tokens.fit(SamplingParams(max_tokens=None, n=2), [40]).max_tokens == 5
+    by_logprobs = RequestLimits(None, None, 60, max_model_len=100)
+    assert by_logprobs.fit(SamplingParams(max_tokens=None, logprobs=2), [40]).max_tokens == 20
+    assert by_logprobs.fit(SamplingParams(max_tokens=None, logprobs=0), [40]).max_tokens is None
+    refusal(by_tokens, default, 50)
+    refusal(by_logprobs, SamplingParams(max_tokens=None, prompt_logprobs=5), 40)
+
+
+def test_a_default_length_that_the_cache_cuts_is_left_to_the_engine() -> None:
+    """It knows what fits to a block; a number that does not fit would be refused."""
+    limits = RequestLimits(None, 40_000, None, max_model_len=9000, num_kv_tokens=10_000)
+    wide = SamplingParams(max_tokens=None, n=8)
+    assert limits.fit(wide, [100]) is wide
+
+
+def test_what_the_queue_could_never_take_is_refused_for_good() -> None:
+    limits = ServeArgs(max_num_queued_tokens=50).request_limits(4, 100, 1000)
+    problem = refusal(limits, SamplingParams(max_tokens=1), 51)
+    assert "51 tokens never fit the queue: it takes 50 (--max-num-queued-tokens)" in str(problem)
+    assert ServeArgs(max_num_queued_reqs=0, max_request_sequences=99).request_limits(4, 100, 1000).max_sequences == 4
+
+
+def test_limits_follow_the_size_of_the_server() -> None:
+    limits = ServeArgs().request_limits(128, 8192, 100_000)
+    assert (limits.max_sequences, limits.max_tokens, limits.max_logprobs) == (1024, 400_000, 131_072)
+    assert ServeArgs(max_num_queued_reqs=8).request_limits(4, 100, 10).max_sequences == 6
+    assert ServeArgs(max_num_queued_reqs=0).request_limits(4, 100, 10).max_sequences == 4
+    assert ServeArgs().request_limits(4, 100, 10).max_tokens == 100
+    assert ServeArgs().request_limits(None, 100, None).max_sequences is None
+    asked = ServeArgs(max_request_sequences=7, max_request_tokens=8, max_request_logprobs=9)
+    limits = asked.request_limits(128, 8192, 100_000)
+    assert (limits.max_sequences, limits.max_tokens, limits.max_logprobs) == (7, 8, 9)
+    with pytest.raises(ParameterError, match="max_request_tokens"):
+        ServeArgs(max_request_tokens=0)
+
+
+# -- the queue ---------------------------------------------------------------------------------------------------------
+
+
+def door(several: bool, **limits: int | None) -> Admission:
+    admission = Admission(**{"max_num_seqs": 4, "max_num_queued_reqs": 8, "max_num_queued_tokens": None} | limits)  # type: ignore[arg-type]
+    admission.several = several
+    return admission
+
+
+def enter(admission: Admission, width: int, tokens: int, tenant: int) -> bool:
+    """Whether it is let in; then it stays."""
+    try:
+        STAYING.enter_context(admission.admit(width, tokens, tenant))
+    except Problem as problem:
+        return (problem.status, problem.code) != (429, "queue_full")
+    return True
+
+
+def test_an_idle_server_does_not_take_what_is_beyond_the_queue() -> None:
+    assert not enter(door(False), 13, 1, 0)
+    assert enter(door(False), 12, 1, 0)
+    assert not enter(door(False, max_num_queued_tokens=9), 1, 10, 0)
+
+
+def test_one_key_leaves_room_in_the_queue_for_others() -> None:
+    admission = door(True)
+    assert [enter(admission, 1, 1, 0) for _ in range(7)] == [True] * 6 + [False]
+    assert [enter(admission, 1, 1, 1) for _ in range(4)] == [True] * 3 + [False]
+    assert enter(admission, 1, 1, 2), "a third one still finds a place"
+    assert not admission.is_full
+    alone = door(False)
+    assert [enter(alone, 1, 1, 0) for _ in range(13)] == [True] * 12 + [False]
+    by_tokens = door(True, max_num_queued_tokens=100)
+    assert [enter(by_tokens, 1, 25, 0) for _ in range(3)] == [True, True, False]
+    assert enter(by_tokens, 1, 50, 1), "the first of a key may take all that is free"
+
+
+def test_what_a_tenant_held_is_free_again() -> None:
+    admission = door(True)
+    for _ in range(3):
+        with admission.admit(6, 5, 1) as ticket:
+            assert (admission.num_sequences, admission.num_queued_tokens) == (6, 5)
+            admission.start(ticket)
+        assert (admission.num_sequences, admission.num_queued_tokens) == (0, 0)
+
+
+# -- over HTTP ---------------------------------------------------------------------------------------------------------
+
+
+BEYOND: dict[str, tuple[str, dict[str, Any], str]] = {
+    "prompts": (C, {"prompt": ["a"] * 9, "max_tokens": 1}, "n"),
+    "prompts x n": (C, {"prompt": ["a"] * 3, "n": 3, "max_tokens": 1}, "n"),
+    "tokens": (C, {"prompt": ["a"] * 8, "max_tokens": 90}, "max_tokens"),
+    "logprobs": (C, {"prompt": ["a"] * 4, "logprobs": 19, "max_tokens": 20}, "logprobs"),
+    "prompt_logprobs": (C, {"prompt": ["a" * 60] * 2, "prompt_logprobs": 19, "max_tokens": 1}, "logprobs"),
+    "streamed": (C, {"prompt": ["a"] * 9, "max_tokens": 1, "stream": True}, "n"),
+    "chat": (CHAT, {"messages": [{"role": "user", "content": "a"}], "n": 4, "max_tokens": 110}, "max_tokens"),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_a_request_beyond_a_limit_is_refused_while_the_server_is_idle(model: str, name: str) -> None:
+    path, body, param = BEYOND[name]
+
+    async def main() -> None:
+        limits = {"max_request_sequences": 8, "max_request_tokens": 400, "max_request_logprobs": 1000}
+        async with serving(model, **limits) as server:
+            response = await server.client.post(path, json=body)
+            error = response.json()["error"]
+            assert response.status_code == 400, error
+            assert (error["code"], error["param"]) == ("request_too_large", param)
+            assert "at most" in error["message"] and "(--max-request-" in error["message"]
+            await server.at_rest()
+            await server.complete()
+
+    run(main())
+
+
+def test_a_chat_of_default_length_is_cut_to_the_limit(model: str) -> None:
+    async def main() -> None:
+        async with serving(model, max_request_tokens=60) as server:
+            ask = {"messages": [{"role": "user", "content": "a"}], "ignore_eos": True}
+            usage = (await server.client.post(CHAT, json=ask)).json()["usage"]
+            assert usage["total_tokens"] == 60
+            reply = await server.client.post(RESPONSES, json={"input": "a"})
+            assert reply.json()["usage"]["total_tokens"] <= 60
+
+    run(main())
+
+
+def test_many_prompts_leave_rows_to_a_neighbour(model: str) -> None:
+    """Eight rows, of which one request's prompts have seven at most, however many they are."""
+
+    async def main() -> None:
+        async with serving(model, engine_options={"max_num_seqs": 8}, max_request_tokens=1 << 20) as server:
+            most = 0
+            many = {"prompt": ["abc"] * 30, "max_tokens": 40, "ignore_eos": True}
+            asked = asyncio.ensure_future(server.client.post(C, json=many))
+            while not asked.done():
+                most = max(most, (await server.engine.stats()).num_running)
+                await asyncio.sleep(0)
+            assert len((await asked).json()["choices"]) == 30
+            assert 1 < most <= 7
+            assert [c["index"] for c in asked.result().json()["choices"]] == list(range(30))
+
+    run(main())
+
+
+# -- the whole server, in processes of its own -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_keys(model: str) -> Iterator[str]:
+    options = ("--api-key", "one", "--api-key", "two", "--max-num-seqs", "4", "--max-num-queued-reqs", "12")
+    process = Process(model, *options, "--served-model-name", "tiny", "--max-num-batched-tokens", "64")
+    try:
+        yield process.wait_ready()
+    finally:
+        process.process.kill()
+        process.process.wait()
+        assert process.process.stderr is not None
+        process.process.stderr.close()
+
+
+def test_the_defaults_of_a_server_refuse_a_request_without_measure(two_keys: str) -> None:
+    for body in ({"prompt": ["a"] * 256, "n": 4}, {"prompt": ["a"] * 20}, {"prompt": "a", "n": 3, "best_of": 20}):
+        status, answer = call(f"{two_keys}/v1/completions", body)
+        error = json.loads(answer)["error"]
+        assert status == 400 and error["code"] in ("request_too_large", "integer_out_of_range"), error
+
+
+def test_one_keys_crowd_leaves_room_and_turns_to_another_key(two_keys: str) -> None:
+    """Key one fills its part of the queue; key two is let in, and does not wait for all of that."""
+    url = f"{two_keys}/v1/completions"
+    body = {"prompt": ["abcdefgh" * 8] * 4, "max_tokens": 60, "ignore_eos": True}
+    ended: list[tuple[float, int]] = []
+
+    def crowd() -> None:
+        status = call(url, body, key="one")[0]
+        ended.append((time.monotonic(), status))
+
+    threads = [threading.Thread(target=crowd) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    while not any(status == 429 for _, status in ended) and len(ended) < 5:
+        time.sleep(0.01)
+    status, _ = call(url, {"prompt": "b", "max_tokens": 1}, key="two")
+    at = time.monotonic()
+    for thread in threads:
+        thread.join()
+    assert status == 200
+    statuses = [status for _, status in ended]
+    assert statuses.count(429) >= 2 and statuses.count(200) >= 1, "the crowd of one key filled its part"
+    assert at <= max(end for end, status in ended if status == 200)
