@@ -28,11 +28,13 @@ BUDGETS: dict[str, int] = {
     "runner": 2390,  # 1800, and what requests ask of their logits on a GPU: its own part of it, and the host's; masks
     # and beams from graphs, a draw with the pass behind it; passes that are rehearsed; rows that begin alike; a device
     # that is lost, and what does not fit told with the flag and the value that would do; log-probabilities that land
-    "serve": 4450,  # 1800, the table of parameters, limits before a request, responses, restarts, traces, the viewer,
-    # a document of every route, and what a connection may still say beside its request: an upgrade, trailers, the next
+    "serve": 4610,  # 1800, the table of parameters, limits before a request, responses, restarts, traces, the viewer,
+    # a document of every route, and what a connection may still say beside its request: an upgrade, trailers, the next,
+    # and tenants: whose request it is, what a key sees, and how much it may ask of the engine
     "cluster": 500,
     "simulate": 2770,  # 1800, the nine figures of the paper as a file each, calibration, and pictures without a library
-    "view": 3100,  # 600, the flight recorder and its run again (900), the playground and its lessons (860), attaching
+    "view": 3280,  # 600, the flight recorder and its run again (900), the playground and its lessons (860), attaching,
+    # a tenant's share of each frame, and bounds of a stranger's history
     "view (JavaScript)": 2050,  # 1200, three uses, a canvas up to a million blocks, and no framework to lean on
     "cli": 1890,  # 800, the demo, a program of its own, vLLM's flags, the server, its load, the simulator, view, top,
     # and what is said of an option that has no part

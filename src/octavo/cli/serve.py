@@ -19,6 +19,8 @@ SERVE = {
     "served_model_name": "The model's name in requests; may be repeated, responses have the first.",
     "api_key": "A key that requests must bring; may be repeated. Also from OCTAVO_API_KEY and VLLM_API_KEY.",
     "api_key_file": "A file with keys, one a line.",
+    "admin_key": "A key that sees all requests in /debug and /view, not its own alone. Also from OCTAVO_ADMIN_KEY.",
+    "admin_key_file": "A file with such keys, one a line.",
     "insecure": "Listen beyond this machine without a key.",
     "ssl_keyfile": "TLS: the server's private key.",
     "ssl_certfile": "TLS: its certificate.",
@@ -80,9 +82,12 @@ def serve(
     phases = run.Phases()
     logs.set_up(logs.LogSettings(settings.uvicorn_log_level, as_json=log_format == "json"))
     keys = run.keys_of(settings, [key for name in run.KEY_VARIABLES if (key := os.environ.get(name))])
-    settings.check_exposure(keys)
+    admin_keys = run.keys_of(
+        settings, [key] if (key := os.environ.get(run.ADMIN_KEY_VARIABLE)) else [], name="admin_key"
+    )
+    settings.check_exposure([*keys, *admin_keys])
     if catalog.find(model) is not None and not (Path(model) / "config.json").exists():
         from octavo.cli.models import fetch_model
 
         fetch_model(model)
-    run.run(args, settings, keys, phases)
+    run.run(args, settings, keys, phases, admin_keys=admin_keys)
