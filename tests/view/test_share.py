@@ -90,7 +90,7 @@ class SharedWorld(WatchedWorld):
         ever |= {(block, whole.seal_ids[block]) for block in held & sealed}
         for block in sealed:
             is_own = (block, whole.seal_ids[block]) in ever
-            assert bool(own.seal_ids[block] == whole.seal_ids[block]) == is_own
+            assert own.seal_ids[block] == (whole.seal_ids[block] if is_own else 0)
             assert share.has(block, whole) is (is_own or block in held)
             self.totals["own" if is_own else "others'"] += 1
         fresh = Picture(share.snapshot(whole))

@@ -55,7 +55,7 @@ class Share:
         told = np.nonzero(is_sealed & (self._seals != 0) & (self._seals == picture.seal_ids))[0]
         return msgspec.structs.replace(
             whole,
-            seals=_seals(picture, told),
+            seals=_seals(picture, told, told[:0]),
             requests=self._requests(whole.requests),
             sequences=[view for view in whole.sequences if view.uid in self._uids],
             events=self._events(whole.events, picture),
@@ -65,10 +65,10 @@ class Share:
         """The next delta, as the reader sees it. It counts as a frame also where there is nothing in it."""
         before, self._uids = self._uids, self._own_uids(picture)
         events = self._events(delta.events, picture)  # evictions tell of seals before they are replaced
-        new = self._new_seals(picture)
+        lost, new = self._lost_seals(delta.seals, picture), self._new_seals(picture)
         return msgspec.structs.replace(
             delta,
-            seals=_seals(picture, new) if len(new) else None,
+            seals=_seals(picture, new, lost) if len(new) + len(lost) else None,
             requests=self._requests(delta.requests),
             sequences=[view for view in delta.sequences if view.uid in self._uids],
             tables=[change for change in delta.tables if change.uid in self._uids],
@@ -107,6 +107,13 @@ class Share:
                 shown.append(event)
         return shown
 
+    def _lost_seals(self, seals: Seals | None, picture: Picture) -> np.ndarray:
+        """Blocks that were the reader's in the cache, and are sealed anew by now."""
+        changed = np.frombuffer(b"" if seals is None else seals.block_ids, dtype="<u4")
+        lost: np.ndarray = changed[(self._seals[changed] != 0) & (self._seals[changed] != picture.seal_ids[changed])]
+        self._seals[lost] = 0
+        return lost
+
     def _new_seals(self, picture: Picture) -> np.ndarray:
         """Sealed blocks of the reader's whose seals it was not told; they are told now."""
         own = _held(picture, self._uids)
@@ -125,11 +132,14 @@ def _held(picture: Picture, uids: set[int]) -> np.ndarray:
     return held
 
 
-def _seals(picture: Picture, blocks: np.ndarray) -> Seals:
+def _seals(picture: Picture, blocks: np.ndarray, lost: np.ndarray) -> Seals:
+    """Of `blocks`; those of `lost` blocks are 0, unless they stand in both."""
+    lost = np.setdiff1d(lost, blocks)
+    none = bytes(8 * len(lost))
     return Seals(
-        blocks.astype("<u4").tobytes(),
-        picture.seal_ids[blocks].astype("<f8").tobytes(),
-        picture.parent_ids[blocks].astype("<f8").tobytes(),
+        np.concatenate([blocks, lost]).astype("<u4").tobytes(),
+        picture.seal_ids[blocks].astype("<f8").tobytes() + none,
+        picture.parent_ids[blocks].astype("<f8").tobytes() + none,
     )
 
 
