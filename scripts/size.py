@@ -30,12 +30,13 @@ BUDGETS: dict[str, int] = {
     "runner": 2390,  # 1800, and what requests ask of their logits on a GPU: its own part of it, and the host's; masks
     # and beams from graphs, a draw with the pass behind it; passes that are rehearsed; rows that begin alike; a device
     # that is lost, and what does not fit told with the flag and the value that would do; log-probabilities that land
-    "serve": 4570,  # 1800, the table of parameters, limits before a request and on the whole of it, responses, restarts,
+    "serve": 4900,  # 1800, the table of parameters, limits before a request and on the whole of it, responses, restarts,
     # traces, the viewer, a document of every route, what a connection may still say beside its request (an upgrade,
-    # trailers, the next), and a queue that keys share
+    # trailers, the next), a queue that keys share, and tenants: whose request it is, what a key sees and may ask for
     "cluster": 500,
     "simulate": 2770,  # 1800, the nine figures of the paper as a file each, calibration, and pictures without a library
-    "view": 3125,  # 600, the flight recorder and its run again (900), the playground and its lessons (860), attaching
+    "view": 3300,  # 600, the flight recorder and its run again (900), the playground and its lessons (860), attaching,
+    # a tenant's share of each frame, and bounds of a stranger's history
     "view (JavaScript)": 2050,  # 1200, three uses, a canvas up to a million blocks, and no framework to lean on
     "cli": 2000,  # 800, the demo, a program of its own, vLLM's flags, the server, its load, the simulator, view, top,
     # what is said of an option that has no part, a check of the environment and of the model, options given once

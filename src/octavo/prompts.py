@@ -212,8 +212,10 @@ class Prompts:
 
     @property
     def make_detokenizer(self) -> MakeDetokenizer | None:
-        """What the engine calls for each sequence of a request; None without a tokenizer. Take one for each request: its
-        sequences share what its stop strings come to."""
+        """What the engine calls for each sequence of a request; None without a tokenizer.
+
+        Take one for each request: its sequences share the automaton of its stop strings.
+        """
         tokenizer = self._tokenizer
         if tokenizer is None:
             return None

@@ -84,6 +84,7 @@ async def serving(
     model: str,
     *,
     keys: tuple[str, ...] = (),
+    admin_keys: tuple[str, ...] = (),
     engine_options: dict[str, Any] | None = None,
     tracing: Tracing | None = None,
     **settings: Any,
@@ -95,7 +96,7 @@ async def serving(
         limits = Limits(args.max_num_seqs, args.max_logprobs, args.scheduling_policy == "priority")
         serve_args = ServeArgs(**({"served_model_name": [NAME]} | settings))
         service = Service(engine, serve_args, model, limits, tracing)
-        app = App(service, Keys(keys))
+        app = App(service, Keys(keys, admin_keys))
         transport = httpx.ASGITransport(app.asgi, raise_app_exceptions=True)
         headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:

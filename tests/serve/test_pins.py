@@ -118,6 +118,6 @@ def test_the_files_of_a_server(tmp_path: Path) -> None:
 def test_each_tenant_has_a_prefix_of_its_own() -> None:
     """What goes on behind a pin is found under it; two who shared one could tell by the time what the other says."""
     keys = Keys(["one", "two"])
-    salts = {salt_of(keys.salt(found)) for key in (b"one", b"two") if (found := keys.find(key))}
+    salts = {salt_of(found.salt) for key in (b"one", b"two") if (found := keys.find(key))}
     assert len(salts) == 2 and salts == {salt_of(salt) for salt in keys.salts()}
     assert Keys([]).salts() == Keys(["one"]).salts() == {b""} and salt_of(b"") == b""

@@ -128,10 +128,11 @@ def test_text_is_shown_only_where_the_server_allows_it(model: str) -> None:
     async def main() -> None:
         async with serving(model) as server:
             assert (await server.client.get("/view/config")).json() == {
-                "uses": ["playground", "live"],
+                "uses": ["live"],
                 "title": "tiny",
                 "version": server.app.fastapi.version,
                 "text": False,
+                "only_own": False,
             }
             listener = Listener(server.app.asgi)
             await listener.read()
@@ -149,7 +150,7 @@ def test_text_is_shown_only_where_the_server_allows_it(model: str) -> None:
 def test_nothing_without_the_key(model: str) -> None:
     async def main() -> None:
         async with serving(model, keys=(KEY,)) as server:
-            paths = ["", "/", "/config", "/play/lessons", "/events", "/blocks/1", "/static/index.html"]
+            paths = ["", "/", "/config", "/play", "/events", "/blocks/1", "/static/index.html"]
             for path in paths:
                 answer = await server.client.get(f"/view{path}", headers={"authorization": ""})
                 assert answer.status_code == 401, path

@@ -59,8 +59,11 @@ def browser() -> Iterator[Any]:
 class Window:
     """A page that is open. At its end nothing may have gone wrong in it, and nothing may have come from elsewhere."""
 
-    def __init__(self, browser: Any, url: str, *, size: tuple[int, int] = SIZES[0], dark: bool = False) -> None:
+    def __init__(
+        self, browser: Any, url: str, *, size: tuple[int, int] = SIZES[0], dark: bool = False, key: str | None = None
+    ) -> None:
         self.page = browser.new_page(
+            http_credentials=None if key is None else {"username": "anybody", "password": key},
             viewport={"width": size[0], "height": size[1]},
             color_scheme="dark" if dark else "light",
             reduced_motion="reduce",
@@ -154,9 +157,10 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 class Busy(threading.Thread):
     """A server with a tiny model, in a loop of its own, that can be given work."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, keys: tuple[str, ...] = (), admin_keys: tuple[str, ...] = ()) -> None:
         super().__init__(daemon=True)
         self.model, self.url = model, ""
+        self.keys, self.admin_keys = keys, admin_keys
         self.ready = threading.Event()
         self.leave = threading.Event()
 
@@ -165,7 +169,9 @@ class Busy(threading.Thread):
 
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
-        async with serving(self.model, engine_options={"num_gpu_blocks_override": 96, "max_num_seqs": 8}) as server:
+        options = {"num_gpu_blocks_override": 96, "max_num_seqs": 8}
+        keys, admin_keys = self.keys, self.admin_keys
+        async with serving(self.model, engine_options=options, keys=keys, admin_keys=admin_keys) as server:
             self.server: Server = server
             listening = uvicorn.Server(uvicorn.Config(server.app.asgi, lifespan="off", log_config=None))
             with contextlib.closing(bind("127.0.0.1", 0)) as sock:
@@ -192,6 +198,26 @@ class Busy(threading.Thread):
             await asyncio.gather(*asks)
 
         return asyncio.run_coroutine_threadsafe(work(), self.loop)
+
+    @contextlib.contextmanager
+    def kept_busy(self, *keys: str) -> Iterator[None]:
+        """One long request of each of these keys after the other."""
+        asked = {"prompt": "Once upon a time", "max_tokens": 100, "ignore_eos": True, "n": 2}
+        enough = threading.Event()
+
+        async def work(key: str) -> None:
+            headers = {"authorization": f"Bearer {key}"}
+            while not enough.is_set():
+                answer = await self.server.client.post("/v1/completions", json=asked, headers=headers)
+                assert answer.status_code == 200
+
+        running = [asyncio.run_coroutine_threadsafe(work(key), self.loop) for key in keys]
+        try:
+            yield
+        finally:
+            enough.set()
+            for each in running:
+                each.result(WAIT_MS / 1000)
 
     def stats(self) -> dict[str, Any]:
         async def ask() -> dict[str, Any]:
@@ -420,6 +446,49 @@ def test_live_equals_the_pool_for_long(browser: Any, busy: Busy) -> None:
             assert shown.js("octavoView.summary().stats") == wanted
             num_rests += 1
         print(f"{num_moments} moments, {num_lost} times lost, {num_rests} times at rest")
+
+
+@pytest.fixture(scope="module")
+def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Busy]:
+    from tests.engine.models import make_talking_checkpoint
+
+    server = Busy(str(make_talking_checkpoint(tmp_path_factory.mktemp("talking"))), ("sk-1", "sk-2"), ("sk-admin",))
+    server.start()
+    assert server.ready.wait(WAIT_MS / 1000)
+    yield server
+    server.leave.set()
+    server.join(WAIT_MS / 1000)
+
+
+@pytest.mark.parametrize("size", [SIZES[0], SIZES[-1]], ids=["desk", "phone"])
+def test_a_tenant_sees_its_own_and_that_others_use_blocks(
+    browser: Any, tenants: Busy, size: tuple[int, int], tmp_path: Path
+) -> None:
+    pool = "octavoView.stage.pool"
+    others = f"[...Array(97).keys()].filter((block) => {pool}.refs[block] && {pool}.owner[block] < 0)"
+    with (
+        window(browser, tenants.url, key="sk-1", size=size) as own,
+        window(browser, tenants.url, key="sk-admin", size=size) as admin,
+    ):
+        with tenants.kept_busy("sk-1", "sk-2"):
+            admin.until("octavoView.stage.pool.lines.running.length === 2")
+            own.js("document.querySelector('input[value=owner]').click()")
+            own.until(f"octavoView.stage.pool.lines.running.length === 1 && {others}.length")
+            facts = "[...document.querySelectorAll('#facts dd')].map((each) => each.textContent)"
+            own.until(
+                f"{others}.length && (octavoView.stage.grid.pick({others}[0]), octavoView.stage.paint(), "
+                f"{facts}.includes('another tenant'))"
+            )
+            own.page.screenshot(path=tmp_path / "own.png", full_page=True)
+            admin.page.screenshot(path=tmp_path / "admin.png", full_page=True)
+        assert own.page.is_visible("#only-own") and not admin.page.is_visible("#only-own")
+        assert not own.page.is_visible("nav a[data-use=playground]") and own.page.is_visible("nav a[data-use=live]")
+        assert own.js("document.documentElement.scrollWidth <= innerWidth")
+        own.until("octavoView.stage.pool.counts.running === 0")
+        said = own.js("octavoView.stage.pool.events.map((event) => event.request_id)")
+        tenant = tenants.server.app.asgi._keys.find(b"sk-1")
+        assert tenant is not None and not tenant.sees_all
+        assert any(said) and all(name is None or tenant.sees(name) for name in said)
 
 
 def test_live_comes_back_after_the_stream_was_lost(browser: Any, busy: Busy) -> None:

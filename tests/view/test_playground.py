@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections import Counter
@@ -13,7 +14,17 @@ import pytest
 from octavo.core.request import Status
 from octavo.errors import ParameterError
 from octavo.view.lessons import LESSONS, LessonStep
-from octavo.view.playground import MOST_TOKENS, NUM_KEPT, Playground, Playgrounds, Pool
+from octavo.view.playground import (
+    MAX_HELD_TOKENS,
+    MAX_WORK,
+    MOST_PHASES,
+    MOST_TOKENS,
+    NUM_KEPT,
+    Playground,
+    Playgrounds,
+    Pool,
+    RefusedError,
+)
 
 STEPS = [pytest.param(step, id=f"{lesson.id}-{i}") for lesson in LESSONS for i, step in enumerate(lesson.steps, 1)]
 
@@ -220,3 +231,29 @@ def test_random_play_keeps_the_rules() -> None:
     verbs_done = {verb for verb, done in verbs if done}
     assert verbs_done == set(Playground(Pool.parse("1x1"))._actions)
     assert {verb for verb, done in verbs if not done} >= {"new", "append", "fork", "beam", "preempt", "resume"}
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        "4096x16;share,65536;fork,A,63;preempt,A,recompute;resume,A",
+        "4096x16;share,65536" + ";preempt,A,recompute;resume,A" * 100,
+        "4096x16;share,65000" + ";preempt,A,swap;resume,A" * 100,
+        "4096x16;share,30000;fork,A,7" + ";preempt,A,swap;resume,A" * 200,
+        "4096x16" + ";share,30000,0" * 60,
+        "4096x1;new,4000;fork,A,15" + ";beam,A,16,6" * 100,
+        "4096x1" + ";new,4" * 40 + ";beam,A,16,100" * 100,
+        "4096x16" + ";fill" + ";forget" * 400,
+    ],
+)
+def test_the_work_and_memory_of_a_history_are_bounded(history: str) -> None:
+    """A link is a stranger's. Each of these took seconds, or hundreds of megabytes."""
+    playground = Playground(Pool.parse(history.partition(";")[0]))
+    with contextlib.suppress(RefusedError, ParameterError):
+        for action in history.split(";")[1:]:
+            playground.do(action)
+    assert playground._work <= MAX_WORK + MOST_TOKENS
+    assert sum(len(sequence.token_ids) for sequence in playground.sequences.values()) <= MAX_HELD_TOKENS
+    assert len(playground.phases) <= MOST_PHASES
+    with contextlib.suppress(ParameterError):
+        assert Playgrounds().answer(history)["done"]

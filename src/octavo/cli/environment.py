@@ -13,7 +13,9 @@ from octavo.errors import UsageError, cut
 
 SERVER_KEYS = ("OCTAVO_API_KEY", "VLLM_API_KEY")
 """The server's keys. A request must bring one of them."""
-KNOWN = (*SERVER_KEYS, "OCTAVO_CACHE", "OCTAVO_DEBUG", "OCTAVO_NATIVE")
+ADMIN_KEY = "OCTAVO_ADMIN_KEY"
+"""The key that sees the requests of all."""
+KNOWN = (*SERVER_KEYS, ADMIN_KEY, "OCTAVO_CACHE", "OCTAVO_DEBUG", "OCTAVO_NATIVE")
 TESTS = re.compile(r"OCTAVO_(TEST|FUZZ|SOAK)_\w+|OCTAVO_(CHROMIUM|AXE)")
 """Variables of our own tests."""
 SERVICE_LINK = re.compile(r"OCTAVO(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
@@ -30,7 +32,9 @@ def check_environment(environment: Mapping[str, str], *, for_server: bool) -> li
     is not ours to judge, unless it resembles VLLM_API_KEY.
     """
     problems = [
-        f"{name} is set, but empty; give a key, or unset it" for name in SERVER_KEYS if not environment.get(name, "-")
+        f"{name} is set, but empty; give a key, or unset it"
+        for name in (*SERVER_KEYS, ADMIN_KEY)
+        if not environment.get(name, "-")
     ]
     warnings = []
     for name, meant in _strangers(environment):

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo.cli.environment import SERVER_KEYS
+from octavo.cli.environment import ADMIN_KEY, SERVER_KEYS
 from octavo.cli.models import check, fetch_model, is_named
 from octavo.cli.options import DEFAULT_MODEL, ENGINE, options_of
 from octavo.config import EngineArgs
@@ -20,6 +20,8 @@ SERVE = {
     "served_model_name": "The model's name in requests; may be repeated, responses have the first.",
     "api_key": "A key that requests must bring; may be repeated. Also from OCTAVO_API_KEY and VLLM_API_KEY.",
     "api_key_file": "A file with keys, one a line.",
+    "admin_key": "A key that sees all requests in /debug and /view, not its own alone. Also from OCTAVO_ADMIN_KEY.",
+    "admin_key_file": "A file with such keys, one a line.",
     "insecure": "Listen beyond this machine without a key.",
     "ssl_keyfile": "TLS: the server's private key.",
     "ssl_certfile": "TLS: its certificate.",
@@ -87,7 +89,8 @@ def serve(
     phases = run.Phases()
     logs.set_up(logs.LogSettings(settings.uvicorn_log_level, as_json=log_format == "json"))
     keys = run.keys_of(settings, [key for name in SERVER_KEYS if (key := os.environ.get(name))])
-    settings.check_exposure(keys)
+    admin_keys = run.keys_of(settings, [key] if (key := os.environ.get(ADMIN_KEY)) else [], name="admin_key")
+    settings.check_exposure([*keys, *admin_keys])
     if is_named(model):
         fetch_model(model)
-    run.run(args, settings, keys, phases)
+    run.run(args, settings, keys, phases, admin_keys=admin_keys)

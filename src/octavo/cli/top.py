@@ -30,7 +30,9 @@ LOOK_S = 2.0
 def top(
     url: Annotated[str, typer.Argument(help="The server.")] = "http://127.0.0.1:8000",
     *,
-    api_key: Annotated[str | None, typer.Option(help="One of its keys; also from OCTAVO_API_KEY.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="One of its keys; else OCTAVO_ADMIN_KEY or OCTAVO_API_KEY.")
+    ] = None,
     once: Annotated[bool, typer.Option(help="Look once, and leave; so it is without a terminal.")] = False,
 ) -> None:
     """Watch a server: throughput, queues, memory, the largest requests, and why the first in line waits."""
@@ -39,7 +41,7 @@ def top(
 
     if not is_address(url):
         raise ParameterError(f"{url!r} is no address of a server; it looks like http://127.0.0.1:8000", param="url")
-    key = api_key or os.environ.get("OCTAVO_API_KEY")
+    key = api_key or os.environ.get("OCTAVO_ADMIN_KEY") or os.environ.get("OCTAVO_API_KEY")
     console = Console()
     if once or not console.is_terminal:
         until, picture = time.monotonic() + LOOK_S, None

@@ -24,6 +24,7 @@ from octavo.serve.hosts import Hosts
 from octavo.serve.problems import Problem, bad, not_found
 from octavo.serve.problems import of as problem_of
 from octavo.serve.protocol import Ask
+from octavo.serve.questions import SharedAnswer, Turns
 from octavo.serve.responses import FIELDS as RESPONSE_FIELDS
 from octavo.serve.responses import ResponseEvents, blamed, to_chat
 from octavo.serve.service import Encoded, Service
@@ -60,6 +61,7 @@ class App:
         self.running: set[Running] = set()
         self.bodies = BodyWorker()
         service.admission.several = keys is not None and len(keys) > 1
+        self._turns, self._kv = Turns(), SharedAnswer(service.backend.debug_kv)
         settings = service.settings
         app = FastAPI(
             title="Octavo",
@@ -87,6 +89,7 @@ class App:
         self._add(app, "GET", "/debug/kv", self.debug_kv)
         for method, path, handler in self._view(service).routes():
             self._add(app, method, path, handler, streams=path == EVENTS)
+        self._add(app, "POST", "/view/play", self.no_playground)
         for path in ELSEWHERE:
             self._add(app, "POST", path, self.elsewhere)
         app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
@@ -101,18 +104,18 @@ class App:
             hosts=Hosts.of(settings.allowed_hosts, host=settings.host, uds=settings.uds, has_keys=bool(keys)),
         )
 
-    @staticmethod
-    def _view(service: Service) -> View:
+    def _view(self, service: Service) -> View:
         text_of: Callable[[list[int]], str] | None = None
         if service.settings.view_text:
             text_of = functools.partial(service.tokenizer.decode, skip_special_tokens=False)
-        return View(service.names[0], hub=Hub(service.backend.look), text_of=text_of)
+        hub = Hub(service.backend.look)
+        return View(service.names[0], hub=hub, text_of=text_of, turns=self._turns, playground=False)
 
     def _add(self, app: FastAPI, method: str, path: str, handler: Handler, *, streams: bool = False) -> None:
         def body_limit() -> int:
             return self.service.settings.body_limit(self.service.backend.max_model_len)
 
-        reads = method == "POST" and handler != self.elsewhere
+        reads = method == "POST" and handler not in (self.elsewhere, self.no_playground)
         endpoint = Endpoint(
             path,
             handler,
@@ -164,7 +167,7 @@ class App:
     async def _chunks(
         self, exchange: Exchange, ask: Ask, name: str, prompts: Sequence[Encoded], answer: Answer
     ) -> AsyncGenerator[Any, None]:
-        run = self.service.run(ask, prompts, name, exchange.salt, exchange.trace, exchange.tenant)
+        run = self.service.run(ask, prompts, name, exchange.salt, exchange.trace, exchange.tenant.number)
         async with contextlib.aclosing(run) as outputs:
             async for i, output in outputs:
                 for choice in answer.take(i, output):
@@ -195,7 +198,9 @@ class App:
     ) -> AsyncGenerator[Any, None]:
         answer, reason, has_begun = self.service.chat_answer(ask, "", prompt), None, False
         try:
-            run = self.service.run(ask, [prompt], making.response["id"], exchange.salt, exchange.trace, exchange.tenant)
+            run = self.service.run(
+                ask, [prompt], making.response["id"], exchange.salt, exchange.trace, exchange.tenant.number
+            )
             async with contextlib.aclosing(run) as outputs:
                 async for i, output in outputs:
                     if not has_begun:
@@ -311,14 +316,23 @@ class App:
         return Reply(text, content_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def debug_request(self, exchange: Exchange) -> Reply:
-        name = exchange.path_params["id"]
+        name, tenant = exchange.path_params["id"], exchange.tenant
         for known in (name, f"chatcmpl-{name}", f"cmpl-{name}", f"resp_{name}"):
-            if (found := await self.service.backend.debug_request(known)) is not None:
-                return as_json(found)
+            if not tenant.sees(known):  # as if there were none
+                continue
+            async with self._turns.of(tenant):
+                found = await self.service.backend.debug_request(known)
+            if found is not None:
+                return as_json(tenant.request(found))
         raise not_found("request of this id that still runs or ran of late", "id")
 
     async def debug_kv(self, exchange: Exchange) -> Reply:
-        return as_json(await self.service.backend.debug_kv())
+        return as_json(exchange.tenant.kv(await self._kv.get()))
+
+    async def no_playground(self, exchange: Exchange) -> Reply:
+        """A history is work and memory that a caller sizes, and no part of serving."""
+        text = "a server has no playground; run `octavo view` on a machine of your own"
+        raise Problem(404, "unsupported_endpoint", text)
 
     async def elsewhere(self, exchange: Exchange) -> Reply:
         raise Problem(404, "unsupported_endpoint", "the model generates text; there is /v1/completions and chat")

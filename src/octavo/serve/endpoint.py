@@ -20,6 +20,7 @@ import msgspec
 
 from octavo.serve.body_worker import BodyWorker
 from octavo.serve.problems import Problem, of
+from octavo.serve.tenants import ANYONE, Tenant
 
 logger = logging.getLogger("octavo.serve")
 
@@ -45,21 +46,24 @@ class Exchange:
     """A request and its state.
 
     request_id  our own, which names it in the engine, in logs, and in the response's id
-    salt        of the tenant that the key belongs to
-    tenant      its number, by which the scheduler shares and the queue counts; from the key alone
+    tenant      the holder of its key
     route       the path's pattern, once it is known
     ending      why the server ends it, if it does
     """
 
     scope: Scope
     request_id: str
-    salt: bytes = b""
-    tenant: int = 0
+    tenant: Tenant = ANYONE
     route: str = ""
     body: dict[str, Any] = field(default_factory=dict)
     status: int = 0
     streaming: Stream | None = None
     ending: Problem | None = None
+
+    @property
+    def salt(self) -> bytes:
+        """Of its tenant."""
+        return self.tenant.salt
 
     @property
     def path_params(self) -> Mapping[str, str]:

@@ -11,10 +11,12 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from octavo.errors import ParameterError
 from octavo.serve.endpoint import Exchange, Message, Receive, Scope, Send, new_request_id, send_problem
 from octavo.serve.hosts import Hosts
 from octavo.serve.metrics import Metrics
 from octavo.serve.problems import Problem, internal
+from octavo.serve.tenants import ANYONE, Tenant
 
 access_log = logging.getLogger("octavo.access")
 logger = logging.getLogger("octavo.serve")
@@ -24,36 +26,48 @@ MAX_ID_CHARS = 128
 
 
 class Keys:
-    """The keys of a server, as digests. Comparing takes the same time whichever matches, and if none does."""
+    """The keys of a server, as digests. Comparing takes the same time whichever matches, and if none does.
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = list(dict.fromkeys(_digest(key.encode()) for key in keys))
+
+    The holder of the only key is the operator. Of several keys, only those in `admin_keys` see the requests of others.
+    Holders of different keys share no blocks: the time to a first token would tell one what another asks.
+    """
+
+    def __init__(self, keys: Sequence[str], admin_keys: Sequence[str] = ()) -> None:
+        own, admin = (list(dict.fromkeys(_digest(key.encode()) for key in some)) for some in (keys, admin_keys))
+        if set(own) & set(admin):
+            raise ParameterError("a key is both an api_key and an admin_key; choose another one", param="admin_key")
+        is_only = len(own) + len(admin) == 1
+        self._tenants = {
+            digest: Tenant(b"" if is_only else digest[:16], sees_all=is_only or digest in admin, number=number)
+            for number, digest in enumerate(own + admin)
+        }
+        tenants = sorted((self._tenants[digest] for digest in own or admin), key=lambda tenant: tenant.salt)
+        self.users = tuple(tenants or [ANYONE])
+        """Those that are expected to send prompts: an admin only where there is no other key."""
 
     def __bool__(self) -> bool:
-        return bool(self._digests)
+        return bool(self._tenants)
 
-    def find(self, key: bytes) -> bytes | None:
-        """The digest of a key that is one of ours."""
+    @property
+    def has_operator(self) -> bool:
+        """Whether some caller sees the requests of all."""
+        return not self._tenants or any(tenant.sees_all for tenant in self._tenants.values())
+
+    def find(self, key: bytes) -> Tenant | None:
+        """The holder of a key that is one of ours."""
         digest, found = _digest(key), None
-        for known in self._digests:
+        for known, tenant in self._tenants.items():
             if hmac.compare_digest(known, digest):
-                found = known
+                found = tenant
         return found
 
     def __len__(self) -> int:
-        return len(self._digests)
-
-    def number(self, digest: bytes) -> int:
-        """Of the tenant who holds this key, from 0."""
-        return self._digests.index(digest)
+        return len(self._tenants)
 
     def salts(self) -> set[bytes]:
-        """Those of all who may come."""
-        return {self.salt(digest) for digest in self._digests} or {b""}
-
-    def salt(self, digest: bytes) -> bytes:
-        """Holders of different keys share no blocks: the time to a first token would tell one what another asks."""
-        return digest[:16] if len(self._digests) > 1 else b""
+        """Those of `users`."""
+        return {tenant.salt for tenant in self.users}
 
 
 def _digest(key: bytes) -> bytes:
@@ -89,8 +103,7 @@ class Guard:
             return
         exchange = Exchange(scope, new_request_id())
         scope.setdefault("state", {})["exchange"] = exchange
-        shown_id = printable_id(dict(scope["headers"]).get(b"x-request-id", b"")) or exchange.request_id
-        extra = [(b"x-request-id", shown_id.encode("ascii")), *self._cors(exchange)]
+        cors = self._cors(exchange)
         begin = time.monotonic()
         has_begun = False
 
@@ -99,6 +112,8 @@ class Guard:
             if message["type"] == "http.response.start":
                 has_begun = True
                 exchange.status = exchange.status or message["status"]
+                shown_id = printable_id(dict(scope["headers"]).get(b"x-request-id", b"")) or exchange.request_id
+                extra = [(b"x-request-id", shown_id.encode("ascii")), *cors]
                 message["headers"] = [*message.get("headers", ()), *extra]
             await send(message)
 
@@ -138,9 +153,8 @@ class Guard:
         if len(given) == 1:
             scheme, _, key = given[0].partition(b" ")
             key = key.strip() if scheme.lower() == b"bearer" else _password(key) if for_view else b""
-            if (digest := self._keys.find(key)) is not None:
-                exchange.salt = self._keys.salt(digest)
-                exchange.tenant = self._keys.number(digest)
+            if (tenant := self._keys.find(key)) is not None:
+                exchange.tenant, exchange.request_id = tenant, tenant.new_request_id()
                 return None
         text = "this server wants an API key: Authorization: Bearer KEY"
         scheme_asked = 'Basic realm="octavo", charset="UTF-8"' if for_view else "Bearer"

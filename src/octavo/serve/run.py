@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import uvloop
 
@@ -51,24 +51,27 @@ class Phases:
         return "start-up: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in rows)
 
 
-def keys_of(settings: ServeArgs, environment: Sequence[str] = ()) -> list[str]:
-    """Every key that the options and the environment name. Raises `ParameterError` for one that cannot be one."""
-    keys = [*settings.api_key, *environment]
-    if settings.api_key_file is not None:
-        path = Path(settings.api_key_file)
+def keys_of(
+    settings: ServeArgs, environment: Sequence[str] = (), *, name: Literal["api_key", "admin_key"] = "api_key"
+) -> list[str]:
+    """Every key of this option, of its file, and of the environment. Raises `ParameterError` for one that cannot be
+    one."""
+    keys, file = [*getattr(settings, name), *environment], f"{name}_file"
+    if (given := getattr(settings, file)) is not None:
+        path = Path(given)
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
             mode = path.stat().st_mode
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-            raise ParameterError(f"cannot read api_key_file {path}: {reason}", param="api_key_file") from None
+            raise ParameterError(f"cannot read {file} {path}: {reason}", param=file) from None
         if mode & 0o077:
             logger.warning("%s can be read by other users; chmod 600 keeps its keys", path)
         keys += [line.strip() for line in lines if line.strip()]
         if not any(line.strip() for line in lines):
-            raise ParameterError(f"{path} has no key in it; write one a line", param="api_key_file")
+            raise ParameterError(f"{path} has no key in it; write one a line", param=file)
     for key in keys:
-        check_key(key)
+        check_key(key, name)
     return keys
 
 
@@ -99,14 +102,17 @@ async def serve(
     settings: ServeArgs,
     *,
     keys: Sequence[str] = (),
+    admin_keys: Sequence[str] = (),
     phases: Phases | None = None,
 ) -> None:
     """Serve until told to leave. The address is taken before anything is loaded; nothing is left when this returns."""
     phases = phases or Phases()
-    settings.check_exposure(keys)
+    settings.check_exposure([*keys, *admin_keys])
     settings.check_tls()
     connections_of(raised_file_limit())
-    known, prefixes = Keys(keys), prefixes_of(settings)
+    known, prefixes = Keys(keys, admin_keys), prefixes_of(settings)
+    if not known.has_operator:
+        logger.warning("several API keys and no admin key: /debug and /view show each key its own requests alone")
     tracing = None
     if settings.otlp_traces_endpoint is not None:
         tracing = Tracing.to(settings.otlp_traces_endpoint, (*settings.served_model_name, args.model)[0])
@@ -128,9 +134,8 @@ async def serve(
             service.metrics.config({"block_size": kv.block_size, "num_gpu_blocks": kv.num_blocks})
             app = App(service, known)
             for name, prefix in prefixes.items():
-                for salt in sorted(known.salts()):
-                    tenant = f" {salt.hex()[:8]}" if salt else ""
-                    await backend.pin_prefix(prefix, name + tenant, salt=salt_of(salt))
+                for tenant in known.users:
+                    await backend.pin_prefix(prefix, tenant.pin_name(name), salt=salt_of(tenant.salt))
             if prefixes:
                 phases.done("prefixes")
             if args.flight_recorder is not None:
@@ -192,7 +197,14 @@ def limits_of(args: EngineArgs, summary: Mapping[str, Any], num_kv_tokens: int) 
     )
 
 
-def run(args: EngineArgs, settings: ServeArgs, keys: Sequence[str] = (), phases: Phases | None = None) -> None:
+def run(
+    args: EngineArgs,
+    settings: ServeArgs,
+    keys: Sequence[str] = (),
+    phases: Phases | None = None,
+    *,
+    admin_keys: Sequence[str] = (),
+) -> None:
     """`serve` on a loop of its own. Raises `OctavoError` for what keeps it from starting."""
 
     async def until_told() -> None:
@@ -200,7 +212,7 @@ def run(args: EngineArgs, settings: ServeArgs, keys: Sequence[str] = (), phases:
         assert task is not None
         # While it starts; once it serves, `HTTPServer` has its own way. Ctrl-C does the same without our help.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        await serve(args, settings, keys=keys, phases=phases)
+        await serve(args, settings, keys=keys, admin_keys=admin_keys, phases=phases)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:

@@ -28,6 +28,9 @@ class ServeArgs(Checked):
     served_model_name            names that requests may use; responses have the first. Default: the model as given
     api_key                      keys, one of which every request but /health and /ready must bring
     api_key_file                 more of them, one a line; a file is not seen in the list of processes
+    admin_key                    keys whose holders see all requests in /debug and /view; others see their own. The
+                                 holder of the only key sees all without
+    admin_key_file               more of them, one a line
     insecure                     listen beyond loopback without a key
     ssl_keyfile, ssl_certfile    TLS: the server's key and certificate
     ssl_ca_certs                 authorities of which clients must bring a certificate
@@ -73,6 +76,8 @@ class ServeArgs(Checked):
     served_model_name: Sequence[str] = ()
     api_key: Sequence[str] = ()
     api_key_file: str | None = None
+    admin_key: Sequence[str] = ()
+    admin_key_file: str | None = None
     insecure: bool = False
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
@@ -120,16 +125,18 @@ class ServeArgs(Checked):
         self._choice("unknown_params", ("refuse", "warn"))
         self._choice("tool_call_parser", ("auto", "hermes", "llama3_json", "none"))
         self._choice("reasoning_parser", ("auto", "think", "none"))
-        for name in ("served_model_name", "api_key", "disable_access_log_for_endpoints", "allowed_origins"):
+        for name in ("served_model_name", "api_key", "admin_key", "allowed_origins"):
             self._set(name, self._strings(name, 256))
+        self._set("disable_access_log_for_endpoints", self._strings("disable_access_log_for_endpoints", 256))
         self._set("allowed_hosts", self._strings("allowed_hosts", 256))
         for host in self.allowed_hosts:
             if not is_host(host):
                 text = f"allowed_hosts has {host!r}; write names or addresses without a port, *.example.com, or *"
                 raise ParameterError(text, param="allowed_hosts")
         self._set("pin_prefix", self._strings("pin_prefix", 4096))
-        for key in self.api_key:
-            check_key(key)
+        for name in ("api_key", "admin_key"):
+            for key in getattr(self, name):
+                check_key(key, name)
         if (url := self.otlp_traces_endpoint) is not None and not str(url).startswith(("http://", "https://")):
             text = f"otlp_traces_endpoint is {url!r}, it must be a URL such as http://localhost:4318/v1/traces"
             raise ParameterError(text, param="otlp_traces_endpoint")
@@ -190,9 +197,9 @@ class ServeArgs(Checked):
         return min(64 * 1024 + 32 * max_model_len, 8 * MIB)
 
 
-def check_key(key: str) -> None:
+def check_key(key: str, name: str = "api_key") -> None:
     """Raises `ParameterError` for a key that no header can carry. The key itself is not repeated."""
     if not key or not all("!" <= c <= "~" for c in key):
         raise ParameterError(
-            "an api_key must be printable ASCII without spaces, and not empty; write another one", param="api_key"
+            f"an {name} must be printable ASCII without spaces, and not empty; write another one", param=name
         )

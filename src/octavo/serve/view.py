@@ -6,7 +6,11 @@ Nothing that a browser loads here comes from elsewhere, and nothing elsewhere ma
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import functools
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -16,8 +20,10 @@ import octavo.view
 from octavo.errors import ParameterError
 from octavo.serve.endpoint import Exchange, Handler, Reply, Stream, as_json
 from octavo.serve.problems import Problem, bad, not_found
+from octavo.serve.questions import Turns
+from octavo.serve.tenants import Tenant
 from octavo.view.lessons import LESSONS
-from octavo.view.live import Hub
+from octavo.view.live import Hub, Message
 from octavo.view.playground import MOST_CHARS, Playgrounds
 from octavo.view.replay import Replay
 
@@ -47,11 +53,13 @@ EVENTS = "/view/events"
 """The route that streams."""
 KEEP_ALIVE_S = 15.0
 PLAY_BODY_BYTES = 4 * MOST_CHARS
+MAX_VIEWERS = 32
+"""Streams of one tenant at a time: each may have `live.MOST_BYTES` in its queue."""
 
 
 class View:
     """`hub`: an engine to look at; `replay`: a recording; `text_of`: makes text of a block's tokens, where it may be
-    shown. The playground is always there."""
+    shown; `playground`: whether there is one; `turns`: bounds the questions to the engine."""
 
     def __init__(
         self,
@@ -60,11 +68,16 @@ class View:
         hub: Hub | None = None,
         replay: Replay | None = None,
         text_of: Callable[[list[int]], str] | None = None,
+        playground: bool = True,
+        turns: Turns | None = None,
     ) -> None:
         self.title = title
         self.hub, self.replay = hub, replay
         self._text_of = text_of
-        self._playgrounds = Playgrounds()
+        self._turns = turns or Turns()
+        self._num_viewers: Counter[Tenant] = Counter()
+        self._playgrounds = Playgrounds() if playground else None
+        self._play_thread = ThreadPoolExecutor(1, "octavo-playground")  # the loop's own pool is for other work
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         routes: list[tuple[str, str, Handler]] = [
@@ -72,9 +85,9 @@ class View:
             ("GET", "/view/", self._index),
             ("GET", "/view/static/{name:path}", self._static),
             ("GET", "/view/config", self._config),
-            ("GET", "/view/play/lessons", self._lessons),
-            ("POST", "/view/play", self._play),
         ]
+        if self._playgrounds is not None:
+            routes += [("GET", "/view/play/lessons", self._lessons), ("POST", "/view/play", self._play)]
         if self.hub is not None:
             routes.append(("GET", EVENTS, self._events))
         if self.hub is not None or self.replay is not None:
@@ -102,9 +115,15 @@ class View:
         return _file(exchange.path_params["name"])
 
     async def _config(self, exchange: Exchange) -> Reply:
-        uses = ["playground"] + ["live"] * (self.hub is not None) + ["replay"] * (self.replay is not None)
-        text = self._text_of is not None
-        return _json({"uses": uses, "title": self.title, "version": octavo.__version__, "text": text})
+        parts = {"playground": self._playgrounds, "live": self.hub, "replay": self.replay}
+        config = {
+            "uses": [name for name, part in parts.items() if part is not None],
+            "title": self.title,
+            "version": octavo.__version__,
+            "text": self._text_of is not None,
+            "only_own": not exchange.tenant.sees_all,
+        }
+        return _json(config)
 
     # -- playground ----------------------------------------------------------------------------------------------------
 
@@ -115,23 +134,40 @@ class View:
         history, action = exchange.body.get("history"), exchange.body.get("action")
         if not isinstance(history, str) or not (action is None or isinstance(action, str)):
             raise bad("invalid_type", 'the body is {"history": "64x16", "action": "new,64"}; both are text', "history")
-        return _json(await asyncio.to_thread(self._playgrounds.answer, history, action or None))
+        assert self._playgrounds is not None
+        loop = asyncio.get_running_loop()
+        answer = await loop.run_in_executor(self._play_thread, self._playgrounds.answer, history, action or None)
+        return _json(answer)
 
     # -- live ----------------------------------------------------------------------------------------------------------
 
     async def _events(self, exchange: Exchange) -> Stream:
-        assert self.hub is not None
 
         def last_words(problem: Problem) -> tuple[str, dict[str, str]]:
             return "bye", {"reason": problem.message}
 
-        return Stream(self.hub.watch(), closing=b"", keep_alive_s=KEEP_ALIVE_S, last_words=last_words)
+        events = self._watch(exchange.tenant)
+        return Stream(events, closing=b"", keep_alive_s=KEEP_ALIVE_S, last_words=last_words)
+
+    async def _watch(self, tenant: Tenant) -> AsyncGenerator[Message, None]:
+        assert self.hub is not None
+        if self._num_viewers[tenant] >= MAX_VIEWERS:
+            text = f"{MAX_VIEWERS} viewers of this key look already, the limit; close one"
+            raise Problem(429, "too_many_viewers", text, retry_after_s=5)
+        self._num_viewers[tenant] += 1
+        try:
+            async with aclosing(self.hub.watch(tenant)) as messages:
+                async for message in messages:
+                    yield message
+        finally:
+            self._num_viewers[tenant] -= 1
 
     async def _block(self, exchange: Exchange) -> Reply:
         name = exchange.path_params["id"]
         block = int(name) if name.isascii() and name.isdigit() and len(name) < 10 else 0
         if self.hub is not None:
-            found = await self.hub.block(block)
+            async with self._turns.of(exchange.tenant):
+                found = await self.hub.block(block, exchange.tenant)
         else:
             assert self.replay is not None
             found = await asyncio.to_thread(self.replay.block, block, _seconds(exchange, "time_s"))
@@ -174,14 +210,17 @@ class View:
 
 
 def _file(name: str) -> Reply:
-    try:
-        path = (STATIC / name).resolve()
-        is_ours = path.suffix in TYPES and path.is_relative_to(STATIC.resolve()) and path.is_file()
-    except (OSError, ValueError):  # too long, or with a NUL in it: no file has such a name
-        is_ours = False
-    if not is_ours:
+    """A file by its name. No path is made of what a request says: the name has to be one of those that are there."""
+    path = _files(STATIC).get(name)
+    if path is None:
         raise not_found("such file", "name")
     return Reply(path.read_bytes(), content_type=TYPES[path.suffix], headers=dict(HEADERS))
+
+
+@functools.cache
+def _files(folder: Path) -> dict[str, Path]:
+    paths = (path for path in folder.rglob("*") if path.suffix in TYPES and path.is_file())
+    return {path.relative_to(folder).as_posix(): path for path in paths}
 
 
 def _json(value: Any) -> Reply:

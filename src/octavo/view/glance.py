@@ -75,6 +75,8 @@ def rates(picture: Picture) -> tuple[float, float]:
 def head_of(picture: Picture) -> str:
     """The first in line, and what it waits for."""
     name = next(iter(picture.lines["swapped"] or picture.lines["waiting"]), None)
+    if name is None and (num_others := picture.counts.swapped + picture.counts.waiting):
+        return f"waiting requests that this key does not see: {num_others}"
     request = None if name is None else picture.requests.get(name)
     if request is None or request.waits is None:
         return ""

@@ -6,6 +6,8 @@
 
 The engine is asked, a few times a second, and answers between two steps; it never waits for a viewer. A viewer that
 does not read is sent away when its queue is full, and takes a snapshot when it comes back.
+
+A viewer that does not see all gets its `Share` of each frame, made once for all viewers of the same reader.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import msgspec
 from octavo.errors import OctavoError
 from octavo.view.frames import Frame, Snapshot
 from octavo.view.picture import FrameLostError, Picture
+from octavo.view.share import Reader, Share
 from octavo.view.tap import STOP
 
 logger = logging.getLogger("octavo.view")
@@ -31,6 +34,9 @@ SHARE = 400
 """The engine is left alone for so many times as long as its last frame took: so watching costs it 1/4 percent."""
 LONGEST_S = 2.0
 """But no longer than this."""
+MAX_LINGER_S = 60.0
+"""The watch outlasts its last viewer for `SHARE` times as long as the snapshot took, this long at most: a viewer that
+comes and goes has no snapshot of its own made each time."""
 MOST_BYTES = 16 << 20
 MOST_QUEUED = 100
 """Of what a viewer has not read. One message larger than that is let through, when it is the only one."""
@@ -42,9 +48,10 @@ Message = tuple[str, msgspec.Raw]
 
 
 class Viewer:
-    """A queue of messages. `reason`: why there will be no more."""
+    """A queue of messages. `reader`: whose share it gets; None: all. `reason`: why there will be no more."""
 
-    def __init__(self) -> None:
+    def __init__(self, reader: Reader | None = None) -> None:
+        self.reader = reader
         self.reason = ""
         self._messages: deque[Message] = deque()
         self._num_bytes = 0
@@ -86,6 +93,9 @@ class Hub:
         self._interval_s = interval_s
         self._viewers: set[Viewer] = set()
         self._task: asyncio.Task[None] | None = None
+        self._shares: dict[Reader, Share] = {}
+        self._latest: dict[Reader | None, Message] = {}  # snapshots as of the last frame
+        self._linger_until = 0.0
         self.picture: Picture | None = None
         """As far as it is known; None while nobody looks."""
 
@@ -93,11 +103,12 @@ class Hub:
     def num_viewers(self) -> int:
         return len(self._viewers)
 
-    async def watch(self) -> AsyncGenerator[Message, None]:
-        """One viewer's stream: a snapshot, then what changes, until it is closed or sent away."""
-        viewer = Viewer()
+    async def watch(self, reader: Reader | None = None) -> AsyncGenerator[Message, None]:
+        """One viewer's stream: a snapshot, then what changes, until it is closed or sent away. `reader`: sees its own
+        share alone, unless it sees all; None sees all."""
+        viewer = Viewer(None if reader is None or reader.sees_all else reader)
         if self.picture is not None:
-            viewer.put(message_of(self.picture.snapshot()))
+            viewer.put(self._snapshot(viewer.reader, self.picture))
         self._viewers.add(viewer)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._work())
@@ -110,7 +121,7 @@ class Hub:
 
     async def _work(self) -> None:
         try:
-            while self._viewers:
+            while self._viewers or asyncio.get_running_loop().time() < self._linger_until:
                 begin = asyncio.get_running_loop().time()
                 cost_s = await self._look()
                 spent_s = asyncio.get_running_loop().time() - begin
@@ -121,7 +132,7 @@ class Hub:
             logger.exception("the view of the engine failed")
             self._end("the view failed; see the log")
         finally:
-            self.picture = None
+            self._forget()
             self._task = None
         with contextlib.suppress(OctavoError):
             await self._ask("view", STOP)
@@ -136,34 +147,77 @@ class Hub:
         if answer is None:
             return 0.0
         frame: Frame = msgspec.convert(answer, Frame) if isinstance(answer, dict) else answer
+        self._latest.clear()
         if isinstance(frame, Snapshot):
-            self.picture = Picture(frame)
+            picture = self.picture = Picture(frame)
+            lasting_s = min(self._share * frame.cost_s, MAX_LINGER_S)
+            self._linger_until = asyncio.get_running_loop().time() + lasting_s
         else:
             assert picture is not None
             try:
                 picture.apply(frame)
             except FrameLostError:
-                self.picture = None
+                self._forget()
                 return 0.0
-        message = message_of(frame)
+        self._send(frame, picture)
+        return 0.0 if isinstance(frame, Snapshot) else frame.cost_s
+
+    def _send(self, frame: Frame, picture: Picture) -> None:
+        readers = {viewer.reader for viewer in self._viewers}
+        self._shares = {reader: share for reader, share in self._shares.items() if reader in readers}
+        messages: dict[Reader | None, Message] = {}
+        for reader in readers:
+            if reader is None:
+                messages[reader] = message_of(frame)
+            elif isinstance(frame, Snapshot):
+                messages[reader] = self._snapshot(reader, picture)
+            else:
+                messages[reader] = message_of(self._shares[reader].delta(frame, picture))
         for viewer in tuple(self._viewers):
-            viewer.put(message)
+            viewer.put(messages[viewer.reader])
             if viewer.reason:
                 self._viewers.discard(viewer)
-        return 0.0 if isinstance(frame, Snapshot) else frame.cost_s
+
+    def _snapshot(self, reader: Reader | None, picture: Picture) -> Message:
+        """For a viewer that comes now."""
+        if reader not in self._latest:
+            snapshot = picture.snapshot() if reader is None else self._share_of(reader, picture).snapshot(picture)
+            self._latest[reader] = message_of(snapshot)
+        return self._latest[reader]
+
+    def _share_of(self, reader: Reader, picture: Picture) -> Share:
+        return self._shares.setdefault(reader, Share(picture, reader))
+
+    def _forget(self) -> None:
+        self.picture = None
+        self._shares.clear()
+        self._latest.clear()
 
     def _end(self, reason: str) -> None:
         for viewer in self._viewers:
             viewer.end(reason)
         self._viewers.clear()
 
-    async def block(self, block: int) -> dict[str, Any] | None:
-        """One block in detail; None if there is none of that id, or nobody looks."""
+    async def block(self, block: int, reader: Reader | None = None) -> dict[str, Any] | None:
+        """One block in detail, or only its state where it is not the reader's own; None if there is none of that id,
+        or nobody looks."""
         picture = self.picture
         if picture is None or not 1 <= block <= picture.num_blocks:
             return None
         content = await self._ask("view_block", str(block))
-        return picture.block(block) | {"name": content["name"], "token_ids": content["token_ids"]}
+        if picture is not self.picture:
+            return None
+        found, shown = picture.block(block), {"name": content["name"], "token_ids": content["token_ids"]}
+        if reader is None or reader.sees_all:
+            return found | shown
+        share = self._shares.get(reader)
+        if share is None or not share.has(block, picture):
+            num_filled = picture.block_size if found["references"] or found["sealed"] else 0
+            return found | {"seal_id": 0, "parent_id": 0, "owners": [], "num_filled": num_filled}
+        found["owners"] = [owner for owner in found["owners"] if reader.sees(owner["request_id"])]
+        # The engine is ahead of the picture: by now the block may be another's.
+        now = content.get("epoch"), content.get("seal_id")
+        return found | shown if found["seal_id"] and now == (picture.epoch, found["seal_id"]) else found
 
 
 def message_of(frame: Frame) -> Message:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from threading import Lock
@@ -33,6 +33,10 @@ MOST_BLOCKS, LARGEST_BLOCK = 4096, 256
 MOST_TOKENS = 65_536
 """That a pool can hold, and that a history can make."""
 MOST_SEQUENCES = 64
+MAX_HELD_TOKENS = 4 * MOST_TOKENS
+"""In all sequences of a pool together, each fork with its own list: eight bytes a token."""
+MAX_WORK = 200_000
+"""Block operations and tokens that a history may cost. A link is a stranger's, and opening it runs its history."""
 MOST_BEAMS, MOST_BEAM_STEPS = 16, 100
 MOST_ACTIONS, MOST_CHARS = 500, 16_384
 MOST_WORDS, MOST_CHARS_A_WORD = 512, 32
@@ -107,7 +111,8 @@ class Playground:
         self.kv = KVCache(pool.num_blocks, pool.block_size, pool.num_host_blocks)
         self.contiguous = Contiguous(pool.num_blocks * pool.block_size, pool.max_len)
         self.sequences: dict[str, Sequence] = {}
-        self.phases: list[Phase] = []
+        self.phases: deque[Phase] = deque(maxlen=MOST_PHASES)
+        self._work = 0
         self._texts: list[str] = []  # of each token
         self._typed: dict[str, int] = {}  # word -> token
         self._prompt: list[int] = []  # tokens of the prompt that is shared
@@ -142,7 +147,7 @@ class Playground:
             inspect.signature(method).bind(*arguments)
         except TypeError:
             raise _bad(f"{verb} does not take {len(arguments)} arguments; see PROTOCOL.md") from None
-        self.phases = []
+        self.phases.clear()
         return method(*arguments)
 
     # -- actions -------------------------------------------------------------------------------------------------------
@@ -339,6 +344,7 @@ class Playground:
     # -- the same for several actions ----------------------------------------------------------------------------------
 
     def _begin(self, name: str, tokens: list[int]) -> Told:
+        self._check_held(len(tokens))
         request = Request(name, tokens, SamplingParams(max_tokens=LONGEST))
         request.begin(0, (0, 0), LONGEST)
         request.status = Status.RUNNING
@@ -370,6 +376,7 @@ class Playground:
         )
 
     def _extend(self, sequence: Sequence, tokens: list[int]) -> Told:
+        self._check_held(len(tokens))
         name, held, size = self._names[sequence], len(sequence.block_ids), self.pool.block_size
         self._check_room(self.kv.blocks_needed([(sequence, len(tokens))]))
         before, copied = len(sequence.token_ids), self.kv.num_copied
@@ -389,6 +396,7 @@ class Playground:
 
     def _fork(self, parent: Sequence) -> str:
         name, group = self._next_name(), parent.request
+        self._check_held(len(parent.token_ids))
         child = Sequence(group, len(group.sequences), parent.token_ids[:], parent.limit)
         group.sequences.append(child)
         self._name(child, name)
@@ -425,6 +433,7 @@ class Playground:
             self.contiguous.add(self._names[sequence])
 
     def _compute(self, sequence: Sequence, count: int) -> None:
+        self._spend(count)
         held, plan = len(sequence.block_ids), StepPlan()
         self.kv.grow(sequence, count, plan)
         name = self._names[sequence]
@@ -437,6 +446,14 @@ class Playground:
             last = sequence.block_ids[-1]
             self._say("write", f"{name} writes {_count(count, 'token')}, the last into block {last}", name, last)
         self.kv.seal(sequence)
+
+    def _check_held(self, num_more: int) -> None:
+        num_held = sum(len(sequence.token_ids) for sequence in self.sequences.values()) + num_more
+        if num_held > MAX_HELD_TOKENS:
+            raise RefusedError(
+                f"The sequences would hold {num_held:,} tokens; {MAX_HELD_TOKENS:,} is the limit.",
+                "Free some of them, or take a shorter one.",
+            )
 
     def _check_room(self, needs: int) -> None:
         pool = self.kv.pool
@@ -507,7 +524,16 @@ class Playground:
     def _say(
         self, kind: str, says: str, sequence: str | None = None, block: int | None = None, source: int | None = None
     ) -> None:
+        self._spend(1)
         self.phases.append(Phase(kind, says, sequence, block, source))
+
+    def _spend(self, amount: int) -> None:
+        self._work += amount
+        if self._work > MAX_WORK:
+            raise RefusedError(
+                f"This history takes more than {MAX_WORK:,} block operations and tokens, the limit.",
+                "Reset, and begin a shorter one, or one with a smaller pool.",
+            )
 
     def _listen(self, event: ev.Event) -> None:
         if isinstance(event, ev.Allocated):
@@ -532,7 +558,7 @@ class Playground:
     def answer(self) -> dict[str, Any]:
         """What it looks like: the part of PROTOCOL.md's answer that is the pool's."""
         return {
-            "phases": [asdict(phase) for phase in self.phases[-MOST_PHASES:]],
+            "phases": [asdict(phase) for phase in self.phases],
             "picture": self._picture(),
             "names": {str(self._uids[s]): name for name, s in self.sequences.items()},
             "tokens": {
@@ -637,7 +663,8 @@ class Playgrounds:
                     history = f"{history};{action}"
                 except RefusedError as refused:
                     (playground, _), told, done = self._make(actions), refused.told, False
-                    playground.phases = [Phase("refuse", told.says)]
+                    playground.phases.clear()
+                    playground.phases.append(Phase("refuse", told.says))
             self._keep(history, playground)
             return {
                 "history": history,

@@ -124,6 +124,11 @@ class Tap:
         return self._detach is not None
 
     @property
+    def epoch(self) -> str:
+        """Names the run of frames; "" before the first."""
+        return self._epoch
+
+    @property
     def last(self) -> str:
         """The frame that was told last."""
         return f"{self._epoch}:{self._frame}"
@@ -416,7 +421,8 @@ def questions() -> dict[str, Question]:
     """What an engine can be asked for the view, by name.
 
     view         argument: the frame that is there, "EPOCH:NUMBER", or "" for everything, or "stop"
-    view_block   argument: a block's id. Its name is a digest of the tokens in it, under a key of the process
+    view_block   argument: a block's id. Its name is a digest of the tokens in it, under a key of the process; with
+                 the seal that it has now, and the epoch of the frames
     """
     taps: dict[int, Tap] = {}  # of the one engine, once somebody has asked
     key = secrets.token_bytes(16)
@@ -433,10 +439,15 @@ def questions() -> dict[str, Question]:
 
     def view_block(engine: Engine, block: str) -> dict[str, Any]:
         # One that was asked for as the engine before this one had it: that may have had more of them.
-        found = pool.key_of(int(block)) if int(block) <= (pool := engine.scheduler.cache.pool).num_blocks else None
+        pool, number, tap = engine.scheduler.cache.pool, int(block), taps.get(id(engine))
+        found = pool.key_of(number) if number <= pool.num_blocks else None
         if found is None:
             return {"name": None, "token_ids": None}
-        name = blake2b(found[1], digest_size=16, key=key).hexdigest()
-        return {"name": name, "token_ids": np.frombuffer(found[1], np.int32).tolist()}
+        return {
+            "name": blake2b(found[1], digest_size=16, key=key).hexdigest(),
+            "token_ids": np.frombuffer(found[1], np.int32).tolist(),
+            "seal_id": pool.seal_id[number],
+            "epoch": "" if tap is None else tap.epoch,
+        }
 
     return {"view": view, "view_block": view_block}

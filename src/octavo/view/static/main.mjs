@@ -68,6 +68,8 @@ document.addEventListener("keydown", (event) => {
 
 async function begin() {
   const config = await ask("config");
+  stage.onlyOwn = config.only_own;
+  $("#only-own").hidden = !config.only_own;
   const made = {
     playground: () => new Playground(stage),
     live: () => new Live(stage, config.title),

@@ -176,9 +176,15 @@ export function showNumbers(pool, root, bar, compare) {
 
 export function sayBlock(pool, block) {
   const state = pool.stateOf(block);
-  const owners = pool.ownersOf(block).map((slot) => nameOf(pool.slots[slot]));
-  const held = state === "used" ? `, ${count(pool.refs[block], "reference")}, ${owners.join(", ")}` : "";
+  const owners = ownersOf(pool, block).join(", ");
+  const held = state === "used" ? `, ${count(pool.refs[block], "reference")}, ${owners}` : "";
   return `Block ${block}: ${state}${held}`;
+}
+
+// Names. A block that is used and has no owner here is another key's, where only one's own are shown.
+function ownersOf(pool, block) {
+  const names = pool.ownersOf(block).map((slot) => nameOf(pool.slots[slot]));
+  return !names.length && pool.onlyOwn && pool.refs[block] ? ["another tenant"] : names;
 }
 
 export function showBlock(pool, block, root, { tokens = null, told = null } = {}) {
@@ -198,7 +204,7 @@ export function showBlock(pool, block, root, { tokens = null, told = null } = {}
     ["references", pool.refs[block]],
     ["filled slots", `${filled} of ${pool.blockSize}`],
     ["positions", positions],
-    ["owners", owners.map(nameOf).join(" ") || "–"],
+    ["owners", ownersOf(pool, block).join(" ") || "–"],
     ["seal", pool.cached[block] ? pool.sealIds[block] || "yes" : "–"],
     ["content follows", pool.cached[block] && pool.parentIds[block] ? `seal ${pool.parentIds[block]}` : "–"],
     ["changed", Number.isFinite(age) ? `${pool.ageUnit ? count(age, pool.ageUnit) : shortAge(age)} ago` : "before"],

@@ -39,6 +39,7 @@ export class Stage {
     this.tokens = null; // of the playground's sequences
     this.answer = null; // the playground's last
     this.title = undefined; // what is beside a table
+    this.onlyOwn = false; // requests of other keys are not shown, though their blocks are
     this.onPick = () => {}; // asks the server for more about a block
     this.grid = new PoolGrid($("#grid"), { onPoint: (b) => this._point(b), onPick: (b) => this._pick(b) });
     this.timeline = new Timeline($("#steps"), (step) => this._sayStep(step));
@@ -60,6 +61,7 @@ export class Stage {
     else {
       this.pool = new Pool(snapshot, names);
       this.pool.ageUnit = ageUnit;
+      this.pool.onlyOwn = this.onlyOwn;
       this.grid.show(this.pool);
     }
     this._refresh();

@@ -1,0 +1,279 @@
+"""Several keys on one server: what each of them sees, over a real socket to `octavo serve`, and frame by frame."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+import urllib.parse
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from octavo.errors import ParameterError
+from octavo.serve.guard import Keys
+from octavo.serve.run import keys_of
+from octavo.serve.settings import ServeArgs
+from octavo.serve.tenants import OTHER, Tenant
+from octavo.view.frames import Frame
+from octavo.view.picture import Picture
+
+from .test_http_server import Process, call
+
+ONE, TWO, ADMIN = "sk-one", "sk-two", "sk-admin"
+LONG: dict[str, Any] = {"prompt": "Hello, hello, hello, hello", "max_tokens": 90, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Keys one and two by options, an admin key by the environment, and a prefix that each tenant has pinned."""
+    prefix = tmp_path_factory.mktemp("pins") / "secret.txt"
+    prefix.write_text("Once upon a time there was a prefix of some length")
+    options = ["--api-key", ONE, "--api-key", TWO, "--served-model-name", "tiny", "--view-text", "--block-size", "4"]
+    options += ["--num-gpu-blocks-override", "120", "--max-num-seqs", "4", "--pin-prefix", str(prefix)]
+    process = Process(model, *options, OCTAVO_ADMIN_KEY=ADMIN)
+    try:
+        url = process.wait_ready()
+        log = threading.Thread(target=process.wait)  # reads it, or the pipe would fill up
+        log.start()
+        yield url
+    finally:
+        process.process.kill()
+    log.join()
+
+
+class Watching(threading.Thread):
+    """A viewer of /view/events, which keeps its picture and all that it was sent."""
+
+    def __init__(self, url: str, key: str) -> None:
+        super().__init__(daemon=True)
+        parts = urllib.parse.urlsplit(url)
+        self.connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)
+        self.connection.request("GET", "/view/events", headers={"authorization": f"Bearer {key}"})
+        self.sock = self.connection.sock
+        self.answer = self.connection.getresponse()
+        self.frames: list[bytes] = []
+        self.picture: Picture | None = None
+        self.wrong: Exception | None = None
+        self.held: set[int] = set()
+        self.start()
+        while self.picture is None and self.is_alive():
+            time.sleep(0.01)
+
+    def run(self) -> None:
+        try:
+            for line in self.answer:
+                if line.startswith(b"data: "):
+                    self._take(line.removeprefix(b"data: "))
+        except Exception as error:
+            self.wrong = error
+
+    def close(self) -> None:
+        self.sock.shutdown(socket.SHUT_RDWR)
+        self.join(30)
+        self.answer.close()
+        self.connection.close()
+        assert self.wrong is None or isinstance(self.wrong, (OSError, http.client.HTTPException)), self.wrong
+
+    def _take(self, data: bytes) -> None:
+        self.frames.append(data)
+        frame = msgspec.json.decode(data, type=Frame)  # type: ignore[arg-type]
+        if self.picture is None:
+            self.picture = Picture(frame)
+        else:
+            self.picture.apply(frame)
+        for table in list(self.picture.tables.values()):
+            self.held |= {block for block in table.block_ids.tolist() if block > 0}
+
+    @property
+    def said(self) -> str:
+        return b"".join(self.frames).decode()
+
+
+@contextlib.contextmanager
+def watching(url: str, *keys: str) -> Iterator[list[Watching]]:
+    viewers = [Watching(url, key) for key in keys]
+    try:
+        yield viewers
+    finally:
+        for viewer in viewers:
+            viewer.close()
+
+
+def ask(url: str, path: str, key: str) -> Any:
+    status, body = call(url + path, key=key)
+    return json.loads(body) if status == 200 else (status, json.loads(body)["error"]["code"])
+
+
+def busy(url: str, key: str, count: int = 1) -> list[threading.Thread]:
+    """Requests that go on for a moment."""
+    body = {**LONG, "n": 2, "temperature": 1}
+
+    def complete() -> None:
+        status, answer = call(f"{url}/v1/completions", body, key)
+        assert status == 200, answer
+
+    threads = [threading.Thread(target=complete) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def test_a_key_sees_its_own_requests_and_an_admin_key_sees_all(server: str) -> None:
+    for key in (ONE, TWO):  # the last blocks of each are in the cache afterwards
+        assert call(f"{server}/v1/completions", {**LONG, "max_tokens": 4}, key)[0] == 200
+    with watching(server, ONE, TWO, ADMIN) as viewers:
+        one, two, admin = viewers
+        seen: dict[str, set[str]] = {ONE: set(), TWO: set(), ADMIN: set()}
+        threads = busy(server, ONE, 3) + busy(server, TWO, 3)
+        while any(thread.is_alive() for thread in threads):
+            for key in seen:
+                kv = ask(server, "/debug/kv", key)
+                seen[key] |= set(kv["requests"])
+                assert ("other_tenants" in kv) is (key != ADMIN)
+            time.sleep(0.01)
+        time.sleep(1.0)
+        ids = {key: {name for name in names if not name.startswith("pin:")} for key, names in seen.items()}
+        assert ids[ONE] and ids[TWO] and not ids[ONE] & ids[TWO]
+        assert ids[ADMIN] & ids[ONE] and ids[ADMIN] & ids[TWO]
+
+        # Timelines
+        for name in ids[ONE]:
+            assert ask(server, f"/debug/requests/{name}", ONE)["request_id"] == name
+            assert ask(server, f"/debug/requests/{name.removeprefix('cmpl-')}", ONE)["request_id"] == name
+            assert ask(server, f"/debug/requests/{name}", ADMIN)["request_id"] == name
+            assert ask(server, f"/debug/requests/{name}", TWO) == (404, "not_found")
+            assert not any(other in json.dumps(ask(server, f"/debug/requests/{name}", ONE)) for other in ids[TWO])
+
+        # The stream
+        for own, other in ((one, TWO), (two, ONE)):
+            assert own.picture is not None and admin.picture is not None
+            assert not any(name in own.said for name in ids[other])
+            assert any(name in own.said for name in ids[ONE if other == TWO else TWO])
+            assert np.array_equal(own.picture.words, admin.picture.words) and own.picture.stats == admin.picture.stats
+            assert own.picture.counts == admin.picture.counts
+        assert all(name in admin.said for name in ids[ONE] | ids[TWO] if name in ids[ADMIN])
+
+        # Blocks
+        cached = np.nonzero(admin.picture.words)[0].tolist()
+        assert cached
+        for block in cached:
+            of = {key: ask(server, f"/view/blocks/{block}", key) for key in (ONE, TWO, ADMIN)}
+            assert of[ADMIN]["text"] and of[ADMIN]["token_ids"] and of[ADMIN]["name"]
+            texts = [key for key in (ONE, TWO) if of[key].get("text") or of[key]["token_ids"] or of[key]["name"]]
+            assert len(texts) <= 1
+            for key, viewer in ((ONE, one), (TWO, two)):
+                if key in texts:
+                    assert block in viewer.held and of[key]["text"] == of[ADMIN]["text"]
+                    assert of[key]["seal_id"] == of[ADMIN]["seal_id"]
+                else:
+                    anonymous = (of[key]["seal_id"], of[key]["parent_id"], of[key]["owners"], of[key]["sealed"])
+                    assert anonymous == (0, 0, [], True)
+        assert {key for block in cached for key in (ONE, TWO) if ask(server, f"/view/blocks/{block}", key)["text"]} == {
+            ONE,
+            TWO,
+        }
+
+
+def test_pins_of_others_are_not_named(server: str) -> None:
+    pins = {key: set(map(str, _pins(server, key))) for key in (ONE, TWO, ADMIN)}
+    assert len(pins[ONE]) == len(pins[TWO]) == 1 and not pins[ONE] & pins[TWO]
+    assert pins[ADMIN] == pins[ONE] | pins[TWO]
+
+
+def _pins(server: str, key: str) -> list[str]:
+    with watching(server, key) as (viewer,):
+        assert viewer.picture is not None
+        return [name for name, request in viewer.picture.requests.items() if request.status == "pinned"]
+
+
+def test_only_an_admin_is_shown_as_one(server: str) -> None:
+    assert ask(server, "/view/config", ONE)["only_own"] is True
+    assert ask(server, "/view/config", ADMIN)["only_own"] is False
+    assert call(f"{server}/v1/completions", {**LONG, "max_tokens": 1}, ADMIN)[0] == 200
+    metrics = call(f"{server}/metrics", key=ONE)[1]
+    assert b"vllm:" in metrics and b"sk-" not in metrics and b"cmpl-" not in metrics
+
+
+def test_a_server_has_no_playground(server: str) -> None:
+    """A history of 157 bytes would take seconds of the API's process."""
+    play = {"history": "4096x16;new,65536;" + "fork,A,63;" * 10 + "free,A"}
+    begin = time.monotonic()
+    for key in (ONE, ADMIN):
+        status, body = call(f"{server}/view/play", play, key)
+        assert (status, json.loads(body)["error"]["code"]) == (404, "unsupported_endpoint")
+        assert "octavo view" in json.loads(body)["error"]["message"]
+        assert ask(server, "/view/play/lessons", key)[0] == 404
+        assert ask(server, "/view/config", key)["uses"] == ["live"]
+    assert time.monotonic() - begin < 60
+
+
+# -- without a server --------------------------------------------------------------------------------------------------
+
+
+def test_the_holder_of_the_only_key_is_the_operator() -> None:
+    for keys in (Keys(["one"]), Keys(["one", "one"]), Keys([], ["one"])):
+        found = keys.find(b"one")
+        assert found == Tenant(b"", sees_all=True) and keys.has_operator and keys.users == (found,)
+        assert keys.find(b"two") is None
+    assert Keys([]).has_operator and not Keys([]) and Keys([]).users == (Tenant(),)
+
+
+def test_of_several_keys_only_admin_keys_see_all() -> None:
+    keys = Keys(["one", "two"], ["root"])
+    one, two, root = (keys.find(key) for key in (b"one", b"two", b"root"))
+    assert one is not None and two is not None and root is not None
+    assert (one.sees_all, two.sees_all, root.sees_all) == (False, False, True)
+    assert len({one.salt, two.salt, root.salt, b""}) == 4 and set(keys.users) == {one, two}
+    assert keys.salts() == {one.salt, two.salt}
+    assert not Keys(["one", "two"]).has_operator
+    one_and_root = Keys(["one"], ["root"]).find(b"one")
+    assert one_and_root is not None and not one_and_root.sees_all
+    with pytest.raises(ParameterError, match="both an api_key and an admin_key"):
+        Keys(["one"], ["one"])
+
+
+def test_an_id_says_whose_request_it_is() -> None:
+    one, two, root = Tenant(b"1" * 16, sees_all=False), Tenant(b"2" * 16, sees_all=False), Tenant(b"3" * 16)
+    ids = [one.new_request_id() for _ in range(100)]
+    assert len(set(ids)) == 100 and all(len(name) == 32 and int(name, 16) >= 0 for name in ids)
+    for name in ids:
+        for shape in (name, f"cmpl-{name}", f"chatcmpl-{name}", f"resp_{name}", f"cmpl-{name}-12"):
+            assert (one.sees(shape), two.sees(shape), root.sees(shape)) == (True, False, True)
+        flipped = name[:-1] + "0123456789abcdef"[int(name[-1], 16) ^ 1]
+        assert not one.sees(flipped)
+        for wrong in (name[:-1], name + "0", f"x{name}", f"cmpl-{name}-", f"cmpl-{name}-x", name.upper() + "g", ""):
+            assert not one.sees(wrong)
+    pin = f"pin:{one.pin_name('a.txt')}"
+    assert (one.sees(pin), two.sees(pin), root.sees(pin)) == (True, False, True)
+
+
+def test_others_are_not_named_in_ones_own_timeline() -> None:
+    one, two = Tenant(b"1" * 16, sees_all=False), Tenant(b"2" * 16, sees_all=False)
+    own, other = one.new_request_id(), two.new_request_id()
+    entries = [{"event": "preempted", "for_request": name} for name in (own, other)]
+    shown = one.request({"timeline": entries})["timeline"]
+    assert [entry["for_request"] for entry in shown] == [own, OTHER]
+    held = {"num_blocks": 3, "num_host_blocks": 1, "status": "running"}
+    kv = one.kv({"num_used": 6, "requests": {own: held, other: held}})
+    assert kv["requests"] == {own: held} and kv["num_used"] == 6
+    assert kv["other_tenants"] == {"num_requests": 1, "num_blocks": 3, "num_host_blocks": 1}
+
+
+def test_admin_keys_come_from_options_a_file_and_the_environment(tmp_path: Any) -> None:
+    path = tmp_path / "keys"
+    path.write_text("three\n")
+    path.chmod(0o600)
+    settings = ServeArgs(admin_key=["one"], admin_key_file=str(path))
+    assert keys_of(settings, ["two"], name="admin_key") == ["one", "two", "three"]
+    assert keys_of(settings) == []
+    with pytest.raises(ParameterError, match="an admin_key must be printable ASCII"):
+        ServeArgs(admin_key=["a b"])
+    with pytest.raises(ParameterError, match="cannot read admin_key_file"):
+        keys_of(ServeArgs(admin_key_file=str(tmp_path / "none")), name="admin_key")
