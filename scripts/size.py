@@ -33,7 +33,7 @@ BUDGETS: dict[str, int] = {
     # and tenants: whose request it is, what a key sees, and how much it may ask of the engine
     "cluster": 500,
     "simulate": 2770,  # 1800, the nine figures of the paper as a file each, calibration, and pictures without a library
-    "view": 3280,  # 600, the flight recorder and its run again (900), the playground and its lessons (860), attaching,
+    "view": 3290,  # 600, the flight recorder and its run again (900), the playground and its lessons (860), attaching,
     # a tenant's share of each frame, and bounds of a stranger's history
     "view (JavaScript)": 2050,  # 1200, three uses, a canvas up to a million blocks, and no framework to lean on
     "cli": 1890,  # 800, the demo, a program of its own, vLLM's flags, the server, its load, the simulator, view, top,
