@@ -36,6 +36,7 @@ from octavo.serve.supervisor import Limits
 from tests.engine.models import make_talking_checkpoint
 from tests.serve import server_trials
 from tests.serve.engines import answers, children_of, is_alive, oracle_client, real_client, residue
+from tests.serve.loop import run
 from tests.serve.oracle_engine import HOOKS, PHASES
 from tests.serve.tally import LONG_S, PROMPTS, Tally, World, oracle_prompt, params_of
 
@@ -183,6 +184,7 @@ async def orphans(tally: Tally, world: World) -> None:
     program = f"""
 import asyncio
 from tests.serve.engines import last_of, oracle_client
+from tests.serve.loop import run
 from octavo import SamplingParams
 
 async def main():
@@ -192,7 +194,7 @@ async def main():
     while True:
         await last_of(client, [1, 2, 3], SamplingParams(max_tokens=100))
 
-asyncio.run(main())
+run(main(), limit_s=None)
 """
     chance = random.Random(2)
     for _ in range(world.times(30)):
@@ -241,7 +243,7 @@ def main() -> int:
         for name, (title, trial) in TRIALS.items():
             if args.only is None or name in args.only:
                 tally = Tally(title)
-                asyncio.run(trial(tally, world))  # type: ignore[arg-type]
+                run(trial(tally, world), limit_s=None)  # type: ignore[arg-type]
                 print(tally.line(), flush=True)
                 for note in tally.notes[:3]:
                     print(f"    {note}")

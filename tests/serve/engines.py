@@ -9,9 +9,9 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -20,8 +20,8 @@ from octavo.core.request import Request
 from octavo.serve.client import EngineClient
 from octavo.serve.supervisor import ENGINE, Limits
 from tests import oracle
+from tests.serve.loop import run as run  # with the clients, for those who test one
 
-T = TypeVar("T")
 OPTIONS: dict[str, Any] = {"block_size": 4, "num_gpu_blocks_override": 200, "max_num_seqs": 16}
 IMPATIENT = Limits(silence_s=2.5, step_s=2.5, retry_s=0.05)
 """For tests in which an engine hangs. On a busy machine, one that does not may be as silent, and is started again."""
@@ -32,13 +32,6 @@ def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For sockets, so that those of others are not taken for what a test left behind."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-
-
-def run(main: Coroutine[Any, Any, T], limit_s: float = 240) -> T:
-    async def in_time() -> T:
-        return await asyncio.wait_for(main, limit_s)
-
-    return asyncio.run(in_time())
 
 
 def oracle_client(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 
@@ -20,19 +20,13 @@ from octavo.serve.service import Limits, Service
 from octavo.serve.settings import ServeArgs
 from octavo.serve.tracing import Tracing
 
-T = TypeVar("T")
+from .loop import run as run  # with the server, for those who test one
+
 NAME = "tiny"
 OPTIONS: dict[str, Any] = {"block_size": 4, "num_gpu_blocks_override": 300, "max_num_seqs": 16}
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 LONGEST = 128
 """The tiny model's context."""
-
-
-def run(main: Coroutine[Any, Any, T]) -> T:
-    async def in_time() -> T:
-        return await asyncio.wait_for(main, 200)
-
-    return asyncio.run(in_time())
 
 
 @dataclass

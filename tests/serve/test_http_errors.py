@@ -63,7 +63,7 @@ RAW: list[tuple[bytes, str, str | None]] = [
     (b'{"prompt": "a", "temperature": 1e999}', "invalid_json", "temperature"),
     (b'{"prompt": "a", "logit_bias": {"5": NaN}}', "invalid_json", "logit_bias.5"),
     (b'{"prompt": "a", "priority": NaN}', "invalid_json", "priority"),
-    (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "invalid_json", None),
+    (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "integer_out_of_range", "seed"),
     (rb'{"prompt": "a\ud800"}', "invalid_unicode", "prompt"),
     (rb'{"prompt": ["a", "\udc00b"]}', "invalid_unicode", "prompt[1]"),
     (rb'{"prompt": "a", "stop": "\ud83d"}', "invalid_unicode", "stop"),

@@ -392,7 +392,8 @@ class Process:
 
 @pytest.fixture(scope="module")
 def process(model: str) -> Iterator[tuple[Process, str]]:
-    process = Process(model, "--api-key", "one", "--served-model-name", "tiny", OCTAVO_API_KEY="two")
+    told = ["--api-key", "one", "--served-model-name", "tiny", "--max-body-bytes", "1000000"]
+    process = Process(model, *told, OCTAVO_API_KEY="two")
     try:
         yield process, process.wait_ready()
     finally:
@@ -402,9 +403,9 @@ def process(model: str) -> Iterator[tuple[Process, str]]:
         process.process.wait()
 
 
-def call(url: str, body: dict[str, Any] | None = None, key: str | None = "two") -> tuple[int, bytes]:
+def call(url: str, body: dict[str, Any] | bytes | None = None, key: str | None = "two") -> tuple[int, bytes]:
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-    data = None if body is None else json.dumps(body).encode()
+    data = json.dumps(body).encode() if isinstance(body, dict) else body
     try:
         with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60) as response:
             return response.status, response.read()
@@ -425,6 +426,17 @@ def listening_ports(pid: int) -> list[int]:
     return [port for port, inode in listening if f"socket:[{inode}]" in links]
 
 
+def test_a_body_of_more_than_256_kib_is_answered(process: tuple[Process, str]) -> None:
+    _, url = process
+    for prompt in ([65] * 100, "Hello"):
+        content = json.dumps({"prompt": prompt, "max_tokens": 2}).encode()
+        status, body = call(f"{url}/v1/completions", content + b" " * 300_000)
+        assert status == 200, body
+        assert json.loads(body)["usage"]["completion_tokens"] == 2
+    status, body = call(f"{url}/v1/completions", content[:-1] + b', "seed": NaN}' + b" " * 300_000)
+    assert (status, json.loads(body)["error"]["param"]) == (400, "seed")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_server_from_the_command_line(process: tuple[Process, str]) -> None:
     server, url = process
@@ -434,13 +446,13 @@ def test_a_server_from_the_command_line(process: tuple[Process, str]) -> None:
     status, body = call(f"{url}/v1/completions", {"model": "tiny", "prompt": "Hello", "max_tokens": 4})
     assert status == 200 and json.loads(body)["usage"]["completion_tokens"] == 4
     assert b"vllm:prompt_tokens_total" in call(f"{url}/metrics", key="one")[1]
-    (engine,) = children_of(server.process.pid)
+    children = children_of(server.process.pid)  # the engine, and the reader of large bodies
     port = int(url.rpartition(":")[2])
-    assert listening_ports(server.process.pid) == [port] and not listening_ports(engine)
+    assert listening_ports(server.process.pid) == [port] and not any(map(listening_ports, children))
     server.process.send_signal(signal.SIGTERM)
     assert server.wait() == 0
     assert "Traceback" not in server.log
-    assert not Path(f"/proc/{engine}").exists()
+    assert children and not any(Path(f"/proc/{child}").exists() for child in children)
     with pytest.raises(urllib.error.URLError):
         call(f"{url}/health")
 

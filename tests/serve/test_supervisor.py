@@ -398,9 +398,10 @@ def test_restarts_without_room_for_files_are_the_end_too(
 def test_no_engine_outlives_its_parent(model: str) -> None:
     """Though the parent has no chance to say anything, and the engine is in the middle of a step."""
     program = f"""
-import asyncio, sys
+import sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from tests.serve.engines import last_of, oracle_client
+from tests.serve.loop import run
 from octavo import SamplingParams
 
 async def main():
@@ -409,7 +410,7 @@ async def main():
     print(client.pid, flush=True)
     await last_of(client, [1, 2, 3], SamplingParams(max_tokens=100))
 
-asyncio.run(main())
+run(main(), limit_s=None)
 """
     before = residue()
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)

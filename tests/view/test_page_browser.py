@@ -28,7 +28,7 @@ import octavo.view
 from octavo.serve.http_server import bind, url_of
 from octavo.view.lessons import LESSONS
 from octavo.view.playground import Playgrounds
-from tests.serve.http_lab import Server, serving
+from tests.serve.http_lab import Server, run, serving
 
 pytestmark = pytest.mark.slow
 WAIT_MS = 60_000
@@ -161,7 +161,7 @@ class Busy(threading.Thread):
         self.leave = threading.Event()
 
     def run(self) -> None:
-        asyncio.run(self._serve())
+        run(self._serve(), limit_s=None)
 
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()

@@ -22,6 +22,8 @@ from octavo.text.tools import END_THINK, AnswerParser
 LEAST_LOGPROB = -9999.0
 """What stands for minus infinity, which JSON has not."""
 Json = dict[str, Any]
+TEXTS = ("content", "reasoning")
+"""What a delta has of a text."""
 
 
 @dataclass(slots=True)
@@ -182,10 +184,13 @@ class CompletionAnswer(_Answer):
         return {"text_offset": offsets, "token_logprobs": own, "tokens": tokens, "top_logprobs": top}
 
     def fold(self, choice: Json) -> None:
-        so_far = self._choices.setdefault(choice["index"], choice)
-        if so_far is choice:
+        so_far = self._choices.get(choice["index"])
+        if so_far is None:
+            self._choices[choice["index"]] = choice | {"text": [choice["text"]]}
+            if "token_ids" in choice:
+                self._choices[choice["index"]]["token_ids"] = [*choice["token_ids"]]
             return
-        so_far["text"] += choice["text"]
+        so_far["text"].append(choice["text"])
         _extend(so_far, choice, "token_ids")
         if choice["logprobs"] is not None:
             for name, values in choice["logprobs"].items():
@@ -194,12 +199,12 @@ class CompletionAnswer(_Answer):
 
     def whole(self) -> Json:
         """A stop string is not in the text, but its tokens are among the tokens: they stand at the end."""
-        response = super().whole()
-        for choice in response["choices"]:
+        for choice in self._choices.values():
+            _join(choice, "text")
             if choice["logprobs"] is not None:
                 end = len(choice["text"])
                 choice["logprobs"]["text_offset"] = [min(at, end) for at in choice["logprobs"]["text_offset"]]
-        return response
+        return super().whole()
 
 
 class _Offsets:
@@ -339,13 +344,16 @@ class ChatAnswer(_Answer):
         message, delta = so_far["message"], choice["delta"]
         for name in ("content", "reasoning"):
             if name in delta:
-                message[name] = (message.get(name) or "") + delta[name]
+                if message.get(name) is None:
+                    message[name] = []
+                message[name].append(delta[name])
         for call in delta.get("tool_calls", ()):
             calls = message.setdefault("tool_calls", [])
             if "id" in call:
-                calls.append({"id": call["id"], "type": call["type"], "function": dict(call["function"])})
+                function = {"name": call["function"]["name"], "arguments": [call["function"]["arguments"]]}
+                calls.append({"id": call["id"], "type": call["type"], "function": function})
             else:
-                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+                calls[-1]["function"]["arguments"].append(call["function"]["arguments"])
         if choice["logprobs"] is not None:
             if so_far["logprobs"] is None:
                 so_far["logprobs"] = {"content": []}
@@ -359,6 +367,9 @@ class ChatAnswer(_Answer):
         response = super().whole()
         for choice in response["choices"]:
             message = choice["message"]
+            _join(message, *TEXTS)
+            for call in message.get("tool_calls", ()):
+                _join(call["function"], "arguments")
             if message["content"] is None and "tool_calls" not in message:
                 message["content"] = ""
         if 0 in self._prompt_logprobs:
@@ -370,20 +381,26 @@ def _joined(deltas: Iterable[Json]) -> list[Json]:
     """Neighbours of the same kind as one: a chunk may carry several tokens."""
     joined: list[Json] = []
     for delta in deltas:
-        last = joined[-1] if joined else {}
-        same = len(delta) == 1 and delta.keys() == last.keys()
-        for name in ("content", "reasoning"):
-            if same and name in delta:
-                last[name] += delta[name]
-                break
+        name = next((name for name in TEXTS if delta.keys() == {name}), None)
+        if name is not None and joined and joined[-1].keys() == {name}:
+            joined[-1][name].append(delta[name])
         else:
-            joined.append(delta)
+            joined.append(delta if name is None else {name: [delta[name]]})
+    for delta in joined:
+        _join(delta, *TEXTS)
     return joined
 
 
 def _extend(so_far: Json, choice: Json, name: str) -> None:
     if choice.get(name) is not None:
-        so_far[name] = [*so_far.get(name, ()), *choice[name]]
+        so_far.setdefault(name, []).extend(choice[name])
+
+
+def _join(holder: Json, *names: str) -> None:
+    """The texts of these names, which were put together piece by piece: a string that grows is copied each time."""
+    for name in names:
+        if isinstance(pieces := holder.get(name), list):
+            holder[name] = "".join(pieces)
 
 
 def _end(so_far: Json, choice: Json) -> None:

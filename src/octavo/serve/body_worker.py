@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import struct
 import sys
 from typing import Any, BinaryIO
@@ -21,10 +22,14 @@ import msgspec
 from octavo.serve import json_body
 from octavo.serve.problems import Problem, bad
 
+logger = logging.getLogger("octavo.serve")
+
 LARGE_BYTES = 256 * 1024
 MOST_S = 10.0
 """A body that takes longer is refused, and the worker with it."""
 LENGTH = struct.Struct(">I")
+LONG_INTEGER = 1
+"""The extension of msgpack that stands for an integer of more than 64 bits, in decimal."""
 
 
 class BodyWorker:
@@ -41,33 +46,57 @@ class BodyWorker:
         async with self._turn:
             try:
                 async with asyncio.timeout(MOST_S):
-                    answer = await self._ask(body)
-            except (TimeoutError, OSError, asyncio.IncompleteReadError):
+                    answer = await self._ask_twice(body)
+            except TimeoutError:
                 await self.close()
-                raise bad("invalid_json", "the body could not be read in time; send a simpler one") from None
+                raise bad(
+                    "invalid_json", f"the body takes more than {MOST_S:g} s to read; send a simpler one"
+                ) from None
+            except OSError as error:
+                logger.error("no process to read a large body in: %s", error)
+                await self.close()
+                text = "the server has no process to read a large body in; try again later"
+                raise Problem(503, "body_reader_unavailable", text, retry_after_s=1) from None
             except BaseException:  # whoever asked has gone, and half an answer may be on its way
                 await self.close()
                 raise
-        parts: list[Any] = await asyncio.to_thread(msgspec.msgpack.decode, answer)
+        parts: list[Any] = await asyncio.to_thread(msgspec.msgpack.decode, answer, ext_hook=_integer)
         if len(parts) != 1:
             raise bad(*parts)
         value: dict[str, Any] = parts[0]
         return value
 
+    async def _ask_twice(self, body: bytes) -> bytes:
+        """A worker that has died, for whatever reason, is noticed only when it is asked."""
+        with contextlib.suppress(ConnectionError):
+            return await self._ask(body)
+        await self.close()
+        return await self._ask(body)
+
     async def _ask(self, body: bytes) -> bytes:
+        """Raises `ConnectionError` if the worker dies meanwhile."""
         if self._process is None or self._process.returncode is not None:
             command = [sys.executable, *(["-O"] if sys.flags.optimize else []), "-P", "-m", __name__]
             pipe = asyncio.subprocess.PIPE
             self._process = await asyncio.create_subprocess_exec(
-                *command, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL, process_group=0
+                *command,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=asyncio.subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the server; uvloop knows no process_group
             )
         there, back = self._process.stdin, self._process.stdout
         assert there is not None and back is not None
+        if there.is_closing():
+            raise ConnectionError("the worker has closed its input")
         there.write(LENGTH.pack(len(body)))
         there.write(body)
-        await there.drain()
-        (length,) = LENGTH.unpack(await back.readexactly(LENGTH.size))
-        return await back.readexactly(length)
+        try:
+            await there.drain()
+            (length,) = LENGTH.unpack(await back.readexactly(LENGTH.size))
+            return await back.readexactly(length)
+        except asyncio.IncompleteReadError:
+            raise ConnectionError("the worker has died") from None
 
     async def close(self) -> None:
         process, self._process = self._process, None
@@ -81,11 +110,30 @@ class BodyWorker:
 
 def answer_to(body: bytes) -> bytes:
     try:
-        return msgspec.msgpack.encode([json_body.parse(body)])
+        return encoded([json_body.parse(body)])
     except Problem as problem:
         return msgspec.msgpack.encode([problem.code, problem.message, problem.param])
-    except OverflowError:
-        return msgspec.msgpack.encode(["invalid_json", "the body has an integer of more than 64 bits", None])
+
+
+def encoded(value: Any) -> bytes:
+    try:
+        return msgspec.msgpack.encode(value)
+    except OverflowError:  # msgpack's integers have 64 bits
+        return msgspec.msgpack.encode(_with_long_integers(value))
+
+
+def _with_long_integers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_long_integers(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_with_long_integers(part) for part in value]
+    if isinstance(value, int) and value.bit_length() >= 64:
+        return msgspec.msgpack.Ext(LONG_INTEGER, str(value).encode())
+    return value
+
+
+def _integer(code: int, digits: memoryview) -> int:
+    return int(bytes(digits))
 
 
 def main(requests: BinaryIO, answers: BinaryIO) -> None:

@@ -1,8 +1,9 @@
 """JSON as a request may have it, and nothing else: what other readers let through here ends with an answer.
 
-Refused: another encoding than UTF-8, a key that stands twice, NaN and infinities (1e999 too), half a surrogate pair,
-and more than `MAX_DEPTH` levels. The common case costs one pass of the C parser; only when that has met something
-suspicious is the value walked, to name the place.
+Refused: another encoding than UTF-8, a key that stands twice, NaN and infinities (1e999 too), integers of more than
+`MAX_INT_DIGITS` digits, half a surrogate pair, and more than `MAX_DEPTH` levels. The common case costs one pass of the
+C parser; only when that has met something suspicious is the value walked, to name the place. Every pass is linear in
+the body's length, whatever the body holds (tests/serve/test_linear.py).
 """
 
 from __future__ import annotations
@@ -10,21 +11,29 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
-from octavo.serve.problems import bad
+from octavo.serve.problems import Problem, bad
 from octavo.text.tools import is_unicode
 
 MAX_DEPTH = 64
 _SURROGATE = re.compile(rb"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
 _TO_BRACKETS = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(c for c in range(256) if c not in b"[]{}")
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+"""Also one without an end: it is matched once, and not searched for an end from each of its quotes."""
+MAX_INT_DIGITS = 4300
+"""Python reads an integer of more digits only in quadratic time; no field takes nearly as many."""
+_DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
 
 
 class _NotFinite:
     """In the place of a number that JSON does not have."""
+
+
+class _TooLong:
+    """In the place of an integer of too many digits."""
 
 
 def parse(body: bytes) -> dict[str, Any]:
@@ -44,7 +53,7 @@ def parse_value(body: bytes) -> Any:
         text = body.decode()
     except UnicodeDecodeError as error:
         raise bad("invalid_encoding", f"the body is not UTF-8: byte {error.start} cannot stand there") from None
-    suspicious = False
+    suspicious = _SURROGATE.search(body) is not None
 
     def not_finite(_: str) -> Any:
         nonlocal suspicious
@@ -55,24 +64,30 @@ def parse_value(body: bytes) -> Any:
         value = float(digits)
         return value if math.isfinite(value) else not_finite(digits)
 
-    is_too_deep = too_deep(body)
+    def integer(digits: str) -> Any:
+        return int(digits) if len(digits) <= MAX_INT_DIGITS else _TooLong
+
+    may_be_long = b"0" * (MAX_INT_DIGITS + 1) in body.translate(_DIGITS_TO_ZERO)
     try:
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=not_finite, parse_float=number)
+        value = json.loads(
+            text,
+            object_pairs_hook=_object,
+            parse_constant=not_finite,
+            parse_float=number,
+            parse_int=integer if may_be_long else None,
+        )
+        is_too_deep = too_deep(body)
     except RecursionError:
         is_too_deep = True
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise bad("invalid_json", f"the body is not JSON: {error.msg} at {where}") from None
-    except ValueError:  # an integer of thousands of digits
-        raise bad("invalid_json", "the body has a number with too many digits") from None
     if is_too_deep:
         raise bad("too_deep", f"the body nests deeper than {MAX_DEPTH} levels")
-    if suspicious or _SURROGATE.search(body):
-        for path, part in _walk(value):
-            if part is _NotFinite:
-                raise bad("invalid_json", f"{path} is not a finite number, which JSON does not have", path or None)
-            if isinstance(part, str) and not is_unicode(part):
-                raise bad("invalid_unicode", f"{path} holds half a surrogate pair, which is no character", path or None)
+    if suspicious or may_be_long:
+        keys: list[str | int] = []
+        if (wrong := _wrong_part(value, keys)) is not None:
+            raise _refusal(wrong, _path(keys))
     return value
 
 
@@ -99,17 +114,33 @@ def too_deep(body: bytes) -> bool:
     return bool(brackets)
 
 
-def _walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key and every value in it, with its path: `messages[0].content`. The depth is known to be bounded."""
-    yield path, value
-    if isinstance(value, dict):
-        for key, part in value.items():
-            here = f"{path}.{key}" if path else key
-            yield here, key
-            yield from _walk(part, here)
-    elif isinstance(value, list):
-        for i, part in enumerate(value):
-            yield from _walk(part, f"{path}[{i}]")
+def _wrong_part(value: Any, keys: list[str | int]) -> Any:
+    """The first part of a value that no body may hold, and in `keys` the way there; None: there is none. The depth is
+    known to be bounded."""
+    if value is _NotFinite or value is _TooLong or (isinstance(value, str) and not is_unicode(value)):
+        return value
+    parts: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in parts:
+        keys.append(key)
+        wrong = key if isinstance(key, str) and not is_unicode(key) else _wrong_part(part, keys)
+        if wrong is not None:
+            return wrong
+        keys.pop()
+    return None
+
+
+def _refusal(wrong: Any, path: str) -> Problem:
+    if wrong is _TooLong:
+        text = f"{path} has more than {MAX_INT_DIGITS} digits; send a smaller integer"
+        return bad("integer_out_of_range", text, path or None)
+    if wrong is _NotFinite:
+        return bad("invalid_json", f"{path} is not a finite number, which JSON does not have", path or None)
+    return bad("invalid_unicode", f"{path} holds half a surrogate pair, which is no character", path or None)
+
+
+def _path(keys: Sequence[str | int]) -> str:
+    """Such as `messages[0].content`."""
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
 
 
 def _kind(value: Any) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import uvicorn
+import uvloop
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
@@ -83,4 +84,5 @@ async def serve_view(view: View, sock: socket.socket, on_ready: Callable[[str], 
 
 
 def run(view: View, sock: socket.socket, on_ready: Callable[[str], None]) -> None:
-    asyncio.run(serve_view(view, sock, on_ready))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve_view(view, sock, on_ready))

@@ -4,14 +4,14 @@
     `--------- reasoning ---------'`- content -'`------------------ a call, its arguments streamed --------------------'
 
 Nothing shown is ever taken back: what may be the beginning of a marker, or of a call, is held until it is decided. What
-looked like a call and is none comes out as content, whole.
+looked like a call and is none comes out as content, whole. No character is looked at again for every piece that comes.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +28,8 @@ _HEAD = re.compile(
 )
 """The beginning of a call in the order in which models write it, up to the arguments; Llama often names its type."""
 MAX_HEAD_CHARS = 400
+_BLANK = re.compile(r"\s*+")
+_CLOSING = re.compile(r"[ \n\t}]*+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,9 @@ class AnswerParser:
         self._think = think
         self._tools = tools
         self._names = names
-        self._text = ""  # what is not decided
+        self._text = ""  # what is not decided, from `_at` on
+        self._at = 0
+        self._seen = 0  # up to here it was searched in vain for what the state waits for
         self._step = self._reasoning if think and in_think else self._begin
         self._scanner = _ObjectScanner()
         self._out: list[Part] = []
@@ -89,25 +93,26 @@ class AnswerParser:
 
     def push(self, text: str) -> list[Part]:
         """The pieces that are certain now."""
-        self._text += text
+        held, self._text = self._text, ""
+        held += text  # where it is: nothing else has this text, which is not copied
+        self._text = held
         return self._decided()
 
     def finish(self) -> list[Part]:
         """No more will come: what was held, as what it turns out to be."""
         parts = self._decided()
+        rest, self._text = self._text, ""
         if self._step == self._reasoning:
-            rest, self._text = self._text, ""
             return [*parts, *_piece("reasoning", rest)]
         if self._step == self._head:
-            call = self._whole_call(self._text)
-            rest = "" if call else self._blank + self._opening + self._text
+            call = self._whole_call(rest)
+            rest = "" if call else self._blank + self._opening + rest
             parts += call
             self.num_calls += bool(call)
+        elif self._step == self._tagged:
+            rest = self._blank + rest
         elif self._step in (self._arguments, self._behind, self._over):
             rest = ""
-        else:
-            rest = self._text
-        self._text = ""
         return [*parts, *_piece("content", rest)]
 
     # -- states: each takes what it can off the text, and says whether to ask again ------------------------------------
@@ -115,6 +120,9 @@ class AnswerParser:
     def _decided(self) -> list[Part]:
         while self._step():
             pass
+        if self._at:
+            self._text, self._seen = self._text[self._at :], max(0, self._seen - self._at)
+            self._at = 0
         parts, self._out = self._out, []
         return parts
 
@@ -122,118 +130,156 @@ class AnswerParser:
         self._out += _piece(kind, text)
         self._is_fresh = self._is_fresh and not (text and kind == "content")
 
-    def _begin(self) -> bool:
-        """Before the first word. White space there belongs to whatever follows."""
-        head = self._text.lstrip()
-        if not head:
-            return False
-        if self._think:
-            if head.startswith(THINK):
-                self._text = head[len(THINK) :]
-                self._step = self._reasoning
-                return True
-            if THINK.startswith(head):
-                return False
-        if self._tools == "llama3_json":
-            if PYTHON_TAG.startswith(head):
-                return False
-            head = head.removeprefix(PYTHON_TAG)
-            if not head.lstrip():
-                return False
-            if head.lstrip().startswith("{"):
-                self._blank, self._text = self._text.removesuffix(head), head
-                self._step = self._head
-                return True
-        self._step = self._content
+    def _take(self, end: int | None = None) -> str:
+        """The text up to `end`, which is decided now."""
+        taken = self._text[self._at : end]
+        self._at = self._seen = len(self._text) if end is None else end
+        return taken
+
+    def _enter(self, step: Callable[[], bool]) -> bool:
+        self._step, self._seen = step, self._at
         return True
 
-    def _reasoning(self) -> bool:
-        before, found, after = self._text.partition(END_THINK)
-        if not found:
-            before, self._text = _held_back(self._text, END_THINK)
-            self._tell("reasoning", before)
+    def _find(self, marker: str) -> int:
+        """Where the marker is; -1: not yet. What was searched before is not searched again."""
+        found = self._text.find(marker, max(self._at, self._seen - len(marker) + 1))
+        self._seen = len(self._text)
+        return found
+
+    def _past_blank(self) -> int:
+        """Behind the white space that the text begins with."""
+        self._seen = _ended(_BLANK, self._text, max(self._at, self._seen))
+        return self._seen
+
+    def _begin(self) -> bool:
+        """Before the first word. White space there belongs to whatever follows."""
+        word = self._past_blank()
+        if word == len(self._text):
             return False
-        self._tell("reasoning", before)
-        self._text, self._think = after, False
-        self._step = self._begin
-        return True
+        if self._think:
+            if self._text.startswith(THINK, word):
+                self._take(word + len(THINK))
+                return self._enter(self._reasoning)
+            if self._may_become(THINK, word):
+                return False
+        if self._tools == "llama3_json":
+            if self._may_become(PYTHON_TAG, word):
+                return False
+            if self._text.startswith(PYTHON_TAG, word):
+                self._blank = self._take(word + len(PYTHON_TAG))
+                return self._enter(self._tagged)
+            if self._text[word] == "{":
+                self._blank = self._take(word)
+                return self._enter(self._head)
+        return self._enter(self._content)
+
+    def _tagged(self) -> bool:
+        """Behind Llama's tag."""
+        word = self._past_blank()
+        if word == len(self._text):
+            return False
+        self._blank += self._take(word)
+        if self._text[word] == "{":
+            return self._enter(self._head)
+        self._tell("content", self._blank)
+        return self._enter(self._content)
+
+    def _reasoning(self) -> bool:
+        found = self._find(END_THINK)
+        if found < 0:
+            self._tell("reasoning", self._take(self._certain(END_THINK)))
+            return False
+        self._tell("reasoning", self._take(found))
+        self._take(found + len(END_THINK))
+        self._think = False
+        return self._enter(self._begin)
 
     def _content(self) -> bool:
         if self._tools != "hermes":
-            self._tell("content", self._text)
-            self._text = ""
+            self._tell("content", self._take())
             return False
-        before, found, after = self._text.partition(CALL)
-        if not found:
-            before, self._text = _held_back(self._text, CALL)
-            if (self.num_calls or self._is_fresh) and not before.strip():
-                self._text = before + self._text  # white space before calls is nobody's
+        may_be_blank = self.num_calls > 0 or self._is_fresh  # white space before calls is nobody's
+        word = self._past_blank() if may_be_blank else self._at
+        found = self._text.find(CALL, word)
+        if found < 0:
+            certain = self._certain(CALL)
+            if may_be_blank and word >= certain:
+                self._seen = certain
                 return False
-            self._tell("content", before)
+            self._tell("content", self._take(certain))
             return False
+        before = self._take(found)
+        self._take(found + len(CALL))
         self._blank = "" if before.strip() else before
         self._tell("content", before.removesuffix(self._blank))
-        self._text = after
-        self._step = self._head
-        return True
+        return self._enter(self._head)
 
     def _head(self) -> bool:
         """At the beginning of a call: until its name is known and its arguments begin."""
-        found = _HEAD.match(self._text)
+        num_chars = len(self._text) - self._at
+        found = None
+        if self._seen - self._at < MAX_HEAD_CHARS:  # else it was tried with all that a head may have
+            found = _HEAD.match(self._text, self._at, self._at + MAX_HEAD_CHARS)
         if found and self._is_tool(found[1]):
             self._out.append(Part("call", "", self.num_calls, found[1]))
-            self._blank, self._text = "", self._text[found.end() :]
+            self._blank = ""
+            self._take(found.end())
             self._scanner = _ObjectScanner()
-            self._step = self._arguments
-            return True
+            return self._enter(self._arguments)
         if self._tools == "hermes":
-            before, over, after = self._text.partition(END_CALL)
-            if over:  # in another order, or no call at all
+            end = self._find(END_CALL)
+            if end >= 0:  # in another order, or no call at all
+                before = self._take(end)
+                self._take(end + len(END_CALL))
                 call = self._whole_call(before)
                 self._out += call
                 self.num_calls += bool(call)
                 self._tell("content", "" if call else self._blank + CALL + before + END_CALL)
-                self._text = after
-                self._step = self._content
-                return True
-        elif found or len(self._text) > MAX_HEAD_CHARS:
-            self._tools, self._text = None, self._blank + self._text
-            self._step = self._content
-            return True
+                return self._enter(self._content)
+        elif found or num_chars > MAX_HEAD_CHARS:
+            self._tools = None
+            self._tell("content", self._blank)
+            return self._enter(self._content)
         return False
 
     def _arguments(self) -> bool:
-        end = self._scanner.end_of_object(self._text)
-        shown = self._text if end is None else self._text[:end]
-        if shown:
+        end = self._scanner.end_of_object(self._text, self._at)
+        if shown := self._take(end):
             self._out.append(Part("call", shown, self.num_calls))
-        self._text = self._text[len(shown) :]
         if end is None:
             return False
         self.num_calls += 1
-        self._step = self._behind
-        return True
+        return self._enter(self._behind)
 
     def _behind(self) -> bool:
         """Behind the arguments: the rest of the call, of which nothing is told."""
         if self._tools == "hermes":
-            _, found, after = self._text.partition(END_CALL)
-            if not found:
-                self._text = _held_back(self._text, END_CALL)[1]
+            found = self._find(END_CALL)
+            if found < 0:
+                self._take(self._certain(END_CALL))
                 return False
-            self._text = after
-            self._step = self._content
-            return True
-        self._text = self._text.lstrip(" \n\t}")
-        if self._text:
-            self._step = self._head if self._text.startswith(";") else self._over
-            self._text = self._text[1:]
-        return bool(self._text)
+            self._take(found + len(END_CALL))
+            return self._enter(self._content)
+        self._take(_ended(_CLOSING, self._text, self._at))
+        if self._at == len(self._text):
+            return False
+        return self._enter(self._head if self._take(self._at + 1) == ";" else self._over)
 
     def _over(self) -> bool:
         """Behind the last call: nothing of it is told."""
-        self._text = ""
+        self._take()
         return False
+
+    def _may_become(self, marker: str, at: int) -> bool:
+        """Whether the text from `at` on is a beginning of the marker, and not the whole of it."""
+        return len(self._text) - at < len(marker) and marker.startswith(self._text[at:])
+
+    def _certain(self, marker: str) -> int:
+        """Where the last of the text may be the beginning of the marker."""
+        for length in range(min(len(marker) - 1, len(self._text) - self._at), 0, -1):
+            if self._text.endswith(marker[:length]):
+                return len(self._text) - length
+        return len(self._text)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -279,9 +325,10 @@ class _ObjectScanner:
         self._in_string = False
         self._escaped = False
 
-    def end_of_object(self, text: str) -> int | None:
-        """Where in `text` the object ends; None: further on."""
-        for i, c in enumerate(text):
+    def end_of_object(self, text: str, begin: int = 0) -> int | None:
+        """Where in `text`, from `begin` on, the object ends; None: further on."""
+        for i in range(begin, len(text)):
+            c = text[i]
             if self._in_string:
                 if self._escaped:
                     self._escaped = False
@@ -304,9 +351,8 @@ def _piece(kind: Literal["reasoning", "content"], text: str) -> list[Part]:
     return [Part(kind, text)] if text else []
 
 
-def _held_back(text: str, marker: str) -> tuple[str, str]:
-    """`text` up to where it may be the beginning of `marker`, and from there."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if marker.startswith(text[-length:]):
-            return text[:-length], text[-length:]
-    return text, ""
+def _ended(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """Behind what the pattern, which may match nothing, matches at `at`."""
+    found = pattern.match(text, at)
+    assert found is not None
+    return found.end()

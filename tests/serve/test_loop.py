@@ -1,0 +1,25 @@
+"""Tests of the server run the event loop that users run."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+from .loop import run
+
+TESTS = Path(__file__).parents[1]
+OTHER_LOOPS = re.compile(r"asyncio\.(run|Runner|new_event_loop)\(")
+
+
+def test_the_loop_of_tests_is_uvloop() -> None:
+    async def kind() -> str:
+        return type(asyncio.get_running_loop()).__module__
+
+    assert run(kind()) == "uvloop"
+
+
+def test_no_test_of_the_server_builds_another_loop() -> None:
+    files = [*TESTS.glob("serve/*.py"), TESTS / "reliability.py", TESTS / "view" / "test_page_browser.py"]
+    ours = {Path(__file__), TESTS / "serve" / "loop.py"}
+    assert [str(path) for path in files if path not in ours and OTHER_LOOPS.search(path.read_text())] == []
