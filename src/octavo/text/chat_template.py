@@ -129,8 +129,8 @@ def _run(code: CodeType, variables: dict[str, Any]) -> str:
         text = f"the chat template refuses the messages: {_line(e)}"
         raise TemplateError(text, param="messages", code="template_error") from e
     except Exception as e:  # a template can raise anything that Python can
-        code = "template_timeout" if isinstance(e, _TooLong) else "template_error"
-        raise TemplateError(f"the chat template fails: {_line(e)}", param="messages", code=code) from e
+        kind = "template_timeout" if isinstance(e, _TooLong) else "template_error"
+        raise TemplateError(f"the chat template fails: {_line(e)}", param="messages", code=kind) from e
     return "".join(parts)
 
 
