@@ -205,8 +205,8 @@ class Prompts:
 
     @property
     def make_detokenizer(self) -> MakeDetokenizer | None:
-        """What the engine calls for each sequence of a request; None without a tokenizer. Take one for each request: its
-        sequences share what its stop strings come to."""
+        """What the engine calls for each sequence of a request; None without a tokenizer. Each request takes one of its
+        own, by which its sequences share their stop strings."""
         tokenizer = self._tokenizer
         if tokenizer is None:
             return None

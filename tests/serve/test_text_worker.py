@@ -155,6 +155,7 @@ def server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
     log = tmp_path_factory.mktemp("server") / "log"
     options = ["--port", "0", "--chat-template", TEMPLATE, "--trust-request-chat-template", "--max-num-seqs", "128"]
     command = [sys.executable, "-m", "octavo.cli.main", "serve", model, *options, "--num-gpu-blocks-override", "4000"]
+    command += ["--max-body-bytes", "1000000"]
     with log.open("w") as file:
         process = subprocess.Popen(command, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:

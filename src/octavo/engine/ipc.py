@@ -18,8 +18,8 @@ import asyncio
 import contextlib
 import os
 import socket
-from array import array
 import time
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, TypeAlias
