@@ -174,7 +174,7 @@ class Prompts:
     def word_ids(self, words: Sequence[str]) -> list[list[int]]:
         """What `ready` puts in the place of bad words: each as it is spelled in two places."""
         texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
-        return [ids for ids in self.tokenizer.encode_batch(texts, add_special_tokens=False) if ids]
+        return [ids for text in texts if (ids := self.tokenizer.encode(text, add_special_tokens=False))]
 
     def grammar(self, params: SamplingParams | BeamSearchParams) -> Grammar | None:
         """What the engine is to be given with parameters that have `structured_outputs`; None with others.

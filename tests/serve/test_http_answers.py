@@ -5,8 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import tokenizers
+
 from octavo import LLM, SamplingParams
+from octavo.engine.outputs import RequestMetrics, RequestOutput
+from octavo.serve.answers import _Offsets
 from octavo.serve.app import ELSEWHERE
+from octavo.text.tokenizer import Tokenizer
 
 from .http_lab import NAME, OPTIONS, TEMPLATE, good, run, serving
 
@@ -342,3 +347,47 @@ def test_why_a_request_waits(model: str) -> None:
             assert done["status"] == "finished"
 
     run(main())
+
+
+def test_errors_name_the_parameter_that_was_sent(model: str) -> None:
+    async def main() -> None:
+        async with serving(model) as server:
+            messages = [{"role": "user", "content": "Hello"}]
+            for name, value in (("max_tokens", 0), ("max_completion_tokens", 0), ("max_completion_tokens", 4000)):
+                answer = await server.post("/v1/chat/completions", messages=messages, **{name: value})
+                error = answer.json()["error"]
+                assert (answer.status_code, error["param"]) == (400, name), error
+                assert ("max_tokens" in error["message"]) == (name == "max_tokens"), error
+            for value in (0, 1 << 31, 10**400):
+                answer = await server.post("/v1/completions", prompt="a", truncate_prompt_tokens=value)
+                error = answer.json()["error"]
+                found = (answer.status_code, error["code"], error["param"])
+                assert found == (400, "integer_out_of_range", "truncate_prompt_tokens")
+
+    run(main())
+
+
+def test_text_offsets_are_places_in_the_returned_text() -> None:
+    """Ids that the text leaves out stand where the next one does, as do the parts of one character."""
+    specials = ["<s>"]
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({"<s>": 0} | _bytes_vocab(), []))
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(specials)
+    tokenizer = Tokenizer(backend)
+    ids = [0, *(tokenizer.backend.token_to_id(c) for c in "aðŁĻĥb"), 0, tokenizer.backend.token_to_id("c")]
+
+    def offsets(*, skip: bool, echo: int = 0) -> list[int]:
+        prompt = ids[: echo or 1]
+        text = tokenizer.decode(prompt, skip)
+        output = RequestOutput("r", text, prompt, [], False, RequestMetrics(0.0))
+        places = _Offsets(tokenizer, output, echo=bool(echo), skip_special_tokens=skip)
+        return [places.next(token) for token in (ids if echo else ids[1:])]
+
+    assert offsets(skip=True) == [0, 1, 1, 1, 1, 2, 3, 3]  # of "a🙃bc"
+    assert offsets(skip=False) == [0, 1, 1, 1, 1, 2, 3, 6]  # of "a🙃b<s>c"
+    assert offsets(skip=True, echo=2) == [0, 0, 1, 1, 1, 1, 2, 3, 3]
+    assert offsets(skip=False, echo=2) == [0, 3, 4, 4, 4, 4, 5, 6, 9]
+
+
+def _bytes_vocab() -> dict[str, int]:
+    return {c: i + 1 for i, c in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}

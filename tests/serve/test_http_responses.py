@@ -130,6 +130,13 @@ def test_what_is_wrong_is_told_of_its_own_place(model: str) -> None:
                 ({"input": [say, call, output | {"output": 7}]}, "input[2].output", "input[2].output must be"),
                 ({"input": [skipped]}, "input", "input is reasoning alone"),
                 ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0"),
+                ({"input": "a", "max_tokens": 3}, "max_tokens", "max_tokens is not supported here: give max_output"),
+                (
+                    {"input": "a", "structured_outputs": {"regex": "a"}},
+                    "structured_outputs",
+                    "structured_outputs is not supported here: give text.format",
+                ),
+                ({"input": "a", "messages": [say]}, "messages", "messages is not supported"),
                 ({"input": "a", "text": {"format": {"type": "yaml"}}}, "text.format", "text.format.type is 'yaml'"),
                 ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format", "text.format.schema must"),
                 (

@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import time
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -360,6 +361,10 @@ def sendable(text: str) -> str:
 # -- the channel -------------------------------------------------------------------------------------------------------
 
 
+DRAIN_S = 0.003
+"""How long messages are taken in before others on the loop have their turn."""
+
+
 class Channel:
     """One end of the pair. Sending never waits: what the other side has not read yet is kept. What is sent when there
     is no other side is lost; whether there is one, the lifeline knows. Each part of a message of several is a message
@@ -402,8 +407,13 @@ class Channel:
         loop.call_soon(self._drain)
 
     def _drain(self) -> None:
-        """The descriptor signals edges: all that is there must be read before it signals again."""
+        """The descriptor signals edges: all that is there must be read before it signals again. Where that takes long,
+        others on the loop have their turn in between."""
+        begin = time.monotonic()
         while self._on_data is not None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            if time.monotonic() - begin > DRAIN_S and self._loop is not None:
+                self._loop.call_soon(self._drain)
+                return
             self._on_data(self._socket.recv(zmq.NOBLOCK))
 
     def close(self, linger_s: float = 0.0) -> None:

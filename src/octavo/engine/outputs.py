@@ -6,10 +6,9 @@ The text side (detokenising, stop strings) is handed in: the engine knows tokens
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Protocol
 
 from octavo.core.events import Preempted
@@ -168,6 +167,34 @@ class _Text:
     error: str = ""
 
 
+class _Total:
+    """The sum of a sample's log-probabilities, exact as `math.fsum` is, and no term of it added twice."""
+
+    def __init__(self) -> None:
+        self._num = 0
+        self._parts: list[float] = []  # that do not overlap (Shewchuk 1996)
+
+    def of(self, entries: Seq[TokenLogprobs], num: int) -> float:
+        """Of the first `num` entries."""
+        if num < self._num:  # what was cut off counts no more
+            self._num, self._parts = 0, []
+        for entry in entries[self._num : num]:
+            self._add(entry.logprob)
+        self._num = min(num, len(entries))
+        return math.fsum(self._parts)
+
+    def _add(self, x: float) -> None:
+        kept = []
+        for y in self._parts:
+            if abs(x) < abs(y):
+                x, y = y, x
+            total = x + y
+            if low := y - (total - x):
+                kept.append(low)
+            x = total
+        self._parts = [*kept, x]
+
+
 @dataclass(slots=True)
 class Told:
     """How much of a sequence the caller has been told."""
@@ -206,6 +233,7 @@ class RequestState:
     search: BeamSearch | None = None
     constraint: Constraint | None = None
     _entries: dict[int, list[PositionLogprobs | None]] = field(default_factory=dict)  # index -1: the prompt's
+    _totals: dict[int, _Total] = field(default_factory=dict)
     _prompt_ids: list[int] = field(init=False)  # one list for all its outputs: a stream has many, and prompts are long
     _prompt_alone: bool = False
 
@@ -281,14 +309,17 @@ class RequestState:
         metrics = self.metrics
         metrics.num_cached_tokens = max(0, request.num_cached_tokens)
         metrics.num_generation_tokens = sum([len(c.token_ids) for c in outputs])
-        prompt_logprobs = None if params.prompt_logprobs is None else self._prompt_entries()
-        if params.echo:
-            for completion in outputs:
-                self._put_prompt_before(completion)
+        prompt_logprobs = None
+        if params.prompt_logprobs is not None and not (self.told and params.output_kind is RequestOutputKind.DELTA):
+            prompt_logprobs = self._prompt_entries()
         is_delta = params.output_kind is RequestOutputKind.DELTA
         if is_delta:
-            prompt_logprobs = None if self.told else prompt_logprobs
-            outputs = [c for c in outputs if self._cut_to_what_is_new(c)]
+            has_prompt = set(self.told)
+            outputs = [c for c in outputs if self._cut_to_what_is_new(c) or (params.echo and c.index not in has_prompt)]
+        if params.echo:
+            for completion in outputs:
+                if not is_delta or completion.index not in has_prompt:
+                    self._put_prompt_before(completion)
         return RequestOutput(
             request.request_id,
             self.prompt,
@@ -393,11 +424,23 @@ class RequestState:
             completion.logprobs = self._entries_of(index, token_ids, hypothesis.logprobs)
         return completion
 
+    def prepare(self) -> Iterator[None]:
+        """Make what the next output tells of log-probabilities, a little between two yields. `output` makes the rest:
+        this is for who has others waiting, on an event loop."""
+        request, params = self.request, self.request.sampling_params
+        if params.prompt_logprobs is not None:
+            yield from self._make_entries(-1, request.prompt_token_ids[1:], self.prompt_logprobs)
+        if params.logprobs is not None and self.search is None:
+            for sequence in (*request.sequences, *request.done):
+                if sequence.index in self.logprobs:
+                    ids, known = sequence.output_token_ids, self.logprobs[sequence.index]
+                    yield from self._make_entries(sequence.index, ids, known)
+
     def _put_logprobs(self, completion: CompletionOutput) -> None:
         index, num = completion.index, len(completion.token_ids)
-        known = self.logprobs.get(index, [])[:num]
-        completion.logprobs = self._entries_of(index, completion.token_ids, known)[:num]
-        completion.cumulative_logprob = math.fsum(entry.logprob for entry in known)
+        known = self.logprobs.get(index, [])
+        completion.logprobs = self._entries_of(index, completion.token_ids, known[:num])[:num]
+        completion.cumulative_logprob = self._totals.setdefault(index, _Total()).of(known, num)
 
     def _prompt_entries(self) -> list[PositionLogprobs | None]:
         token_ids = self.request.prompt_token_ids
@@ -406,15 +449,20 @@ class RequestState:
 
     def _entries_of(self, index: int, token_ids: Seq[int], known: Seq[TokenLogprobs]) -> list[PositionLogprobs | None]:
         """For the caller, each made once; the list is the caller's own."""
+        for _ in self._make_entries(index, token_ids, known):
+            pass
+        return self._entries[index][:]
+
+    def _make_entries(self, index: int, token_ids: Seq[int], known: Seq[TokenLogprobs]) -> Iterator[None]:
         made = self._entries.setdefault(index, [])
-        text = self._text_of(max(0, index))
-        for token, (logprob, rank, top_ids, top) in islice(zip(token_ids, known, strict=False), len(made), None):
+        text, num = self._text_of(max(0, index)), len(made)
+        for token, (logprob, rank, top_ids, top) in zip(token_ids[num:], known[num:], strict=False):
             position = {token: Logprob(logprob, rank, _decoded(text, token))}
             for place, (likely, its) in enumerate(zip(top_ids, top, strict=True), 1):
                 if likely not in position:
                     position[likely] = Logprob(its, place, _decoded(text, likely))
             made.append(position)
-        return made[:]
+            yield
 
     def _put_prompt_before(self, completion: CompletionOutput) -> None:
         text = self._text_of(completion.index)

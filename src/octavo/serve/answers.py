@@ -9,12 +9,15 @@ Both kinds of answer take the same path. A response that is not streamed is the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from octavo.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from octavo.serve.protocol import Ask
+from octavo.serve.slices import BREATH
 from octavo.text.detokenizer import Detokenizer
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tools import END_THINK, AnswerParser
@@ -56,8 +59,8 @@ class Answer(Protocol):
 
     usage: Usage
 
-    def take(self, i: int, output: RequestOutput) -> list[Json]:
-        """The choices of the next chunks, from what is new of prompt `i`."""
+    def take(self, i: int, output: RequestOutput) -> Iterator[Json]:
+        """The choices of the next chunks, from what is new of prompt `i`; and `BREATH`, see `slices`."""
 
     def chunk(self, choices: list[Json]) -> Json: ...
 
@@ -65,7 +68,8 @@ class Answer(Protocol):
 
     def fold(self, choice: Json) -> None: ...
 
-    def whole(self) -> Json: ...
+    def whole(self) -> Iterator[Any]:
+        """The response, after as many a `BREATH` as it takes."""
 
 
 class _Answer:
@@ -81,7 +85,8 @@ class _Answer:
         self._head = {"id": name, "object": "", "created": int(time.time()), "model": ask.model}
         self._fingerprint = fingerprint
         self._choices: dict[int, Json] = {}
-        self._prompt_logprobs: dict[int, list[Json | None]] = {}
+        self._prompt_logprobs: dict[int, list[Any]] = {}
+        self._echoes = ask.echo or ask.stream  # then the prompt's log-probabilities are not told apart
 
     reasons = False
 
@@ -105,8 +110,17 @@ class _Answer:
             "system_fingerprint": self._fingerprint,
         }
 
-    def whole(self) -> Json:
-        choices = [self._choices[index] for index in sorted(self._choices)]
+    def whole(self) -> Iterator[Any]:
+        yield self._response((yield from self._encoded(self._choices[index] for index in sorted(self._choices))))
+
+    def _encoded(self, choices: Iterable[Json]) -> Generator[Any, None, list[msgspec.Raw]]:
+        encoded = []
+        for choice in choices:
+            encoded.append(_raw(choice))
+            yield BREATH
+        return encoded
+
+    def _response(self, choices: list[Any]) -> Json:
         response = {
             **self._head,
             "object": self.object,
@@ -116,13 +130,16 @@ class _Answer:
         }
         return response
 
-    def _note(self, i: int, output: RequestOutput) -> None:
+    def _note(self, i: int, output: RequestOutput) -> Iterator[Any]:
         self.usage.take(i, output)
-        if output.prompt_logprobs is not None:
-            self._prompt_logprobs[i] = [
-                None if entries is None else {str(t): _prompt_entry(lp) for t, lp in entries.items()}
-                for entries in output.prompt_logprobs
-            ]
+        if output.prompt_logprobs is not None and not self._echoes:
+            told = self._prompt_logprobs[i] = list[Any]()
+            for entries in output.prompt_logprobs:
+                if entries is not None:
+                    told.append(_raw({str(t): _prompt_entry(lp) for t, lp in entries.items()}))
+                    yield BREATH
+                else:
+                    told.append(None)
 
     def _extras(self, choice: Json, i: int, c: CompletionOutput, output: RequestOutput, *, first: bool) -> Json:
         """vLLM's own fields of a choice."""
@@ -144,16 +161,20 @@ class CompletionAnswer(_Answer):
         super().__init__(ask, name, tokenizer, fingerprint)
         self._offsets: dict[int, _Offsets] = {}
 
-    def take(self, i: int, output: RequestOutput) -> list[Json]:
-        self._note(i, output)
-        return [self._choice(i, c, output) for c in output.outputs]
+    def take(self, i: int, output: RequestOutput) -> Iterator[Json]:
+        yield from self._note(i, output)
+        for c in output.outputs:
+            yield (yield from self._choice(i, c, output))
+            yield BREATH
 
-    def _choice(self, i: int, c: CompletionOutput, output: RequestOutput) -> Json:
+    def _choice(self, i: int, c: CompletionOutput, output: RequestOutput) -> Generator[Any, None, Json]:
         index = i * self.ask.n + c.index
         if first := index not in self._offsets:
             skip = getattr(self.ask.params, "skip_special_tokens", True)
             self._offsets[index] = _Offsets(self.tokenizer, output, echo=self.ask.echo, skip_special_tokens=skip)
-        logprobs = None if c.logprobs is None else self._logprobs(c.token_ids, c.logprobs, self._offsets[index])
+        logprobs = None
+        if c.logprobs is not None:
+            logprobs = yield from self._logprobs(c.token_ids, c.logprobs, self._offsets[index])
         choice: Json = {
             "index": index,
             "text": c.text,
@@ -161,15 +182,17 @@ class CompletionAnswer(_Answer):
             "finish_reason": wire_reason(c.finish_reason),
             "stop_reason": c.stop_reason,
         }
-        if i in self._prompt_logprobs and not self.ask.stream and not self.ask.echo:
+        if i in self._prompt_logprobs:
             choice["prompt_logprobs"] = self._prompt_logprobs.get(i)
         return self._extras(choice, i, c, output, first=first)
 
-    def _logprobs(self, token_ids: Sequence[int], entries: Sequence[PositionLogprobs | None], places: _Offsets) -> Json:
+    def _logprobs(
+        self, token_ids: Sequence[int], entries: Sequence[PositionLogprobs | None], places: _Offsets
+    ) -> Generator[Any, None, Json]:
         tokens: list[str] = []
         offsets: list[int] = []
         own: list[float | None] = []
-        top: list[dict[str, float] | None] = []
+        top: list[msgspec.Raw | None] = []
         for token, position in zip(token_ids, entries, strict=False):
             if position is None:  # nothing comes before the first token of a prompt
                 text = f"token_id:{token}" if self.ask.tokens_as_ids else self.tokenizer.decode([token], False)
@@ -178,7 +201,8 @@ class CompletionAnswer(_Answer):
             else:
                 text = self._token(token, position[token])
                 own.append(finite(position[token].logprob))
-                top.append({self._token(t, lp): finite(lp.logprob) for t, lp in position.items()})
+                top.append(_raw({self._token(t, lp): finite(lp.logprob) for t, lp in position.items()}))
+                yield BREATH
             tokens.append(text)
             offsets.append(places.next(token))
         return {"text_offset": offsets, "token_logprobs": own, "tokens": tokens, "top_logprobs": top}
@@ -197,16 +221,14 @@ class CompletionAnswer(_Answer):
                 so_far["logprobs"][name] += values
         _end(so_far, choice)
 
-    def whole(self) -> Json:
+    def whole(self) -> Iterator[Any]:
         """A stop string is not in the text, but its tokens are among the tokens: they stand at the end."""
         for choice in self._choices.values():
             _join(choice, "text")
-        response = super().whole()
-        for choice in response["choices"]:
             if choice["logprobs"] is not None:
                 end = len(choice["text"])
                 choice["logprobs"]["text_offset"] = [min(at, end) for at in choice["logprobs"]["text_offset"]]
-        return response
+        return super().whole()
 
 
 class _Offsets:
@@ -257,19 +279,20 @@ class ChatAnswer(_Answer):
         self._parsers: dict[int, AnswerParser] = {}
         self._new_call_id = new_call_id
 
-    def take(self, i: int, output: RequestOutput) -> list[Json]:
-        self._note(i, output)
-        choices: list[Json] = []
+    def take(self, i: int, output: RequestOutput) -> Iterator[Json]:
+        yield from self._note(i, output)
         for c in output.outputs:
             first = c.index not in self._parsers
             if first:
                 self._parsers[c.index] = self._make_parser()
                 if self.ask.stream:
-                    choices.append(self._choice(c, {"role": "assistant", "content": ""}, None))
-            choices += self._choices_of(c, output, first=first)
-        return choices
+                    yield self._choice(c, {"role": "assistant", "content": ""}, None)
+            yield from (yield from self._choices_of(c, output, first=first))
+            yield BREATH
 
-    def _choices_of(self, c: CompletionOutput, output: RequestOutput, *, first: bool) -> list[Json]:
+    def _choices_of(
+        self, c: CompletionOutput, output: RequestOutput, *, first: bool
+    ) -> Generator[Any, None, list[Json]]:
         parser = self._parsers[c.index]
         was_reasoning = parser.in_reasoning
         parts = parser.push(c.text)
@@ -283,7 +306,7 @@ class ChatAnswer(_Answer):
         if choices:
             last = choices[-1]
             if c.logprobs is not None:
-                last["logprobs"] = {"content": self._logprobs(c.token_ids, c.logprobs)}
+                last["logprobs"] = {"content": (yield from self._logprobs(c.token_ids, c.logprobs))}
             self._extras(last, 0, c, output, first=first)
             if c.finished():
                 called = parser.num_calls > 0 and c.finish_reason == "stop"
@@ -313,7 +336,9 @@ class ChatAnswer(_Answer):
         call = {"index": part.index, "id": self._new_call_id(), "type": "function"}
         return {"tool_calls": [{**call, "function": {"name": part.name, "arguments": ""}}]}
 
-    def _logprobs(self, token_ids: Sequence[int], entries: Sequence[PositionLogprobs | None]) -> list[Json]:
+    def _logprobs(
+        self, token_ids: Sequence[int], entries: Sequence[PositionLogprobs | None]
+    ) -> Generator[Any, None, list[msgspec.Raw]]:
         told = []
         for token, position in zip(token_ids, entries, strict=False):
             if position is not None:
@@ -322,7 +347,8 @@ class ChatAnswer(_Answer):
                 top = [pair for pair in ranked if pair[1].rank <= (self.ask.top or 0)]
                 top.sort(key=lambda pair: pair[1].rank)
                 entry = self._entry(token, position[token])
-                told.append({**entry, "top_logprobs": [self._entry(t, lp) for t, lp in top[: self.ask.top]]})
+                told.append(_raw({**entry, "top_logprobs": [self._entry(t, lp) for t, lp in top[: self.ask.top]]}))
+                yield BREATH
         return told
 
     def _entry(self, token: int, entry: Logprob) -> Json:
@@ -365,18 +391,26 @@ class ChatAnswer(_Answer):
             so_far["prompt_token_ids"] = choice["prompt_token_ids"]
         _end(so_far, choice)
 
-    def whole(self) -> Json:
-        response = super().whole()
-        for choice in response["choices"]:
+    def whole(self) -> Iterator[Any]:
+        for choice in self._choices.values():
             message = choice["message"]
             _join(message, *TEXTS)
             for call in message.get("tool_calls", ()):
                 _join(call["function"], "arguments")
             if message["content"] is None and "tool_calls" not in message:
                 message["content"] = ""
+        yield from super().whole()
+
+    def _response(self, choices: list[Any]) -> Json:
+        response = super()._response(choices)
         if 0 in self._prompt_logprobs:
             response["prompt_logprobs"] = self._prompt_logprobs[0]
         return response
+
+
+def _raw(value: Any) -> msgspec.Raw:
+    """As JSON already: a large answer is many of these, and what is put together of them is made in no time."""
+    return msgspec.Raw(msgspec.json.encode(value))
 
 
 def _joined(deltas: Iterable[Json]) -> list[Json]:

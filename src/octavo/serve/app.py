@@ -28,6 +28,7 @@ from octavo.serve.questions import SharedAnswer, Turns
 from octavo.serve.responses import FIELDS as RESPONSE_FIELDS
 from octavo.serve.responses import ResponseEvents, blamed, to_chat
 from octavo.serve.service import Encoded, Service
+from octavo.serve.slices import done, sliced
 from octavo.serve.view import EVENTS, View
 from octavo.view.live import Hub
 
@@ -162,7 +163,8 @@ class App:
             async for chunk in events:
                 for choice in chunk["choices"]:
                     answer.fold(choice)
-        return as_json(answer.whole())
+        (whole,) = await done(answer.whole())
+        return as_json(whole)
 
     async def _chunks(
         self, exchange: Exchange, ask: Ask, name: str, prompts: Sequence[Encoded], answer: Answer
@@ -170,7 +172,7 @@ class App:
         run = self.service.run(ask, prompts, name, exchange.salt, exchange.trace, exchange.tenant.number)
         async with contextlib.aclosing(run) as outputs:
             async for i, output in outputs:
-                for choice in answer.take(i, output):
+                async for choice in sliced(answer.take(i, output)):
                     yield answer.chunk([choice])
         if ask.include_usage:
             yield answer.usage_chunk()
@@ -207,7 +209,7 @@ class App:
                         has_begun = True
                         for event in making.begin():
                             yield event
-                    for choice in answer.take(i, output):
+                    async for choice in sliced(answer.take(i, output)):
                         reason = choice["finish_reason"] or reason
                         for event in making.take(choice["delta"]):
                             yield event

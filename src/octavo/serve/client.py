@@ -48,6 +48,7 @@ from octavo.errors import EngineError, OctavoError, ParameterError, RequestFaile
 from octavo.generation_config import sampling_defaults
 from octavo.prompts import Messages, Prompt, Prompts
 from octavo.serve.backend import ClientStats
+from octavo.serve.slices import BREATH, done
 from octavo.serve.supervisor import ENGINE, Limits, Supervisor, error_of
 from octavo.text import chat_template
 from octavo.text.tokenizer import Tokenizer
@@ -111,6 +112,7 @@ class _Stream:
     async def read(self) -> RequestOutput:
         await self.news.wait()
         self.news.clear()
+        await done(BREATH for _ in self.mirror.state.prepare())
         if self.error is not None:
             raise again(self.error)
         output = self.mirror.output()

@@ -320,9 +320,12 @@ async def merged(
             last = error
         await arrived.put((i, last))
 
-    pumps = [asyncio.ensure_future(pump(i, run)) for i, run in enumerate(runs)]
-    num_left = len(pumps)
+    pumps: list[asyncio.Future[None]] = []
+    num_left = len(runs)
     try:
+        for i, run in enumerate(runs):
+            pumps.append(asyncio.ensure_future(pump(i, run)))
+            await asyncio.sleep(0)  # a run begins with work that its prompt's length decides
         while num_left:
             i, item = await arrived.get()
             if isinstance(item, Exception):

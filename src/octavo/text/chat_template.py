@@ -129,7 +129,7 @@ def _run(code: CodeType, variables: dict[str, Any]) -> str:
         text = f"the chat template refuses the messages: {_line(e)}"
         raise TemplateError(text, param="messages", code="template_error") from e
     except Exception as e:  # a template can raise anything that Python can
-        kind = "template_timeout" if isinstance(e, _TooLongError) else "template_error"
+        kind = "template_timeout" if isinstance(e, _RenderTimeoutError) else "template_error"
         raise TemplateError(f"the chat template fails: {_line(e)}", param="messages", code=kind) from e
     return "".join(parts)
 
@@ -186,7 +186,7 @@ class _Refused(jinja2.TemplateError):
     """The template called `raise_exception`."""
 
 
-class _TooLongError(SecurityError):
+class _RenderTimeoutError(SecurityError):
     """The template runs for longer than a template may."""
 
 
@@ -214,7 +214,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def tick(self, num_chars: int = 0) -> str:
         """A turn of a loop, with so much text of the template's own in it."""
         if time.monotonic() > self._deadline:
-            raise _TooLongError(f"it runs for longer than {MAX_RENDER_S:g} s")
+            raise _RenderTimeoutError(f"it runs for longer than {MAX_RENDER_S:g} s")
         self._num_chars += num_chars
         _check_size(self._num_chars // 4)  # text may pass through a few macros on its way out
         return ""

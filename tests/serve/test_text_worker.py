@@ -1,0 +1,188 @@
+"""Text work in processes of its own: the same results, bounded, and nothing of it on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.checkpoint import open_checkpoint
+from octavo.errors import TemplateError
+from octavo.prompts import Prompts
+from octavo.serve import text_worker
+from octavo.serve.problems import Problem
+from octavo.serve.text_worker import TextWorkers
+from octavo.text.tokenizer import Tokenizer
+
+from .engines import nothing_left, own_directory  # noqa: F401
+from .http_lab import TEMPLATE, serving
+from .loop import run
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+HELLO = [{"role": "user", "content": "Hello</s>"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: str) -> Tokenizer:
+    return Tokenizer.from_checkpoint(open_checkpoint(model), chat_template=TEMPLATE)
+
+
+def test_a_worker_does_what_the_tokenizer_does(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        workers = TextWorkers(tokenizer)
+        await workers.start()
+        text = "Hello</s>" * 9
+        ids = tokenizer.encode(text, parse_special=False)
+        assert await workers.encode([text, "x"], True) == [ids, tokenizer.encode("x")]
+        assert await workers.decode([2, *ids], False) == "</s>" + text
+        assert await workers.pieces(ids[:3]) == ["H", "e", "l"]
+        assert await workers.word_ids([" a", "bc"]) == Prompts(tokenizer).word_ids([" a", "bc"])
+        prompt = Prompts(tokenizer).chat(HELLO)
+        assert await workers.chat(HELLO, {}) == (prompt["prompt"], prompt["prompt_token_ids"])
+        with pytest.raises(TemplateError, match="no king") as caught:
+            await workers.chat(HELLO, {"chat_template": "{{ raise_exception('no king') }}"})
+        assert (caught.value.code, caught.value.param) == ("template_error", "messages")
+        with pytest.raises(Problem) as problem:
+            await workers.chat([{"role": "user", "content": "", "n": 1 << 99}], {})
+        assert problem.value.code == "integer_out_of_range"
+        await workers.close()
+
+    with nothing_left():
+        run(main())
+
+
+def test_a_worker_that_dies_or_hangs_fails_one_request_and_is_replaced(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        workers = TextWorkers(tokenizer)
+        await workers.start()
+        (worker,) = workers._idle
+        worker._process.kill()
+        worker._process.wait()
+        assert await workers.encode(["a"], False) == [tokenizer.encode("a", False)]  # it was noticed before
+        (worker,) = workers._idle
+        os.kill(worker._process.pid, signal.SIGSTOP)
+        monkeypatch.setattr(text_worker, "BASE_S", 0.3)
+        with pytest.raises(Problem) as caught:
+            await workers.encode(["a"], False)
+        assert (caught.value.status, caught.value.code) == (500, "text_timeout")
+        monkeypatch.setattr(text_worker, "BASE_S", 30.0)
+        assert await workers.encode(["a"], False) == [tokenizer.encode("a", False)]
+        await workers.close()
+
+    with nothing_left():
+        run(main())
+
+
+def test_slow_templates_leave_a_worker_for_others(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        workers = TextWorkers(tokenizer, num_workers=2)
+        slow = [asyncio.ensure_future(workers.chat(HELLO, {"chat_template": ENDLESS})) for _ in range(3)]
+        await asyncio.sleep(0)
+        slow[0].cancel()  # its worker finishes, and is used again
+        await workers.chat(HELLO, {})
+        assert not any(task.done() for task in slow[1:])
+        for task in slow[1:]:
+            with pytest.raises(TemplateError) as caught:
+                await task
+            assert caught.value.code == "template_timeout"
+        assert len(workers._idle) == 2
+        await workers.close()
+
+    with nothing_left():
+        run(main())
+
+
+def test_a_template_that_raises_is_400_and_one_that_takes_too_long_is_the_servers_fault(model: str) -> None:
+    async def main() -> None:
+        refuses = "{% if messages[0].content == 'x' %}{{ raise_exception('no') }}{% endif %}"
+        options = {"chat_template": f"{refuses}{{% if messages[0].content == 'y' %}}{ENDLESS}{{% endif %}}"}
+        async with serving(model, engine_options=options, trust_request_chat_template=True) as server:
+            for content, template, want in (
+                ("x", None, (400, "template_error", "messages")),
+                ("y", None, (500, "template_timeout", None)),
+                ("y", ENDLESS, (400, "template_error", "chat_template")),
+                ("y", "{% if %}", (400, "template_error", "chat_template")),
+            ):
+                body = {"messages": [{"role": "user", "content": content}]}
+                if template is not None:
+                    body["chat_template"] = template  # type: ignore[assignment]
+                for path in ("/v1/chat/completions", "/tokenize")[: 1 + (template is None)]:
+                    answer = await server.client.post(path, json=body)
+                    error = answer.json()["error"]
+                    assert (answer.status_code, error["code"], error["param"]) == want, answer.text
+
+    run(main())
+
+
+# -- the whole server --------------------------------------------------------------------------------------------------
+
+
+def post(url: str, path: str, **body: Any) -> int:
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(url + path, data, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=200) as answer:
+            answer.read()
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+def cpu_s(pid: int) -> float:
+    """Of a process, without its children."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.fixture(scope="module")
+def server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+    """The address and the process of `octavo serve`, as users start it."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    options = ["--port", "0", "--chat-template", TEMPLATE, "--trust-request-chat-template", "--max-num-seqs", "128"]
+    command = [sys.executable, "-m", "octavo.cli.main", "serve", model, *options, "--num-gpu-blocks-override", "4000"]
+    command += ["--max-body-bytes", "1000000"]
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        while "serving on http" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        yield log.read_text().partition("serving on ")[2].split()[0], process.pid
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0, log.read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_templates_cost_the_servers_own_process_next_to_nothing(server: tuple[str, int]) -> None:
+    """Eight of a second each: they held its loop for their eight seconds of processor time."""
+    url, pid = server
+    before, body = cpu_s(pid), {"messages": HELLO, "chat_template": ENDLESS}
+    with ThreadPoolExecutor(8) as threads:
+        assert set(threads.map(lambda _: post(url, "/v1/chat/completions", **body), range(8))) == {400}
+    assert cpu_s(pid) - before < 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_stop_strings_cost_little_however_many_samples_look_for_them(server: tuple[str, int]) -> None:
+    """They took 16 s: a matcher for each string and sample."""
+    url, pid = server
+    stop = ["".join(chr(33 + (i * i + j * (i + 7)) % 90) for j in range(3900)) for i in range(64)]
+    before = cpu_s(pid)
+    assert post(url, "/v1/completions", prompt="a", n=128, stop=stop, max_tokens=20, ignore_eos=True) == 200
+    assert cpu_s(pid) - before < 3
