@@ -17,8 +17,9 @@ BUDGETS: dict[str, int] = {
     "core": 2000,  # 1500, a failed step, attention windows, all of vLLM's parameters, preemption by cost, and pins
     "engine": 2310,  # 1200, every parameter's output, beams, constraints, a process of its own, events for routers, and
     # commands that are read again before they are sent, and questions without an answer
-    "text": 1410,  # 700, vocab.json with merges.txt, bounds of a stranger's template, grammars on trial, tool calls,
-    # a stack, a process that died and a bound of memory for those, and files that say nonsense told by their names
+    "text": 1445,  # 700, vocab.json with merges.txt, bounds of a stranger's template, grammars on trial, tool calls,
+    # a stack, a process that died and a bound of memory for those, files that say nonsense told by their names, and
+    # answers taken apart without looking at any character again
     "kernels": 6015,  # 2200, prefill on Hopper, sampling and rows of a GPU, the CPU's packed and native kernels, layers
     # of few tokens with all that is around their products, decoding that merges in one launch, small blocks' swaps, and
     # what requests ask of their logits, kept by rows, masks inside the draw, beams' candidates, streamed weights, and
@@ -28,8 +29,10 @@ BUDGETS: dict[str, int] = {
     "runner": 2390,  # 1800, and what requests ask of their logits on a GPU: its own part of it, and the host's; masks
     # and beams from graphs, a draw with the pass behind it; passes that are rehearsed; rows that begin alike; a device
     # that is lost, and what does not fit told with the flag and the value that would do; log-probabilities that land
-    "serve": 4450,  # 1800, the table of parameters, limits before a request, responses, restarts, traces, the viewer,
-    # a document of every route, and what a connection may still say beside its request: an upgrade, trailers, the next
+    "serve": 4665,  # 1800, the table of parameters, limits before a request, responses, restarts, traces, the viewer,
+    # a document of every route, and what a connection may still say beside its request: an upgrade, trailers, the next;
+    # the names that a server answers to, the answers while it starts, probes beyond the limit of connections, and bodies
+    # whose wrong place is named in linear time
     "cluster": 500,
     "simulate": 2770,  # 1800, the nine figures of the paper as a file each, calibration, and pictures without a library
     "view": 3100,  # 600, the flight recorder and its run again (900), the playground and its lessons (860), attaching
