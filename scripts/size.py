@@ -31,8 +31,8 @@ BUDGETS: dict[str, int] = {
     # that is lost, and what does not fit told with the flag and the value that would do; log-probabilities that land
     "serve": 4665,  # 1800, the table of parameters, limits before a request, responses, restarts, traces, the viewer,
     # a document of every route, and what a connection may still say beside its request: an upgrade, trailers, the next;
-    # the names that a server answers to, the answers while it starts, probes beyond the limit of connections, and bodies
-    # whose wrong place is named in linear time
+    # the names that a server answers to, the answers while it starts, probes beyond the limit of connections, and
+    # bodies whose wrong place is named in linear time
     "cluster": 500,
     "simulate": 2770,  # 1800, the nine figures of the paper as a file each, calibration, and pictures without a library
     "view": 3100,  # 600, the flight recorder and its run again (900), the playground and its lessons (860), attaching
