@@ -305,6 +305,7 @@ def test_small_routes(model: str) -> None:
         async with serving(model, served_model_name=["first", "second"]) as server:
             get = server.client.get
             cards = good(await get("/v1/models"))
+            assert good(await get("/v1/models/")) == cards
             assert cards["object"] == "list" and [card["id"] for card in cards["data"]] == ["first", "second"]
             assert cards["data"][0]["max_model_len"] == 128 and cards["data"][0]["object"] == "model"
             assert good(await get("/v1/models/second"))["id"] == "second"

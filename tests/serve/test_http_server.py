@@ -562,6 +562,21 @@ def test_a_body_of_more_than_256_kib_is_answered(process: tuple[Process, str]) -
     assert (status, json.loads(body)["error"]["param"]) == (400, "seed")
 
 
+def test_a_string_without_an_end_holds_nobody_up(process: tuple[Process, str]) -> None:
+    _, url = process
+    deep = b"[" * 70 + b'"' + b'\\"' * 50_000
+    call_of = {"id": "a", "function": {"name": "f", "arguments": deep.decode()}}
+    item = {"type": "function_call", "name": "f", "arguments": deep.decode()}
+    begin = time.monotonic()
+    for path, body in (
+        ("completions", deep),
+        ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [call_of]}]}),
+        ("responses", {"input": [item]}),
+    ):
+        assert call(f"{url}/v1/{path}", body)[0] == 400
+    assert time.monotonic() - begin < 10  # it was 27 s of a frozen server for each
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_server_from_the_command_line(process: tuple[Process, str]) -> None:
     server, url = process

@@ -76,7 +76,6 @@ class App:
         self._add(app, "POST", "/v1/chat/completions", self.chat_completions)
         self._add(app, "POST", "/v1/responses", self.responses)
         self._add(app, "GET", "/v1/models", self.models)
-        self._add(app, "GET", "/v1/models/", self.models)  # some clients join paths so
         self._add(app, "GET", "/v1/models/{model:path}", self.model)
         self._add(app, "POST", "/tokenize", self.tokenize)
         self._add(app, "POST", "/detokenize", self.detokenize)
@@ -265,6 +264,8 @@ class App:
 
     async def model(self, exchange: Exchange) -> Reply:
         name = exchange.path_params["model"]
+        if not name:  # some clients end the path of the list with a slash
+            return await self.models(exchange)
         if name not in self.service.names:
             raise Problem(404, "model_not_found", f"The model `{name}` does not exist.", "model")
         return as_json(self._card(name))
