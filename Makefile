@@ -20,7 +20,7 @@ PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu sanitize clients fuzz dashboard check prove reliability mutants bench lint types contracts size coverage clean
+.PHONY: help demo test test-gpu sanitize clients fuzz dashboard check blas prove reliability mutants bench lint types contracts size coverage clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,7 +50,7 @@ fuzz: $(DEV) ## bodies made up from the OpenAPI document, right and wrong, a tho
 dashboard: $(DEV) ## the Grafana dashboard against a real Prometheus, and its picture
 	@$(BIN)/python scripts/grafana_check.py $(ARGS)
 
-check: test coverage lint types contracts size ## what a change must pass: tests, coverage, lint, types, imports, sizes
+check: test blas coverage lint types contracts size ## what a change must pass: tests, coverage, lint, types, imports, sizes
 	@echo '== all checks passed'
 
 prove: $(DEV) ## the long proofs: 10^6 steps under the oracle, small worlds exhaustively, the full matrix
@@ -66,6 +66,11 @@ bench: $(DEV) ## the core's cost, the attention ladder, and this CPU beside Tran
 	@$(BIN)/octavo bench core
 	@$(BIN)/octavo bench attention
 	@$(BIN)/python benchmarks/cpu_compare.py $(ARGS)
+
+# numpy's products are OpenBLAS's, which rounds differently on each processor, and Triton's interpreter uses them.
+blas: $(DEV) ## the tests that multiply with numpy, as OpenBLAS rounds on Haswell and Zen
+	@echo '== tests of products, as OpenBLAS computes them on Haswell'
+	@OPENBLAS_CORETYPE=Haswell $(PYTEST) -n $(WORKERS) -q tests/kernels/test_triton_interpreter.py $(ARGS)
 
 coverage: $(DEV)
 	@echo '== coverage: every branch of octavo.core'

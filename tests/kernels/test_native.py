@@ -158,6 +158,15 @@ def test_where_it_cannot_be_compiled_there_is_none(name: str, monkeypatch: pytes
     assert not list(tmp_path.rglob("*.so"))
 
 
+def test_without_a_compiler_the_log_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delenv("OCTAVO_NATIVE", raising=False)
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    assert native._load.__wrapped__() is None
+    assert caplog.messages == [
+        "there is no C++ compiler: the CPU computes by torch alone, slower; install g++, or set CXX"
+    ]
+
+
 def test_a_library_belongs_to_its_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = native._digest(sys.executable, "native")
     assert native._digest(sys.executable, "native") == before

@@ -129,7 +129,7 @@ def embed(table: Tensor, token_ids: Tensor) -> Tensor:
 def packed_bytes(weight: Tensor, quantization: Quantization | None = None) -> int:
     """What `pack` makes of a weight, in bytes, beside some padding; the weight may be on "meta"."""
     if quantization == "int8" and weight.dtype == torch.bfloat16:
-        return weight.numel() + 8 * weight.shape[0]  # a scale, and what oneDNN keeps, for each output
+        return weight.numel() + 8 * weight.shape[0]  # a scale, and what oneDNN may keep, for each output
     return weight.nbytes
 
 

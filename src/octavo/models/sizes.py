@@ -45,7 +45,7 @@ def weight_bytes(spec: ModelSpec, itemsize: int, *, int8: bool = False) -> int:
     """In memory, computed with in a dtype of `itemsize` bytes; `int8`: matrices in 8 bits, on a CPU."""
     norm_itemsize = 4 if isinstance(spec, DecoderSpec) and spec.unit_offset_norms else itemsize
     total = num_params(spec) * itemsize + _num_in_norms(spec) * (norm_itemsize - itemsize)
-    if int8:  # 8 bytes an output go with it: a scale, and what oneDNN keeps
+    if int8:  # 8 bytes an output go with it: a scale, and what oneDNN may keep
         packed = [(m.num_out, m.num_in, m.copies) for m in matrices(spec)]
         packed.append((spec.vocab_size, _embedding_size(spec), 1))
         total -= sum(copies * num_out * (num_in * (itemsize - 1) - 8) for num_out, num_in, copies in packed)
