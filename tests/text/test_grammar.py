@@ -19,10 +19,14 @@ import numpy as np
 import pytest
 import tokenizers
 from conftest import make_sentencepiece, train_byte_level
+from llguidance import LLParserLimits
 from tokenizers import decoders, models
 
+from octavo.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, failure
 from octavo.errors import EngineError, ParameterError, RequestFailedError
+from octavo.serve import problems
 from octavo.text import grammar, grammar_trial
+from octavo.text import grammar as grammar_module
 from octavo.text.grammar import (
     Grammar,
     GrammarCompiler,
@@ -402,3 +406,21 @@ def test_a_tokenizer_without_bytes() -> None:
     backend.decoder = decoders.WordPiece()
     with pytest.raises(ParameterError, match="bytes of their own"):
         GrammarCompiler(Tokenizer(backend), 2)
+
+
+def test_a_grammar_that_grows_too_large_on_the_way_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compiles; its automaton grows with the output."""
+    vocabulary = grammar_trial.Vocabulary([bytes([i]) for i in range(256)], [])
+    limits = LLParserLimits(max_lexer_states=500, verbose_errors=False)
+    monkeypatch.setattr(grammar_trial, "LIMITS", limits)
+    text = grammar_module.regex_grammar("[ab]*a[ab]{16}c") + grammar_module.NO_FORCING
+    matcher = grammar_module.Matcher(grammar_trial.compiled(vocabulary.compiler_tokenizer(), text), 8)
+    assert not matcher.error
+    chance = random.Random(0)
+    while not matcher.error:
+        matcher.advance([chance.choice(b"ab")])
+        grammar_module.masks_of([matcher])
+    assert matcher.error.startswith("grammar_too_complex: ")
+    failed = CompletionOutput(0, "", [], finish_reason="error", stop_reason=matcher.error)
+    problem = problems.of(failure(RequestOutput("a", None, [1], [failed], True, RequestMetrics(0.0))), "a")
+    assert (problem.status, problem.code, problem.param) == (400, "grammar_too_complex", "structured_outputs")

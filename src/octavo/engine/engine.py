@@ -163,6 +163,9 @@ class Engine:
         check_seed(seed)
         beams, params = (params, params.sampling_params) if isinstance(params, BeamSearchParams) else (None, params)
         max_tokens = self._max_tokens(len(prompt_token_ids), params)
+        if pin and (resume or params != PIN_PARAMS or not request_id.startswith(pin_id(""))):
+            text = f"{request_id!r:.80} is to be pinned with a request that does more; use `Engine.pin`"
+            raise ParameterError(text, param="pin")
         if resume:
             check_resume(resume, 0 if beams is not None else params.width, max_tokens, self.vocab_size)
         stop_ids = params.stop_ids(self.eos_token_ids)

@@ -69,7 +69,7 @@ class _Stream:
 
     num_deaths   of engines that had this request, since it last got on
     num_kills    how many of them somebody killed: a person, or a system without memory, which is seldom its doing
-    num_losses   times that messages about it were lost
+    num_losses   times that messages about it were lost, since it last got on
     begun        its first tokens have come
     sent         the engine that runs has it
     ending       it is to be aborted, and only the engine knows with what answers (a beam search)
@@ -93,8 +93,9 @@ class _Stream:
 
     def take_in(self, update: Update) -> list[int]:
         """Returns the samples that end in a stop string now."""
-        self.num_deaths = self.num_kills = 0
-        return self.mirror.take_in(update)
+        stopped = self.mirror.take_in(update)
+        self.num_deaths = self.num_kills = self.num_losses = 0
+        return stopped
 
     def num_new(self, update: Update) -> int:
         """Tokens that an update, taken in, stands for: its own, and with the first of them what was computed of the
