@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 BUDGETS: dict[str, int] = {
-    "core": 2000,  # 1500, a failed step, attention windows, all of vLLM's parameters, preemption by cost, and pins
-    "engine": 2310,  # 1200, every parameter's output, beams, constraints, a process of its own, events for routers, and
-    # commands that are read again before they are sent, and questions without an answer
+    "core": 2040,  # 1500, a failed step, attention windows, all of vLLM's parameters, preemption by cost, pins, and
+    # blocks that come back corrupt
+    "engine": 2320,  # 1200, every parameter's output, beams, constraints, a process of its own, events for routers, and
+    # commands that are read again before they are sent, questions without an answer, and corrupt blocks told of
     "text": 1410,  # 700, vocab.json with merges.txt, bounds of a stranger's template, grammars on trial, tool calls,
     # a stack, a process that died and a bound of memory for those, and files that say nonsense told by their names
     "kernels": 6015,  # 2200, prefill on Hopper, sampling and rows of a GPU, the CPU's packed and native kernels, layers
@@ -25,14 +26,15 @@ BUDGETS: dict[str, int] = {
     # kernels compiled ahead, a schedule of decoding in one place, the product that turns and writes its heads, and
     # decoding that reads once what sequences have in common, and what the model thought of the tokens of rows that ask
     "models": 1200,
-    "runner": 2390,  # 1800, and what requests ask of their logits on a GPU: its own part of it, and the host's; masks
+    "runner": 2470,  # 1800, and what requests ask of their logits on a GPU: its own part of it, and the host's; masks
     # and beams from graphs, a draw with the pass behind it; passes that are rehearsed; rows that begin alike; a device
-    # that is lost, and what does not fit told with the flag and the value that would do; log-probabilities that land
+    # that is lost, and what does not fit told with the flag and the value that would do; log-probabilities that land;
+    # checksums of swapped blocks
     "serve": 4450,  # 1800, the table of parameters, limits before a request, responses, restarts, traces, the viewer,
     # a document of every route, and what a connection may still say beside its request: an upgrade, trailers, the next
     "cluster": 500,
     "simulate": 2770,  # 1800, the nine figures of the paper as a file each, calibration, and pictures without a library
-    "view": 3100,  # 600, the flight recorder and its run again (900), the playground and its lessons (860), attaching
+    "view": 3120,  # 600, the flight recorder and its run again (900), the playground and its lessons (860), attaching
     "view (JavaScript)": 2050,  # 1200, three uses, a canvas up to a million blocks, and no framework to lean on
     "cli": 1890,  # 800, the demo, a program of its own, vLLM's flags, the server, its load, the simulator, view, top,
     # and what is said of an option that has no part

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -192,9 +191,9 @@ def test_corrupt_blocks_are_reported_once() -> None:
 
 
 @pytest.fixture
-def runner() -> Iterator[ModelRunner]:
+def runner() -> ModelRunner:
     kv = torch.zeros(9, 1, 2, 1, 2, 1)
-    yield ModelRunner(Counting(), kv, torch.zeros_like(kv), num_rows=4, max_model_len=8, ops=reference)
+    return ModelRunner(Counting(), kv, torch.zeros_like(kv), num_rows=4, max_model_len=8, ops=reference)
 
 
 def test_a_plan_of_swaps_alone_reports_corrupt_blocks(runner: ModelRunner) -> None:
