@@ -16,7 +16,7 @@ from typing import NamedTuple
 BUDGETS: dict[str, int] = {
     "core": 2040,  # 1500, a failed step, attention windows, all of vLLM's parameters, preemption by cost, pins, and
     # blocks that come back corrupt
-    "engine": 2320,  # 1200, every parameter's output, beams, constraints, a process of its own, events for routers, and
+    "engine": 2330,  # 1200, every parameter's output, beams, constraints, a process of its own, events for routers, and
     # commands that are read again before they are sent, questions without an answer, and corrupt blocks told of
     "text": 1410,  # 700, vocab.json with merges.txt, bounds of a stranger's template, grammars on trial, tool calls,
     # a stack, a process that died and a bound of memory for those, and files that say nonsense told by their names

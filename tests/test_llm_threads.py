@@ -1,4 +1,4 @@
-"""One `LLM` in several threads, and calls at moments when none is expected: errors with words, never a broken engine."""
+"""One `LLM` in several threads, and calls when none is expected: clear errors, never a broken engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from octavo import LLM, AsyncEngine, SamplingParams
+from octavo import LLM, AsyncEngine, BeamSearchParams, SamplingParams
 from octavo.errors import EngineError, OctavoError, UsageError
 from tests.engine.models import make_talking_checkpoint
 
@@ -214,6 +214,24 @@ def test_a_forked_process_gets_an_error(llm: LLM) -> None:
     assert generate(llm, PROMPTS) == want
 
 
+WRONG: list[Any] = [-1, 10**30, 1.5, object(), len, True, {1: "b"}, [None], [[]], range(3)]
+QUESTION = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=repr)
+def test_values_of_wrong_types_are_refused_by_name(llm: LLM, wrong: Any) -> None:
+    calls: dict[str, Callable[[], Any]] = {
+        "stop": lambda: llm.beam_search([[5, 6]], BeamSearchParams(beam_width=2, max_tokens=2, stop=wrong)),
+        "priority": lambda: llm.generate([[5, 6]], GREEDY, priority=wrong),
+        "chat_template": lambda: llm.chat(QUESTION, GREEDY, chat_template=wrong),
+        "chat_template_kwargs": lambda: llm.chat(QUESTION, GREEDY, chat_template="x", chat_template_kwargs=wrong),
+    }
+    for name, call in calls.items():
+        with pytest.raises(UsageError, match="priorities|" + name):
+            call()
+    assert not llm.engine.scheduler.requests
+
+
 # -- AsyncEngine -------------------------------------------------------------------------------------------------------
 
 
@@ -221,11 +239,8 @@ def test_an_async_engine_serves_several_loops_and_each_iterator_its_own(model: s
     engine = AsyncEngine.from_options(model, device="cpu", block_size=4, num_gpu_blocks_override=64)
 
     async def whole(prompt: list[int]) -> list[int]:
-        output = None
-        async for output in engine.generate(prompt, GREEDY):
-            pass
-        assert output is not None
-        return list(output.outputs[0].token_ids)
+        outputs = [output async for output in engine.generate(prompt, GREEDY)]
+        return list(outputs[-1].outputs[0].token_ids)
 
     async def first(run: Any) -> Any:
         return await anext(run)

@@ -163,10 +163,10 @@ class LLM:
         encoded = [self._prompts.encode(p) for p in list_of(prompts)]
         params = self._params_of(sampling_params, len(encoded))
         grammars = [self._prompts.grammar(p) for p in params]
+        if priority is not None and not (isinstance(priority, Sequence) and all(isinstance(p, int) for p in priority)):
+            raise ParameterError(f"priority is a list of integers, not {priority!r}", param="priority")
         if priority is not None and len(priority) != len(encoded):
             raise ParameterError(f"{len(priority)} priorities for {len(encoded)} prompts; give one for each")
-        if priority is not None and not all(isinstance(p, int) for p in priority):
-            raise ParameterError(f"priority is a list of integers, not {priority!r}", param="priority")
         names: list[str] = []
         with self._alone(), self.engine.garbage:  # the device waits for this, too
             try:
