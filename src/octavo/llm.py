@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import threading
+import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -18,9 +21,12 @@ from octavo.engine.interrupts import BetweenSteps
 from octavo.engine.outputs import RequestOutput, failure
 from octavo.engine.stats import EngineStats
 from octavo.engine.thread import joined
-from octavo.errors import ParameterError
+from octavo.errors import EngineError, ParameterError
 from octavo.prompts import Messages, Prompt, Prompts, list_of
 from octavo.text.tokenizer import Tokenizer
+
+TURN_S = 1e-4
+"""How long a thread that shares an `LLM` leaves it to the others between two steps: the lock alone is not fair."""
 
 
 class LLM:
@@ -31,7 +37,10 @@ class LLM:
             print(output.outputs[0].text)
 
     The options are those of `octavo.config.EngineArgs`. Raises `UsageError` for an option that is wrong, `ModelError`
-    for a model that cannot be loaded, `MemoryBudgetError` for one that does not fit. Not thread-safe.
+    for a model that cannot be loaded, `MemoryBudgetError` for one that does not fit.
+
+    Threads may share one: their requests run in the same batch, and the threads take turns at its steps. A process that
+    was forked off may not, and a listener to the engine's events may not call it: both get an `EngineError`.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -43,6 +52,11 @@ class LLM:
         self._prompts = Prompts(built.tokenizer, built.engine.vocab_size, built.engine.max_model_len)
         self._ids = itertools.count()
         self._mail: dict[str, RequestOutput] = {}  # the newest output of requests, for those who run them
+        self._lock = threading.RLock()  # over the engine and all of these
+        self._in_step = False
+        self._num_runs = 0
+        self._abandoned: list[str] = []  # requests to abort before the next step
+        self._process_id = os.getpid()
         # Whoever forgets to close it gets the memory back with the object, and no thread outlives the interpreter.
         weakref.finalize(self, built.engine.close)
 
@@ -149,12 +163,12 @@ class LLM:
         encoded = [self._prompts.encode(p) for p in list_of(prompts)]
         params = self._params_of(sampling_params, len(encoded))
         grammars = [self._prompts.grammar(p) for p in params]
+        if priority is not None and not (isinstance(priority, Sequence) and all(isinstance(p, int) for p in priority)):
+            raise ParameterError(f"priority is a list of integers, not {priority!r}", param="priority")
         if priority is not None and len(priority) != len(encoded):
             raise ParameterError(f"{len(priority)} priorities for {len(encoded)} prompts; give one for each")
-        if priority is not None and not all(isinstance(p, int) for p in priority):
-            raise ParameterError(f"priority is a list of integers, not {priority!r}", param="priority")
         names: list[str] = []
-        with self.engine.garbage:  # the device waits for this, too
+        with self._alone(), self.engine.garbage:  # the device waits for this, too
             try:
                 for i, ((text, token_ids), p) in enumerate(zip(encoded, params, strict=True)):
                     name = str(next(self._ids))
@@ -198,25 +212,62 @@ class LLM:
 
     def _begun(self, names: list[str]) -> Generator[RequestOutput | None, None, None]:
         mine = set(names)
-        engine = self.engine
+        with self._lock:
+            self._num_runs += 1
         try:
             yield None
-            with engine.garbage:
+            with self.engine.garbage:
                 while mine:
-                    with BetweenSteps():
-                        self._sort(engine.step())
-                    for name in [name for name in self._mail if name in mine]:
-                        output = self._mail.pop(name)
+                    for output in self._step(mine):
                         if output.finished:
-                            mine.remove(name)
+                            mine.remove(output.request_id)
                         yield output
         finally:
-            if mine:
-                for name in mine:
-                    engine.abort(name)
-                self._sort(engine.drain())
-                for name in mine:
-                    self._mail.pop(name, None)
+            with self._lock:
+                self._num_runs -= 1
+            self._leave(mine)
+
+    def _step(self, mine: set[str]) -> list[RequestOutput]:
+        """One step for all, unless another thread's has given these requests something already: their outputs."""
+        if self._num_runs > 1:
+            time.sleep(TURN_S)
+        with BetweenSteps(), self._alone():
+            if self._mail.keys().isdisjoint(mine):
+                self._in_step = True
+                try:
+                    self._sort(self.engine.step())
+                finally:
+                    self._in_step = False
+                    self._leave(set())
+            return [self._mail.pop(name) for name in list(self._mail) if name in mine]
+
+    def _leave(self, names: set[str]) -> None:
+        """Nobody reads these any more. The garbage collector may find an iterator in the middle of a step: then its
+        requests end behind that."""
+        if os.getpid() != self._process_id:
+            return
+        with self._lock:
+            self._abandoned += names
+            if self._in_step or not self._abandoned:
+                return
+            names, self._abandoned = set(self._abandoned), []
+            for name in names:
+                self.engine.abort(name)
+            self._sort(self.engine.drain())
+            for name in names:
+                self._mail.pop(name, None)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other thread touches the engine meanwhile."""
+        if os.getpid() != self._process_id:
+            raise EngineError(
+                f"this LLM belongs to process {self._process_id} and its threads stayed there; make one in this process"
+            )
+        with self._lock:
+            if self._in_step:
+                raise EngineError("an LLM was called from within a step of its own; call it when that has returned")
+            yield
 
     def _sort(self, outputs: list[RequestOutput]) -> None:
         """Several iterators may take turns, and each step tells of the requests of all."""
@@ -249,20 +300,24 @@ class LLM:
         """
         token_ids = self._prompts.encode_prefix(prefix)
         name = str(next(self._ids)) if name is None else name
-        (output,) = self._run([self.engine.pin(name, token_ids)])
+        with self._alone():
+            request_id = self.engine.pin(name, token_ids)
+        (output,) = self._run([request_id])
         if output.outputs[0].finish_reason == "error":
             raise failure(output)
         return name
 
     def unpin_prefix(self, name: str) -> int:
         """Give back what was pinned under that name; how many blocks that are. Who runs with them goes on."""
-        return self.engine.unpin(name)
+        with self._alone():
+            return self.engine.unpin(name)
 
     # -- looking, and leaving ------------------------------------------------------------------------------------------
 
     def kv_stats(self) -> KVStats:
         """The KV cache as it is now."""
-        return self.engine.scheduler.stats()
+        with self._lock:
+            return self.engine.scheduler.stats()
 
     def stats(self) -> EngineStats:
         """What the engine has done so far."""
@@ -270,12 +325,15 @@ class LLM:
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached blocks; returns how many there were."""
-        return self.engine.scheduler.cache.reset_prefix_cache()
+        with self._alone():
+            return self.engine.scheduler.cache.reset_prefix_cache()
 
     def close(self) -> None:
         """Abort what runs and give the memory back. A second call does nothing."""
-        self.engine.close()
-        self._prompts.close()
+        if os.getpid() == self._process_id:  # else they are the other process's
+            with self._alone():
+                self.engine.close()
+                self._prompts.close()
 
     def __enter__(self) -> LLM:
         return self

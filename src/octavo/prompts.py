@@ -138,6 +138,11 @@ class Prompts:
         `chat_template` is used in the place of the model's; `chat_template_kwargs` are further variables of it, such
         as enable_thinking.
         """
+        if not isinstance(chat_template, str | None):
+            raise ParameterError(f"chat_template is text, not {chat_template!r:.60}", param="chat_template")
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            text = f"chat_template_kwargs are variables by their names, not {chat_template_kwargs!r:.60}"
+            raise ParameterError(text, param="chat_template_kwargs")
         variables = dict(chat_template_kwargs or {})
         check_template_names(variables)
         text, token_ids = self.tokenizer.encode_chat(

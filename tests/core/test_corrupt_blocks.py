@@ -137,6 +137,30 @@ def test_a_request_beside_a_corrupt_block_seals_anew_and_goes_on() -> None:
     assert [e.request_id for e in lab.told(ev.Recomputed)] == ["A"]  # type: ignore[attr-defined]
 
 
+def test_a_request_beside_a_corrupt_block_seals_nothing_that_it_gave_up() -> None:
+    """C seals a block and gives it up behind its attention window before A is known to have a corrupt block."""
+    lab = Lab(40, 1, host=40, rows=2, policy=SWAP, attention_window=2)
+    a, c = lab.add("A", [1, 2, 3], 9), lab.add("C", [7, 8, 6], 12)
+    lab.step()
+    lab.step()
+    out_and_corrupt(lab, a, -1)
+    lab.scheduler.num_rows_taken += 1  # as if another request had the row: A comes back a step later
+    first = lab.scheduler.schedule()
+    lab.flight.append((first, lab.oracle.submit(first)))
+    lab.scheduler.num_rows_taken -= 1
+    plan = lab.plan()
+    assert a in plan.swapped and first.sequences == c.sequences
+    lab.land()
+    lab.plan()
+    seq = c.sequences[0]
+    given_up = seq.seal_ids[: seq.num_dropped]
+    assert given_up[-1] > plan.seal_mark
+    lab.land()
+    assert a.status is Status.WAITING and c.status is Status.RUNNING
+    assert seq.seal_ids[: seq.num_dropped] == given_up and not lab.pool.seal_id[0]
+    lab.run(depth=2)
+
+
 def test_of_two_that_come_back_together_the_corrupt_one_is_recomputed() -> None:
     lab = Lab(20, host=20, policy=SWAP)
     a, b = lab.add("A", [1, 2, 3, 4, 5], 9), lab.add("B", [5, 6, 7, 8, 9], 9)

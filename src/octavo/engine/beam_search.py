@@ -27,6 +27,11 @@ MOST_LENGTH_PENALTY = 30.0
 Beyond, `BeamSearch.decide` would raise, which ends the engine."""
 
 
+def _listed(value: Any) -> Any:
+    """A sequence as a list; anything else as it is, for `SamplingParams` to refuse."""
+    return list(value) if isinstance(value, Seq) and not isinstance(value, str) else value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams(Checked):
     """How a request is decoded by beam search. Names are vLLM's and Transformers'.
@@ -86,8 +91,8 @@ class BeamSearchParams(Checked):
             temperature=0.0,
             max_tokens=self.max_tokens,
             ignore_eos=self.ignore_eos,
-            stop=self.stop if self.stop is None or isinstance(self.stop, str) else list(self.stop),
-            stop_token_ids=None if self.stop_token_ids is None else list(self.stop_token_ids),
+            stop=_listed(self.stop),
+            stop_token_ids=_listed(self.stop_token_ids),
             structured_outputs=self.structured_outputs,
         )
 

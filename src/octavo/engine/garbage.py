@@ -9,12 +9,13 @@ memory lost for as long as the engine has work.
 from __future__ import annotations
 
 import gc
+import threading
 from types import TracebackType
 
 
 class QuietGarbage:
     """While it is entered, nothing is collected but by `breathe`, and what was alive before is not looked at. It may be
-    entered again inside. Not thread-safe: the engine's thread has it, and the collector that it stops is the process's.
+    entered again inside, and by several threads. The collector that it stops is the process's.
     """
 
     STEPS_A_BREATH = 64
@@ -23,23 +24,26 @@ class QuietGarbage:
         self._steps = 0
         self._was_enabled = False
         self._depth = 0
+        self._lock = threading.RLock()
 
     def __enter__(self) -> QuietGarbage:
-        if not self._depth:
-            self._was_enabled = gc.isenabled()
-            gc.disable()
-            gc.freeze()
-        self._depth += 1
+        with self._lock:
+            if not self._depth:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+                gc.freeze()
+            self._depth += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._depth -= 1
-        if not self._depth:
-            gc.unfreeze()
-            if self._was_enabled:
-                gc.enable()
+        with self._lock:
+            self._depth -= 1
+            if not self._depth:
+                gc.unfreeze()
+                if self._was_enabled:
+                    gc.enable()
 
     def breathe(self) -> None:
         """Call it once a step: every `STEPS_A_BREATH` it collects the young objects, of which there are few. What

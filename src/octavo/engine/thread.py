@@ -43,6 +43,8 @@ class Mail:
 
     async def read(self) -> RequestOutput:
         """The next output, as soon as there is one. What was told before an error comes before it."""
+        if asyncio.get_running_loop() is not self.loop:
+            raise EngineError("this iterator was begun on another event loop; read it there")
         while True:
             with self._lock:
                 output, self._output = self._output, None
