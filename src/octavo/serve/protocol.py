@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from octavo.core.checked import INT32
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
-from octavo.core.structured_outputs import StructuredOutputsParams
+from octavo.core.structured_outputs import MOST_CHARS, StructuredOutputsParams
 from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.engine import MOST_PRIORITY
 from octavo.errors import UsageError
@@ -298,6 +300,11 @@ class Rules:
             raise bad(
                 "invalid_value", "tool_choice says what the answer is; leave the other constraint out", "tool_choice"
             )
+        given = [tool["function"].get("parameters") for tool in tools]
+        with contextlib.suppress(OverflowError):  # an integer of more than 64 bits: the check behind it has them
+            if (size := len(msgspec.json.encode(given))) > MOST_CHARS:  # before work that takes a hundred times as long
+                text = f"the parameters of tools have {size} characters, at most {MOST_CHARS} can be kept to"
+                raise bad("invalid_json_schema", text, "tools")
         calls = [
             {
                 "type": "object",
