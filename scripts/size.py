@@ -34,7 +34,7 @@ BUDGETS: dict[str, int] = {
     "simulate": 2770,  # 1800, the nine figures of the paper as a file each, calibration, and pictures without a library
     "view": 3100,  # 600, the flight recorder and its run again (900), the playground and its lessons (860), attaching
     "view (JavaScript)": 2050,  # 1200, three uses, a canvas up to a million blocks, and no framework to lean on
-    "cli": 2000,  # 800, the demo, a program of its own, vLLM's flags, the server, its load, the simulator, view, top,
+    "cli": 2040,  # 800, the demo, a program of its own, vLLM's flags, the server, its load, the simulator, view, top,
     # what is said of an option that has no part, a check of the environment and of the model, options given once
 }
 JAVASCRIPT = {".js", ".mjs"}
