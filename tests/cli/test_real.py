@@ -50,15 +50,17 @@ def test_json_is_what_the_library_gives(call: Call, model: str) -> None:
     assert done.code == 0, done.err
     with LLM(model) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=9), use_tqdm=False)
-    assert [json.loads(line) for line in done.lines] == [
+    records = sorted(map(json.loads, done.lines), key=lambda record: record["prompt_index"])
+    assert records == [
         {
             "prompt": output.prompt,
             "text": output.outputs[0].text,
             "token_ids": output.outputs[0].token_ids,
             "finish_reason": output.outputs[0].finish_reason,
             "num_cached_tokens": 0,
+            "prompt_index": i,
         }
-        for output in outputs
+        for i, output in enumerate(outputs)
     ]
 
 

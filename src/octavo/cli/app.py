@@ -93,8 +93,9 @@ def usage_problem(error: Exception) -> str | None:
     option = getattr(error, "option_name", "")
     if option.startswith("-") and type(error).__name__ == "NoSuchOption":
         context = getattr(error, "ctx", None)
-        known = [name for param in context.command.params for name in param.opts] if context else []
-        near = difflib.get_close_matches(option, known, n=1, cutoff=0.5)
+        params = context.command.params if context else []
+        known = [name for param in params for name in (*param.opts, *param.secondary_opts)]
+        near = difflib.get_close_matches(option, known, n=1, cutoff=0.6)
         command = context.command_path if context else "octavo"
         if (known_there := unsupported(option)) is not None:
             return f"vLLM flag {known_there} is not supported here; see {command} --help"

@@ -11,6 +11,7 @@ import typer
 from octavo.cli.models import load
 from octavo.cli.options import DEFAULT_MODEL, ENGINE, Model, options_of
 from octavo.config import EngineArgs
+from octavo.errors import ParameterError
 
 
 @options_of(EngineArgs, ENGINE, into="engine")
@@ -25,6 +26,8 @@ def calibrate(
 
     Then `octavo simulate --gpu cpu --cost FILE` answers for this machine, from the same model and options.
     """
+    if not output.absolute().parent.is_dir():  # found out now, not after minutes
+        raise ParameterError(f"output is {str(output)!r}, whose directory does not exist; name another", param="output")
     from rich.console import Console
 
     from octavo.simulate.calibrate import error, fit, measure

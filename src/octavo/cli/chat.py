@@ -74,7 +74,7 @@ class Conversation:
                 if just_interrupted or not terminal:
                     raise
                 just_interrupted = True
-                print("\n(Ctrl-C again leaves)")
+                print("(Ctrl-C again leaves)")
                 continue
             if line is None or line.strip() in ("/exit", "/quit"):
                 return

@@ -57,3 +57,6 @@ def read_line(prompt: str) -> str | None:
     except EOFError:
         print()
         return None
+    except KeyboardInterrupt:
+        print()  # else the shell's prompt stands behind ours
+        raise
