@@ -29,7 +29,7 @@ BUDGETS: dict[str, int] = {
     "runner": 2390,  # 1800, and what requests ask of their logits on a GPU: its own part of it, and the host's; masks
     # and beams from graphs, a draw with the pass behind it; passes that are rehearsed; rows that begin alike; a device
     # that is lost, and what does not fit told with the flag and the value that would do; log-probabilities that land
-    "serve": 4570,  # 1800, the table of parameters, limits before a request and on the whole of it, responses, restarts,
+    "serve": 4570,  # 1800, the table of parameters, limits before a request and on all of it, responses, restarts,
     # traces, the viewer, a document of every route, what a connection may still say beside its request (an upgrade,
     # trailers, the next), and a queue that keys share
     "cluster": 500,
