@@ -329,3 +329,10 @@ def test_the_oracle_notices_unfairness() -> None:
     plan = lab.scheduler.schedule()
     with pytest.raises(o.Invariant, match="unfair"):
         fairness.check(plan, Counter())
+
+
+def test_who_comes_starts_level_with_the_least_served() -> None:
+    tenants = Tenants()
+    tenants.present = {1: Tenant(1, 10), 2: Tenant(2, 4)}
+    tenants.enter(make("r", [1], 1, tenant=3))
+    assert tenants.present[3].served == 4
