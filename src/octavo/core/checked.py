@@ -104,6 +104,8 @@ def list_of(name: str, value: Any) -> tuple[Any, ...]:
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
     ids = list_of(name, value)
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= INT32:
+        return ids  # the usual, many times as fast
     for t in ids:
         if not _is_token_id(t):
             raise wrong(name, f"must be token ids, not {t!r}", "invalid_token_id")

@@ -130,6 +130,11 @@ class App:
         """Before the first request: what would keep it waiting."""
         await self.service.texts.start()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being answered, streams for looking aside."""
+        return all(running.endless for running in self.running)
+
     async def close(self) -> None:
         await self.bodies.close()
         await self.service.texts.close()
@@ -143,6 +148,7 @@ class App:
         return await self._generate(exchange, ask, name, prompts, self.service.completion_answer(ask, name))
 
     async def chat_completions(self, exchange: Exchange) -> Reply | Stream:
+        await done(protocol.read_arguments(exchange.body))
         ask = self.service.rules.chat(exchange.body)
         name = f"chatcmpl-{exchange.request_id}"
         prompt = await self.service.encode_chat(ask.messages, ask.template, ask.truncate)
@@ -178,6 +184,7 @@ class App:
 
     async def responses(self, exchange: Exchange) -> Reply | Stream:
         service, name = self.service, f"resp_{exchange.request_id}"
+        await done(protocol.read_arguments(exchange.body))
         chat = to_chat(exchange.body, warn=service.rules.warn_of_unknown)
         try:
             ask = service.rules.chat(chat)
@@ -224,6 +231,7 @@ class App:
         given = parameters.read(exchange.body, parameters.TOKENIZE, warn=service.rules.warn_of_unknown)
         service.rules.model_of(exchange.body)
         if "messages" in given:
+            await done(protocol.read_arguments(given))
             messages = protocol.messages_of(given["messages"])
             template = service.rules.template_of(given)
             if given.get("tools"):

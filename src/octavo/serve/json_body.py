@@ -18,6 +18,10 @@ from octavo.serve.problems import Problem, bad
 from octavo.text.tools import is_unicode
 
 MAX_DEPTH = 64
+MAX_KEYS = 1 << 17
+"""Of one object. No field takes nearly as many, and each takes a hundred bytes."""
+MAX_PARTS = 1 << 18
+"""Objects and arrays of a body: two bytes of it make one, which takes sixty."""
 _SURROGATE = re.compile(rb"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
 _TO_BRACKETS = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(c for c in range(256) if c not in b"[]{}")
@@ -76,7 +80,8 @@ def parse_value(body: bytes) -> Any:
             parse_float=number,
             parse_int=integer if may_be_long else None,
         )
-        is_too_deep = too_deep(body)
+        brackets = _brackets(body)
+        is_too_deep = _nests(brackets)
     except RecursionError:
         is_too_deep = True
     except json.JSONDecodeError as error:
@@ -84,6 +89,8 @@ def parse_value(body: bytes) -> Any:
         raise bad("invalid_json", f"the body is not JSON: {error.msg} at {where}") from None
     if is_too_deep:
         raise bad("too_deep", f"the body nests deeper than {MAX_DEPTH} levels")
+    if (num_parts := len(brackets) // 2) > MAX_PARTS:
+        raise bad("too_many_parts", f"the body has {num_parts} objects and arrays, at most {MAX_PARTS} are allowed")
     if suspicious or may_be_long:
         keys: list[str | int] = []
         if (wrong := _wrong_part(value, keys)) is not None:
@@ -92,6 +99,8 @@ def parse_value(body: bytes) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MAX_KEYS:
+        raise bad("too_many_keys", f"an object has {len(pairs)} keys, at most {MAX_KEYS} are allowed; send fewer")
     value = dict(pairs)
     if len(value) < len(pairs):
         seen: set[str] = set()
@@ -104,9 +113,17 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def too_deep(body: bytes) -> bool:
     """Whether it nests deeper than `MAX_DEPTH` levels, read without any recursion."""
+    return _nests(_brackets(body))
+
+
+def _brackets(body: bytes) -> bytes:
+    """Those outside of strings, all of one kind; none where they are too few to matter."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
-        return False
-    brackets = _STRING.sub(b"", body).translate(_TO_BRACKETS, _NO_BRACKETS)
+        return b""
+    return _STRING.sub(b"", body).translate(_TO_BRACKETS, _NO_BRACKETS)
+
+
+def _nests(brackets: bytes) -> bool:
     for _ in range(MAX_DEPTH):  # each round takes off the innermost level
         if not brackets:
             return False

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +22,20 @@ from octavo.serve import json_body
 from octavo.serve import parameters as fields
 from octavo.serve.problems import Problem, bad, of
 from octavo.serve.schemas import closed
+from octavo.serve.slices import BREATH
 
 MAX_PROMPTS = 256
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_BIASES = 1024
+MAX_STOP_IDS = 1024
+MAX_BAD_CHARS = 1 << 16
+"""Of all bad words together."""
+MAX_CALLS = 4096
+"""Of tools, in all messages."""
+MAX_ARGUMENT_CHARS = MOST_CHARS
+"""Of one call's arguments."""
+MAX_TEMPLATE_KWARGS = 64
 MAX_TOP_LOGPROBS = 20
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"})
@@ -90,6 +99,7 @@ class Rules:
     """What a request is read against.
 
     model_names    names that it may use, the first of which answers
+    num_ids        token ids that the model has; None: not known here
     by_priority    whether the scheduler goes by priorities
     has_tools      whether the model's chat template shows tools to it
     """
@@ -98,6 +108,7 @@ class Rules:
     defaults: SamplingParams
     max_logprobs: int = 20
     max_num_seqs: int | None = None
+    num_ids: int | None = None
     by_priority: bool = False
     has_tools: bool = False
     strict_openai: bool = False
@@ -141,7 +152,7 @@ class Rules:
             )
         except Problem as problem:
             raise renamed(problem, sent_as) from None
-        ask.sent_as = sent_as
+        ask.sent_as |= sent_as
         ask.messages, ask.template, ask.tools, ask.forced_tool = messages, template, tools, forced
         if forced is not None:
             ask.params = self._forced(ask.params, [t for t in tools if forced in ("*", t["function"]["name"])])
@@ -169,8 +180,11 @@ class Rules:
 
     def template_of(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """What the chat template is rendered with."""
-        kwargs = dict(self.template_kwargs)
-        for name, value in given.get("chat_template_kwargs", {}).items():
+        kwargs, own = dict(self.template_kwargs), given.get("chat_template_kwargs", {})
+        if len(own) > MAX_TEMPLATE_KWARGS:
+            text = f"chat_template_kwargs has {len(own)} variables, at most {MAX_TEMPLATE_KWARGS} are allowed"
+            raise bad("invalid_value", text, "chat_template_kwargs")
+        for name, value in own.items():
             if isinstance(value, list | dict):
                 text = f"chat_template_kwargs takes single values, not {fields.brief(value)} for {name!r}"
                 raise bad("invalid_value", text, "chat_template_kwargs")
@@ -208,13 +222,14 @@ class Rules:
         beams = given.get("use_beam_search", False) or "beam_width" in given
         if self.strict_openai and isinstance(given.get("stop"), list) and len(given["stop"]) > 4:
             raise bad("array_above_max_length", f"stop has {len(given['stop'])} strings, at most 4 are allowed", "stop")
+        sent_as = {"structured_outputs": "response_format"} if given.get("structured_outputs") is None else {}
         try:
             if beams:
                 params: SamplingParams | BeamSearchParams = self._beams(given, logprobs, max_tokens)
             else:
                 params = self._sampling(given, logprobs, max_tokens, default_max_tokens)
         except UsageError as error:
-            raise of(error, "") from None
+            raise renamed(of(error, ""), sent_as) from None
         n = given.get("n", 1) if isinstance(params, SamplingParams) else params.n or params.beam_width
         width = params.width if isinstance(params, SamplingParams) else params.beam_width
         if self.max_num_seqs is not None and width > self.max_num_seqs:
@@ -235,11 +250,13 @@ class Rules:
             token_ids=given.get("return_token_ids", False),
             tokens_as_ids=given.get("return_tokens_as_token_ids", False),
             n=n,
+            sent_as=sent_as if "response_format" in given else {},
         )
 
     def _sampling(
         self, given: dict[str, Any], logprobs: int | None, max_tokens: int | None, default: int | None
     ) -> SamplingParams:
+        self._check_sizes(given)
         values: dict[str, Any] = {name: given[name] for name in fields.SAMPLING if name in given}
         if "logit_bias" in values:
             values["logit_bias"] = _biases(values["logit_bias"])
@@ -262,7 +279,19 @@ class Rules:
         values["output_kind"] = RequestOutputKind.DELTA
         return dataclasses.replace(self.defaults, **values)
 
+    def _check_sizes(self, given: Mapping[str, Any]) -> None:
+        """Lists are counted before anything looks at each of their items."""
+        for name, most in (("stop_token_ids", MAX_STOP_IDS), ("allowed_token_ids", self.num_ids)):
+            if most is not None and (count := len(given.get(name, ()))) > most:
+                text = f"{name} has {count} token ids, at most {most} are allowed; send fewer"
+                raise bad("array_above_max_length", text, name)
+        size = sum(len(word) for word in given.get("bad_words", ()) if isinstance(word, str))
+        if size > MAX_BAD_CHARS:
+            text = f"bad_words has {size} characters, at most {MAX_BAD_CHARS} are allowed; send fewer or shorter words"
+            raise bad("array_above_max_length", text, "bad_words")
+
     def _beams(self, given: dict[str, Any], logprobs: int | None, max_tokens: int | None) -> BeamSearchParams:
+        self._check_sizes(given)
         if given.get("stream"):
             raise bad("invalid_value", "a beam search has no answer before its end; leave stream out", "stream")
         if given.get("use_beam_search") is False:
@@ -300,11 +329,9 @@ class Rules:
             raise bad(
                 "invalid_value", "tool_choice says what the answer is; leave the other constraint out", "tool_choice"
             )
-        given = [tool["function"].get("parameters") for tool in tools]
-        with contextlib.suppress(OverflowError):  # an integer of more than 64 bits: the check behind it has them
-            if (size := len(msgspec.json.encode(given))) > MOST_CHARS:  # before work that takes a hundred times as long
-                text = f"the parameters of tools have {size} characters, at most {MOST_CHARS} can be kept to"
-                raise bad("invalid_json_schema", text, "tools")
+        _check_schema_size(
+            [tool["function"].get("parameters") for tool in tools], "the parameters of tools have", "tools"
+        )
         calls = [
             {
                 "type": "object",
@@ -430,6 +457,27 @@ def messages_of(value: Any) -> list[dict[str, Any]]:
     return [message_of(item, f"messages[{i}]") for i, item in enumerate(value)]
 
 
+def read_arguments(body: Mapping[str, Any]) -> Iterator[Any]:
+    """Put objects in the place of the strings that calls in a body have as arguments, in slices: what holds of them is
+    found where the messages are read. Raises `Problem` for too many calls."""
+    num_calls = 0
+    for holder, kind in (("messages", "tool_calls"), ("input", "")):
+        items = body.get(holder)
+        for item in items if isinstance(items, list) else ():
+            calls = (item.get(kind) if kind else [{"function": item}]) if isinstance(item, dict) else None
+            for call in calls if isinstance(calls, list) else ():
+                function = call.get("function") if isinstance(call, dict) else None
+                if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+                    continue
+                num_calls += 1
+                if num_calls > MAX_CALLS:
+                    text = f"{holder} has more than {MAX_CALLS} calls of tools; send fewer"
+                    raise bad("array_above_max_length", text, holder)
+                with contextlib.suppress(Problem):
+                    function["arguments"] = arguments_of(function, "")
+                yield BREATH
+
+
 def message_of(item: Any, path: str) -> dict[str, Any]:
     """One message of it; what it makes it leaves as it is. `path`: where the request has it."""
     if not isinstance(item, dict):
@@ -493,6 +541,9 @@ def _calls(value: list[Any], path: str) -> list[dict[str, Any]]:
 def arguments_of(call: Mapping[str, Any], path: str) -> dict[str, Any]:
     """A call's arguments as an object. In a string they are JSON, which may be no deeper than a body."""
     arguments = call.get("arguments", "{}")
+    if isinstance(arguments, str) and len(arguments) > MAX_ARGUMENT_CHARS:
+        text = f"{path} has {len(arguments)} characters, at most {MAX_ARGUMENT_CHARS} are allowed; shorten it"
+        raise bad("invalid_value", text, path)
     if isinstance(arguments, str) and not json_body.too_deep(arguments.encode()):
         with contextlib.suppress(ValueError):
             arguments = json.loads(arguments or "{}")
@@ -538,6 +589,7 @@ def structure_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
             raise bad("invalid_value", text, "structured_outputs")
         if form is not None and form.get("type") != "text":
             raise bad("invalid_value", "give response_format or structured_outputs, not both", "response_format")
+        _check_schema_size(structured.get("json"), "structured_outputs.json has", "structured_outputs")
         return {name: value for name, value in structured.items() if value is not None}
     kind = None if form is None else form.get("type")
     if form is None or kind == "text":
@@ -552,7 +604,16 @@ def structure_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
     schema = holder.get("schema")
     if not isinstance(schema, dict):
         raise bad("invalid_json_schema", "response_format.json_schema.schema must be an object", "response_format")
+    _check_schema_size(schema, "response_format.json_schema.schema has", "response_format")
     return {"json": closed(schema) if holder.get("strict") is True else schema}
+
+
+def _check_schema_size(schema: Any, what: str, param: str) -> None:
+    """Before work that takes a hundred times as long."""
+    with contextlib.suppress(OverflowError):  # an integer of more than 64 bits: the check behind it has them
+        if (size := len(msgspec.json.encode(schema))) > MOST_CHARS:
+            text = f"{what} {size} characters, at most {MOST_CHARS} can be kept to; send a smaller schema"
+            raise bad("invalid_json_schema", text, param)
 
 
 def _check_stream_options(options: Mapping[str, Any], stream: bool) -> None:

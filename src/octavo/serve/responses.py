@@ -24,7 +24,7 @@ from octavo.serve import parameters
 from octavo.serve.answers import Json
 from octavo.serve.parameters import FLAG, INTEGER, NUMBER, OBJECT, TEXT, Schema
 from octavo.serve.problems import Problem, bad
-from octavo.serve.protocol import arguments_of, content_of, message_of, renamed
+from octavo.serve.protocol import MAX_MESSAGES, arguments_of, content_of, message_of, renamed
 
 FIELDS: dict[str, Schema] = {
     "model": TEXT,
@@ -111,6 +111,9 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         code = "empty_array" if value == [] else "invalid_type"
         raise bad(code, f"input must be a string or an array of items, not {parameters.brief(value)}", "input")
+    if len(value) > MAX_MESSAGES:
+        text = f"input has {len(value)} items, at most {MAX_MESSAGES} are allowed"
+        raise bad("array_above_max_length", text, "input")
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(value):
         path = f"input[{i}]"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import gc
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ from octavo.errors import OctavoError, ParameterError
 from octavo.prompts import Messages, Prompt
 from octavo.serve.app import App
 from octavo.serve.client import EngineClient
+from octavo.serve.garbage import calm_garbage
 from octavo.serve.guard import Keys
 from octavo.serve.http_server import HTTPServer, Starting, bind, connections_of, raised_file_limit
 from octavo.serve.service import Limits, Service, salt_of
@@ -140,13 +140,12 @@ async def serve(
                 phases.done("prefixes")
             if args.flight_recorder is not None:
                 _dump_on_signal(backend)
-            gc.collect()
-            gc.freeze()  # what is here now stays: a large body's many objects need not have it searched again and again
             phases.done("routes")
             await starting.aclose()
             try:
                 await app.start()
-                await HTTPServer(app, _announcing(phases)).run_on(sock)
+                async with calm_garbage(lambda: app.is_idle):
+                    await HTTPServer(app, _announcing(phases)).run_on(sock)
             finally:
                 await app.close()
                 if tracing is not None:

@@ -15,7 +15,7 @@ from typing import Any
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.outputs import RequestOutput
-from octavo.errors import TemplateError, UsageError
+from octavo.errors import RequestFailedError, TemplateError, UsageError
 from octavo.prompts import Prompts
 from octavo.serve.admission import Admission
 from octavo.serve.answers import ChatAnswer, CompletionAnswer
@@ -96,6 +96,7 @@ class Service:
             defaults=backend.get_default_sampling_params(),
             max_logprobs=self.limits.max_logprobs,
             max_num_seqs=self.limits.max_num_seqs,
+            num_ids=self.tokenizer.num_ids,
             by_priority=self.limits.by_priority,
             has_tools=self.tools is not None,
             strict_openai=settings.strict_openai,
@@ -134,9 +135,9 @@ class Service:
 
     def check_ids(self, token_ids: Sequence[int], where: str) -> None:
         """Raises `Problem` for one that the model does not have."""
-        if token_ids and max(token_ids) >= self.tokenizer.num_ids:
-            j = next(j for j, token in enumerate(token_ids) if token >= self.tokenizer.num_ids)
-            text = f"{where}[{j}] is {token_ids[j]}; the model's token ids are 0 to {self.tokenizer.num_ids - 1}"
+        if token_ids and (largest := max(token_ids)) >= self.tokenizer.num_ids:
+            j = token_ids.index(largest)
+            text = f"{where}[{j}] is {largest}; the model's token ids are 0 to {self.tokenizer.num_ids - 1}"
             raise bad("invalid_token_id", text, f"{where}[{j}]")
 
     async def encode_texts(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
@@ -226,9 +227,12 @@ class Service:
                 reason = "refused"
                 if ask.messages and error.param == "prompt":
                     error.param = "messages"
-                if ask.forced_tool and error.param == "structured_outputs":  # made of their schemas
-                    error.param = "tools"
-                raise renamed(of(error, name), ask.sent_as) from None
+                raise _blamed(of(error, name), ask) from None
+            except RequestFailedError as error:
+                reason = "error"
+                if error.code != "grammar_too_complex":
+                    raise
+                raise _blamed(of(error, name), ask) from None
             except Exception:
                 reason = "error"
                 raise
@@ -290,6 +294,13 @@ class Service:
             reasons=self.thinks,
             new_call_id=lambda: f"call_{secrets.token_hex(12)}",
         )
+
+
+def _blamed(problem: Problem, ask: Ask) -> Problem:
+    """With the names that the request has for what is wrong."""
+    if ask.forced_tool and problem.param == "structured_outputs":  # made of their schemas
+        problem.param = "tools"
+    return renamed(problem, ask.sent_as)
 
 
 def salt_of(tenant: bytes, own: bytes = b"") -> bytes:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -39,6 +40,9 @@ START_S = 60.0
 BASE_S = 10.0
 CHARS_PER_S = 100_000
 """A worker that has not answered after `BASE_S`, and a second for so many characters or tokens, is taken to hang."""
+MAX_JOBS = 1024
+MAX_JOB_BYTES = 64 << 20
+"""Of jobs that wait or run, in all; the next one gets 429. One job alone is always taken."""
 LENGTH = struct.Struct(">I")
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 
@@ -53,6 +57,7 @@ class TextWorkers:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._turns = asyncio.Semaphore(num_workers)
         self._slow_turns = asyncio.Semaphore(num_workers - 1)  # one is left for what is known to be quick
+        self._num_bytes = 0  # of the jobs
         self._closed = False
         self._paper = b""  # what a worker makes its tokenizer of
 
@@ -70,7 +75,7 @@ class TextWorkers:
     async def chat(self, messages: Sequence[dict[str, Any]], template: dict[str, Any]) -> tuple[str, list[int]]:
         """A rendered conversation, as text and as ids. Raises `TemplateError`; `Problem` 500 if that takes too long."""
         size = sum(len(m["content"]) for m in messages)
-        slow = "chat_template" in template or size > CHARS_PER_S
+        slow = "chat_template" in template
         try:
             text, packed = await self._ask("chat", messages, template, size=size, slow=slow)
         except OverflowError:
@@ -103,15 +108,21 @@ class TextWorkers:
         self._idle.clear()
 
     async def _ask(self, *question: Any, size: int, slow: bool = False) -> Any:
-        """Who leaves early leaves the worker to finish: ending it would cost more than what it does."""
+        """Who leaves early leaves the worker to finish: ending it would cost more than what it does. `slow`, as what is
+        large is: it must not take the last worker."""
         body = _encode(question)
-        task = asyncio.ensure_future(self._answer(body, BASE_S + size / CHARS_PER_S, slow))
+        if self._tasks and (len(self._tasks) >= MAX_JOBS or self._num_bytes + len(body) > MAX_JOB_BYTES):
+            text = f"{len(self._tasks)} requests wait for a process to tokenise in; try again later"
+            raise Problem(429, "queue_full", text, retry_after_s=1)
+        task = asyncio.ensure_future(self._answer(body, BASE_S + size / CHARS_PER_S, slow or size > CHARS_PER_S))
         self._tasks.add(task)
-        task.add_done_callback(self._forget)
+        self._num_bytes += len(body)
+        task.add_done_callback(functools.partial(self._forget, len(body)))
         return await asyncio.shield(task)
 
-    def _forget(self, task: asyncio.Task[Any]) -> None:
+    def _forget(self, num_bytes: int, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
+        self._num_bytes -= num_bytes
         if not task.cancelled():
             task.exception()  # its request may have gone
 

@@ -42,7 +42,7 @@ SOURCE_LINES = re.compile(r"\n *\d+ \| ")
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,12}"
 """Between two parts of JSON: where any amount may come, a small model may write nothing else. lm-format-enforcer allows
 as much: a line break, and the indentation of five levels of two."""
-LIMIT_WORDS = re.compile(r"too (many|complex|large|big)|TooComplex|fuel|limit|exceed", re.IGNORECASE)
+LIMIT_WORDS = re.compile(r"too (many|complex|large|big)|TooComplex|fuel|limit|exceed|max is \d", re.IGNORECASE)
 """In what llguidance says of a grammar whose automaton grows beyond `grammar_trial.LIMITS`."""
 JSON_CHARACTER = r'[^"\\\x00-\x1F\x7F]'
 JSON_SLICES = [
