@@ -456,6 +456,7 @@ class World:
             self.oracle.poisoned.pop(id(plan), None)
         if corrupt:
             self.totals["corrupt blocks"] += corrupt
+            self.totals["corrupt blocks while confined"] += bool(scheduler.confined_to)
             redone = [r for r in running if r.status is Status.WAITING]
             self.totals["others recomputed"] += len(redone) - len({plan.returning[b] for b in result.corrupt})
             self.totals["went on beside a corrupt block"] += len(running) - len(redone)

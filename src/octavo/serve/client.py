@@ -29,7 +29,6 @@ from octavo.engine.ipc import (
     BAD_MESSAGE,
     TOLD,
     Abort,
-    Add,
     Answer,
     Ask,
     BadMessage,

@@ -12,7 +12,15 @@ import json
 import re
 from typing import Any
 
-from octavo.errors import AnswerError, CapacityError, EngineError, ParameterError, RequestFailedError, TemplateError, UsageError
+from octavo.errors import (
+    AnswerError,
+    CapacityError,
+    EngineError,
+    ParameterError,
+    RequestFailedError,
+    TemplateError,
+    UsageError,
+)
 
 MAX_BODY_BYTES = 4096
 MAX_PARAM_CHARS = 128
