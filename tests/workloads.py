@@ -398,6 +398,8 @@ class World:
     def _land(self) -> None:
         plan, running = self.flight[0]
         scheduler, totals = self.scheduler, self.totals
+        if plan.swap_ins and self.halving.random() < 0.1:  # what comes back may be corrupt
+            self._confine(list(scheduler.running))
         if self.random.random() < self.failing:
             totals["failed steps"] += 1
             void = [p for p, _ in self.flight]
