@@ -398,6 +398,8 @@ class World:
     def _land(self) -> None:
         plan, running = self.flight[0]
         scheduler, totals = self.scheduler, self.totals
+        if plan.swap_ins and self.halving.random() < 0.1:  # what comes back may be corrupt
+            self._confine(list(scheduler.running))
         if self.random.random() < self.failing:
             totals["failed steps"] += 1
             void = [p for p, _ in self.flight]
@@ -456,6 +458,7 @@ class World:
             self.oracle.poisoned.pop(id(plan), None)
         if corrupt:
             self.totals["corrupt blocks"] += corrupt
+            self.totals["corrupt blocks while confined"] += bool(scheduler.confined_to)
             redone = [r for r in running if r.status is Status.WAITING]
             self.totals["others recomputed"] += len(redone) - len({plan.returning[b] for b in result.corrupt})
             self.totals["went on beside a corrupt block"] += len(running) - len(redone)

@@ -1115,3 +1115,47 @@ def test_the_end_of_the_last_confined_request_lets_all_go_on() -> None:
     lab.step()
     assert a.status is Status.FINISHED and not lab.scheduler.confined_to
     lab.run()
+
+
+def test_confined_requests_decode_in_windows_though_others_wait() -> None:
+    """Those that wait may not come in before the confined have ended."""
+    lab = Lab(20, window=3)
+    a = lab.add("A", [1, 2, 3], 9)
+    lab.step()
+    lab.scheduler.confine([a])
+    lab.add("B", [4, 5, 6], 4)
+    assert lab.step().counts == [3]
+    lab.scheduler.confine([])
+    lab.run()
+
+
+def test_confined_requests_of_several_tenants_share_no_step() -> None:
+    """They come in by order, and are served whatever the others had."""
+    lab = Lab(40, budget=4)
+    a = lab.add("A", [1, 2, 3, 4, 5, 6, 7, 8], 2, tenant=1)
+    lab.add("B", [2, 2, 3, 4], 2, tenant=2)
+    c = lab.add("C", [3, 2, 3, 4], 2, tenant=2)
+    lab.scheduler.confine([a, c])
+    served = {number: tenant.served for number, tenant in lab.scheduler.tenants.present.items()}
+    assert lab.step().sequences == [a.sequences[0]] and lab.step().sequences == [a.sequences[0]]
+    assert served == {number: tenant.served for number, tenant in lab.scheduler.tenants.present.items()}
+    lab.scheduler.confine([])
+    lab.run()
+
+
+def test_a_corrupt_block_of_a_request_that_waits_for_the_confined() -> None:
+    """It was found corrupt after its request had given all up: nothing of it counts, and the confined go on."""
+    lab = Lab(20, host=20, policy=SWAP)
+    a, b = lab.add("A", [1, 2, 3, 4, 5], 9), lab.add("B", [7, 8], 9)
+    lab.step()
+    lab.scheduler._preempt(a, a, 0, plan := StepPlan(lab.scheduler.num_steps))
+    lab.oracle._run(plan)
+    lab.oracle.corrupt_block(a.sequences[0].block_ids[0], 0)
+    known = len(a.sequences[0].token_ids)
+    assert lab.plan().swap_ins
+    lab.scheduler.confine([b])
+    lab.land()
+    assert lab.cache.num_corrupt == 1 and lab.scheduler.waiting == [a] and lab.scheduler.running == [b]
+    assert len(a.sequences[0].token_ids) == known and not a.num_pending
+    lab.scheduler.confine([])
+    lab.run()

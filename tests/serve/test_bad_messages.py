@@ -7,6 +7,8 @@ import asyncio
 import os
 import random
 import signal
+import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +23,7 @@ from octavo.engine.ipc import (
     Add,
     Answer,
     Ask,
+    Channel,
     Facts,
     Failed,
     Hello,
@@ -30,13 +33,14 @@ from octavo.engine.ipc import (
     Step,
     Stop,
     Update,
+    endpoint_in,
     pack,
     read_commands,
     read_report,
 )
 from octavo.engine.mirror import Mirror
 from octavo.errors import EngineError, ParameterError, PromptError, RequestFailedError
-from octavo.serve.client import EngineClient
+from octavo.serve.client import MAX_LOSSES, EngineClient
 from octavo.serve.supervisor import EngineProcess
 
 from .engines import answers, last_of, oracle_client, own_directory, real_client, serving, tokens_of, until  # noqa: F401
@@ -55,7 +59,9 @@ def process_of(client: EngineClient) -> EngineProcess:
 
 def say(client: EngineClient, *parts: bytes) -> None:
     """Raw, to the engine."""
-    process_of(client)._channel._socket.send_multipart(parts, zmq.NOBLOCK)
+    channel = process_of(client)._channel
+    channel._socket.send_multipart(parts, zmq.NOBLOCK)
+    asyncio.get_running_loop().call_soon(channel._drain)  # sending may have swallowed the signal that something came
 
 
 async def at_rest(client: EngineClient) -> None:
@@ -170,6 +176,45 @@ def test_a_doubled_command_leaves_the_running_request_alone(model: str) -> None:
             say(client, encode([Add("mine", P, {}), ["add", "mine", "no bytes", {}], Add("mine", b"x", {})]))
             assert tokens_of(await task) == answers(prompt(0), PARAMS)
             await until(lambda: client._stats.engine.num_bad_messages == 3)
+
+    run(main())
+
+
+def test_requests_go_on_while_messages_come_faster_than_they_are_read(model: str) -> None:
+    async def main() -> None:
+        async with serving(oracle_client(model)) as client:
+            good = asyncio.ensure_future(many(client, 3))
+            begin = time.monotonic()
+            while not good.done() and time.monotonic() - begin < 20:
+                say(client, *[encode([["abort", None]] * 20)] * 4)
+                await asyncio.sleep(0.001)
+            assert good.done() and await good == expected(3)
+
+    run(main())
+
+
+def test_a_message_that_fails_keeps_none_behind_it_unread() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        complaints: list[Any] = []
+        loop.set_exception_handler(lambda loop, context: complaints.append(context["exception"]))
+        with tempfile.TemporaryDirectory() as directory:
+            here = Channel(bind=endpoint_in(directory))
+            there = Channel(connect=endpoint_in(directory))
+            read: list[Any] = []
+
+            def take(data: bytes) -> None:
+                read.append(msgspec.msgpack.decode(data))
+                if read[-1] == 1:
+                    raise RuntimeError("a bug")
+
+            here.attach(loop, take)
+            for number in range(5):
+                there.send(number)
+            await until(lambda: len(read) == 5)
+            here.close()
+            there.close()
+        assert read == [0, 1, 2, 3, 4] and [str(e) for e in complaints] == ["a bug"]
 
     run(main())
 
@@ -293,12 +338,14 @@ def test_what_lost_messages_held_is_told_again(model: str, direction: str) -> No
         async with serving(oracle_client(model, step_s=0.002)) as client:
             process = process_of(client)
             hear, send = process._take_in, process._channel.send
-            num_lost = 0
+            num_lost = num_lost_in_turn = 0
 
             def lossy(data: bytes) -> bytes:
-                nonlocal num_lost
-                if chance.random() < (0.04 if direction == "from the engine" else 0.3):
-                    num_lost += 1
+                nonlocal num_lost, num_lost_in_turn
+                # One message to the engine adds all requests of a turn: lost more often, it fails all of them.
+                is_sent = direction == "to the engine"
+                if chance.random() < (0.3 if is_sent else 0.04) and not (is_sent and num_lost_in_turn == MAX_LOSSES):
+                    num_lost, num_lost_in_turn = num_lost + 1, num_lost_in_turn + 1
                     return data[: chance.randrange(len(data))]
                 return data
 
@@ -308,6 +355,7 @@ def test_what_lost_messages_held_is_told_again(model: str, direction: str) -> No
                 process._channel.send = lambda message: say(client, lossy(encode(message)))  # type: ignore[method-assign]
             losers = 0
             for turn in range(12):
+                num_lost_in_turn = 0
                 samples = SamplingParams(
                     n=3, max_tokens=40, seed=3, stop_token_ids=[4], logprobs=0 if turn % 2 else None
                 )

@@ -189,6 +189,8 @@ class EngineHost:
 
     COMPILING_S = 0.005
     """How often to look whether a grammar is compiled."""
+    READING_S = 0.005
+    """How long to read messages, at most, before the next step."""
 
     def __init__(
         self,
@@ -247,14 +249,18 @@ class EngineHost:
     # -- commands ------------------------------------------------------------------------------------------------------
 
     def _obey(self, *, wait: bool) -> None:
-        patience = (self.COMPILING_S if self._compiling else None) if wait else 0
+        """Read what has come. Where that takes long, the engine has its step in between: else a caller that sends
+        faster than this reads would hold up all requests."""
+        patience, begin = (self.COMPILING_S if self._compiling else None) if wait else 0, None
         while (data := self._channel.receive(patience)) is not None:
             commands, bad = read_commands(data)
             for command in commands:
                 self._carry_out(command)
             for message in bad:
                 self._drop(message)
-            patience = 0
+            patience, begin = 0, begin or time.monotonic()
+            if time.monotonic() - begin > self.READING_S:
+                break
         if self._answers:  # with all that was told until now, and nothing later: `TOLD` is about that
             self._report()
 

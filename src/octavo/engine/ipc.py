@@ -414,7 +414,12 @@ class Channel:
             if time.monotonic() - begin > DRAIN_S and self._loop is not None:
                 self._loop.call_soon(self._drain)
                 return
-            self._on_data(self._socket.recv(zmq.NOBLOCK))
+            try:
+                self._on_data(self._socket.recv(zmq.NOBLOCK))
+            except BaseException:
+                if self._loop is not None:  # what comes behind a message that fails is read all the same
+                    self._loop.call_soon(self._drain)
+                raise
 
     def close(self, linger_s: float = 0.0) -> None:
         """Waits at most that long for what was sent to get out. A second call does nothing."""
