@@ -411,10 +411,10 @@ class Channel:
         others on the loop have their turn in between."""
         begin = time.monotonic()
         while self._on_data is not None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._on_data(self._socket.recv(zmq.NOBLOCK))
             if time.monotonic() - begin > DRAIN_S and self._loop is not None:
                 self._loop.call_soon(self._drain)
                 return
-            self._on_data(self._socket.recv(zmq.NOBLOCK))
 
     def close(self, linger_s: float = 0.0) -> None:
         """Waits at most that long for what was sent to get out. A second call does nothing."""
