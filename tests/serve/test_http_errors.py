@@ -414,7 +414,7 @@ def test_the_document_says_what_is_taken(model: str) -> None:
 def test_paths_and_methods(model: str) -> None:
     async def main() -> None:
         async with serving(model) as server:
-            for path in ("/", "/v2/completions", "//v1/completions", "/v1/%2e%2e/admin", "/v1/models/", "/docs"):
+            for path in ("/", "/v2/completions", "//v1/completions", "/v1/%2e%2e/admin", "/docs"):
                 assert error_of(await server.client.get(path)) in (
                     (404, "not_found", None),
                     (404, "model_not_found", "model"),
