@@ -287,7 +287,7 @@ class Report:
             self.figure(title, what, value, f"{value:.2f} x", f"goal {goal:g} x")
 
     def rows(self, title: str, other: str, figures: Rounds, their_cases: dict[str, str]) -> None:
-        """Lines of a table in Markdown. `their_cases` names the case of the other engine that each of ours stands beside."""
+        """Lines of a table in Markdown. `their_cases`: the case of the other engine beside each of ours."""
         if not self.as_markdown:
             return
         ours, theirs = figures["octavo"], figures[other.lower()]

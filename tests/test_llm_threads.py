@@ -218,7 +218,7 @@ WRONG: list[Any] = [-1, 10**30, 1.5, object(), len, True, {1: "b"}, [None], [[]]
 QUESTION = [{"role": "user", "content": "x"}]
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=repr)
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: f"{type(wrong).__name__} {wrong!r:.12}".split("<")[0])
 def test_values_of_wrong_types_are_refused_by_name(llm: LLM, wrong: Any) -> None:
     calls: dict[str, Callable[[], Any]] = {
         "stop": lambda: llm.beam_search([[5, 6]], BeamSearchParams(beam_width=2, max_tokens=2, stop=wrong)),

@@ -18,7 +18,8 @@ OctavoError                       anything that Octavo raises on purpose
     ├── StepError                 a step raised on the device; the scheduler has taken back what it had promised
     │   └── StepMemoryError       it took more memory than there is; those after it are smaller
     ├── DeviceLostError           the device does not answer this process any more: the engine is dead, whoever waits
-    └── RequestFailedError        one request failed (numbers that are not finite, ...); no other was touched
+    ├── RequestFailedError        one request failed (numbers that are not finite, ...); no other was touched
+    └── AnswerError               the engine has no answer to a question about it, and goes on
 
 "No room now" is no exception but a value: the scheduler says what a request waits for (see `core.events.Waiting`).
 A broken invariant is our own bug and an `assert`.
@@ -144,3 +145,7 @@ class DeviceLostError(EngineError):
 
 class RequestFailedError(EngineError):
     code = "numerical_error"
+
+
+class AnswerError(EngineError):
+    code = "no_answer"

@@ -16,6 +16,7 @@ async def scripted(script: Script) -> AsyncIterator[str]:
     """Its address. The script is run for each connection, which is closed behind it."""
 
     tasks: set[asyncio.Task[None]] = set()
+    writers: list[asyncio.StreamWriter] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
@@ -25,6 +26,7 @@ async def scripted(script: Script) -> AsyncIterator[str]:
             await writer.wait_closed()
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
         tasks.add(asyncio.ensure_future(serve(reader, writer)))
 
     server = await asyncio.start_server(accept, "127.0.0.1", 0)
@@ -35,6 +37,8 @@ async def scripted(script: Script) -> AsyncIterator[str]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for writer in writers:  # that of a task that was cancelled before it began, too
+            writer.close()
 
 
 async def read_request(reader: asyncio.StreamReader) -> tuple[str, Any]:

@@ -20,6 +20,7 @@ import tokenizers
 
 from octavo.cli.demo import LIBRARIAN, QUESTIONS
 from tests.cli.conftest import Call
+from tests.engine.models import make_talking_checkpoint
 from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint
 
 ENDLESS = ("--max-tokens", "30000", "--ignore-eos", "--num-gpu-blocks-override", "4000")
@@ -295,7 +296,8 @@ finally:
     os.abort()
 """
     (tmp_path / "torch.py").write_text(program)
-    command = [sys.executable, "-m", "octavo.cli.main", "generate", "--model", str(tmp_path), "-p", "once"]
+    model = make_talking_checkpoint(tmp_path / "model")
+    command = [sys.executable, "-m", "octavo.cli.main", "generate", "--model", str(model), "-p", "once"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, timeout=50, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")

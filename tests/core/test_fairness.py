@@ -249,6 +249,7 @@ def test_a_prefix_in_flight_of_one_tenant_stops_no_other() -> None:
     lab.add("A0", prompt(8), 1, tenant=0)
     lab.add("A1", prompt(8), 1, tenant=0)
     lab.add("B", prompt(4, 1), 1, tenant=1)
+    lab.scheduler.tenants.present[1].served = 50  # so that A1 is tried before B
     assert slices(lab.step()) == {"A0": 8, "B": 4}
     lab.run()
 

@@ -208,11 +208,12 @@ def test_a_plan_of_swaps_alone_reports_corrupt_blocks(runner: ModelRunner) -> No
 
 
 def test_no_thread_is_left_behind(model: str) -> None:
+    before = set(threading.enumerate())
     with LLM(model, **TIGHT) as llm:
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         assert llm.kv_stats().num_swapped_out > 0
     del llm
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - before:
         if thread.name.startswith("octavo-checksums"):
             thread.join(20)
             assert not thread.is_alive()

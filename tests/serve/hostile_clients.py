@@ -20,6 +20,7 @@ from typing import Any
 
 from tests.engine.models import make_talking_checkpoint
 
+from .loop import run
 from .tally import LONG_S, Tally, World
 from .wire import Wire, ask_once
 
@@ -252,4 +253,4 @@ async def beside(tally: Tally, port: int, name: str) -> str:
 if __name__ == "__main__":
     os.nice(19)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(attack(sys.argv[1], int(sys.argv[2])))
+        run(attack(sys.argv[1], int(sys.argv[2])), None)

@@ -8,6 +8,7 @@ raise_in    [hook, number]: so many calls of a part of the loop (`HOOKS`) go wel
 die_at      the process is killed in this step; stop_at: it stops, but lives
 hold        a file: the second step ends only when it has gone; first steps may take their time
 poison      a prompt with this token kills the process as soon as it is computed
+no_answer   questions that the engine fails on
 fail_in     a phase of the start that raises; die_in: in which it is killed
 once        a file: all of this happens only while it is there, and the process takes it away
 """
@@ -31,6 +32,7 @@ from octavo.config import KVEventsConfig
 from octavo.core.kv_cache import KVCache
 from octavo.core.plan import StepPlan
 from octavo.core.scheduler import Scheduler
+from octavo.engine import host
 from octavo.engine.engine import Engine
 from octavo.engine.host import EngineHost
 from octavo.engine.kv_events import KVEvents
@@ -90,6 +92,10 @@ def trap(parts: dict[str, Any], hook: str, number: int) -> None:
     setattr(parts[part], name, call)
 
 
+def has_no_answer(engine: Engine, argument: str) -> Any:
+    raise RuntimeError("a bug in /home/octavo/inspect.py")
+
+
 def build(options: dict[str, Any], enter: Callable[[str], None]) -> tuple[Engine, None, dict[str, Any]]:
     faults = json.loads(sys.argv[1])
     once = faults.get("once")
@@ -104,6 +110,8 @@ def build(options: dict[str, Any], enter: Callable[[str], None]) -> tuple[Engine
             raise MemoryBudgetError("the weights do not fit; use a smaller model")
         if phase == faults.get("die_in"):
             os.kill(os.getpid(), signal.SIGKILL)
+    for name in faults.get("no_answer", ()):
+        host.QUESTIONS[name] = has_no_answer
     cache = KVCache(options["num_gpu_blocks_override"], options["block_size"], num_rows=options["max_num_seqs"])
     engine = Engine(Scheduler(cache), FaultyOracle(cache, faults), vocab_size=97, max_model_len=256)
     hook, number = faults.get("raise_in", ("", 0))

@@ -7,12 +7,11 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
-import uvloop
 import zmq
 
 from octavo import SamplingParams
@@ -41,15 +40,11 @@ from octavo.serve.client import EngineClient
 from octavo.serve.supervisor import EngineProcess
 
 from .engines import answers, last_of, oracle_client, own_directory, real_client, serving, tokens_of, until  # noqa: F401
+from .loop import run
 from .test_supervisor import PARAMS, expected, many, prompt
 
 LONGER = SamplingParams(max_tokens=100, seed=1)
 encode = msgspec.msgpack.encode
-
-
-def run(main: Coroutine[Any, Any, None], limit_s: float = 240) -> None:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(main, limit_s))
 
 
 def process_of(client: EngineClient) -> EngineProcess:

@@ -58,8 +58,9 @@ def wanted(model: str) -> dict[str, RequestOutput]:
         return found | {name: llm.beam_search(name + "?", params, use_tqdm=False)[0] for name, params in beams.items()}
 
 
-def check(got: RequestOutput, want: RequestOutput) -> None:
-    """Equal but for times; log-probabilities but for what another order of the same sums makes of them."""
+def check(got: RequestOutput, want: RequestOutput, *, cached: bool = True) -> None:
+    """Equal but for times; log-probabilities but for what another order of the same sums makes of them. `cached`: the
+    prefix cache found as much."""
     assert len(got.outputs) == len(want.outputs)
     for a, b in zip(got.outputs, want.outputs, strict=True):
         assert plain(a) == plain(b)
@@ -67,7 +68,7 @@ def check(got: RequestOutput, want: RequestOutput) -> None:
         check_logprobs(a.logprobs, b.logprobs)
     check_logprobs(got.prompt_logprobs, want.prompt_logprobs)
     assert (got.prompt, got.prompt_token_ids, got.finished) == (want.prompt, want.prompt_token_ids, want.finished)
-    assert got.num_cached_tokens == want.num_cached_tokens
+    assert got.num_cached_tokens == want.num_cached_tokens or not cached
     times = got.metrics
     assert times.first_scheduled_time is not None and times.finished_time is not None
     assert times.arrival_time <= times.first_scheduled_time <= times.finished_time
@@ -142,7 +143,7 @@ def test_answers_are_the_same_though_the_engine_is_killed(model: str, wanted: di
 
             killing = asyncio.ensure_future(kill())
             async for name, output in all_of(client):
-                check(output, wanted[name])
+                check(output, wanted[name], cached=False)  # the new engine lacks the blocks of requests that had ended
             await killing
             assert client.health().num_restarts == 1
 

@@ -13,7 +13,7 @@ import pytest
 
 from octavo import SamplingParams
 from octavo.errors import CapacityError, ParameterError
-from octavo.serve.client import EngineClient
+from octavo.serve.client import EngineClient, _Pin
 from octavo.serve.guard import Keys
 from octavo.serve.run import prefixes_of
 from octavo.serve.service import salt_of
@@ -27,6 +27,7 @@ from .engines import (  # noqa: F401
     oracle_client,
     own_directory,
     run,
+    serving,
     tokens_of,
     until,
 )
@@ -71,6 +72,63 @@ def test_a_pin_outlives_the_engine(model: str) -> None:
                 assert (await client.kv_stats()).num_used == 0
 
     run(main())
+
+
+def test_a_pin_that_kills_engines_is_given_up(model: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As a request is; other pins stay, requests go on, and the engine that is left is not started again."""
+
+    async def main() -> None:
+        async with serving(oracle_client(model, poison=50, step_s=0.002)) as client:
+            assert await client.pin_prefix(ids(PREFIX), "good") == "good"
+            client._pins["pin:bad"] = _Pin([1, 2, 50, 3], b"")  # as after an engine for which it was harmless
+            running = asyncio.ensure_future(asyncio.gather(*[last_of(client, ids([i] * 9), PARAMS) for i in range(3)]))
+            os.kill(client.pid or 0, signal.SIGKILL)
+            await until(lambda: "pin:bad" not in client._pins)
+            outputs = await running
+            assert [tokens_of(o) for o in outputs] == [answers([i] * 9, PARAMS) for i in range(3)]
+            await until(lambda: not client._streams)
+            num_restarts = client.health().num_restarts
+            assert num_restarts <= 8 and not client._suspects
+            assert await cached(client, PROMPT) == len(PREFIX)
+            assert (await client.kv_stats()).num_pinned == 3
+            assert client.health().num_restarts == num_restarts
+            assert await client.unpin_prefix("good") == 3
+            with pytest.raises(ParameterError, match="nothing of the name 'bad' is pinned"):
+                await client.unpin_prefix("bad")
+
+    run(main())
+    assert "pin:bad is not pinned any more: " in caplog.text and "engines died over it" in caplog.text
+
+
+def test_a_pin_may_be_given_up_while_it_is_computed_again(model: str) -> None:
+    async def main() -> None:
+        async with serving(oracle_client(model, slow_at=[0, 0.3])) as client:
+            await client.pin_prefix(ids(PREFIX), "early")
+            await client.pin_prefix(ids(PROMPT), "late")
+            os.kill(client.pid or 0, signal.SIGKILL)
+            await until(lambda: client.health().num_restarts == 1 and "pin:late" in client._streams)
+            await client.unpin_prefix("late")
+            assert "pin:late" not in client._streams
+            await until(lambda: not client._streams)
+            assert await client.unpin_prefix("early") == 3
+            assert (await client.kv_stats()).num_pinned == 0
+
+    run(main())
+
+
+def test_a_pin_that_the_next_engine_refuses_leaves_nothing(model: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with serving(oracle_client(model)) as client:
+            client._pins["pin:large"] = _Pin([1] * 250, b"")
+            client._pins["pin:larger"] = _Pin([2] * 250, b"")
+            os.kill(client.pid or 0, signal.SIGKILL)
+            await until(lambda: len(client._pins) == 1)
+            await until(lambda: not client._streams)
+            assert (await client.kv_stats()).num_pinned == 63
+            assert await client.unpin_prefix("large") == 63
+
+    run(main())
+    assert "pin:larger is not pinned any more" in caplog.text
 
 
 def test_a_pin_that_is_refused_or_given_up_leaves_nothing(model: str) -> None:

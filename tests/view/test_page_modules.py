@@ -258,7 +258,7 @@ def test_a_tree_says_when_it_is_not_whole(num: int) -> None:
 
 def test_a_snapshot_tells_nothing_twice() -> None:
     """Whoever falls behind, or goes forward in a recording, is told the last steps and events again."""
-    world = FilmedWorld(46)
+    world = FilmedWorld(60)
     world.run()
     picture: Picture | None = None
     runs: list[Any] = []

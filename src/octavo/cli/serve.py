@@ -82,7 +82,6 @@ def serve(
     args = EngineArgs(model=model, **engine)
     if log_format not in ("text", "json"):
         raise typer.BadParameter(f"{log_format!r} is neither text nor json", param_hint="--log-format")
-    check(args)
     from octavo import logs
     from octavo.serve import run
 
@@ -91,6 +90,8 @@ def serve(
     keys = run.keys_of(settings, [key for name in SERVER_KEYS if (key := os.environ.get(name))])
     admin_keys = run.keys_of(settings, [key] if (key := os.environ.get(ADMIN_KEY)) else [], name="admin_key")
     settings.check_exposure([*keys, *admin_keys])
+    settings.check_tls()
+    check(args)
     if is_named(model):
         fetch_model(model)
     run.run(args, settings, keys, phases, admin_keys=admin_keys)

@@ -206,10 +206,12 @@ class Scheduler:
         if settled and not draft.preempted:
             while self.swapped and draft.budget > 0 and self._swap_in(self.swapped[0], draft):
                 pass
-        if several:
-            self.tenants.serve((seq.request.tenant, n) for seq, n in zip(plan.sequences, plan.counts, strict=True))
-        if settled and not draft.preempted and self.waiting and not self.swapped:
-            self._let_in_confined(draft) if self.confined_to else self._let_in(draft)
+            if several:
+                self.tenants.serve(plan)
+            if self.waiting and not self.swapped:
+                self._let_in_confined(draft) if self.confined_to else self._let_in(draft)
+        elif several:
+            self.tenants.serve(plan)
         for sequence in draft.sealable:  # findable from the next plan on, not within this one
             self.cache.seal(sequence)
         if plan:

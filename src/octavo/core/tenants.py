@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable, Mapping
 
+from octavo.core.plan import StepPlan
 from octavo.core.request import Request
 
 
@@ -34,10 +35,7 @@ class Tenants:
 
     def __init__(self) -> None:
         self.present: dict[int, Tenant] = {}
-
-    @property
-    def several(self) -> bool:
-        return len(self.present) > 1
+        self.several = False  # kept, and not worked out: every step asks
 
     def enter(self, request: Request) -> None:
         tenant = self.present.get(request.tenant)
@@ -45,12 +43,14 @@ class Tenants:
             level = min((other.served for other in self.present.values()), default=0)
             tenant = self.present[request.tenant] = Tenant(request.tenant, level)
         tenant.num_requests += 1
+        self.several = len(self.present) > 1
 
     def leave(self, request: Request) -> None:
         tenant = self.present[request.tenant]
         tenant.num_requests -= 1
         if not tenant.num_requests:
             del self.present[request.tenant]
+            self.several = len(self.present) > 1
 
     def wait(self, request: Request) -> None:
         insort(self.present[request.tenant].waiting, request)
@@ -58,10 +58,10 @@ class Tenants:
     def stop_waiting(self, request: Request) -> None:
         self.present[request.tenant].waiting.remove(request)
 
-    def serve(self, slices: Iterable[tuple[int, int]]) -> None:
-        """Count positions: (tenant, how many)."""
-        for number, count in slices:
-            self.present[number].served += count
+    def serve(self, plan: StepPlan) -> None:
+        """Count what a plan has so far."""
+        for seq, count in zip(plan.sequences, plan.counts, strict=True):
+            self.present[seq.request.tenant].served += count
 
     def shares(self, budget: int, wants: Mapping[int, int], spent: Mapping[int, int]) -> dict[int, int]:
         """Divide a step's positions: the least served first, until all are level or have what they want; and what is

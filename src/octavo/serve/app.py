@@ -21,7 +21,7 @@ from octavo.serve.body_worker import BodyWorker
 from octavo.serve.endpoint import Endpoint, Exchange, Handler, Reply, Running, Stream, as_json
 from octavo.serve.guard import OPEN_PATHS, Guard, Keys
 from octavo.serve.hosts import Hosts
-from octavo.serve.problems import Problem, bad, not_found
+from octavo.serve.problems import Problem, bad, not_found, without_paths
 from octavo.serve.problems import of as problem_of
 from octavo.serve.protocol import Ask
 from octavo.serve.questions import SharedAnswer, Turns
@@ -310,7 +310,8 @@ class App:
         if admission.draining:
             return "shutting down"
         if health.state != "running":
-            return f"the engine is {health.state}" + (f": {health.reason}" if health.reason else "")
+            state = "has failed" if health.state == "failed" else f"is {health.state}"
+            return f"the engine {state}" + (f": {without_paths(health.reason)}" if health.reason else "")
         if health.last_step_age_s is not None and health.last_step_age_s > STALL_S:
             return f"no step for {health.last_step_age_s:.0f} s"
         return "the queue is full" if admission.is_full else None

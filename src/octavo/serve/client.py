@@ -29,7 +29,6 @@ from octavo.engine.ipc import (
     BAD_MESSAGE,
     TOLD,
     Abort,
-    Add,
     Answer,
     Ask,
     BadMessage,
@@ -44,7 +43,7 @@ from octavo.engine.mirror import Mirror, TokensLostError
 from octavo.engine.outputs import RequestOutput, failure
 from octavo.engine.stats import BackendStats, EngineStats, Health
 from octavo.engine.thread import again
-from octavo.errors import EngineError, OctavoError, ParameterError, RequestFailedError
+from octavo.errors import AnswerError, EngineError, OctavoError, ParameterError, RequestFailedError
 from octavo.generation_config import sampling_defaults
 from octavo.prompts import Messages, Prompt, Prompts
 from octavo.serve.backend import ClientStats
@@ -86,6 +85,15 @@ class _Stream:
     @property
     def blame(self) -> float:
         return self.num_deaths - self.num_kills + self.num_kills / KILLS_A_DEATH
+
+    @property
+    def failure(self) -> str:
+        """Why it ended without what it was for; "" while it has not, and of one that did well."""
+        request = self.mirror.state.request
+        if self.error is not None:
+            return str(self.error)
+        bad = [s.finish_reason for s in request.done if s.finish_reason in ("abort", "error")]
+        return request.error or bad[0] if bad else ""
 
     def tell(self) -> None:
         if self.mirror.finished or not self.only_final:
@@ -159,7 +167,7 @@ class EngineClient:
         self._streams: dict[str, _Stream] = {}  # that have not finished, oldest first
         self._num_early = 0  # requests that no stream is opened for before an engine is up
         self._ending: set[str] = set()  # whose streams are gone, while the engine may still tell of them
-        self._pins: dict[str, Add] = {}  # that are computed, by request id: the next engine does not know them
+        self._pins: dict[str, _Pin] = {}  # by request id; the next engine computes them again, as requests
         self._asked: dict[int, asyncio.Future[Answer]] = {}
         self._outbox: list[msgspec.Raw] = []
         self._suspects: Halving[_Stream] = Halving()  # that several engines died over
@@ -274,7 +282,7 @@ class EngineClient:
             if stream.sent:
                 self._send(Abort(stream.mirror.request_id))
                 self._ending.add(stream.mirror.request_id)
-            self._try_next(stream)
+            self._settle(stream)
         stream.mirror.forget()
 
     def _end(self, stream: _Stream, reason: str, error: str = "") -> None:
@@ -284,7 +292,7 @@ class EngineClient:
             self._ending.add(stream.mirror.request_id)
         stream.mirror.end(reason, error)
         stream.tell()
-        self._try_next(stream)
+        self._settle(stream)
 
     def _fail(self, stream: _Stream, error: OctavoError) -> None:
         """Alone, though the engine may have it."""
@@ -294,7 +302,7 @@ class EngineClient:
             self._send(Abort(name))
             self._ending.add(name)
         stream.fail(error)
-        self._try_next(stream)
+        self._settle(stream)
 
     # -- prompts that stay ---------------------------------------------------------------------------------------------
 
@@ -305,23 +313,28 @@ class EngineClient:
         check_prompt(token_ids, (await self._when_up()).vocab_size)
         if (request_id := pin_id(name)) in self._pins or request_id in self._streams:
             raise ParameterError(f"{name!r} is pinned already; unpin it, or take another name", param="name")
-        mirror = Mirror(request_id, token_ids, PIN_PARAMS, seed=0, salt=salt, pin=True)
-        add = mirror.add()
-        stream = self._open(mirror, only_final=True)
+        pin = _Pin(token_ids, salt)
+        stream = self._open(pin.mirror(request_id), only_final=True)
         try:
             await stream.read()
-        except asyncio.CancelledError:
-            self._send(Ask(next(self._questions), "unpin", name))  # it may be computed already
+        except BaseException:
+            self._give_back(request_id)
             raise
         finally:
             self._leave(stream)
-        self._pins[request_id] = add
+        self._pins[request_id] = pin
         return name
+
+    def _give_back(self, request_id: str) -> None:
+        """The blocks of a pin that came to nothing: the engine may have computed it already."""
+        self._send(Ask(next(self._questions), "unpin", request_id.removeprefix(pin_id(""))))
 
     async def unpin_prefix(self, name: str) -> int:
         """Give back what was pinned under that name; how many blocks that are. Who runs with them goes on."""
         if self._pins.pop(pin_id(name), None) is None:
             raise ParameterError(f"nothing of the name {name!r} is pinned", param="name", code="not_found")
+        if (stream := self._streams.get(pin_id(name))) is not None:
+            self._leave(stream)
         return int(await self._ask("unpin", name) or 0)
 
     # -- looking, and leaving ------------------------------------------------------------------------------------------
@@ -395,7 +408,7 @@ class EngineClient:
             finally:
                 self._asked.pop(number, None)
             if answer.error:
-                raise EngineError(answer.error)
+                raise AnswerError(answer.error)
             return answer.value
 
     def shutdown(self) -> None:
@@ -424,8 +437,8 @@ class EngineClient:
     def _on_ready(self, ready: Ready) -> None:
         self._info = ready
         self._up.set()
-        for add in self._pins.values():  # first of all, so that nobody stands in their way
-            self._send(add)
+        pins = {name: _Stream(pin.mirror(name), only_final=True) for name, pin in self._pins.items()}
+        self._streams = pins | self._streams  # first of all, so that no request stands in their way
         self._feed()
 
     def _on_step(self, step: Step) -> None:
@@ -438,9 +451,7 @@ class EngineClient:
                 self._ended(refusal.request_id)
             elif (stream := self._streams.pop(refusal.request_id, None)) is not None:
                 stream.fail(error_of(refusal.error, refusal.message, refusal.param, refusal.code))
-                self._try_next(stream)
-            elif self._pins.pop(refusal.request_id, None) is not None:
-                logger.warning("%s is not pinned any more: %s", refusal.request_id, refusal.message)
+                self._settle(stream)
         num_new = 0
         for update in step.updates:
             if update.request_id in self._ending:  # its reader has gone
@@ -448,7 +459,7 @@ class EngineClient:
                     self._ended(update.request_id)
                 continue
             if (stream := self._streams.get(update.request_id)) is None:
-                continue  # a pin of an engine that has died, computed anew
+                continue  # it was given up here
             try:
                 stopped = stream.take_in(update)
             except TokensLostError as error:  # begun again, if they really are
@@ -465,7 +476,7 @@ class EngineClient:
                 if not update.finished:
                     self._ending.add(update.request_id)
             stream.tell()
-            self._try_next(stream)
+            self._settle(stream)
         if num_new:
             self.on_step(num_new)
         for answer in step.answers:
@@ -588,8 +599,12 @@ class EngineClient:
             if not stream.sent:
                 self._give(stream)
 
-    def _try_next(self, stream: _Stream) -> None:
-        """If this one was on trial, that is over."""
+    def _settle(self, stream: _Stream) -> None:
+        """This one got on, or has left. If it was on trial, that is over. A pin that fails is no pin any more."""
+        name = stream.mirror.request_id
+        if (why := stream.failure) and self._pins.pop(name, None) is not None:
+            logger.warning("%s is not pinned any more: %s", name, why)
+            self._give_back(name)
         if self._suspects and self._suspects.cleared([stream]):
             self._feed()
 
@@ -602,7 +617,7 @@ class EngineClient:
         except OctavoError as error:  # its reader's alone
             del self._streams[stream.mirror.request_id]
             stream.fail(error)
-            self._try_next(stream)
+            self._settle(stream)
 
     def _send(self, command: Command) -> None:
         """All of one turn of the loop goes in one message. Raises as `encoded`."""
@@ -615,6 +630,16 @@ class EngineClient:
         commands, self._outbox = self._outbox, []
         if commands and self._supervisor.is_up:
             self._supervisor.send(commands)
+
+
+class _Pin(NamedTuple):
+    """A prompt whose blocks stay. A request computes it."""
+
+    token_ids: Sequence[int]
+    salt: bytes
+
+    def mirror(self, request_id: str) -> Mirror:
+        return Mirror(request_id, self.token_ids, PIN_PARAMS, seed=0, salt=self.salt, pin=True)
 
 
 class _Audit(NamedTuple):

@@ -12,10 +12,19 @@ import json
 import re
 from typing import Any
 
-from octavo.errors import CapacityError, EngineError, ParameterError, RequestFailedError, TemplateError, UsageError
+from octavo.errors import (
+    AnswerError,
+    CapacityError,
+    EngineError,
+    ParameterError,
+    RequestFailedError,
+    TemplateError,
+    UsageError,
+)
 
 MAX_BODY_BYTES = 4096
 MAX_PARAM_CHARS = 128
+PATH = re.compile(r"""'[^']*/[^']*'|"[^"]*/[^"]*"|[^\s'"]*/[^\s'"]*""")
 
 TYPES = {
     401: "authentication_error",
@@ -93,6 +102,11 @@ def _shown(text: str) -> str:
     return re.sub(r"[\x00-\x1f\x7f-\x9f]+", " ", text)
 
 
+def without_paths(text: str) -> str:
+    """For those who need no key: where the operator's files lie is not theirs to know."""
+    return PATH.sub("(a path)", text)
+
+
 # -- the catalogue -----------------------------------------------------------------------------------------------------
 
 
@@ -153,7 +167,7 @@ def of(error: BaseException, request_id: str) -> Problem:
         if error.code == RequestFailedError.code:
             return Problem(500, error.code, "the model's numbers for this request are not finite; no other is touched")
         return internal(request_id)
-    if isinstance(error, EngineError):
+    if isinstance(error, EngineError) and not isinstance(error, AnswerError):
         return unavailable()
     return internal(request_id)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.errors import OctavoError
+from octavo.errors import AnswerError, OctavoError
 from octavo.view.frames import Frame, Snapshot
 from octavo.view.picture import FrameLostError, Picture
 from octavo.view.share import Reader, Share
@@ -127,7 +127,8 @@ class Hub:
                 spent_s = asyncio.get_running_loop().time() - begin
                 await asyncio.sleep(max(self._interval_s - spent_s, min(self._share * cost_s, LONGEST_S)))
         except OctavoError as error:
-            self._end(str(error))
+            # Whoever looks need not know of the operator's files, which an error may name.
+            self._end("the view failed; see the log" if isinstance(error, AnswerError) else "the engine is gone")
         except Exception:
             logger.exception("the view of the engine failed")
             self._end("the view failed; see the log")
