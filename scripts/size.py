@@ -33,7 +33,7 @@ BUDGETS: dict[str, int] = {
     # and beams from graphs, a draw with the pass behind it; passes that are rehearsed; rows that begin alike; a device
     # that is lost, and what does not fit told with the flag and the value that would do; log-probabilities that
     # land, and checksums of swapped blocks
-    "serve": 5600,  # 1800, the table of parameters, limits before a request and on the whole of it, responses,
+    "serve": 5640,  # 1800, the table of parameters, limits before a request and on the whole of it, responses,
     # restarts, traces, the viewer, a document of every route, what a connection may still say beside its request (an
     # upgrade, trailers, the next), a queue that keys share, tenants: whose request it is, what a key sees and may ask
     # for, text work in processes of its own, answers in slices, and closed schemas; bounds of what a body holds,
