@@ -33,10 +33,10 @@ BUDGETS: dict[str, int] = {
     # and beams from graphs, a draw with the pass behind it; passes that are rehearsed; rows that begin alike; a device
     # that is lost, and what does not fit told with the flag and the value that would do; log-probabilities that
     # land, and checksums of swapped blocks
-    "serve": 5520,  # 1800, the table of parameters, limits before a request and on the whole of it, responses,
+    "serve": 5640,  # 1800, the table of parameters, limits before a request and on the whole of it, responses,
     # restarts, traces, the viewer, a document of every route, what a connection may still say beside its request (an
     # upgrade, trailers, the next), a queue that keys share, tenants: whose request it is, what a key sees and may ask
-    # for, text work in processes of its own, answers in slices, closed schemas, and pins that are given up
+    # for, text work in processes of its own, answers in slices, closed schemas, pins that are given up, and bounds of what a body holds
     "cluster": 500,
     "simulate": 2770,  # 1800, the nine figures of the paper as a file each, calibration, and pictures without a library
     "view": 3350,  # 600, the flight recorder and its run again (900), the playground and its lessons (860), attaching,

@@ -295,6 +295,28 @@ CHATS: list[tuple[int, dict[str, Any], str, str | None]] = [
 ]
 
 
+def test_a_problem_with_a_form_has_the_name_that_the_request_has_for_it(peer: Peer) -> None:
+    properties = {f"p{i}": {"type": "string"} for i in range(1200)}
+    schemas = {"invalid_json_schema": {"type": "nope"}, "grammar_too_complex": {"properties": properties}}
+    for code, schema in schemas.items():
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", **schema}}}
+        tool = {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}}
+        tools = [{"type": "function", "function": tool}]
+        said = {"input": "Hi", "text": {"format": {**form["json_schema"], "type": "json_schema"}}}  # type: ignore[dict-item]
+        for path, body, param in (
+            (C, {"prompt": "Hi", "structured_outputs": {"json": schema}}, "structured_outputs"),
+            (C, {"prompt": "Hi", "response_format": form}, "response_format"),
+            (H, {"messages": SAY, "response_format": form}, "response_format"),
+            (H, {"messages": SAY, "tools": tools, "tool_choice": "required"}, "tools"),
+            (R, said, "text.format"),
+        ):
+            limit = "max_output_tokens" if path == R else "max_tokens"
+            response = peer.post(path, {**body, limit: 100})
+            if code == "grammar_too_complex" and response.status == 200:
+                continue  # the model wrote something else
+            assert response.error == (400, code, param), response.body
+
+
 @pytest.mark.parametrize("row", sorted({row for row, *_ in BODIES}))
 def test_bodies_that_cannot_be_read(peer: Peer, row: int) -> None:
     for _, body, code, param in (case for case in BODIES if case[0] == row):

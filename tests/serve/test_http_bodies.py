@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from octavo.serve import body_worker
+from octavo.serve import body_worker, json_body, protocol
 from octavo.serve.body_worker import LARGE_BYTES, LENGTH, BodyWorker, main
 from octavo.serve.problems import Problem
+from octavo.serve.slices import BREATH
 
 from .http_lab import run, serving
 
@@ -107,3 +108,50 @@ def test_the_worker_itself() -> None:
     answers = io.BytesIO()
     main(requests, answers)
     assert answers.getvalue().count(b"invalid_type") == 1
+
+
+def test_keys_and_parts_of_a_body_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes many times the memory that it takes in a body, and is freed on the event loop."""
+    monkeypatch.setattr(json_body, "MAX_KEYS", 100)
+    monkeypatch.setattr(json_body, "MAX_PARTS", 100)
+
+    def code_of(value: Any) -> str | None:
+        try:
+            json_body.parse(json.dumps(value).encode())
+        except Problem as problem:
+            return problem.code
+        return None
+
+    assert code_of({str(i): i for i in range(100)}) is None
+    assert code_of({str(i): i for i in range(101)}) == "too_many_keys"
+    assert code_of({"a": [{str(i): i for i in range(101)}]}) == "too_many_keys"
+    assert code_of({"a": [[]] * 98}) is None  # with the two around them a hundred
+    assert code_of({"a": [[]] * 99}) == code_of({"a": [{}] * 99}) == "too_many_parts"
+    assert code_of({"a": ["[]" * 5000]}) is None  # within a string they are text
+
+
+def test_arguments_of_calls_are_read_in_slices_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(num: int, arguments: str = '{"a": 1}') -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        item = {"type": "function_call", "name": "f", "arguments": arguments}
+        return {"messages": [{"role": "assistant", "tool_calls": [call]} for _ in range(num)], "input": [item]}
+
+    given = json.loads(json.dumps(body(3)))
+    assert list(protocol.read_arguments(given)) == [BREATH] * 4  # others may have their turn after each
+    assert [m["tool_calls"][0]["function"]["arguments"] for m in given["messages"]] == [{"a": 1}] * 3
+    assert given["input"][0]["arguments"] == {"a": 1}
+    for wrong in ("{", "7", "[" * 70):  # refused where the message is read, which knows its place
+        given = json.loads(json.dumps(body(1, wrong)))
+        list(protocol.read_arguments(given))
+        assert given == body(1, wrong)
+        with pytest.raises(Problem, match=r"messages\[0\].tool_calls\[0\].function.arguments"):
+            protocol.messages_of(given["messages"])
+    monkeypatch.setattr(protocol, "MAX_ARGUMENT_CHARS", 7)
+    with pytest.raises(Problem, match="has 8 characters, at most 7"):
+        protocol.messages_of(body(1)["messages"])
+    monkeypatch.setattr(protocol, "MAX_CALLS", 2)
+    with pytest.raises(Problem) as caught:
+        list(protocol.read_arguments(json.loads(json.dumps(body(3)))))
+    assert (caught.value.code, caught.value.param) == ("array_above_max_length", "messages")
+    for odd in ({}, {"messages": 7}, {"messages": [7, {"tool_calls": 7}, {"tool_calls": [7, {"function": 7}]}]}):
+        assert not list(protocol.read_arguments(odd))

@@ -106,6 +106,44 @@ def test_slow_templates_leave_a_worker_for_others(tokenizer: Tokenizer) -> None:
         run(main())
 
 
+def test_long_texts_leave_a_worker_for_short_ones(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_worker, "CHARS_PER_S", 10)
+
+    async def main() -> None:
+        workers = TextWorkers(tokenizer, num_workers=2)
+        done: list[str] = []
+
+        async def encode(text: str) -> None:
+            await workers.encode([text], False)
+            done.append(text[:1])
+
+        await asyncio.gather(*(encode(text) for text in ["x" * 300_000] * 8 + ["a"]))
+        assert sorted(done) == ["a", *"xxxxxxxx"] and done.index("a") < 7
+        await workers.close()
+
+    run(main())
+
+
+def test_jobs_that_wait_for_a_worker_are_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        workers = TextWorkers(tokenizer, num_workers=2)
+        for name, most, texts in (("MAX_JOBS", 3, ["a"] * 3), ("MAX_JOB_BYTES", 2500, ["a" * 1000] * 2)):
+            with monkeypatch.context() as patch:
+                patch.setattr(text_worker, name, most)
+                waiting = [asyncio.ensure_future(workers.encode([text], False)) for text in texts]
+                await asyncio.sleep(0)
+                with pytest.raises(Problem) as caught:
+                    await workers.encode(["a" * 1000], False)
+                assert (caught.value.status, caught.value.code) == (429, "queue_full")
+                assert caught.value.headers()["retry-after"]
+                assert await asyncio.gather(*waiting) == [[tokenizer.encode(text, False)] for text in texts]
+                assert len((await workers.encode(["a" * 5000], False))[0]) == 5000  # one alone is always taken
+        await workers.close()
+
+    with nothing_left():
+        run(main())
+
+
 def test_a_template_that_raises_is_400_and_one_that_takes_too_long_is_the_servers_fault(model: str) -> None:
     async def main() -> None:
         refuses = "{% if messages[0].content == 'x' %}{{ raise_exception('no') }}{% endif %}"

@@ -424,3 +424,14 @@ def test_a_grammar_that_grows_too_large_on_the_way_says_so(monkeypatch: pytest.M
     failed = CompletionOutput(0, "", [], finish_reason="error", stop_reason=matcher.error)
     problem = problems.of(failure(RequestOutput("a", None, [1], [failed], True, RequestMetrics(0.0))), "a")
     assert (problem.status, problem.code, problem.param) == (400, "grammar_too_complex", "structured_outputs")
+
+
+def test_a_schema_of_too_many_choices_at_one_place_says_so(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """It compiles; where any of its properties may come next, the parser has more items than it may."""
+    properties = {f"p{i}": {"type": "string"} for i in range(1200)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    matcher = compiler.compile(json_grammar(json.dumps(schema))).start()
+    for token in tokenizer.encode('{"p1'):
+        matcher.advance([token])
+        masks_of([matcher])
+    assert matcher.error.startswith("grammar_too_complex: ")

@@ -411,15 +411,15 @@ class Channel:
         others on the loop have their turn in between."""
         begin = time.monotonic()
         while self._on_data is not None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            if time.monotonic() - begin > DRAIN_S and self._loop is not None:
-                self._loop.call_soon(self._drain)
-                return
             try:
                 self._on_data(self._socket.recv(zmq.NOBLOCK))
             except BaseException:
                 if self._loop is not None:  # what comes behind a message that fails is read all the same
                     self._loop.call_soon(self._drain)
                 raise
+            if time.monotonic() - begin > DRAIN_S and self._loop is not None:
+                self._loop.call_soon(self._drain)
+                return
 
     def close(self, linger_s: float = 0.0) -> None:
         """Waits at most that long for what was sent to get out. A second call does nothing."""

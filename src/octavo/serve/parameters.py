@@ -51,7 +51,7 @@ SAMPLING: dict[str, Schema] = {
     "min_tokens": _of(INTEGER, 0, INT32),
     "seed": _of(INTEGER, -(1 << 63), (1 << 63) - 1),
     "stop": {"anyOf": [{"type": "string", "minLength": 1}, _list({"type": "string", "minLength": 1}, 0, 64)]},
-    "stop_token_ids": TOKEN_IDS,
+    "stop_token_ids": {**TOKEN_IDS, "maxItems": 1024},
     "ignore_eos": FLAG,
     "prompt_logprobs": _of(INTEGER, 0, 20),
     "skip_special_tokens": FLAG,

@@ -1,0 +1,79 @@
+"""`--max-json-whitespace`: how much white space a request's constrained JSON may hold between two of its parts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from octavo.core.sampling_params import SamplingParams
+from octavo.errors import ParameterError
+from octavo.prompts import Prompts
+from octavo.serve.protocol import Rules
+from octavo.serve.settings import ServeArgs
+from octavo.text.tokenizer import Tokenizer
+from tests.text.conftest import train_byte_level
+
+SCHEMA = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+BODIES: dict[str, dict[str, Any]] = {
+    "structured_outputs": {"prompt": "x", "structured_outputs": {"json": SCHEMA}},
+    "response_format": {
+        "prompt": "x",
+        "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": True}},
+    },
+    "a forced tool": {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}],
+        "tool_choice": "required",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Iterator[Prompts]:
+    prompts = Prompts(Tokenizer(train_byte_level()))
+    yield prompts
+    prompts.close()
+
+
+def takes(prompts: Prompts, most: int, body: dict[str, Any], text: str) -> bool:
+    """Whether a server with that option lets a model answer so."""
+    rules = Rules(("tiny",), SamplingParams(), has_tools=True, max_json_whitespace=most)
+    ask = rules.completion(body) if "prompt" in body else rules.chat(body)
+    grammar = prompts.grammar(ask.params)
+    assert grammar is not None
+    matcher = grammar.start()
+    matcher.advance(prompts.tokenizer.encode(text, add_special_tokens=False, parse_special=False))
+    return matcher.may_end and not matcher.error
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+@pytest.mark.parametrize(
+    ("most", "allowed", "refused"), [(0, [0], [1, 12]), (12, [0, 12], [13]), (40, [0, 40], [41]), (-1, [0, 300], [])]
+)
+def test_white_space_is_bounded_by_the_option(
+    prompts: Prompts, body: dict[str, Any], most: int, allowed: list[int], refused: list[int]
+) -> None:
+    value = {"a": 1} if "prompt" in body else {"name": "f", "arguments": {"a": 1}}
+    text = json.dumps(value, separators=(",", ":"))
+    for num_spaces in allowed + refused:
+        spaced = text.replace('"a":', '"a":' + " " * num_spaces)
+        assert takes(prompts, most, body, spaced) == (num_spaces in allowed), num_spaces
+
+
+def test_a_request_that_says_it_itself_has_its_way(prompts: Prompts) -> None:
+    for most in (0, 40, -1):
+        body = {"prompt": "x", "structured_outputs": {"json": SCHEMA, "whitespace_pattern": " {2}"}}
+        assert takes(prompts, most, body, '{  "a":  1  }') and not takes(prompts, most, body, '{"a":   1}')
+        body = {"prompt": "x", "structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}
+        assert takes(prompts, most, body, '{"a":1}') and not takes(prompts, most, body, '{"a": 1}')
+
+
+def test_the_option_has_a_range() -> None:
+    for most in (-1, 0, 40, 1000):
+        assert ServeArgs(max_json_whitespace=most).max_json_whitespace == most
+    for wrong in (-2, 1001):
+        with pytest.raises(ParameterError, match="max_json_whitespace"):
+            ServeArgs(max_json_whitespace=wrong)
