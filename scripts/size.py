@@ -36,7 +36,8 @@ BUDGETS: dict[str, int] = {
     "serve": 5640,  # 1800, the table of parameters, limits before a request and on the whole of it, responses,
     # restarts, traces, the viewer, a document of every route, what a connection may still say beside its request (an
     # upgrade, trailers, the next), a queue that keys share, tenants: whose request it is, what a key sees and may ask
-    # for, text work in processes of its own, answers in slices, closed schemas, pins that are given up, and bounds of what a body holds
+    # for, text work in processes of its own, answers in slices, closed schemas, pins that are given up, and bounds of
+    # what a body holds
     "cluster": 500,
     "simulate": 2770,  # 1800, the nine figures of the paper as a file each, calibration, and pictures without a library
     "view": 3350,  # 600, the flight recorder and its run again (900), the playground and its lessons (860), attaching,
