@@ -32,7 +32,7 @@ HEALTH_P99_S, STREAMS_SHARE = 0.1, 0.9
 PROBE_PERIOD_S = 0.02
 BEFORE_S, DURING_S, SETTLE_S = 6.0, 10.0, 1.0
 MAX_MODEL_LEN = 4096
-MAX_NUM_SEQS = 128
+MAX_NUM_SEQS = 256
 OPTIONS = (
     "--dtype float32 --num-gpu-blocks-override 8000 --max-body-bytes 1000000 --max-num-batched-tokens 256 "
     f"--trust-request-chat-template --max-model-len {MAX_MODEL_LEN} --max-num-seqs {MAX_NUM_SEQS} "
