@@ -275,8 +275,8 @@ MUTANTS = [
     Mutant("a group goes beyond the budget beside others", SCHEDULER, "                if budget < self.step_limit:\n                    return None\n                window = 1", "                window = 1"),
     Mutant("a sequence of a group may outgrow the budget of all", SCHEDULER, "window = min(window, budget // len(sequences))", "window = min(window, budget)"),
     Mutant("a part of a window counts as the whole", SCHEDULER, "                seq.num_pending -= len(tokens)\n                if not", "                seq.num_pending = 0\n                if not"),
-    Mutant("a part that landed takes its plan off the queue", SCHEDULER, "        if last:\n            assert", "        if True:\n            assert"),
-    Mutant("results in any order", SCHEDULER, '            assert self.in_flight and self.in_flight[0] is plan, "results come in the order of the plans"\n', ""),
+    Mutant("a part that landed takes its plan off the queue", SCHEDULER, "        if last:\n            self.in_flight.popleft()\n        else:\n", "        self.in_flight.popleft()\n        if not last:\n"),
+    Mutant("results in any order", SCHEDULER, "assert self.in_flight and self.in_flight[0] is plan,", "assert self.in_flight,"),
     # -- groups --------------------------------------------------------------------------------------------------------
     Mutant("heirs fork after the unchosen let go", SCHEDULER, "        heirs: list[tuple[Sequence, int]] = []\n        kept", "        for seq, _ in parents:\n            if seq is not chosen[0][0]:\n                self._drop(seq)\n        heirs: list[tuple[Sequence, int]] = []\n        kept"),
     Mutant("the unchosen keep their blocks", SCHEDULER, "                seq.finish_reason = \"pruned\"\n                self._drop(seq)\n", "                seq.finish_reason = \"pruned\"\n"),
