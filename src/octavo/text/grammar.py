@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -25,14 +26,14 @@ from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
 from octavo.errors import EngineError, ParameterError, RequestFailedError
 from octavo.text import grammar_trial
-from octavo.text.grammar_trial import Vocabulary, compiled
+from octavo.text.grammar_trial import TOO_COMPLEX, Vocabulary, compiled
 from octavo.text.tokenizer import Tokenizer
 
 COMPILE_S = 2.0
 """How long a grammar may take to compile."""
 START_S = 60.0
 """How long the process for trials may take to start, on a machine that does much else."""
-NUM_TRIALS = 4
+NUM_TRIALS = max(2, min(4, (os.cpu_count() or 1) // 2))
 """Grammars that are compiled at the same time."""
 NUM_CACHED = 256
 CACHED_CHARS = 1 << 21
@@ -204,6 +205,8 @@ class GrammarCompiler:
         if error:
             if error.startswith("NoExtension"):
                 error = "no output of this model's tokens follows it"
+            elif error.startswith(TOO_COMPLEX):
+                code = "grammar_too_complex"
             raise ParameterError(f"structured_outputs: {_one_line(error)}", param="structured_outputs", code=code)
         return Grammar(Matcher(beginning, -(-self._vocab_size // 32)))
 
