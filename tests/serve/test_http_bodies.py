@@ -49,14 +49,14 @@ def test_the_same_answers_wherever_a_body_is_read() -> None:
             for number in (10**30, -(10**30), -(2**63), 2**64 - 1, 2**64):
                 body = f'{{"pad": "{PADDING}", "a": [{number}, {{"b": {number}}}]}}'.encode()
                 assert await answer_of(worker, body) == {"pad": PADDING, "a": [number, {"b": number}]}
-            before = worker._process
+            before = worker._starting
             assert before is not None
             os.kill(before.pid, 9)
             assert await answer_of(worker, json.dumps({"pad": PADDING}).encode()) == {"pad": PADDING}
-            assert worker._process is not before
+            assert worker._starting is not before
         finally:
             await worker.close()
-        assert worker._process is None
+        assert worker._starting is None
 
     run(both())
 

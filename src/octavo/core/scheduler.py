@@ -282,7 +282,9 @@ class Scheduler:
             if not chunk:  # another's turn
                 i += 1
                 continue
-            picks = self._picks(request, budget, window, chunk)
+            # A prompt that shares a step feeds itself nothing behind its end: no share was counted for that.
+            ahead = window if draft.shares is None or request.num_due <= 1 else 1
+            picks = self._picks(request, budget, ahead, chunk)
             if picks is None:  # its sequences do not fit together into what is left of the budget
                 break
             # Not in groups: rebuilding one, a sibling's head may be needed that it has itself gone beyond.
@@ -313,7 +315,8 @@ class Scheduler:
                 wants[request.tenant] += min(due, longest or due)
             elif not (request.must_wait and request.num_pending):
                 left = max(seq.limit - 1 - seq.num_computed for seq in request.sequences)
-                decodes[request.tenant] += len(request.sequences) * max(0, min(window, left))
+                steps = 1 if request.must_wait else window
+                decodes[request.tenant] += len(request.sequences) * max(0, min(steps, left))
         budget -= sum(decodes.values())
         under_way = [number for number in wants if wants[number]]
         for tenant in tenants.present.values() if not self.swapped else ():

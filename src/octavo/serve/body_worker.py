@@ -36,7 +36,7 @@ class BodyWorker:
     """Reads bodies, one large one at a time. Use it on one event loop, and close it."""
 
     def __init__(self) -> None:
-        self._process: asyncio.subprocess.Process | None = None
+        self._starting: asyncio.Task[asyncio.subprocess.Process] | None = None
         self._turn = asyncio.Lock()
 
     async def parse(self, body: bytes) -> dict[str, Any]:
@@ -75,17 +75,10 @@ class BodyWorker:
 
     async def _ask(self, body: bytes) -> bytes:
         """Raises `ConnectionError` if the worker dies meanwhile."""
-        if self._process is None or self._process.returncode is not None:
-            command = [sys.executable, *(["-O"] if sys.flags.optimize else []), "-P", "-m", __name__]
-            pipe = asyncio.subprocess.PIPE
-            self._process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=pipe,
-                stdout=pipe,
-                stderr=asyncio.subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the server; uvloop knows no process_group
-            )
-        there, back = self._process.stdin, self._process.stdout
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(_start())
+        process = await asyncio.shield(self._starting)  # cut off in its midst, a start would leave its pipes open
+        there, back = process.stdin, process.stdout
         assert there is not None and back is not None
         if there.is_closing():
             raise ConnectionError("the worker has closed its input")
@@ -99,13 +92,28 @@ class BodyWorker:
             raise ConnectionError("the worker has died") from None
 
     async def close(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
+        starting, self._starting = self._starting, None
+        if starting is None:
+            return
+        with contextlib.suppress(OSError):  # it never started
+            process = await asyncio.shield(starting)
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
             if process.stdin is not None:
                 process.stdin.close()
+
+
+async def _start() -> asyncio.subprocess.Process:
+    command = [sys.executable, *(["-O"] if sys.flags.optimize else []), "-P", "-m", __name__]
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(
+        *command,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=asyncio.subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for the server; uvloop knows no process_group
+    )
 
 
 def answer_to(body: bytes) -> bytes:
