@@ -51,7 +51,7 @@ def test_the_same_answers_wherever_a_body_is_read() -> None:
                 assert await answer_of(worker, body) == {"pad": PADDING, "a": [number, {"b": number}]}
             before = worker._starting
             assert before is not None
-            os.kill(before.pid, 9)
+            os.kill((await before).pid, 9)
             assert await answer_of(worker, json.dumps({"pad": PADDING}).encode()) == {"pad": PADDING}
             assert worker._starting is not before
         finally:
