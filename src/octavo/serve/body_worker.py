@@ -99,9 +99,10 @@ class BodyWorker:
             process = await asyncio.shield(starting)
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.close()
+            await process.stdout.read()  # half an answer may be there, and keeps the pipe open
             await process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
 
 
 async def _start() -> asyncio.subprocess.Process:
