@@ -273,6 +273,7 @@ def test_a_swapped_request_reserves_nothing_for_those_behind_it() -> None:
     lab.add("B", prompt(6, 1), 8, tenant=1)
     lab.add("C", prompt(6, 2), 2, tenant=1)
     lab.run()
+    assert lab.told(ev.SwappedIn) and not lab.scheduler.requests
 
 
 def test_a_group_in_need_of_its_host_takes_no_share() -> None:
