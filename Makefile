@@ -54,10 +54,10 @@ check: test blas coverage lint types contracts size ## what a change must pass: 
 	@echo '== all checks passed'
 
 prove: $(DEV) ## the long proofs: 10^6 steps under the oracle, small worlds exhaustively, the full matrix
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.prove $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.proof.prove $(ARGS)
 
 reliability: $(DEV) ## faults by the hundred, overload, a crowd (eleven minutes): nothing lost, hung, wrong or leaked
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.reliability $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.proof.reliability $(ARGS)
 
 mutants: $(DEV) ## plant every known bug in the core, one at a time, and see the tests kill it
 	@$(BIN)/python scripts/mutants.py $(ARGS)

@@ -30,9 +30,9 @@ from typing import Any
 import torch
 
 from octavo.bench.throughput import WORKLOADS
-from octavo.build import Built, build
 from octavo.config import EngineArgs
-from octavo.core.sampling_params import SamplingParams
+from octavo.frontend.build import Built, build
+from octavo.params.sampling_params import SamplingParams
 from octavo.simulate.calibrate import MOST_BATCH, Measured, error, fit, measure
 from octavo.simulate.cost import DEVICES, LinearCost
 from octavo.simulate.live import Call, Stopwatch, run_calls

@@ -43,11 +43,12 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 
-from octavo import LLM, SamplingParams, catalog
-from octavo.checkpoint import open_checkpoint
+from octavo import LLM, SamplingParams
+from octavo.checkpoint import catalog
+from octavo.checkpoint.resolve import open_checkpoint
 from octavo.kernels import reference
-from octavo.models.spec import spec_from_config
-from octavo.models.weights import dummy_model, load_decoder
+from octavo.models.config import spec_from_config
+from octavo.models.loading.loader import dummy_model, load_decoder
 from octavo.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]

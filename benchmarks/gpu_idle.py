@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 NUM_PROMPT = 64
-FIRST, LAST = "_begin_decode", "_settle"  # kernels of a step (kernels/decode_step.py)
+FIRST, LAST = "_begin_decode", "_settle"  # kernels of a step (kernels/triton/sampling/step_inputs.py)
 
 
 class Ran(NamedTuple):

@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from octavo import LLM, SamplingParams
+from octavo.bench.args import BenchArgs
 from octavo.bench.serve import Bench, Run, run_until_done
-from octavo.bench.settings import BenchArgs
 
 QUIET = 0.1
 """Share of the machine that others may use in a round that counts."""

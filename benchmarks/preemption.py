@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 from octavo import LLM, SamplingParams
+from octavo.integers import cdiv
 from octavo.simulate import traces
 
 NUM, MOST = 24, 512
@@ -41,7 +42,7 @@ def main() -> None:
     args = parser.parse_args()
     prompts, params, demand = workload(1)
     for size in args.block_sizes:
-        blocks = max(-(-MOST // size), demand * 4 // 10 // size)
+        blocks = max(cdiv(MOST, size), demand * 4 // 10 // size)
         options: dict[str, Any] = {"num_gpu_blocks_override": blocks, "block_size": size, "max_model_len": MOST}
         options |= {"max_num_seqs": 16, "skip_tokenizer_init": True, "load_format": args.load_format}
         llms = {mode: LLM(args.model, preemption_mode=mode, **options) for mode in MODES}

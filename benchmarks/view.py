@@ -38,16 +38,16 @@ from typing import Any, NamedTuple
 import msgspec
 
 from octavo.bench.http_client import HTTPClient
-from octavo.core.kv_cache import KVCache
+from octavo.core.kv_cache_manager import KVCache
 from octavo.core.plan import StepResult
 from octavo.core.request import Request
-from octavo.core.sampling_params import SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.engine.stats import EngineStats
-from octavo.view.frames import Frame
-from octavo.view.live import SHARE
-from octavo.view.picture import Picture
-from octavo.view.tap import Tap
+from octavo.params.sampling_params import SamplingParams
+from octavo.view.live.hub import SHARE
+from octavo.view.live.messages import Frame
+from octavo.view.live.publisher import Tap
+from octavo.view.live.state import Picture
 
 ROOT = Path(__file__).parents[1]
 NUM_REQUESTS, NUM_PROMPT, NUM_OUTPUT, BLOCK_SIZE = 256, 256, 1024, 16

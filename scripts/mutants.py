@@ -2,10 +2,10 @@
 
     python scripts/mutants.py [--only TEXT] [--seconds 20] [--jobs 2]
 
-Each mutant of `tests/mutants.py` goes into a copy of the project. The directed tests of `tests/core` run on it first,
-then its state machine, then random workloads for `--seconds`; whatever fails first has killed it. Exit code 1 when a
-mutant survives that is not declared equivalent, when one that is gets killed, or when the code has moved away under the
-table.
+The run copies the project and plants one bug of `tests/proof/mutants.py` at a time. The directed tests of `tests/core`
+run on the copy first, then the state machine, then random workloads for `--seconds`; the first failure kills it.
+The exit code is 1 if a mutant survives that is not marked equivalent, if an equivalent one is killed, or if the code no
+longer contains a mutant's text.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.mutants import MUTANTS, ORACLE, Mutant  # noqa: E402
+from tests.proof.mutants import MUTANTS, ORACLE, Mutant  # noqa: E402
 
 # The quickest to notice most first. The rest of tests/core is random workloads and small worlds: those come as `hunt`.
 FILES = "rules memory_rules scheduling_rules corrupt_blocks fairness policy pins paper_figures requests events"
 DIRECTED = [f"tests/core/test_{name}.py" for name in FILES.split()]
 MACHINE = ["-p", "_hypothesis_pytestplugin", "--hypothesis-profile=unshrunk", "tests/core/test_state_machine.py"]
+PROOF = ("__init__", "oracle", "workloads")
 TEST_TIMEOUT_S = 120
 """A mutant that makes the tests hang is noticed, too."""
 
@@ -48,7 +49,7 @@ class Verdict(NamedTuple):
 
 
 def path_of(mutant: Mutant, root: Path) -> Path:
-    return root / "tests/oracle.py" if mutant.file == ORACLE else root / "src/octavo/core" / mutant.file
+    return root / "tests/proof/oracle.py" if mutant.file == ORACLE else root / "src/octavo" / mutant.file
 
 
 def stale(mutants: list[Mutant]) -> list[str]:
@@ -70,7 +71,8 @@ class Copy:
         junk = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / "src", folder / "src", ignore=junk)
         shutil.copytree(ROOT / "tests/core", folder / "tests/core", ignore=junk)
-        for name in ("tests/__init__.py", "tests/oracle.py", "tests/workloads.py", "pyproject.toml"):
+        (folder / "tests/proof").mkdir()
+        for name in ("tests/__init__.py", *(f"tests/proof/{name}.py" for name in PROOF), "pyproject.toml"):
             shutil.copy(ROOT / name, folder / name)
         self.env = {
             **os.environ,
@@ -102,7 +104,7 @@ class Copy:
             if code:
                 found = re.search(r"^(?:FAILED|ERROR) (?:tests/core/)?(\S+)", output, re.MULTILINE)
                 return found[1] if found else output.strip().splitlines()[-1][:80]
-        hunt = f"from tests.workloads import hunt; print(hunt({seconds}))"
+        hunt = f"from tests.proof.workloads import hunt; print(hunt({seconds}))"
         code, output = self.python("-c", hunt, timeout_s=seconds + TEST_TIMEOUT_S)
         return output.strip().splitlines()[-1][:80] if code or output.strip() else ""
 

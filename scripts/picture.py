@@ -10,11 +10,11 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from octavo.core.kv_cache import KVCache
+from octavo.core.kv_cache_manager import KVCache
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import Request, Sequence
-from octavo.core.sampling_params import SamplingParams
 from octavo.core.scheduler import Scheduler
+from octavo.params.sampling_params import SamplingParams
 
 OUT = Path(__file__).parent.parent / "docs" / "blocks.svg"
 COLOURS = {"A": "#4c78a8", "B": "#f58518", "C1": "#54a24b", "C2": "#b279a2"}

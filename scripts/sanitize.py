@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TESTS = "tests/gpu/test_triton.py"
 PYTEST = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:xdist"]
-KERNELS = ROOT / "src/octavo/kernels"
+KERNELS = ROOT / "src/octavo/kernels/triton"
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
 FINDING = re.compile(r"========= (?:Invalid|Error:|Uninitialized|Barrier error)")
 RACE = re.compile(r"========= Error: (Race reported between .*\n(?:========= +and .*\n)*)")
@@ -53,8 +53,8 @@ def num_of_parts(log: str) -> int:
 
 @functools.cache
 def is_of_parts(file: str, name: str, line: int) -> bool:
-    path = KERNELS / file
-    for kernel in ast.walk(ast.parse(path.read_text(encoding="utf-8") if path.exists() else "")):
+    path = next(KERNELS.rglob(file), None)  # file names are unique among the kernels
+    for kernel in ast.walk(ast.parse(path.read_text(encoding="utf-8") if path else "")):
         if isinstance(kernel, ast.FunctionDef) and kernel.name == name:
             calls = [node for node in ast.walk(kernel) if isinstance(node, ast.Call)]
             parts = [call.lineno for call in calls if ast.unparse(call.func) == "gl.warp_specialize"]

@@ -14,37 +14,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 BUDGETS: dict[str, int] = {
-    "core": 2240,  # 1500, a failed step, attention windows, all of vLLM's parameters, preemption by cost, pins, and
-    # tenants who share steps beside long prompts, blocks that came back corrupt, and requests found by halves
-    "engine": 2620,  # 1200, every parameter's output, beams, constraints, a process of its own, events for routers,
-    # commands that are checked before they are read, questions without an answer, failing requests found by halves, and
-    # log-probabilities in slices
-    "text": 1580,  # 700, vocab.json with merges.txt, bounds of a stranger's template, grammars on trial, tool calls,
-    # a stack, a process that died and a bound of memory for those, files that say nonsense told by their names, one
-    # automaton for all stop strings, and tool calls read in one pass
-    "kernels": 6110,  # 2200, prefill on Hopper, sampling and rows of a GPU, the CPU's packed and native kernels, layers
-    # of few tokens with all that is around their products, decoding that merges in one launch, small blocks' swaps, and
-    # what requests ask of their logits, kept by rows, masks inside the draw, beams' candidates, streamed weights, and
-    # kernels compiled ahead, a schedule of decoding in one place, the product that turns and writes its heads, and
-    # decoding that reads once what sequences have in common, and what the model thought of the tokens of rows that ask,
-    # and a product for every processor, with a compiler and without
-    "models": 1220,  # 1200, and names of models and tensors that are checked and cut
-    "runner": 2480,  # 1800, and what requests ask of their logits on a GPU: its own part of it, and the host's; masks
-    # and beams from graphs, a draw with the pass behind it; passes that are rehearsed; rows that begin alike; a device
-    # that is lost, and what does not fit told with the flag and the value that would do; log-probabilities that
-    # land, and checksums of swapped blocks
-    "serve": 5640,  # 1800, the table of parameters, limits before a request and on the whole of it, responses,
-    # restarts, traces, the viewer, a document of every route, what a connection may still say beside its request (an
-    # upgrade, trailers, the next), a queue that keys share, tenants: whose request it is, what a key sees and may ask
-    # for, text work in processes of its own, answers in slices, closed schemas, pins that are given up, and bounds of
-    # what a body holds
-    "cluster": 500,
-    "simulate": 2770,  # 1800, the nine figures of the paper as a file each, calibration, and pictures without a library
-    "view": 3350,  # 600, the flight recorder and its run again (900), the playground and its lessons (860), attaching,
-    # a tenant's share of each frame, and bounds of a stranger's history
-    "view (JavaScript)": 2050,  # 1200, three uses, a canvas up to a million blocks, and no framework to lean on
-    "cli": 2050,  # 800, the demo, a program of its own, vLLM's flags, the server, its load, the simulator, view, top,
-    # what is said of an option that has no part, a check of the environment and of the model, options given once
+    "(top)": 620,  # public names, EngineArgs, exceptions, logging, `octavo doctor`
+    "params": 300,  # sampling, beam search and structured output parameters, with their validation
+    "core": 2240,  # blocks, prefix cache, scheduler, policy, events, snapshots
+    "checkpoint": 680,  # where a model's files are and what their headers say
+    "engine": 2720,  # the step loop, outputs, beam search, and the engine process with its supervisor
+    "frontend": 1780,  # LLM, AsyncLLM, the engine process's client, text input
+    "text": 1580,  # tokenizers, chat templates, detokenizer, grammars, tool and reasoning parser
+    "kernels": 6110,  # reference, CPU (torch and C++) and Triton, Hopper variants included
+    "models": 1240,  # config readers, decoders, weight loading
+    "runner": 2480,  # plans to tensors, sampling, CUDA graphs, memory profile, both executors
+    "serve": 4800,  # OpenAI's routes, HTTP server with its limits, metrics, tenants
+    "simulate": 2780,  # cost models, traces, planner, the paper's experiments
+    "bench": 1540,  # `octavo bench`
+    "view": 3060,  # live view, flight recorder and player, playground and lessons
+    "view (JavaScript)": 2050,  # the page, without a framework
+    "cli": 2050,  # one file a command
 }
 JAVASCRIPT = {".js", ".mjs"}
 VENDORED = "vendor"

@@ -35,7 +35,7 @@ DEPLOY = sorted(path for path in (ROOT / "deploy").iterdir() if path.is_file())
 @pytest.mark.parametrize("file", [*PAGES, *DEPLOY], ids=lambda p: p.name)
 def test_options_of_the_server_exist(file: Path) -> None:
     """In command lines, wherever one is written down."""
-    from octavo.cli.serve import serve
+    from octavo.cli.commands.serve import serve
 
     known = {name.replace("_", "-") for name in inspect.signature(serve).parameters} | {"help"}
     lines = [line for line in file.read_text().splitlines() if re.search(r'octavo serve|"--api-key-file"', line)]

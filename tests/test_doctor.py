@@ -12,18 +12,19 @@ import pytest
 import torch
 
 from octavo import LLM, doctor
-from octavo import build as building
-from octavo.checkpoint import Checkpoint
+from octavo.checkpoint.resolve import Checkpoint
 from octavo.config import GIB, EngineArgs
 from octavo.doctor import Report, examine
 from octavo.errors import ModelNotFoundError, ParameterError
-from octavo.kernels import packed, reference
-from octavo.models.sizes import num_params, weight_bytes
-from octavo.models.spec import spec_from_config
-from octavo.models.weights import empty_model
-from octavo.runner import gpu as runner_gpu
-from octavo.runner.chunks import ChunkSizes
-from octavo.runner.graphs import cascade_sizes, decode_sizes
+from octavo.frontend import build as building
+from octavo.kernels import reference
+from octavo.kernels.cpu import packed_linear as packed
+from octavo.models.config import spec_from_config
+from octavo.models.loading.loader import empty_model
+from octavo.models.param_count import num_params, weight_bytes
+from octavo.runner.cuda_graphs import cascade_sizes, decode_sizes
+from octavo.runner.memory import profile as runner_gpu
+from octavo.runner.prefill_batch import ChunkSizes
 from tests.cli.conftest import Call, call
 from tests.test_project import loaded_by
 

@@ -16,7 +16,7 @@ METHODS = {"recv_pyobj", "send_pyobj", "read_pickle"}
 """Of whatever object: ZeroMQ's sockets and pandas have methods that unpickle."""
 PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "multiprocessing"}
 FETCHES = {"requests", "httpx", "aiohttp", "urllib3", "ftplib", "http.client", "urllib.request", "huggingface_hub"}
-IMPORTS_BY_NAME = {"__init__.py", "simulate/experiments/__init__.py", "kernels/ahead.py"}
+IMPORTS_BY_NAME = {"__init__.py", "simulate/experiments/__init__.py", "kernels/triton/precompile.py"}
 """Of our own modules, from lists of our own."""
 
 

@@ -66,8 +66,8 @@ def test_no_torch_where_no_tensors_are(folder: str) -> None:
     [
         "octavo",
         "octavo.config",
-        "octavo.catalog",
-        "octavo.checkpoint",
+        "octavo.checkpoint.catalog",
+        "octavo.checkpoint.resolve",
         "octavo.bench.core",
         "octavo.bench.report",
         "octavo.doctor",

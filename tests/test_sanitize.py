@@ -7,12 +7,12 @@ import ast
 import pytest
 from scripts.sanitize import KERNELS, num_findings, num_of_parts, outcomes
 
-KERNEL, FILE = "_stream_heads", "stream_heads.py"
+KERNEL, FILE = "_stream_heads", "qkv_hopper.py"
 
 
 def lines_of(name: str, call: str) -> tuple[int, int]:
     """Of a kernel's `def`, and of its first call of that name."""
-    tree = ast.parse((KERNELS / FILE).read_text())
+    tree = ast.parse(next(KERNELS.rglob(FILE)).read_text())
     kernel = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
     calls = [node for node in ast.walk(kernel) if isinstance(node, ast.Call) and ast.unparse(node.func) == call]
     return kernel.lineno, min(node.lineno for node in calls)

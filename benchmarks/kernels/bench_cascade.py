@@ -15,9 +15,10 @@ from functools import partial
 import torch
 from gpu_check import DEVICE, error_of, graph_us
 
-from octavo.kernels.batch import RaggedBatch
-from octavo.kernels.cascade import CascadeTuning, cascade_tuning
-from octavo.kernels.decode_attention import decode_attention
+from octavo.integers import cdiv
+from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.triton.attention.cascade import CascadeTuning, cascade_tuning
+from octavo.kernels.triton.attention.decode import decode_attention
 
 HEADS = [(14, 2, 64, 24), (16, 8, 128, 28), (32, 8, 128, 32)]
 """Of Qwen2.5-0.5B, Qwen3-0.6B and Llama-3.1-8B: query heads, K/V heads, their size, layers."""
@@ -38,7 +39,7 @@ class Load:
         return [self.common + self.own] * (self.num_groups * self.size)
 
     def batch(self) -> RaggedBatch:
-        num_common, num_own = self.common // BLOCK_SIZE, -(-self.own // BLOCK_SIZE)
+        num_common, num_own = self.common // BLOCK_SIZE, cdiv(self.own, BLOCK_SIZE)
         ids = iter((torch.randperm(self.num_blocks) + 1).tolist())
         tables, common_lens = [], []
         for _ in range(self.num_groups):
@@ -50,7 +51,7 @@ class Load:
 
     @property
     def num_blocks(self) -> int:
-        return self.num_groups * (self.common // BLOCK_SIZE + self.size * -(-self.own // BLOCK_SIZE))
+        return self.num_groups * (self.common // BLOCK_SIZE + self.size * cdiv(self.own, BLOCK_SIZE))
 
 
 LOADS = {

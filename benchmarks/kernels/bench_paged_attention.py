@@ -13,15 +13,17 @@ from types import ModuleType
 import torch
 from timing import compare, start
 
-from octavo.kernels import cpu, reference
-from octavo.kernels.batch import RaggedBatch
+from octavo.integers import cdiv
+from octavo.kernels import reference
+from octavo.kernels.cpu import ops as cpu
+from octavo.kernels.metadata import RaggedBatch
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 9, 3, 64, 16, 8
 
 
 def case(query_lens: list[int], seq_lens: list[int]) -> tuple[torch.Tensor, torch.Tensor, RaggedBatch]:
     """(q, pool, batch) of sequences whose blocks are strewn over the pool."""
-    num_blocks = [-(-n // BLOCK_SIZE) for n in seq_lens]
+    num_blocks = [cdiv(n, BLOCK_SIZE) for n in seq_lens]
     ids = iter((torch.randperm(sum(num_blocks)) + 1).tolist())
     tables = [[next(ids) for _ in range(n)] for n in num_blocks]
     kv = torch.randn(sum(num_blocks) + 1, NUM_LAYERS, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)

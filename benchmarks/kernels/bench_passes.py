@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels import cuda
-from octavo.kernels.batch import RaggedBatch
+from octavo.integers import cdiv
+from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference import split_heads
+from octavo.kernels.triton import ops as cuda
+from octavo.models.config import spec_from_config
 from octavo.models.decoder import Decoder
-from octavo.models.spec import spec_from_config
 
 BLOCK_SIZE = 16
 SHORTEST, LONGEST = 100, 1800
@@ -44,7 +45,7 @@ WAYS = {"apart": SimpleNamespace(**(vars(cuda) | {"project_heads": apart})), "ou
 
 
 def batch_of(lengths: list[int], ids: Iterator[int]) -> RaggedBatch:
-    tables = [[next(ids) for _ in range(-(-n // BLOCK_SIZE))] for n in lengths]
+    tables = [[next(ids) for _ in range(cdiv(n, BLOCK_SIZE))] for n in lengths]
     return RaggedBatch.from_lists([1] * len(lengths), lengths, tables, BLOCK_SIZE, device="cuda")
 
 

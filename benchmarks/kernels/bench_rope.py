@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from timing import compare, start
 
-from octavo.kernels import cpu, reference
+from octavo.kernels import reference
+from octavo.kernels.cpu import ops as cpu
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ from timing import compare, on_gpu, random, start
 from torch import Tensor
 
 from octavo.kernels import reference
-from octavo.kernels.batch import SamplingTensors
-from octavo.kernels.rows import BIASED, MAX_LOGPROBS, NUM_LOGPROBS, PATIENT, PENALIZED, RowState, RuleState
+from octavo.kernels.metadata import SamplingTensors
+from octavo.kernels.row_state import BIASED, MAX_LOGPROBS, NUM_LOGPROBS, PATIENT, PENALIZED, RowState, RuleState
 
 
 def params(num_rows: int, temperature: float = 0.8, top_k: int = 0, top_p: float = 1.0) -> SamplingTensors:

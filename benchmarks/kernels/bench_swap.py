@@ -17,9 +17,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from octavo.kernels import cuda, swap
-from octavo.kernels.swap import Grid
-from octavo.runner.swap import Swapper
+from octavo.kernels.triton import ops as cuda
+from octavo.kernels.triton.kv import swap
+from octavo.kernels.triton.kv.swap import Grid
+from octavo.runner.kv_swap import Swapper
 
 MODELS = {  # layers, heads of K and V, their size: from small blocks to large ones
     "Qwen2.5-0.5B": (24, 2, 64),

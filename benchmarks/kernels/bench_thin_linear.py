@@ -25,10 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.kernels.activation import silu_mul
-from octavo.kernels.norms import add_rms_norm, rms_norm
-from octavo.kernels.stream_linear import can_stream, stream_tuning
-from octavo.kernels.thin_linear import ThinTuning, Tuning, add_linear, begin_stream, norm_linear, thin_tuning
+from octavo.integers import cdiv
+from octavo.kernels.triton.activation import silu_mul
+from octavo.kernels.triton.linear.skinny import ThinTuning, Tuning, add_linear, begin_stream, norm_linear, thin_tuning
+from octavo.kernels.triton.linear.skinny_hopper import can_stream, stream_tuning
+from octavo.kernels.triton.norms import add_rms_norm, rms_norm
 
 NUM_TOKENS = (1, 8, 16, 32)
 MORE_TOKENS = (48, 64, 72, 96, 128, 160, 192, 256)  # above 64, they are taken by themselves for small weights alone
@@ -74,7 +75,7 @@ def tunings(product: Product, num_tokens: int) -> Iterator[ThinTuning]:
     if num_tokens > 16:
         tiles = [(16, 128, 2, 4), (32, 128, 4, 4), (64, 64, 4, 5), (64, 128, 4, 3), (128, 64, 8, 4)]
     for rows, columns, warps, stages in tiles:
-        programs = -(-product.num_out // rows)
+        programs = cdiv(product.num_out, rows)
         for splits in (1,) if product.gated else (1, 2, 4, 8, 16):
             if 100 <= programs * splits <= 1100 and product.num_in // splits >= columns:
                 yield ThinTuning(rows, columns, splits, warps, stages)

@@ -33,10 +33,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.integers import cdiv
 from octavo.kernels import reference
-from octavo.kernels.batch import RaggedBatch
-from octavo.kernels.decode_attention import decode_attention
-from octavo.kernels.decode_schedule import DecodeTuning, decode_tuning
+from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.triton.attention.decode import decode_attention
+from octavo.kernels.triton.attention.decode_schedule import DecodeTuning, decode_tuning
 
 Line = dict[str, Any]
 DEVICE = "cuda"
@@ -54,7 +55,7 @@ def make_batch(
     ids = (torch.randperm(pool_blocks - first_id + 1, generator=g) + first_id).tolist()
     tables, used = [], 0
     for n in seq_lens:
-        count = -(-n // block_size)
+        count = cdiv(n, block_size)
         tables.append(ids[used : used + count])
         used += count
     return RaggedBatch.from_lists(query_lens, seq_lens, tables, block_size, device=DEVICE)
@@ -124,7 +125,7 @@ def long_cases() -> Iterator[Line]:
 
 def check_attention(case: Line) -> Line:
     """All kernels, by the entry; freed blocks, unused slots, the null block and the other layer are NaN."""
-    from octavo.kernels.paged_attention import paged_attention
+    from octavo.kernels.triton.attention.paged_attention import paged_attention
 
     rnd = random.Random(case["seed"])
     dtype = getattr(torch, case["dtype"])
@@ -141,7 +142,7 @@ def check_attention(case: Line) -> Line:
         query_lens = [rnd.choice([1, 7, 64, 65, 128, 200, 513]) for _ in range(rnd.choice([1, 5, 9]))]
         query_lens[0] = rnd.randint(64, 700)
         seq_lens = [n + rnd.choice([0, 0, 1, 127, 128, 300, 1000]) for n in query_lens]
-    pool_blocks = sum(-(-n // block_size) for n in seq_lens) + 5
+    pool_blocks = sum(cdiv(n, block_size) for n in seq_lens) + 5
     batch = make_batch(query_lens, seq_lens, block_size, pool_blocks, case["seed"])
     torch.manual_seed(case["seed"])
     kv = torch.full((pool_blocks + 1, 2, 2, heads, block_size, head_dim), math.nan, dtype=dtype, device=DEVICE)
@@ -164,7 +165,7 @@ def check_attention(case: Line) -> Line:
 
 def check_replay(case: Line) -> Line:
     """A graph captured at some lengths gives the right answer at others: nothing of the schedule is the host's."""
-    from octavo.kernels.paged_attention import paged_attention
+    from octavo.kernels.triton.attention.paged_attention import paged_attention
 
     block_size, heads, head_dim = 16, 8, 128
     long = [1500, 3, 700, 64, 65, 1, 2000, 900]
@@ -187,7 +188,7 @@ def check_replay(case: Line) -> Line:
 
 def check_far_blocks(case: Line) -> Line:
     """A pool of more than 2^32 elements: its last blocks are written, copied and read."""
-    from octavo.kernels import cuda
+    from octavo.kernels.triton import ops as cuda
 
     block_size, heads, head_dim, group = 16, 8, 128, 4
     pool_blocks = (1 << 32) // (2 * 2 * heads * block_size * head_dim) + 200
@@ -228,7 +229,7 @@ def check_far_blocks(case: Line) -> Line:
 
 def check_small(case: Line) -> Line:
     """Norms, activation, rope, kv_write and their fusion, block_copy: for one shape and dtype."""
-    from octavo.kernels import cuda
+    from octavo.kernels.triton import ops as cuda
 
     torch.manual_seed(case["seed"])
     dtype, n = getattr(torch, case["dtype"]), case["tokens"]
@@ -386,9 +387,9 @@ def decode_tunings(head_dim: int) -> list[DecodeTuning]:
 
 def time_decode(heads: tuple[int, int, int], name: str, lens: list[int], block_size: int) -> Line:
     num_heads, kv_heads, head_dim = heads
-    pool_blocks = sum(-(-n // block_size) for n in lens)
+    pool_blocks = sum(cdiv(n, block_size) for n in lens)
     num_bytes = 2 * sum(lens) * kv_heads * head_dim * 2
-    layers = min(32, max(1, -(-COLD_BYTES // num_bytes)))
+    layers = min(32, max(1, cdiv(COLD_BYTES, num_bytes)))
     kv = torch.randn((pool_blocks + 1, layers, 2, kv_heads, block_size, head_dim), device=DEVICE, dtype=torch.bfloat16)
     batch = make_batch([1] * len(lens), lens, block_size, pool_blocks)
     q = torch.randn(len(lens), num_heads, head_dim, device=DEVICE, dtype=torch.bfloat16)
@@ -432,10 +433,10 @@ def chunk_tunings(head_dim: int) -> list[tuple[int, int, int, int]]:
 
 
 def time_chunks(name: str, query_lens: list[int], seq_lens: list[int], block_size: int) -> Line:
-    from octavo.kernels.chunk_attention import ChunkTuning, chunk_attention
+    from octavo.kernels.triton.attention.prefill import ChunkTuning, chunk_attention
 
     num_heads, kv_heads, head_dim = 32, 8, 128
-    pool_blocks = sum(-(-n // block_size) for n in seq_lens)
+    pool_blocks = sum(cdiv(n, block_size) for n in seq_lens)
     kv = torch.randn((pool_blocks + 1, 1, 2, kv_heads, block_size, head_dim), device=DEVICE, dtype=torch.bfloat16)
     batch = make_batch(query_lens, seq_lens, block_size, pool_blocks)
     q = torch.randn(sum(query_lens), num_heads, head_dim, device=DEVICE, dtype=torch.bfloat16)
@@ -470,7 +471,7 @@ def time_chunks(name: str, query_lens: list[int], seq_lens: list[int], block_siz
 
 def time_small(n: int) -> Iterator[Line]:
     """The other kernels for n tokens of Llama-3.1-8B: microseconds, and TB/s of bytes that must be moved."""
-    from octavo.kernels import cuda
+    from octavo.kernels.triton import ops as cuda
 
     def line(name: str, call: Callable[[], object], num_bytes: int) -> Line:
         us = graph_us([call] * 20)
@@ -496,7 +497,7 @@ def time_small(n: int) -> Iterator[Line]:
 
 def time_block_copy(num_copies: int) -> Line:
     """Of blocks of 2 MiB."""
-    from octavo.kernels import cuda
+    from octavo.kernels.triton import ops as cuda
 
     kv = torch.zeros(600, 32, 2, 8, 16, 128, device=DEVICE, dtype=torch.bfloat16)
     src = torch.randperm(299, device=DEVICE)[:num_copies] + 1

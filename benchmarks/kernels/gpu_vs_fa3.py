@@ -21,8 +21,9 @@ from gpu_check import COLD_BYTES, DEVICE, error_of, graph_us, make_batch
 from torch import Tensor
 from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
-from octavo.kernels.batch import RaggedBatch
-from octavo.kernels.paged_attention import paged_attention
+from octavo.integers import cdiv
+from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.triton.attention.paged_attention import paged_attention
 
 BLOCK_SIZE = 16
 HEADS = [(32, 8, 128), (16, 8, 128), (14, 2, 64), (32, 32, 128)]
@@ -90,9 +91,9 @@ def fa3(q: Tensor, keys: Tensor, values: Tensor, batch: RaggedBatch, out: Tensor
 
 def compare(heads: tuple[int, int, int], load: str, lens: list[int]) -> dict[str, object]:
     num_heads, kv_heads, head_dim = heads
-    num_blocks = sum(-(-n // BLOCK_SIZE) for n in lens)
+    num_blocks = sum(cdiv(n, BLOCK_SIZE) for n in lens)
     num_bytes = 2 * sum(lens) * kv_heads * head_dim * 2
-    layers = min(16, max(1, -(-COLD_BYTES // num_bytes)))
+    layers = min(16, max(1, cdiv(COLD_BYTES, num_bytes)))
     pool = (num_blocks + 1, layers, 2, kv_heads, BLOCK_SIZE, head_dim)
     kv = torch.randn(pool, device=DEVICE, dtype=torch.bfloat16)
     batch = make_batch([1] * len(lens), lens, BLOCK_SIZE, num_blocks)
@@ -132,7 +133,7 @@ def compare(heads: tuple[int, int, int], load: str, lens: list[int]) -> dict[str
 
 def compare_prefill(load: str, query_lens: list[int], seq_lens: list[int], block_size: int) -> dict[str, object]:
     num_heads, kv_heads, head_dim = PREFILL_HEADS
-    num_blocks = sum(-(-n // block_size) for n in seq_lens)
+    num_blocks = sum(cdiv(n, block_size) for n in seq_lens)
     kv = torch.randn(num_blocks + 1, 1, 2, kv_heads, block_size, head_dim, device=DEVICE, dtype=torch.bfloat16)
     batch = make_batch(query_lens, seq_lens, block_size, num_blocks)
     q = torch.randn(sum(query_lens), num_heads, head_dim, device=DEVICE, dtype=torch.bfloat16)

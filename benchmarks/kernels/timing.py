@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-from octavo.kernels import cpu
+from octavo.kernels.cpu import ops as cpu
 
 Run = Callable[[], object]
 CALLS = 20
@@ -31,7 +31,7 @@ def start(doc: str | None, *, devices: Sequence[str] = ("cpu", "cuda")) -> Modul
         torch.set_num_threads(args.threads)
         print(f"{f'{args.threads} threads':40}{'cpu us':>10}{'reference us':>14}")
         return cpu
-    from octavo.kernels import cuda  # needs triton
+    from octavo.kernels.triton import ops as cuda
 
     torch.set_default_device("cuda")
     print(f"{torch.cuda.get_device_name():40}{'cuda us':>10}{'reference us':>14}")

@@ -9,12 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from octavo.async_engine import AsyncEngine
-    from octavo.core.sampling_params import RequestOutputKind, SamplingParams
-    from octavo.core.structured_outputs import StructuredOutputsParams
     from octavo.engine.beam_search import BeamSearchParams
     from octavo.engine.outputs import CompletionOutput, RequestOutput
-    from octavo.llm import LLM
+    from octavo.frontend.async_llm import AsyncEngine
+    from octavo.frontend.llm import LLM
+    from octavo.params.sampling_params import RequestOutputKind, SamplingParams
+    from octavo.params.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,13 +30,13 @@ __all__ = [
 ]
 
 _HOME = {
-    "LLM": "octavo.llm",
-    "AsyncEngine": "octavo.async_engine",
+    "LLM": "octavo.frontend.llm",
+    "AsyncEngine": "octavo.frontend.async_llm",
     "BeamSearchParams": "octavo.engine.beam_search",
-    "SamplingParams": "octavo.core.sampling_params",
-    "StructuredOutputsParams": "octavo.core.structured_outputs",
+    "SamplingParams": "octavo.params.sampling_params",
+    "StructuredOutputsParams": "octavo.params.structured_outputs",
     "RequestOutput": "octavo.engine.outputs",
-    "RequestOutputKind": "octavo.core.sampling_params",
+    "RequestOutputKind": "octavo.params.sampling_params",
     "CompletionOutput": "octavo.engine.outputs",
 }
 

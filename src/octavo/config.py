@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from octavo.core.checked import Checked, wrong
 from octavo.core.policy import Policy, PreemptionMode, VictimChoice
 from octavo.errors import ParameterError
+from octavo.params.validation import Checked, wrong
 
 GIB = 1 << 30
 CPU_KV_BYTES = 4 * GIB

@@ -17,12 +17,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from octavo.checkpoint import Checkpoint, open_checkpoint
+from octavo.checkpoint.resolve import Checkpoint, open_checkpoint
 from octavo.config import GIB, GPU_MEMORY_UTILIZATION, EngineArgs
 from octavo.errors import MemoryBudgetError, ParameterError
-from octavo.models.sizes import num_params, weight_bytes
-from octavo.models.spec import DecoderSpec, ModelSpec, spec_from_config
-from octavo.runner.memory import Budget, free_memory, plan_memory, see_doctor
+from octavo.integers import cdiv
+from octavo.models.config import DecoderSpec, ModelSpec, spec_from_config
+from octavo.models.param_count import num_params, weight_bytes
+from octavo.runner.memory.budget import Budget, free_memory, plan_memory, see_doctor
 
 GPUS = {"h200": 139.8, "h100": 79.1, "a100-80": 79.1, "a100-40": 39.4, "l4": 22.0}
 """GiB, as CUDA reports them: less than what the data sheet calls GB."""
@@ -340,7 +341,7 @@ def _at_once(budget: Budget, spec: ModelSpec) -> dict[int, float]:
     lengths = [n for n in LENGTHS if n < budget.max_model_len] + [budget.max_model_len]
     most = budget.max_model_len if spec.kept_window is None else spec.kept_window + budget.block_size
     size = budget.block_size
-    return {n: budget.num_blocks / -(-min(n, most) // size) for n in lengths}
+    return {n: budget.num_blocks / cdiv(min(n, most), size) for n in lengths}
 
 
 def _check_quantization(args: EngineArgs, machine: Machine) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from octavo.bench import report
+from octavo.bench.args import BenchArgs
 from octavo.bench.samples import Sample
 from octavo.bench.serve import Record, Run
-from octavo.bench.settings import BenchArgs
 from octavo.errors import ParameterError, UnknownOptionError
 
 ASKED = Sample("x", 10, 3)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from octavo.bench.args import BenchArgs
 from octavo.bench.samples import Count, Sample, Vocabulary, make_samples
-from octavo.bench.settings import BenchArgs
 from octavo.errors import OctavoError, ParameterError
 from tests.serve.http_lab import run
 

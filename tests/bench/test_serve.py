@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from octavo.bench import serve
+from octavo.bench.args import BenchArgs
 from octavo.bench.samples import Sample
 from octavo.bench.serve import Bench, Record, Run, StreamReader
-from octavo.bench.settings import BenchArgs
 from octavo.errors import OctavoError, ParameterError
 from tests.bench.servers import Canned, chunked, completion, event, scripted, whole
 from tests.engine.models import make_talking_checkpoint
+from tests.serve.http.test_server import listening
 from tests.serve.http_lab import NAME, run
-from tests.serve.test_http_server import listening
 
 ASKED = Sample("x", 5, 3)
 

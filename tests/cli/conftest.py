@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 
 import octavo
-from octavo import preflight
 from octavo.cli.main import run
-from octavo.core.sampling_params import SamplingParams
+from octavo.frontend import preflight
+from octavo.params.sampling_params import SamplingParams
 from tests.cli.fake_llm import FakeLLM
 
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from octavo.core.kv_cache import KVCache, KVStats
-from octavo.core.sampling_params import RequestOutputKind, SamplingParams
+from octavo.checkpoint.generation_config import SamplingDefaults
+from octavo.core.kv_cache_manager import KVCache, KVStats
 from octavo.engine.outputs import Logprob
 from octavo.errors import ContextLengthError, ModelNotFoundError
-from octavo.generation_config import SamplingDefaults
+from octavo.params.sampling_params import RequestOutputKind, SamplingParams
 
 VOCABULARY: list[str] = []
 

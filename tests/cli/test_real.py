@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from octavo.cli.demo import LIBRARIAN, QUESTIONS
+from octavo.cli.commands.demo import LIBRARIAN, QUESTIONS
 from tests.cli.conftest import Call
 from tests.engine.models import make_talking_checkpoint
 from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint
@@ -258,7 +258,7 @@ def test_who_takes_ctrl_c_over_where_the_handler_is_the_default_one_finds_it() -
 import asyncio, os, signal, sys
 import octavo.cli.app
 from octavo.cli.main import main
-from octavo.engine.interrupts import BetweenSteps
+from octavo.engine.sigint import BetweenSteps
 
 async def wait():
     try:

@@ -8,13 +8,13 @@ from typing import Any
 
 from octavo.core import events as ev
 from octavo.core.block_pool import BlockPool
-from octavo.core.kv_cache import KVCache
+from octavo.core.kv_cache_manager import KVCache
 from octavo.core.plan import Slice, StepPlan, StepResult
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence
-from octavo.core.sampling_params import SamplingParams
 from octavo.core.scheduler import Scheduler
-from tests import oracle as o
+from octavo.params.sampling_params import SamplingParams
+from tests.proof import oracle as o
 
 SWAP = Policy(mode=PreemptionMode.SWAP)
 RECOMPUTE = Policy(mode=PreemptionMode.RECOMPUTE)

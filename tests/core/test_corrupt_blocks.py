@@ -5,8 +5,7 @@ from __future__ import annotations
 from octavo.core import events as ev
 from octavo.core.plan import StepPlan, StepResult, TokenLogprobs
 from octavo.core.request import Request, Status
-
-from .lab import SWAP, Lab
+from tests.core.lab import SWAP, Lab
 
 
 def swapped(lab: Lab, name: str, prompt: list[int], max_tokens: int, **options: object) -> Request:

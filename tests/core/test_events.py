@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from octavo.core import events as ev
 from octavo.core.events import EventStream
-
-from .lab import Lab
+from tests.core.lab import Lab
 
 
 def test_listeners_are_called_in_the_order_in_which_they_came() -> None:

@@ -12,10 +12,9 @@ from octavo.core.plan import StepPlan
 from octavo.core.policy import RANK_ARRIVALS, Policy
 from octavo.core.request import Status
 from octavo.core.tenants import Tenant, Tenants, fill, level
-from tests import oracle as o
-from tests.workloads import Fairness
-
-from .lab import SWAP, Lab, make
+from tests.core.lab import SWAP, Lab, make
+from tests.proof import oracle as o
+from tests.proof.workloads import Fairness
 
 
 def long_prompts(longest: int, at_a_time: int = 1) -> Policy:

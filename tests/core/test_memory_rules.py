@@ -9,14 +9,13 @@ import pytest
 
 from octavo.core import events as ev
 from octavo.core.block_pool import BlockPool
-from octavo.core.ids import NULL_BLOCK
-from octavo.core.kv_cache import KVCache, Prefix
+from octavo.core.kv_cache_manager import KVCache, Prefix
 from octavo.core.plan import BlockCopy, StepPlan, SwapIn, SwapOut, TableWrite
 from octavo.core.request import Sequence, Status
 from octavo.core.scheduler import _Draft
 from octavo.core.swap_space import SwapSpace
-
-from .lab import RECOMPUTE, Lab, arrange, sequence
+from octavo.core.types import NULL_BLOCK
+from tests.core.lab import RECOMPUTE, Lab, arrange, sequence
 
 
 def snapshot(cache: KVCache, *sequences: Sequence) -> Any:

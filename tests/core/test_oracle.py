@@ -11,10 +11,9 @@ from octavo.core import events as ev
 from octavo.core.plan import BlockCopy, StepPlan, TableWrite
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request
-from tests import oracle as o
-from tests.workloads import KINDS, World, run
-
-from .lab import ANY, RECOMPUTE, SWAP, Lab
+from tests.core.lab import ANY, RECOMPUTE, SWAP, Lab
+from tests.proof import oracle as o
+from tests.proof.workloads import KINDS, World, run
 
 
 def test_random_workloads() -> None:

@@ -6,13 +6,12 @@ from hashlib import sha256
 
 import pytest
 
-from octavo.core.ids import block_names
-from octavo.core.kv_cache import KVCache
+from octavo.core.kv_cache_manager import KVCache
 from octavo.core.plan import BlockCopy, StepPlan, TableWrite
 from octavo.core.request import Sequence
 from octavo.core.scheduler import Scheduler
-
-from .lab import Lab, arrange, ints, make, sequence
+from octavo.core.types import block_names
+from tests.core.lab import Lab, arrange, ints, make, sequence
 
 
 def filled(cache: KVCache, seq: Sequence) -> list[tuple[int, int]]:

@@ -10,8 +10,8 @@ from octavo.core import events as ev
 from octavo.core.plan import BlockCopy
 from octavo.core.policy import Policy
 from octavo.core.request import Request, Status
-from octavo.core.sampling_params import SamplingParams
 from octavo.errors import CapacityError
+from octavo.params.sampling_params import SamplingParams
 from tests.core.lab import RECOMPUTE, SWAP, Lab
 
 

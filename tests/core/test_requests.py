@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from octavo.core.checked import INT32
 from octavo.core.policy import Policy
 from octavo.core.request import Request, Status
-from octavo.core.sampling_params import SamplingParams
 from octavo.errors import ParameterError, UnknownOptionError
-from tests import oracle as o
-
-from .lab import make
+from octavo.params.sampling_params import SamplingParams
+from octavo.params.validation import INT32
+from tests.core.lab import make
+from tests.proof import oracle as o
 
 
 @pytest.mark.parametrize(

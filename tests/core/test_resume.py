@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from octavo.core.request import Request
-from tests import oracle as o
-
-from .lab import RECOMPUTE, SWAP, Lab, make
+from tests.core.lab import RECOMPUTE, SWAP, Lab, make
+from tests.proof import oracle as o
 
 PROMPT = [1, 2, 3, 0, 4]
 

@@ -13,11 +13,10 @@ from octavo.core import events as ev
 from octavo.core.plan import StepPlan
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence, Status
-from octavo.core.sampling_params import SamplingParams
 from octavo.errors import CapacityError
-from tests import oracle as o
-
-from .lab import RECOMPUTE, SWAP, Lab, answer, sequence, slice_of
+from octavo.params.sampling_params import SamplingParams
+from tests.core.lab import RECOMPUTE, SWAP, Lab, answer, sequence, slice_of
+from tests.proof import oracle as o
 
 LAZY = o.Habits(eager=False)
 

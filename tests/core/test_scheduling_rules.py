@@ -8,17 +8,16 @@ from collections import Counter
 import pytest
 
 from octavo.core import events as ev
-from octavo.core.kv_cache import KVCache
+from octavo.core.kv_cache_manager import KVCache
 from octavo.core.plan import Slice, StepPlan, StepResult
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Status
-from octavo.core.sampling_params import SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.errors import CapacityError
-from tests import oracle as o
-from tests.workloads import World
-
-from .lab import RECOMPUTE, SWAP, Lab, answer, make, slice_of
+from octavo.params.sampling_params import SamplingParams
+from tests.core.lab import RECOMPUTE, SWAP, Lab, answer, make, slice_of
+from tests.proof import oracle as o
+from tests.proof.workloads import World
 
 
 def names(plan: StepPlan) -> list[str]:
@@ -617,7 +616,7 @@ def test_a_result_is_cut_at_the_first_stop_token(stops: bool) -> None:
 
 def test_stop_ids_of_the_sampling_params_count_too() -> None:
     from octavo.core.request import Request
-    from octavo.core.sampling_params import SamplingParams
+    from octavo.params.sampling_params import SamplingParams
 
     request = Request("A", [1], SamplingParams(max_tokens=3, stop_token_ids=[4]), stop_ids=[5])
     assert request.stop_ids == {4, 5} and request.max_tokens == 3

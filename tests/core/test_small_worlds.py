@@ -24,14 +24,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from octavo.core.kv_cache import KVCache
+from octavo.core.kv_cache_manager import KVCache
 from octavo.core.plan import StepPlan
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Status
 from octavo.core.scheduler import Scheduler
-from tests import oracle as o
-
-from .lab import make
+from tests.core.lab import make
+from tests.proof import oracle as o
 
 Shape = tuple[int, int]
 """Tokens of a request's prompt, and of its output."""

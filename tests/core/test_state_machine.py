@@ -22,13 +22,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from octavo.core.kv_cache import KVCache
+from octavo.core.kv_cache_manager import KVCache
 from octavo.core.plan import StepPlan
 from octavo.core.request import Request, Sequence, Status
-from tests import oracle as o
-
-from .lab import make
-from .test_memory_rules import snapshot
+from tests.core.lab import make
+from tests.core.test_memory_rules import snapshot
+from tests.proof import oracle as o
 
 Content = tuple[bytes, tuple[int, ...]]
 """What a slot holds: the salt, and all tokens up to this one."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo import SamplingParams
 from octavo.kernels import reference
-from octavo.kernels.batch import SamplingTensors
+from octavo.kernels.metadata import SamplingTensors
 
 MARGIN = 1e-5
 """No choice hangs on less than this, where float32 might decide it one way or the other."""

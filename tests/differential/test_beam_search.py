@@ -13,10 +13,9 @@ import torch
 
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.core.policy import PreemptionMode
-
-from .cases import Shaky
-from .conftest import World
-from .test_transformers import Steady
+from tests.differential.cases import Shaky
+from tests.differential.conftest import World
+from tests.differential.test_transformers import Steady
 
 STOPS = [3, 41]
 NUM_NEW = 9
@@ -79,7 +78,7 @@ def search_and_compare(world: World, llm: LLM, width: int, penalty: float, early
 
 @pytest.fixture(autouse=True)
 def _shaky(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.build.Scheduler", Steady)
+    monkeypatch.setattr("octavo.frontend.build.Scheduler", Steady)
 
 
 def open_llm(world: World, **options: Any) -> LLM:

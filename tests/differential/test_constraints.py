@@ -15,9 +15,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from octavo.core.policy import PreemptionMode
+from tests.differential.cases import Shaky
 from tests.models.tiny import make_tiny_checkpoint
-
-from .cases import Shaky
 
 CORPUS = ['{"name": "the dog", "size": 12, "tags": ["a", "b"], "on": true, "é": null, "漢字": [1, 2, 3]}' * 3]
 LETTERS = 'abcxyz é漢🙂"\\/{}:,'
@@ -240,7 +239,7 @@ def test_the_same_tokens_whatever_happens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if mode is not None:
-        monkeypatch.setattr("octavo.build.Scheduler", Shaky)
+        monkeypatch.setattr("octavo.frontend.build.Scheduler", Shaky)
     with open_llm(path, block_size=block_size, max_num_batched_tokens=chunk, max_num_seqs=12, decode_window=3) as llm:
         if mode is not None:
             llm.engine.scheduler.shake(PreemptionMode(mode), seed=block_size, most=25)  # type: ignore[attr-defined]

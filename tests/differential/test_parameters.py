@@ -12,13 +12,12 @@ import torch
 
 from octavo import LLM, RequestOutput, SamplingParams
 from octavo.core.policy import PreemptionMode
-from octavo.core.sampling_params import RequestOutputKind
+from octavo.params.sampling_params import RequestOutputKind
+from tests.differential.cases import Shaky
+from tests.differential.conftest import World
+from tests.differential.slow import Likely, SlowModel, described
+from tests.differential.test_transformers import Steady
 from tests.engine.models import WrappedModel
-
-from .cases import Shaky
-from .conftest import World
-from .slow import Likely, SlowModel, described
-from .test_transformers import Steady
 
 EOS = 2
 CLOSE = 1e-5
@@ -166,7 +165,7 @@ def test_preemption_changes_nothing(
     world: Callable[[str], World], answers: Answers, monkeypatch: pytest.MonkeyPatch, mode: PreemptionMode, window: int
 ) -> None:
     """In the middle of prompts too, whose log-probabilities are then worked out twice."""
-    monkeypatch.setattr("octavo.build.Scheduler", Steady)
+    monkeypatch.setattr("octavo.frontend.build.Scheduler", Steady)
     with make(world("llama"), decode_window=window, max_num_batched_tokens=10, max_num_seqs=9) as llm:
         scheduler = llm.engine.scheduler
         assert isinstance(scheduler, Shaky)
@@ -181,7 +180,7 @@ def test_preemption_changes_nothing(
 def test_logits_of_prompts_come_a_few_at_a_time(
     world: Callable[[str], World], answers: Answers, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
-    monkeypatch.setattr("octavo.runner.runner.MAX_PROMPT_LOGITS", room)
+    monkeypatch.setattr("octavo.runner.model_runner.MAX_PROMPT_LOGITS", room)
     with make(world("llama"), decode_window=3) as llm:
         most = 0
         inner = llm.engine.executor.runner.model  # type: ignore[attr-defined]

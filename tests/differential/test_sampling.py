@@ -13,12 +13,11 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.core.policy import PreemptionMode
+from tests.differential.cases import Shaky
+from tests.differential.conftest import World
+from tests.differential.slow import changed
+from tests.differential.test_transformers import Steady
 from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint, transformers_logits
-
-from .cases import Shaky
-from .conftest import World
-from .slow import changed
-from .test_transformers import Steady
 
 NUM_NEW = 10
 TOP_P = {"temperature": 0.8, "top_p": 0.9}
@@ -43,7 +42,7 @@ def samples(llm: LLM, prompts: Any, params: Any) -> list[list[list[int]]]:
 
 @pytest.fixture
 def shaky(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.build.Scheduler", Steady)
+    monkeypatch.setattr("octavo.frontend.build.Scheduler", Steady)
 
 
 @pytest.fixture

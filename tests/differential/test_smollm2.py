@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from octavo import LLM, SamplingParams, catalog
-from octavo.checkpoint import open_checkpoint
+from octavo import LLM, SamplingParams
+from octavo.checkpoint import catalog
+from octavo.checkpoint.resolve import open_checkpoint
 from octavo.kernels import reference
-from octavo.models.weights import load_decoder
+from octavo.models.loading.loader import load_decoder
 
 MODEL = "smollm2-135m-instruct"
 NUM_NEW = 48

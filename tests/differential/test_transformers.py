@@ -10,9 +10,8 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.core.policy import PreemptionMode
-
-from .cases import LEVELS, Case, Shaky, all_cases, pairs_of, pairwise_cases
-from .conftest import NUM_NEW, World
+from tests.differential.cases import LEVELS, Case, Shaky, all_cases, pairs_of, pairwise_cases
+from tests.differential.conftest import NUM_NEW, World
 
 PAIRWISE = pairwise_cases()
 
@@ -60,7 +59,7 @@ def run(case: Case, world: World) -> None:
 
 @pytest.fixture(autouse=True)
 def _shaky(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.build.Scheduler", Steady)
+    monkeypatch.setattr("octavo.frontend.build.Scheduler", Steady)
 
 
 class Steady(Shaky):

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.core.checked import INT32
 from octavo.core.request import Request, Sequence
-from octavo.core.sampling_params import SamplingParams
 from octavo.engine.beam_search import MOST_LENGTH_PENALTY, BeamSearch, BeamSearchParams, Candidate
 from octavo.errors import ParameterError, UnknownOptionError
+from octavo.params.sampling_params import SamplingParams
+from octavo.params.validation import INT32
 from tests.models.tiny import make_tiny_checkpoint, random_prompts
 
 STOPS = frozenset({5, 77, 130})

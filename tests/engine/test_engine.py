@@ -13,21 +13,21 @@ import numpy as np
 import pytest
 
 from octavo.core import events as ev
-from octavo.core.kv_cache import KVCache
+from octavo.core.kv_cache_manager import KVCache
 from octavo.core.plan import StepPlan, StepResult, TokenLogprobs
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence
-from octavo.core.sampling_params import SamplingParams
 from octavo.core.scheduler import Scheduler
-from octavo.engine import step_limit
+from octavo.engine import oom_backoff as step_limit
 from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.engine import MOST_PRIORITY, Engine
 from octavo.engine.executor import Masks
-from octavo.engine.inspect import describe_kv
+from octavo.engine.oom_backoff import StepLimit, pass_size
 from octavo.engine.outputs import RequestOutput, RequestState, failure
-from octavo.engine.step_limit import StepLimit, pass_size
+from octavo.engine.timeline import describe_kv
 from octavo.errors import ContextLengthError, EngineError, ParameterError, PromptError, StepError, StepMemoryError
-from tests import oracle as o
+from octavo.params.sampling_params import SamplingParams
+from tests.proof import oracle as o
 
 MAX_MODEL_LEN = 64
 EOS = 4

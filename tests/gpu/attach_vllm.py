@@ -38,9 +38,9 @@ import msgspec
 import numpy as np
 import zmq
 
-from octavo.view.attach import Attached
-from octavo.view.frames import SEALED_BIT, Frame, Snapshot
-from octavo.view.picture import Picture
+from octavo.view.live.external import Attached
+from octavo.view.live.messages import SEALED_BIT, Frame, Snapshot
+from octavo.view.live.state import Picture
 
 ROOT = Path(__file__).parents[2]
 NUM_REQUESTS, NUM_GROUPS, NUM_SHARED = 60, 4, 160

@@ -1,4 +1,4 @@
-"""The engine on a GPU in bfloat16: the tokens of the same weights in float32, but for near-ties (tests/margins.py)."""
+"""The engine on a GPU in bfloat16: the tokens of float32 weights, except near-ties (tests/proof/margins.py)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from octavo import LLM
-from octavo.kernels import cuda
-from tests import margins as m
+from octavo.kernels.triton import ops as cuda
 from tests.models.tiny import KINDS
-from tests.ways import WAYS, runs
+from tests.proof import margins as m
+from tests.proof.ways import WAYS, runs
 
 ON_HOPPER = torch.cuda.get_device_capability() == (9, 0)
 PLACES = ("stream_linear.launch", "stream_heads.launch", "paged_attention.prefill_attention")

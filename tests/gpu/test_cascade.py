@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.runner.cuda_runner import CudaRunner, Kind
+from octavo.runner.cuda_model_runner import CudaRunner, Kind
 from tests.models.tiny import make_tiny_checkpoint
 
 OPTIONS: dict[str, Any] = {
@@ -52,10 +52,10 @@ def test_rows_that_begin_alike_give_the_tokens_that_they_give_alone(
 ) -> None:
     """In passes from graphs and without, in windows, behind chunks of prompts, and forked."""
     model = str(make_tiny_checkpoint("llama", tmp_path / "llama", max_position_embeddings=400))
-    monkeypatch.setattr("octavo.runner.beginnings.LEAST_BYTES", 10**12)  # never
+    monkeypatch.setattr("octavo.runner.shared_prefixes.LEAST_BYTES", 10**12)  # never
     with LLM(model, **(OPTIONS | options)) as llm:
         expected = tokens_of(llm)
-    monkeypatch.setattr("octavo.runner.beginnings.LEAST_BYTES", -(10**12))  # wherever two begin alike
+    monkeypatch.setattr("octavo.runner.shared_prefixes.LEAST_BYTES", -(10**12))  # wherever two begin alike
     ways: Counter[bool] = Counter()
     run = CudaRunner._run_decode
 

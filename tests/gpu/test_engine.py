@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
-from octavo.runner.careful import CarefulRunner
+from octavo.runner.sampling.host_sampling import CarefulRunner
 from tests.engine.models import make_talking_checkpoint
 from tests.models.tiny import KINDS, make_tiny_checkpoint
-from tests.runner.test_cuda_runner import constrained, demanding, mixture, ruled, same_numbers, telling, told
-from tests.ways import OPTIONS, WAYS, runs
+from tests.proof.ways import OPTIONS, WAYS, runs
+from tests.runner.test_cuda_model_runner import constrained, demanding, mixture, ruled, same_numbers, telling, told
 
 
 def params() -> list[SamplingParams]:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from octavo import LLM
-from tests import margins as m
 from tests.models.tiny import make_tiny_checkpoint
+from tests.proof import margins as m
 from tests.runner.test_not_finite import poison_one, survive
 
 WAYS: list[dict[str, Any]] = [{}, {"enforce_eager": True, "decode_window": 1}]

@@ -14,9 +14,9 @@ from torch import Tensor
 from octavo import LLM
 from octavo.engine.outputs import failure
 from tests.models.tiny import make_tiny_checkpoint
-from tests.runner.test_cuda_runner import mixture, told
+from tests.proof.ways import OPTIONS
+from tests.runner.test_cuda_model_runner import mixture, told
 from tests.runner.test_out_of_memory import prompts
-from tests.ways import OPTIONS
 
 BYTES_PER_TOKEN = 64 << 20
 ROOM = 1 << 30

@@ -1,4 +1,4 @@
-"""The tag check of tests/tags.py where the GPU's kernels write, copy and swap, and steps overlap."""
+"""The tag check of tests/proof/tags.py where the GPU's kernels write, copy and swap, and steps overlap."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from octavo import LLM
-from octavo.kernels import cuda
-from tests import tags as t
+from octavo.kernels.triton import ops as cuda
 from tests.models.tiny import make_tiny_checkpoint
+from tests.proof import tags as t
 from tests.runner.test_tags import CASES, OPTIONS, PLANTS, Plant, notices
 
 ON_GPU = {**OPTIONS, "device": "cuda", "gpu_memory_utilization": 0.3}

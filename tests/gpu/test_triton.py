@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.kernels import cuda, reference
-from octavo.kernels.batch import RaggedBatch
-from octavo.kernels.prefill_gluon import can_prefill
+from octavo.kernels import reference
+from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference import Stream
-from octavo.kernels.stream_linear import StreamTuning
+from octavo.kernels.triton import ops as cuda
+from octavo.kernels.triton.attention.prefill_hopper import can_prefill
+from octavo.kernels.triton.linear.skinny_hopper import StreamTuning
 from tests.kernels.cascade_cases import *  # noqa: F403
 from tests.kernels.pool import Case, make_case, norm_error, relative_error
 from tests.kernels.triton_cases import *  # noqa: F403

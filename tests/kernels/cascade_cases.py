@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels import cuda, reference
-from octavo.kernels.batch import RaggedBatch
-from octavo.kernels.cascade import UNIT, CascadeTuning, make_cascade
-from octavo.kernels.decode_attention import decode_attention
-from octavo.kernels.rows import DecodeStep, RowState
+from octavo.kernels import reference
+from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.row_state import DecodeStep, RowState
+from octavo.kernels.triton import ops as cuda
+from octavo.kernels.triton.attention.cascade import UNIT, CascadeTuning, make_cascade
+from octavo.kernels.triton.attention.decode import decode_attention
 from tests.kernels.pool import Case, make_case, naive_attention, relative_error
 from tests.kernels.triton_cases import DEVICE, DTYPES, INTERPRETED, TOLERANCE, on_device
 

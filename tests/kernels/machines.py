@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo.kernels import native, packed
+from octavo.kernels.cpu import native
+from octavo.kernels.cpu import packed_linear as packed
 
 MARCHES = {
     "x86-64": "sse2",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.kernels.batch import RaggedBatch
+from octavo.kernels.metadata import RaggedBatch
 
 NUM_LAYERS = 2
 LAYER = 1

@@ -8,7 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from octavo.kernels import cpu, reference
+from octavo.kernels import reference
+from octavo.kernels.cpu import ops as cpu
 from tests.kernels.pool import relative_error
 
 

@@ -18,9 +18,11 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 
-from octavo.kernels import ahead, stream_linear, thin_linear
 from octavo.kernels.reference import Stream
-from octavo.kernels.stream_linear import StreamTuning
+from octavo.kernels.triton import precompile as ahead
+from octavo.kernels.triton.linear import skinny as thin_linear
+from octavo.kernels.triton.linear import skinny_hopper as stream_linear
+from octavo.kernels.triton.linear.skinny_hopper import StreamTuning
 
 
 class FakeDriver:

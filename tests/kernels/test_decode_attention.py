@@ -11,8 +11,9 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed (the gpu extra)", allow_module_level=True)
 
-from octavo.kernels import cascade, decode_attention
-from octavo.kernels.decode_schedule import DecodeTuning, decode_tuning
+from octavo.kernels.triton.attention import cascade
+from octavo.kernels.triton.attention import decode as decode_attention
+from octavo.kernels.triton.attention.decode_schedule import DecodeTuning, decode_tuning
 from tests.kernels.hopper import REGISTERS_OF_ALL, SHARED_BYTES_OF_ALL, compile_for_hopper, registers_of
 
 POINTERS = {

@@ -8,8 +8,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from octavo.kernels import cpu, reference
-from octavo.kernels.batch import RaggedBatch
+from octavo.kernels import reference
+from octavo.kernels.cpu import ops as cpu
+from octavo.kernels.metadata import RaggedBatch
 from tests.kernels.pool import relative_error
 
 BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])

@@ -9,7 +9,8 @@ import torch
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from octavo.kernels import cpu, reference
+from octavo.kernels import reference
+from octavo.kernels.cpu import ops as cpu
 from tests.kernels.pool import relative_error
 
 BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])

@@ -17,7 +17,7 @@ if importlib.util.find_spec("triton") is None:
 
 from triton.experimental.gluon import language as gl
 
-from octavo.kernels import prefill_gluon
+from octavo.kernels.triton.attention import prefill_hopper as prefill_gluon
 from tests.kernels.hopper import SHARED_BYTES, compile_for_hopper
 
 POINTERS = {"out": "*bf16", "lse": "*fp32", "partial": "*fp32", "partial_lse": "*fp32"}

@@ -11,7 +11,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from octavo.errors import UnsupportedModelError
-from octavo.kernels import cpu, reference
+from octavo.kernels import reference
+from octavo.kernels.cpu import ops as cpu
 from tests.kernels.pool import relative_error
 
 BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])

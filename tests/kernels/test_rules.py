@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from octavo.kernels import cpu, reference
-from octavo.kernels.batch import LogitRules, SamplingTensors, TokenHistory
+from octavo.kernels import reference
+from octavo.kernels.cpu import ops as cpu
+from octavo.kernels.metadata import LogitRules, SamplingTensors, TokenHistory
 
 BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
 VOCAB = 300

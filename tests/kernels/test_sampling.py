@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.kernels import cpu, reference
-from octavo.kernels.batch import SamplingTensors
+from octavo.kernels import reference
+from octavo.kernels.cpu import ops as cpu
+from octavo.kernels.metadata import SamplingTensors
 
 BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
 

@@ -14,10 +14,12 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed (the gpu extra)", allow_module_level=True)
 
-from octavo.kernels import stream_heads, stream_linear, thin_linear
-from octavo.kernels.batch import RaggedBatch
+from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference import Stream
-from octavo.kernels.stream_heads import heads_tuning
+from octavo.kernels.triton.linear import qkv_hopper as stream_heads
+from octavo.kernels.triton.linear import skinny as thin_linear
+from octavo.kernels.triton.linear import skinny_hopper as stream_linear
+from octavo.kernels.triton.linear.qkv_hopper import heads_tuning
 from tests.kernels.hopper import SHARED_BYTES, compile_for_hopper, registers_of
 
 POINTERS = {

@@ -11,9 +11,10 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed (the gpu extra)", allow_module_level=True)
 
-from octavo.kernels import stream_linear, thin_linear
 from octavo.kernels.reference import Stream
-from octavo.kernels.stream_linear import StreamTuning, stream_tuning
+from octavo.kernels.triton.linear import skinny as thin_linear
+from octavo.kernels.triton.linear import skinny_hopper as stream_linear
+from octavo.kernels.triton.linear.skinny_hopper import StreamTuning, stream_tuning
 from tests.kernels.hopper import SHARED_BYTES, compile_for_hopper
 
 POINTERS = {

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.kernels import cpu, reference
-from octavo.runner import swap
+from octavo.kernels import reference
+from octavo.kernels.cpu import ops as cpu
+from octavo.runner import kv_swap as swap
 
 BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
 

@@ -16,12 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels import cuda, reference
-from octavo.kernels.batch import RaggedBatch
-from octavo.kernels.decode_schedule import BEGIN, FEW_SHARERS, NUMBER, DecodeTuning, make_schedule
-from octavo.kernels.prefill_gluon import _merge
-from octavo.kernels.query_tiles import query_tiles
-from octavo.kernels.swap import Grid, move
+from octavo.kernels import reference
+from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.triton import ops as cuda
+from octavo.kernels.triton.attention.decode_schedule import BEGIN, FEW_SHARERS, NUMBER, DecodeTuning, make_schedule
+from octavo.kernels.triton.attention.prefill_hopper import _merge
+from octavo.kernels.triton.attention.query_tiles import query_tiles
+from octavo.kernels.triton.kv.swap import Grid, move
 from tests.kernels import fixed_order
 from tests.kernels.pool import Case, make_case, naive_attention, norm_error, relative_error
 
@@ -451,6 +452,6 @@ def test_nothing_to_do_is_fine() -> None:
 
 
 def test_the_module_has_every_operation_of_the_cpus() -> None:
-    from octavo.kernels import cpu
+    from octavo.kernels.cpu import ops as cpu
 
     assert set(cpu.__all__) <= set(cuda.__all__) and all(hasattr(cuda, name) for name in cuda.__all__)

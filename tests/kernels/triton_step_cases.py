@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels import cuda, reference
-from octavo.kernels.batch import PER_ROW, RaggedBatch, SamplingTensors
+from octavo.kernels import reference
+from octavo.kernels.metadata import PER_ROW, RaggedBatch, SamplingTensors
 from octavo.kernels.reference import Stream
-from octavo.kernels.rows import (
+from octavo.kernels.row_state import (
     BIASED,
     FIRST_STOP_ID,
     LIMITED,
@@ -33,7 +33,8 @@ from octavo.kernels.rows import (
     RowState,
     RuleState,
 )
-from octavo.kernels.thin_linear import ThinTuning
+from octavo.kernels.triton import ops as cuda
+from octavo.kernels.triton.linear.skinny import ThinTuning
 from tests.kernels.pool import relative_error
 from tests.kernels.triton_cases import DEVICE, INTERPRETED
 

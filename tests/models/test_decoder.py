@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ParameterError
-from octavo.kernels import cpu, reference
+from octavo.kernels import reference
+from octavo.kernels.cpu import ops as cpu
 from octavo.models.decoder import Decoder
 from octavo.models.linear import TensorParallel
 from tests.models.tiny import (

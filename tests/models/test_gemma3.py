@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.kernels import cpu
+from octavo.kernels.cpu import ops as cpu
 from tests.models.tiny import PagedRun, assert_close, make_tiny_checkpoint, random_prompts, read_decoder
 
 # Gemma 3 270M by its config.json, but for the vocabulary, whose 262,144 rows would be two thirds of the work.

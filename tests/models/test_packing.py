@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.kernels import cpu, packed
+from octavo.kernels.cpu import ops as cpu
+from octavo.kernels.cpu import packed_linear as packed
 from octavo.models.decoder import Decoder
 from octavo.models.linear import Matrix, Vocabulary
-from octavo.models.weights import dummy_model
+from octavo.models.loading.loader import dummy_model
 from tests.kernels.machines import become
 from tests.models.tiny import PagedRun, assert_close, make_tiny_checkpoint, random_prompts, read_decoder, read_spec
 
@@ -82,7 +83,7 @@ def test_never_more_than_a_few_matrices_are_there_twice(directory: Path, monkeyp
     """Each is packed as soon as it is filled: of those before it, nothing is left but the packed ones."""
     decoders: list[Decoder] = []
     monkeypatch.setattr(
-        "octavo.models.weights.empty_model", lambda *_, **k: decoders.append(Decoder(*_, **k)) or decoders[-1]
+        "octavo.models.loading.loader.empty_model", lambda *_, **k: decoders.append(Decoder(*_, **k)) or decoders[-1]
     )
     if "gpt2" in str(directory):
         pytest.skip("one kind is enough")

@@ -19,11 +19,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from octavo.checkpoint import open_checkpoint
+from octavo.checkpoint.resolve import open_checkpoint
 from octavo.kernels import reference
-from octavo.kernels.batch import RaggedBatch
-from octavo.models.spec import ModelSpec, spec_from_config
-from octavo.models.weights import Model, load_decoder
+from octavo.kernels.metadata import RaggedBatch
+from octavo.models.config import ModelSpec, spec_from_config
+from octavo.models.loading.loader import Model, load_decoder
 
 VOCAB_SIZE = 97
 

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from octavo import LLM, AsyncEngine, SamplingParams
-from octavo.build import Built, build
 from octavo.config import EngineArgs
 from octavo.core.plan import StepPlan
 from octavo.errors import EngineError
-from octavo.prompts import Prompts
-from octavo.runner.cuda_runner import CudaRunner, Finish
-from tests.runner.test_cuda_runner import on_rows
+from octavo.frontend.build import Built, build
+from octavo.frontend.input_processor import Prompts
+from octavo.runner.cuda_model_runner import CudaRunner, Finish
+from tests.runner.test_cuda_model_runner import on_rows
 
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -111,7 +111,7 @@ def run_async(model: str, harm: str) -> None:
 
 
 def run_engine_process(harm: str, once: Path) -> None:
-    from octavo import engine_process  # needs more than an LLM does
+    from octavo.frontend import engine_main as engine_process
 
     def build_one(options: dict[str, Any], enter: Any) -> tuple[Any, Any, dict[str, Any]]:
         enter("loading the model")
@@ -155,7 +155,7 @@ def is_alive(group: int) -> bool:
 
 def check_engine_process(model: str, harm: str, tmp_path: Path) -> None:
     """One of the latter is replaced, and its requests get what they get without that."""
-    from octavo.serve.client import EngineClient
+    from octavo.frontend.engine_client import EngineClient
 
     once = tmp_path / "once"
     once.touch()

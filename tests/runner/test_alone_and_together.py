@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo import LLM, SamplingParams
-from octavo.kernels import cpu
+from octavo.kernels.cpu import ops as cpu
 from tests.kernels.machines import become
 from tests.models.tiny import make_tiny_checkpoint, random_prompts
 

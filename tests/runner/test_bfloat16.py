@@ -1,6 +1,6 @@
 """Tokens in bfloat16 beside the reference in float32, where the GPU's runner computes on a CPU; tests/gpu has the GPU.
 
-That the check notices what it should is seen here, too: see `tests.margins`.
+That the check notices what it should is seen here, too: see `tests.proof.margins`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from octavo import LLM
-from octavo.kernels import cpu, reference
-from tests import margins as m
+from octavo.kernels import reference
+from octavo.kernels.cpu import ops as cpu
 from tests.models.tiny import KINDS
-from tests.runner.test_cuda_runner import on_rows
-from tests.ways import WAYS, runs
+from tests.proof import margins as m
+from tests.proof.ways import WAYS, runs
+from tests.runner.test_cuda_model_runner import on_rows
 
 Models = Callable[[str], tuple[str, m.Judge]]
 

@@ -13,11 +13,11 @@ from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.core.plan import StepPlan, StepResult, SwapIn, SwapOut
 from octavo.kernels import reference
 from octavo.runner.checksums import Check, Checksums
-from octavo.runner.runner import ModelRunner
+from octavo.runner.model_runner import ModelRunner
 from octavo.runner.streams import Reached
 from tests.engine.models import make_talking_checkpoint
-from tests.runner.test_cuda_runner import on_rows
-from tests.runner.test_runner import Counting
+from tests.runner.test_cuda_model_runner import on_rows
+from tests.runner.test_model_runner import Counting
 
 PROMPTS = [[3 + (7 * i + j * j) % 90 for j in range(6 + 5 * i % 23)] for i in range(6)]
 TIGHT: dict[str, Any] = {

@@ -22,11 +22,11 @@ from octavo.core.plan import StepPlan
 from octavo.errors import DeviceLostError, StepError
 from octavo.kernels import reference
 from octavo.runner.cuda_executor import CudaExecutor
-from octavo.runner.cuda_runner import CudaRunner, Finish
-from octavo.runner.landing import Landing
+from octavo.runner.cuda_model_runner import CudaRunner, Finish
+from octavo.runner.output_buffers import Landing
 from tests.engine.models import make_talking_checkpoint
 from tests.runner.lose_device import PARAMS, PROMPTS, WORDS, check_engine_process, check_process
-from tests.runner.test_cuda_runner import SIZE, Counting, Plan, on_rows
+from tests.runner.test_cuda_model_runner import SIZE, Counting, Plan, on_rows
 
 CAUSE = f"{WORDS['told']}\nSearch for it.\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
 OPTIONS: dict[str, Any] = {

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from octavo import LLM, RequestOutput
-from octavo.kernels import cpu
-from octavo.kernels.batch import RaggedBatch
-from tests.margins import GREEDY
+from octavo.kernels.cpu import ops as cpu
+from octavo.kernels.metadata import RaggedBatch
 from tests.models.tiny import make_tiny_checkpoint, random_prompts
-from tests.runner.test_cuda_runner import on_rows
-from tests.ways import OPTIONS
+from tests.proof.margins import GREEDY
+from tests.proof.ways import OPTIONS
+from tests.runner.test_cuda_model_runner import on_rows
 
 PROMPTS = random_prompts(9, 17, 14, 5)
 VICTIM = 1

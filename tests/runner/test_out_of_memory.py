@@ -17,10 +17,10 @@ from octavo.engine.outputs import failure
 from octavo.errors import StepError, StepMemoryError
 from octavo.kernels import reference
 from octavo.runner.cuda_executor import CudaExecutor
-from octavo.runner.cuda_runner import CudaRunner
+from octavo.runner.cuda_model_runner import CudaRunner
 from octavo.runner.executor import LocalExecutor, step_error
 from tests.models.tiny import make_tiny_checkpoint
-from tests.runner.test_cuda_runner import SIZE, Counting, Plan, mixture, on_rows, told
+from tests.runner.test_cuda_model_runner import SIZE, Counting, Plan, mixture, on_rows, told
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",

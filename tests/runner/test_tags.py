@@ -11,11 +11,12 @@ import pytest
 from torch import Tensor
 
 from octavo import LLM
-from octavo.kernels import cpu, reference
-from tests import tags as t
+from octavo.kernels import reference
+from octavo.kernels.cpu import ops as cpu
 from tests.models.tiny import make_tiny_checkpoint
-from tests.oracle import ReadBack
-from tests.runner.test_cuda_runner import Recorded
+from tests.proof import tags as t
+from tests.proof.oracle import ReadBack
+from tests.runner.test_cuda_model_runner import Recorded
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",

@@ -11,16 +11,15 @@ from typing import Any
 
 import httpx
 
-from octavo.async_engine import AsyncEngine
-from octavo.build import Built, build
 from octavo.config import EngineArgs
+from octavo.frontend.async_llm import AsyncEngine
+from octavo.frontend.build import Built, build
 from octavo.serve.app import App
-from octavo.serve.guard import Keys
+from octavo.serve.args import ServeArgs
+from octavo.serve.http.middleware import Keys
 from octavo.serve.service import Limits, Service
-from octavo.serve.settings import ServeArgs
 from octavo.serve.tracing import Tracing
-
-from .loop import run as run  # with the server, for those who test one
+from tests.serve.loop import run as run  # with the server, for those who test one
 
 NAME = "tiny"
 OPTIONS: dict[str, Any] = {"block_size": 4, "num_gpu_blocks_override": 300, "max_num_seqs": 16}

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from octavo.core.sampling_params import SamplingParams
 from octavo.errors import ParameterError
-from octavo.prompts import Prompts
-from octavo.serve.protocol import Rules
-from octavo.serve.settings import ServeArgs
+from octavo.frontend.input_processor import Prompts
+from octavo.params.sampling_params import SamplingParams
+from octavo.serve.args import ServeArgs
+from octavo.serve.openai.request import Rules
 from octavo.text.tokenizer import Tokenizer
 from tests.text.conftest import train_byte_level
 

@@ -20,15 +20,21 @@ import uvicorn
 from jinja2.exceptions import SecurityError
 from starlette.routing import compile_path
 
-from octavo.core.sampling_params import SamplingParams
 from octavo.errors import OctavoError
-from octavo.serve import body_worker, guard, json_body, parameters, protocol, responses, view
-from octavo.serve.endpoint import Exchange
-from octavo.serve.hosts import Hosts
-from octavo.serve.http_server import GuardedProtocol
-from octavo.serve.problems import Problem
+from octavo.params.sampling_params import SamplingParams
+from octavo.serve import view_routes as view
+from octavo.serve.http import json_parser as json_body
+from octavo.serve.http import json_worker as body_worker
+from octavo.serve.http import middleware as guard
+from octavo.serve.http.allowed_hosts import Hosts
+from octavo.serve.http.endpoint import Exchange
+from octavo.serve.http.server import GuardedProtocol
+from octavo.serve.openai import request as protocol
+from octavo.serve.openai import responses_api as responses
+from octavo.serve.openai import schema as parameters
+from octavo.serve.openai.errors import Problem
 from octavo.text import chat_template, grammar, tokenizer
-from octavo.text.tools import AnswerParser
+from octavo.text.output_parser import AnswerParser
 
 LEAST_S, MAX_BYTES = 0.004, 1 << 21
 RATIO, RUNS = 11.0, 5

@@ -6,7 +6,7 @@ import asyncio
 import re
 from pathlib import Path
 
-from .loop import run
+from tests.serve.loop import run
 
 TESTS = Path(__file__).parents[1]
 OTHER_LOOPS = re.compile(r"asyncio\.(run|Runner|new_event_loop)\(")

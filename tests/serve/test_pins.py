@@ -13,14 +13,13 @@ import pytest
 
 from octavo import SamplingParams
 from octavo.errors import CapacityError, ParameterError
-from octavo.serve.client import EngineClient, _Pin
-from octavo.serve.guard import Keys
-from octavo.serve.run import prefixes_of
+from octavo.frontend.engine_client import EngineClient, _Pin
+from octavo.serve.args import ServeArgs
+from octavo.serve.http.middleware import Keys
+from octavo.serve.launcher import prefixes_of
 from octavo.serve.service import salt_of
-from octavo.serve.settings import ServeArgs
 from tests.engine.models import make_talking_checkpoint
-
-from .engines import (  # noqa: F401
+from tests.engine.process.engines import (  # noqa: F401
     answers,
     last_of,
     nothing_left,

@@ -12,16 +12,15 @@ from typing import Any
 
 import pytest
 
-from octavo.core.sampling_params import SamplingParams
 from octavo.engine.beam_search import BeamSearchParams
 from octavo.errors import ParameterError
+from octavo.params.sampling_params import SamplingParams
 from octavo.serve.admission import Admission
-from octavo.serve.problems import Problem
+from octavo.serve.args import ServeArgs
+from octavo.serve.openai.errors import Problem
 from octavo.serve.request_limits import RequestLimits
-from octavo.serve.settings import ServeArgs
-
-from .http_lab import run, serving
-from .test_http_server import Process, call
+from tests.serve.http.test_server import Process, call
+from tests.serve.http_lab import run, serving
 
 STAYING = contextlib.ExitStack()
 C, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"

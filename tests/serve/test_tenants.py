@@ -17,14 +17,13 @@ import numpy as np
 import pytest
 
 from octavo.errors import ParameterError
-from octavo.serve.guard import Keys
-from octavo.serve.run import keys_of
-from octavo.serve.settings import ServeArgs
+from octavo.serve.args import ServeArgs
+from octavo.serve.http.middleware import Keys
+from octavo.serve.launcher import keys_of
 from octavo.serve.tenants import OTHER, Tenant
-from octavo.view.frames import Frame
-from octavo.view.picture import Picture
-
-from .test_http_server import Process, call
+from octavo.view.live.messages import Frame
+from octavo.view.live.state import Picture
+from tests.serve.http.test_server import Process, call
 
 ONE, TWO, ADMIN = "sk-one", "sk-two", "sk-admin"
 LONG: dict[str, Any] = {"prompt": "Hello, hello, hello, hello", "max_tokens": 90, "ignore_eos": True}

@@ -18,17 +18,16 @@ from typing import Any
 
 import pytest
 
-from octavo.checkpoint import open_checkpoint
+from octavo.checkpoint.resolve import open_checkpoint
 from octavo.errors import TemplateError
-from octavo.prompts import Prompts
+from octavo.frontend.input_processor import Prompts
 from octavo.serve import text_worker
-from octavo.serve.problems import Problem
+from octavo.serve.openai.errors import Problem
 from octavo.serve.text_worker import TextWorkers
 from octavo.text.tokenizer import Tokenizer
-
-from .engines import nothing_left, own_directory  # noqa: F401
-from .http_lab import TEMPLATE, serving
-from .loop import run
+from tests.engine.process.engines import nothing_left, own_directory  # noqa: F401
+from tests.serve.http_lab import TEMPLATE, serving
+from tests.serve.loop import run
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 HELLO = [{"role": "user", "content": "Hello</s>"}]

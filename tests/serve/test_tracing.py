@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from octavo.errors import ParameterError
+from octavo.serve.args import ServeArgs
 from octavo.serve.metrics import Ended
-from octavo.serve.settings import ServeArgs
 from octavo.serve.tracing import Tracing
-
-from .http_lab import NAME, run, serving
+from tests.serve.http_lab import NAME, run, serving
 
 otel = pytest.importorskip("opentelemetry.sdk.trace.export", reason="opentelemetry-sdk is not installed (octavo[otel])")
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

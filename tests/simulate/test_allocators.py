@@ -8,8 +8,8 @@ import pytest
 
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import Request
-from octavo.core.sampling_params import SamplingParams
 from octavo.core.scheduler import Scheduler
+from octavo.params.sampling_params import SamplingParams
 from octavo.simulate.allocators import (
     BatchCache,
     BuddyPool,

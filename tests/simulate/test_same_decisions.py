@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from octavo.build import build
 from octavo.config import EngineArgs
 from octavo.core import events as ev
-from octavo.core.sampling_params import SamplingParams
 from octavo.engine.outputs import RequestOutput
+from octavo.frontend.build import build
+from octavo.params.sampling_params import SamplingParams
 from octavo.simulate.cost import DEVICES, LinearCost
 from octavo.simulate.live import Call, RecordedClock, Script, Stopwatch, run_calls
 from octavo.simulate.models import ModelShape

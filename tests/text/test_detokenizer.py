@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from conftest import make_sentencepiece, train_byte_level
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from octavo.checkpoint import open_checkpoint
+from octavo.checkpoint.resolve import open_checkpoint
 from octavo.errors import ParameterError
 from octavo.text.detokenizer import Detokenizer
 from octavo.text.tokenizer import Tokenizer
+from tests.text.conftest import make_sentencepiece, train_byte_level
 
 STORIES = Path(__file__).parents[3] / "shared" / "data" / "models" / "stories260k"
 

@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from conftest import make_sentencepiece, train_byte_level
 from llguidance import LLParserLimits
 from tokenizers import decoders, models
 
 from octavo.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, failure
 from octavo.errors import EngineError, ParameterError, RequestFailedError
-from octavo.serve import problems
-from octavo.text import grammar, grammar_trial
+from octavo.serve.openai import errors as problems
+from octavo.text import grammar
 from octavo.text import grammar as grammar_module
+from octavo.text import grammar_sandbox as grammar_trial
 from octavo.text.grammar import (
     Grammar,
     GrammarCompiler,
@@ -37,6 +37,7 @@ from octavo.text.grammar import (
     regex_grammar,
 )
 from octavo.text.tokenizer import Tokenizer
+from tests.text.conftest import make_sentencepiece, train_byte_level
 
 PADDING = 40
 """Tokens that the model has logits for, and the tokenizer no text."""

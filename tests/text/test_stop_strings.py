@@ -3,15 +3,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from conftest import train_byte_level
 from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo import SamplingParams
 from octavo.core.request import Request
-from octavo.prompts import Prompts
+from octavo.frontend.input_processor import Prompts
 from octavo.text.stop_strings import ROOT, StopStrings
 from octavo.text.tokenizer import Tokenizer
+from tests.text.conftest import train_byte_level
 
 words = st.text(st.sampled_from("abc"), min_size=1, max_size=7)
 

@@ -10,15 +10,15 @@ from types import MappingProxyType
 
 import pytest
 import tokenizers
-from conftest import CHATML, CONFIG, SPECIALS, make_sentencepiece, sentencepiece_parts, train_byte_level
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models
 
-from octavo import catalog
-from octavo.checkpoint import open_checkpoint
+from octavo.checkpoint import catalog
+from octavo.checkpoint.resolve import open_checkpoint
 from octavo.errors import CheckpointError, PromptError, TemplateError, UnsupportedModelError
 from octavo.text.tokenizer import MARK, Tokenizer
+from tests.text.conftest import CHATML, CONFIG, SPECIALS, make_sentencepiece, sentencepiece_parts, train_byte_level
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 STORIES = SHARED / "models" / "stories260k"

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import tokenizers
-from conftest import CONFIG, SPECIALS, train_byte_level
 from tokenizers import pre_tokenizers
 
-from octavo.checkpoint import open_checkpoint
+from octavo.checkpoint.resolve import open_checkpoint
 from octavo.errors import CheckpointError, PromptError
 from octavo.text.tokenizer import Tokenizer
+from tests.text.conftest import CONFIG, SPECIALS, train_byte_level
 
 TEXTS = [
     "",

@@ -25,9 +25,9 @@ import pytest
 import uvicorn
 
 import octavo.view
-from octavo.serve.http_server import bind, url_of
-from octavo.view.lessons import LESSONS
-from octavo.view.playground import Playgrounds
+from octavo.serve.http.server import bind, url_of
+from octavo.view.playground.lessons import LESSONS
+from octavo.view.playground.session import Playgrounds
 from tests.serve.http_lab import Server, run, serving
 
 pytestmark = pytest.mark.slow

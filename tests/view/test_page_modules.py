@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 import octavo.view
-from octavo.view.attach import Attached
-from octavo.view.frames import Frame, Snapshot
-from octavo.view.picture import Picture
-from octavo.view.tap import Tap
+from octavo.view.live.external import Attached
+from octavo.view.live.messages import Frame, Snapshot
+from octavo.view.live.publisher import Tap
+from octavo.view.live.state import Picture
 from tests.view.test_page_picture import FilmedWorld
 
 STATIC = Path(octavo.view.__file__).parent / "static"

@@ -16,9 +16,9 @@ import pytest
 
 import octavo.view
 from octavo.core.plan import StepPlan
-from octavo.view.frames import Snapshot
-from octavo.view.tap import Tap
-from tests.workloads import World
+from octavo.view.live.messages import Snapshot
+from octavo.view.live.publisher import Tap
+from tests.proof.workloads import World
 
 STATIC = Path(octavo.view.__file__).parent / "static"
 

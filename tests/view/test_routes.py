@@ -12,11 +12,11 @@ import httpx
 import numpy as np
 import pytest
 
-from octavo.serve.view import HEADERS, STATIC, View
+from octavo.serve.view_routes import HEADERS, STATIC, View
 from octavo.serve.view_server import ViewApp
-from octavo.view.replay import Replay
+from octavo.view.recording.frames import Replay
 from tests.serve.http_lab import run
-from tests.view.test_replay import recorded
+from tests.view.recording.test_frames import recorded
 
 
 @contextlib.asynccontextmanager
@@ -33,7 +33,7 @@ def test_files_are_served_strictly(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name in ("index.html", "a.mjs", "more/b.css", "secret.txt"):
         (tmp_path / "static" / name).write_text(name)
     (tmp_path / "outside.html").write_text("outside")
-    monkeypatch.setattr("octavo.serve.view.STATIC", tmp_path / "static")
+    monkeypatch.setattr("octavo.serve.view_routes.STATIC", tmp_path / "static")
 
     async def main() -> None:
         async with alone(View("x")) as client:

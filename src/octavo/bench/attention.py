@@ -18,11 +18,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from octavo.bench import attention_variants as ladder
 from octavo.errors import EngineError, ParameterError
-from octavo.kernels import cpu, ladder, reference
-from octavo.kernels.batch import RaggedBatch
+from octavo.integers import cdiv
+from octavo.kernels import reference
+from octavo.kernels.cpu import ops as cpu
+from octavo.kernels.metadata import RaggedBatch
+from octavo.models.config import DecoderSpec
 from octavo.models.decoder import Decoder
-from octavo.models.spec import DecoderSpec
 
 LENGTHS = (128, 64, 32, 8)
 VOCAB_SIZE = 512
@@ -339,7 +342,7 @@ def _paged(name: str, prompts: list[list[int]], block_size: int, max_tokens: int
     model = _random_decoder(ops, max(map(len, prompts)) + max_tokens, seed)
     sequences = [_Sequence(list(prompt), len(prompt)) for prompt in prompts]
     schedule = SCHEDULES[name]
-    num_blocks = sum(-(-(len(prompt) + max_tokens - 1) // block_size) for prompt in prompts)
+    num_blocks = sum(cdiv(len(prompt) + max_tokens - 1, block_size) for prompt in prompts)
     kv = _pool(model, num_blocks, block_size)
     free = list(range(1, num_blocks + 1))
     work = Work()

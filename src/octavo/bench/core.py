@@ -17,14 +17,14 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from octavo.core.kv_cache import KVCache
+from octavo.core.kv_cache_manager import KVCache
 from octavo.core.plan import StepResult
 from octavo.core.request import Request
-from octavo.core.sampling_params import SamplingParams
 from octavo.core.scheduler import Scheduler
-from octavo.engine.garbage import QuietGarbage
+from octavo.engine.gc_control import QuietGarbage
 from octavo.engine.stats import EngineStats
-from octavo.view.recorder import Recorder
+from octavo.params.sampling_params import SamplingParams
+from octavo.view.recording.event_log import Recorder
 
 BLOCK_SIZE = 16
 CASES = (  # requests, context, window

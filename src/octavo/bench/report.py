@@ -11,8 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from octavo.bench.args import METRICS, BenchArgs
 from octavo.bench.serve import Record, Run
-from octavo.bench.settings import METRICS, BenchArgs
 
 WIDTH = 50
 MOST_REASONS = 10

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from random import Random
 
-from octavo.bench.settings import BenchArgs
+from octavo.bench.args import BenchArgs
 from octavo.errors import ParameterError, TraceError
 
 Count = Callable[[str], Awaitable[int]]

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from octavo.bench.args import PATHS, BenchArgs
 from octavo.bench.http_client import Answer, HTTPClient, LostConnectionError
 from octavo.bench.samples import Count, Sample, make_samples
-from octavo.bench.settings import PATHS, BenchArgs
 from octavo.errors import OctavoError, ParameterError
 
 T = TypeVar("T")
@@ -213,7 +213,7 @@ class Bench:
     def _counter(self) -> Count:
         if self.args.tokenizer is None:
             return self._count
-        from octavo.checkpoint import open_checkpoint
+        from octavo.checkpoint.resolve import open_checkpoint
         from octavo.text.tokenizer import Tokenizer
 
         tokenizer = Tokenizer.from_checkpoint(open_checkpoint(self.args.tokenizer, download=False, weights=False))

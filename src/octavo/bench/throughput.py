@@ -15,11 +15,11 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 
-from octavo.core.sampling_params import SamplingParams
 from octavo.errors import ParameterError
+from octavo.params.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from octavo.llm import LLM
+    from octavo.frontend.llm import LLM
 
 LARGEST_TOKEN = 10_000
 """Prompts are random ids from 0 to this one, as far as the vocabulary goes."""
@@ -169,7 +169,7 @@ def main(
     """Make an engine, run workloads by name ("all" for all of them) or the latency table, and print what it took."""
     names = check_names(names)
     from octavo import __version__
-    from octavo.llm import LLM
+    from octavo.frontend.llm import LLM
 
     short = Path(model).name
     start = time.perf_counter()

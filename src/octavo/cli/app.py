@@ -11,22 +11,22 @@ from typing import Annotated
 import typer
 
 import octavo
-from octavo.cli.bench import bench
-from octavo.cli.blocks import blocks
-from octavo.cli.calibrate import calibrate
-from octavo.cli.chat import chat
-from octavo.cli.demo import demo
-from octavo.cli.doctor import doctor
+from octavo.cli.commands.bench import bench
+from octavo.cli.commands.blocks import blocks
+from octavo.cli.commands.calibrate import calibrate
+from octavo.cli.commands.chat import chat
+from octavo.cli.commands.demo import demo
+from octavo.cli.commands.doctor import doctor
+from octavo.cli.commands.generate import generate
+from octavo.cli.commands.models import models
+from octavo.cli.commands.plan import plan
+from octavo.cli.commands.reproduce import reproduce
+from octavo.cli.commands.serve import serve
+from octavo.cli.commands.simulate import simulate
+from octavo.cli.commands.top import top
+from octavo.cli.commands.view import view
 from octavo.cli.environment import check_environment
-from octavo.cli.generate import generate
-from octavo.cli.models import models
-from octavo.cli.once import Command, Group
-from octavo.cli.plan import plan
-from octavo.cli.reproduce import reproduce
-from octavo.cli.serve import serve
-from octavo.cli.simulate import simulate
-from octavo.cli.top import top
-from octavo.cli.view import view
+from octavo.cli.single_options import Command, Group
 from octavo.cli.vllm_flags import unsupported
 
 app = typer.Typer(

@@ -19,8 +19,8 @@ from typing import Annotated, Any
 import typer
 
 from octavo.config import EngineArgs
-from octavo.core.sampling_params import SamplingParams
 from octavo.errors import UsageError
+from octavo.params.sampling_params import SamplingParams
 
 Model = Annotated[
     str,

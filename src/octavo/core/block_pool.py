@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 from octavo.core.events import Allocated, EventStream, Evicted, Released, Sealed, Shared
-from octavo.core.ids import NULL_BLOCK, BlockId, SealId
+from octavo.core.types import NULL_BLOCK, BlockId, SealId
 
 Key: TypeAlias = tuple[SealId | bytes, bytes]
 """The content of a block: the seal id of the block before it, or the salt where there is none, and its tokens as int32.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
-    from octavo.core.ids import BlockId, Row, SealId
+    from octavo.core.types import BlockId, Row, SealId
 
 # -- requests ---------------------------------------------------------------------------------------------------------
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from octavo.core.ids import BlockId, HostBlockId, Row, SealId
     from octavo.core.request import Request, Sequence
-    from octavo.core.sampling_params import SamplingParams
+    from octavo.core.types import BlockId, HostBlockId, Row, SealId
+    from octavo.params.sampling_params import SamplingParams
 
 
 class BlockCopy(NamedTuple):

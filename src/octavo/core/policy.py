@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from octavo.core.request import Request
 
 if TYPE_CHECKING:
-    from octavo.core.kv_cache import KVCache
+    from octavo.core.kv_cache_manager import KVCache
 
 
 class PreemptionMode(Enum):

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any
 
-from octavo.core.ids import BlockId, Row, SealId
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.types import BlockId, Row, SealId
+from octavo.params.sampling_params import SamplingParams
 
 
 class Status(Enum):

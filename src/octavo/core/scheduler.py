@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 from octavo.core import events as ev
 from octavo.core.block_pool import Key
-from octavo.core.ids import HostBlockId
-from octavo.core.kv_cache import KVCache, KVStats
+from octavo.core.kv_cache_manager import KVCache, KVStats
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.tenants import Tenant, Tenants, level
+from octavo.core.types import HostBlockId
 from octavo.errors import CapacityError
 
 LONG_PREFILL = "long prefill"

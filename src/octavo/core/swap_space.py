@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from octavo.core.ids import HostBlockId
+from octavo.core.types import HostBlockId
 
 
 class SwapSpace:

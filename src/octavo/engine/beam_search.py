@@ -14,12 +14,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from octavo.core.checked import INT32, Checked
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import Sequence
-from octavo.core.sampling_params import SamplingParams
-from octavo.core.structured_outputs import StructuredOutputsParams
 from octavo.errors import ParameterError
+from octavo.params.sampling_params import SamplingParams
+from octavo.params.structured_outputs import StructuredOutputsParams
+from octavo.params.validation import INT32, Checked
 
 MOST_BEAMS = 128
 MOST_LENGTH_PENALTY = 30.0

@@ -15,17 +15,16 @@ from typing import Protocol
 from octavo.core import events as ev
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import Request, Sequence
-from octavo.core.sampling_params import INT64, RequestOutputKind, SamplingParams
 from octavo.core.scheduler import Scheduler
 from octavo.engine.beam_search import BeamSearch, BeamSearchParams
-from octavo.engine.constraints import Constraint, Grammar, Wanted, work_out
 from octavo.engine.executor import Executor, Masks, Running
-from octavo.engine.garbage import QuietGarbage
-from octavo.engine.halving import Halving
-from octavo.engine.inspect import Timelines
+from octavo.engine.failure_search import Halving
+from octavo.engine.gc_control import QuietGarbage
+from octavo.engine.oom_backoff import StepLimit
 from octavo.engine.outputs import MakeDetokenizer, RequestMetrics, RequestOutput, RequestState, code_of
 from octavo.engine.stats import EngineStats
-from octavo.engine.step_limit import StepLimit
+from octavo.engine.structured_output import Constraint, Grammar, Wanted, work_out
+from octavo.engine.timeline import Timelines
 from octavo.errors import (
     ContextLengthError,
     DeviceLostError,
@@ -35,6 +34,7 @@ from octavo.errors import (
     StepError,
     StepMemoryError,
 )
+from octavo.params.sampling_params import INT64, RequestOutputKind, SamplingParams
 
 logger = logging.getLogger("octavo.engine")
 
@@ -51,7 +51,7 @@ PIN_PARAMS = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detoke
 
 
 class BlackBox(Protocol):
-    """Keeps an engine's last minutes: `octavo.view.flight.FlightRecorder`."""
+    """Keeps an engine's last minutes: `octavo.view.recording.recorder.FlightRecorder`."""
 
     def dump(self, why: str) -> Path:
         """Write them down; where. Raises `OSError`."""

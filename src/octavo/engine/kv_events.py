@@ -29,8 +29,8 @@ import zmq
 
 from octavo.config import KVEventsConfig
 from octavo.core import events as ev
-from octavo.core.ids import SealId, block_names
-from octavo.core.kv_cache import KVCache
+from octavo.core.kv_cache_manager import KVCache
+from octavo.core.types import SealId, block_names
 from octavo.errors import ParameterError
 
 logger = logging.getLogger("octavo.kv_events")

@@ -14,10 +14,10 @@ from typing import Protocol
 from octavo.core.events import Preempted
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import Request, Sequence
-from octavo.core.sampling_params import RequestOutputKind
 from octavo.engine.beam_search import BeamSearch, Hypothesis
-from octavo.engine.constraints import Constraint
+from octavo.engine.structured_output import Constraint
 from octavo.errors import RequestFailedError
+from octavo.params.sampling_params import RequestOutputKind
 
 
 @dataclass(slots=True)

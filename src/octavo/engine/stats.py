@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Literal
 
 from octavo.core import events as ev
-from octavo.core.kv_cache import KVStats
+from octavo.core.kv_cache_manager import KVStats
 
 if TYPE_CHECKING:
     from octavo.engine.engine import Engine

@@ -8,11 +8,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from octavo.kernels.batch import RaggedBatch
+from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference import Stream
+from octavo.models.config import DecoderSpec
 from octavo.models.layers import Attention, GatedMLP, empty_norm
 from octavo.models.linear import ALONE, Linear, Matrix, TensorParallel, Vocabulary, Weight
-from octavo.models.spec import DecoderSpec
 
 
 class DecoderLayer:

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.kernels.batch import RaggedBatch
+from octavo.kernels.metadata import RaggedBatch
+from octavo.models.config import GPTSpec
 from octavo.models.linear import ALONE, Linear, Matrix, TensorParallel, Vocabulary, Weight
-from octavo.models.spec import GPTSpec
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,

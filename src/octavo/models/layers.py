@@ -8,10 +8,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from octavo.kernels.batch import RaggedBatch
+from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference import Stream, split_heads
+from octavo.models.config import DecoderSpec
 from octavo.models.linear import Linear, TensorParallel, Weight
-from octavo.models.spec import DecoderSpec
 
 
 def empty_norm(spec: DecoderSpec, size: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:

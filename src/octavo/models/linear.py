@@ -16,7 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.errors import ParameterError
-from octavo.kernels.packed import Head, Packed, Quantization, embed, pack, pack_head, packed_bytes, product_in_blocks
+from octavo.kernels.cpu.packed_linear import (
+    Head,
+    Packed,
+    Quantization,
+    embed,
+    pack,
+    pack_head,
+    packed_bytes,
+    product_in_blocks,
+)
 
 
 @dataclass(frozen=True, slots=True)

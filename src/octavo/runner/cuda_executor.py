@@ -9,9 +9,9 @@ from octavo.core.plan import StepPlan, StepResult
 from octavo.engine.executor import Masks
 from octavo.errors import StepError
 from octavo.runner.checksums import NO_CHECK
-from octavo.runner.cuda_runner import CudaRunner, Finish
+from octavo.runner.cuda_model_runner import CudaRunner, Finish
 from octavo.runner.executor import device_lost, step_error
-from octavo.runner.landing import Landing
+from octavo.runner.output_buffers import Landing
 
 NAP_S = 5e-5
 """How long a wait that has a limit sleeps between two looks at the device."""

@@ -12,7 +12,7 @@ import torch
 from octavo.core.plan import StepPlan, StepResult
 from octavo.engine.executor import Masks
 from octavo.errors import DeviceLostError, StepError, StepMemoryError
-from octavo.runner.runner import ModelRunner
+from octavo.runner.model_runner import ModelRunner
 
 WAIT_S = 0.2
 """How long one wait lasts before the caller's thread may see a signal."""

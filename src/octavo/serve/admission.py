@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from octavo.serve.problems import Problem, shutting_down
+from octavo.serve.openai.errors import Problem, shutting_down
 
 MAX_RETRY_AFTER_S = 120
 RATE_WINDOW = 64

@@ -15,22 +15,23 @@ from starlette.responses import Response
 
 import octavo
 from octavo.errors import UsageError
-from octavo.serve import parameters, protocol
-from octavo.serve.answers import Answer
-from octavo.serve.body_worker import BodyWorker
-from octavo.serve.endpoint import Endpoint, Exchange, Handler, Reply, Running, Stream, as_json
-from octavo.serve.guard import OPEN_PATHS, Guard, Keys
-from octavo.serve.hosts import Hosts
-from octavo.serve.problems import Problem, bad, not_found, without_paths
-from octavo.serve.problems import of as problem_of
-from octavo.serve.protocol import Ask
-from octavo.serve.questions import SharedAnswer, Turns
-from octavo.serve.responses import FIELDS as RESPONSE_FIELDS
-from octavo.serve.responses import ResponseEvents, blamed, to_chat
+from octavo.frontend.time_slices import done, sliced
+from octavo.serve.debug_queries import SharedAnswer, Turns
+from octavo.serve.http.allowed_hosts import Hosts
+from octavo.serve.http.endpoint import Endpoint, Exchange, Handler, Reply, Running, Stream, as_json
+from octavo.serve.http.json_worker import BodyWorker
+from octavo.serve.http.middleware import OPEN_PATHS, Guard, Keys
+from octavo.serve.openai import request as protocol
+from octavo.serve.openai import schema as parameters
+from octavo.serve.openai.errors import Problem, bad, not_found, without_paths
+from octavo.serve.openai.errors import of as problem_of
+from octavo.serve.openai.request import Ask
+from octavo.serve.openai.response import Answer
+from octavo.serve.openai.responses_api import FIELDS as RESPONSE_FIELDS
+from octavo.serve.openai.responses_api import ResponseEvents, blamed, to_chat
 from octavo.serve.service import Encoded, Service
-from octavo.serve.slices import done, sliced
-from octavo.serve.view import EVENTS, View
-from octavo.view.live import Hub
+from octavo.serve.view_routes import EVENTS, View
+from octavo.view.live.hub import Hub
 
 logger = logging.getLogger("octavo.serve")
 

@@ -15,12 +15,13 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from octavo.core.sampling_params import SamplingParams
 from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.outputs import RequestOutput
 from octavo.engine.stats import BackendStats, Health
-from octavo.serve.answers import wire_reason
-from octavo.serve.backend import ClientStats
+from octavo.frontend.interface import ClientStats
+from octavo.integers import cdiv
+from octavo.params.sampling_params import SamplingParams
+from octavo.serve.openai.response import wire_reason
 
 logger = logging.getLogger("octavo.serve")
 
@@ -210,7 +211,7 @@ class Watch:
             metrics.first_token.observe(now - self._arrival)
             metrics.note_prompt(self._num_prompt, output.num_cached_tokens)
             took, num_gaps = told.decode_time_s or 0.0, new - self._num_samples  # told too late to be told alone
-        steps = -(-num_gaps // max(1, self._num_samples - len(self._over)))
+        steps = cdiv(num_gaps, max(1, self._num_samples - len(self._over)))
         for _ in range(num_gaps):  # of several that came at once, each took its share
             metrics.between_tokens.observe(took / steps)
         self._over.update(c.index for c in output.outputs if c.finish_reason)

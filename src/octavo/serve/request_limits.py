@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.core.sampling_params import SamplingParams
 from octavo.engine.beam_search import BeamSearchParams
-from octavo.serve.problems import Problem, bad
+from octavo.params.sampling_params import SamplingParams
+from octavo.serve.openai.errors import Problem, bad
 
 SEQUENCES_TO_RUN = 8
 """Sequences of one request unasked, by those that run at a time."""

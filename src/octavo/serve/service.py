@@ -12,22 +12,22 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from octavo.core.sampling_params import SamplingParams
 from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.outputs import RequestOutput
 from octavo.errors import RequestFailedError, TemplateError, UsageError
-from octavo.prompts import Prompts
+from octavo.frontend.input_processor import Prompts
+from octavo.frontend.interface import Backend
+from octavo.params.sampling_params import SamplingParams
 from octavo.serve.admission import Admission
-from octavo.serve.answers import ChatAnswer, CompletionAnswer
-from octavo.serve.backend import Backend
+from octavo.serve.args import ServeArgs
 from octavo.serve.metrics import Metrics
-from octavo.serve.problems import Problem, bad, of
-from octavo.serve.protocol import MAX_PROMPTS, Ask, Rules, renamed
-from octavo.serve.settings import ServeArgs
+from octavo.serve.openai.errors import Problem, bad, of
+from octavo.serve.openai.request import MAX_PROMPTS, Ask, Rules, renamed
+from octavo.serve.openai.response import ChatAnswer, CompletionAnswer
 from octavo.serve.text_worker import TextWorkers
 from octavo.serve.tracing import Tracing
+from octavo.text.output_parser import END_THINK, THINK, AnswerParser, ToolFormat, thinks, tool_format
 from octavo.text.tokenizer import Tokenizer
-from octavo.text.tools import END_THINK, THINK, AnswerParser, ToolFormat, thinks, tool_format
 
 logger = logging.getLogger("octavo.serve")
 

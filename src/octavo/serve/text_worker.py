@@ -29,8 +29,8 @@ from typing import Any
 import msgspec
 
 from octavo.errors import UsageError
-from octavo.prompts import Prompts
-from octavo.serve.problems import Problem, bad
+from octavo.frontend.input_processor import Prompts
+from octavo.serve.openai.errors import Problem, bad
 from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo.serve")
@@ -216,7 +216,7 @@ class _Worker:
 
 
 def _error(kind: str, message: str, param: str | None, code: str) -> Exception:
-    from octavo.serve.supervisor import error_of
+    from octavo.engine.process.supervisor import error_of
 
     if kind == "bug":
         return RuntimeError(message)

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import octavo
-from octavo.core.sampling_params import SamplingParams
 from octavo.engine.beam_search import BeamSearchParams
 from octavo.errors import ParameterError
+from octavo.params.sampling_params import SamplingParams
 from octavo.serve.metrics import Ended
 
 if TYPE_CHECKING:

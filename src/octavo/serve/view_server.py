@@ -13,11 +13,11 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
 from octavo.serve.app import on_http_exception
-from octavo.serve.body_worker import BodyWorker
-from octavo.serve.endpoint import Endpoint, Exchange, Receive, Scope, Send, new_request_id, send_problem
-from octavo.serve.hosts import Hosts
-from octavo.serve.http_server import GuardedProtocol, url_of
-from octavo.serve.view import EVENTS, PLAY_BODY_BYTES, View
+from octavo.serve.http.allowed_hosts import Hosts
+from octavo.serve.http.endpoint import Endpoint, Exchange, Receive, Scope, Send, new_request_id, send_problem
+from octavo.serve.http.json_worker import BodyWorker
+from octavo.serve.http.server import GuardedProtocol, url_of
+from octavo.serve.view_routes import EVENTS, PLAY_BODY_BYTES, View
 
 
 class ViewApp:

@@ -17,9 +17,9 @@ from typing import NamedTuple, cast
 
 from octavo.core.block_pool import BlockPool
 from octavo.core.events import EventStream
-from octavo.core.ids import BlockId
-from octavo.core.kv_cache import KVCache, Prefix
+from octavo.core.kv_cache_manager import KVCache, Prefix
 from octavo.core.request import Request, Sequence
+from octavo.core.types import BlockId
 
 
 class MemorySplit(NamedTuple):

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 from octavo.core.plan import StepPlan, StepResult
-from octavo.core.sampling_params import SamplingParams
 from octavo.engine.engine import Engine
 from octavo.engine.executor import Executor, Masks, Running
 from octavo.errors import UsageError
+from octavo.params.sampling_params import SamplingParams
 from octavo.simulate.cost import LinearCost, Work, work_of
 
 TERMS = ("pass_s", "few_s", "chunk_s", "new_s", "decode_s", "pair_s", "kv_s")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
-from octavo.core.ids import Row
 from octavo.core.plan import RowSetup, StepPlan, StepResult
+from octavo.core.types import Row
 from octavo.engine.executor import Masks
 from octavo.simulate.clock import VirtualClock
 from octavo.simulate.cost import CostModel

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.core.plan import RowSetup
-from octavo.core.sampling_params import SamplingParams
 from octavo.engine.engine import Engine
 from octavo.engine.outputs import RequestOutput
+from octavo.params.sampling_params import SamplingParams
 from octavo.simulate.executor import ANSWER
 
 

@@ -81,9 +81,9 @@ def find_model(name: str) -> ModelShape:
 
 
 def _from_config(path: Path) -> ModelShape:
-    from octavo.checkpoint import open_checkpoint
-    from octavo.models.sizes import num_params
-    from octavo.models.spec import spec_from_config
+    from octavo.checkpoint.resolve import open_checkpoint
+    from octavo.models.config import spec_from_config
+    from octavo.models.param_count import num_params
 
     checkpoint = open_checkpoint(path, download=False, weights=False)
     spec = spec_from_config(checkpoint.config, checkpoint.generation_config)

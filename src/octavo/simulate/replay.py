@@ -24,9 +24,9 @@ from octavo.simulate.executor import ANSWER
 from octavo.simulate.models import ModelShape
 from octavo.simulate.simulation import MOST_SAMPLES, Records, Sample, Setup, simulate
 from octavo.simulate.traces import Arrival
-from octavo.view.flight import Arrival as Flown
-from octavo.view.flight import Op
-from octavo.view.flown import Flight, Replay, Turn
+from octavo.view.recording.player import Flight, Replay, Turn
+from octavo.view.recording.recorder import Arrival as Flown
+from octavo.view.recording.recorder import Op
 
 MODEL = ModelShape("recorded", 1, 1, 1, 1, 1, 1, 1)
 """Nothing depends on it: the recording says how many blocks there are, and a fitted cost what steps take."""

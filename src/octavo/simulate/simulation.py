@@ -17,13 +17,13 @@ import numpy as np
 
 from octavo.config import DEFAULT_SWAP_BYTES, GIB, GPU_MEMORY_UTILIZATION, EngineArgs
 from octavo.core import events as ev
-from octavo.core.kv_cache import KVCache
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.kv_cache_manager import KVCache
 from octavo.core.scheduler import Scheduler
 from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.engine import Engine
 from octavo.engine.outputs import RequestOutput
 from octavo.errors import EngineError, MemoryBudgetError, UsageError
+from octavo.params.sampling_params import SamplingParams
 from octavo.simulate.allocators import MemorySplit, split_of
 from octavo.simulate.clock import VirtualClock
 from octavo.simulate.cost import CostModel, Device, RooflineCost

@@ -23,6 +23,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from octavo.errors import ParameterError, TraceError
+from octavo.integers import cdiv
 from octavo.simulate.executor import ANSWER
 
 Run = tuple[int, int]
@@ -139,9 +140,9 @@ def _mooncake(path: Path, scale: float) -> Iterator[tuple[int, bool, Arrival]]:
             raise TraceError(f"{where}: {missing}; {expected}") from None
         time_s = _number(time_ms, where, "timestamp") / 1000
         tokens, hashed = _length(num_prompt, where, "input_length"), _length(hashed, where, "hash_tokens")
-        if not isinstance(ids, list) or (ids and len(ids) != -(-tokens // hashed)):
+        if not isinstance(ids, list) or (ids and len(ids) != cdiv(tokens, hashed)):
             found = len(ids) if isinstance(ids, list) else "no list of"
-            one_each = f"one for {hashed} tokens, {-(-tokens // hashed)}"
+            one_each = f"one for {hashed} tokens, {cdiv(tokens, hashed)}"
             raise TraceError(f"{where}: {found} hash_ids for {tokens} tokens; expected {one_each}")
         each, left = max(1, round(hashed * scale)), max(1, round(tokens * scale))
         runs: list[Run] = []

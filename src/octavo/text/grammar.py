@@ -25,8 +25,9 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
 from octavo.errors import EngineError, ParameterError, RequestFailedError
-from octavo.text import grammar_trial
-from octavo.text.grammar_trial import TOO_COMPLEX, Vocabulary, compiled
+from octavo.integers import cdiv
+from octavo.text import grammar_sandbox as grammar_trial
+from octavo.text.grammar_sandbox import TOO_COMPLEX, Vocabulary, compiled
 from octavo.text.tokenizer import Tokenizer
 
 COMPILE_S = 2.0
@@ -208,7 +209,7 @@ class GrammarCompiler:
             elif error.startswith(TOO_COMPLEX):
                 code = "grammar_too_complex"
             raise ParameterError(f"structured_outputs: {_one_line(error)}", param="structured_outputs", code=code)
-        return Grammar(Matcher(beginning, -(-self._vocab_size // 32)))
+        return Grammar(Matcher(beginning, cdiv(self._vocab_size, 32)))
 
     def _prepared(self, *, is_json: bool) -> tuple[LLTokenizer, Vocabulary]:
         """Made when the first grammar comes: a tenth of a second for fifty thousand tokens, and another for JSON."""

@@ -22,10 +22,10 @@ from typing import Any
 
 import tokenizers
 
-from octavo.checkpoint import Checkpoint
+from octavo.checkpoint.resolve import Checkpoint
 from octavo.errors import PromptError, TemplateError
 from octavo.text import chat_template
-from octavo.text.tokenizer_files import read_parts
+from octavo.text.tokenizer_loader import read_parts
 
 MARK = "\ufdd0"
 SHORT_CHARS = 2048

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from octavo.config import EngineArgs
-from octavo.core.kv_cache import KVCache
+from octavo.core.kv_cache_manager import KVCache
 from octavo.core.plan import StepPlan
 from octavo.simulate import traces
 from octavo.simulate.allocators import BatchCache, ContiguousCache, Estimate, maximum, oracle, pow2

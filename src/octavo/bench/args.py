@@ -1,0 +1,182 @@
+"""What `octavo bench serve` can be told, and its defaults: `BenchArgs`. Names and meanings are `vllm bench serve`'s."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+from urllib.parse import urlsplit
+
+from octavo.errors import ParameterError
+from octavo.params.validation import Checked, wrong
+
+METRICS = {
+    "ttft": "Time to First Token",
+    "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-token Latency",
+    "e2el": "End-to-end Latency",
+}
+PATHS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+Backend = Literal["openai", "vllm", "openai-chat"]
+DatasetName = Literal["random", "sharegpt", "prefix_repetition", "timed_trace"]
+MOST = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchArgs(Checked):
+    """The load, where it goes, and what is told of it.
+
+    backend                 openai, also called vllm: completions; openai-chat
+    base_url, host, port    where the server is; base_url goes before the others
+    endpoint                path of the requests; None: the backend's
+    model                   what requests name; None: the first that the server lists
+    tokenizer               whose tokens lengths are counted in: a model on this machine; None: the server's /tokenize
+    header                  further headers, NAME=VALUE; a key is also read from OPENAI_API_KEY or OCTAVO_API_KEY
+    dataset_name            what is sent: see `samples`
+    dataset_path            the file of sharegpt (JSON) or timed_trace (Mooncake JSONL, Azure or Vidur CSV)
+    num_prompts             requests; a file may have fewer
+    request_rate            a second; inf: all at once, or when the trace says
+    burstiness              shape of the gamma distribution that gaps are drawn from; 1 is a Poisson process, less is
+                            burstier
+    max_concurrency         requests that are under way together at most; None: any number
+    seed                    of lengths, words and gaps
+    ignore_eos              every answer has its length
+    temperature, top_p, top_k, min_p   of each request; None: as the server has it
+    extra_body              further fields of each request
+    percentile_metrics, metric_percentiles   which tables are printed, and which percentiles beside mean and median
+    goodput                 objectives in ms, such as ttft:500; goodput counts the requests that keep all of them
+    num_warmups             requests that are sent before, one after another, and not counted
+    ready_check_timeout_sec  seconds that the server gets to answer a first request
+    save_result, save_detailed, append_result, result_dir, result_filename, metadata, label   the JSON file; each of
+                            the first three asks for it
+    """
+
+    TITLE: ClassVar[str] = "bench serve"
+
+    backend: Backend = "openai"
+    base_url: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    endpoint: str | None = None
+    model: str | None = None
+    tokenizer: str | None = None
+    header: Sequence[str] = ()
+    dataset_name: DatasetName = "random"
+    dataset_path: str | None = None
+    num_prompts: int = 1000
+    request_rate: float = math.inf
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    seed: int = 0
+    random_input_len: int = 1024
+    random_output_len: int = 128
+    random_range_ratio: float = 0.0
+    random_prefix_len: int = 0
+    sharegpt_output_len: int | None = None
+    disable_shuffle: bool = False
+    prefix_repetition_prefix_len: int = 256
+    prefix_repetition_suffix_len: int = 256
+    prefix_repetition_num_prefixes: int = 10
+    prefix_repetition_output_len: int = 128
+    timed_trace_scale: float = 1.0
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    extra_body: Mapping[str, Any] | None = None
+    percentile_metrics: str = "ttft,tpot,itl,e2el"
+    metric_percentiles: str = "99"
+    goodput: Sequence[str] = ()
+    num_warmups: int = 0
+    ready_check_timeout_sec: float = 0.0
+    save_result: bool = False
+    save_detailed: bool = False
+    append_result: bool = False
+    result_dir: str | None = None
+    result_filename: str | None = None
+    metadata: Sequence[str] = ()
+    label: str | None = None
+    disable_tqdm: bool = False
+
+    def __post_init__(self) -> None:
+        self._choice("backend", tuple(PATHS))
+        self._choice("dataset_name", ("random", "sharegpt", "prefix_repetition", "timed_trace"))
+        self._integer("port", 1, 65535)
+        for name in ("num_prompts", "random_output_len", "prefix_repetition_num_prefixes"):
+            self._integer(name, 1, MOST)
+        for name in ("random_input_len", "prefix_repetition_suffix_len", "prefix_repetition_output_len"):
+            self._integer(name, 1, MOST)
+        for name in ("random_prefix_len", "prefix_repetition_prefix_len", "num_warmups"):
+            self._integer(name, 0, MOST)
+        for name in ("max_concurrency", "sharegpt_output_len"):
+            self._integer(name, 1, MOST, optional=True)
+        self._integer("seed", 0, (1 << 63) - 1)
+        self._number("temperature", 0.0, 2.0)
+        self._number("burstiness", 1e-3, 1e6)
+        self._number("random_range_ratio", 0.0, 0.999)
+        self._number("timed_trace_scale", 1e-6, 1.0)
+        self._number("ready_check_timeout_sec", 0.0, 1e6)
+        if not self.request_rate > 0:
+            raise wrong("request_rate", f"is {self.request_rate}, it must be above 0, or inf")
+        if (self.dataset_name in ("sharegpt", "timed_trace")) != (self.dataset_path is not None):
+            needs = "needs a file; name it" if self.dataset_path is None else "is drawn, not read; leave the file out"
+            raise ParameterError(f"dataset {self.dataset_name} {needs}", param="dataset_path")
+        for name, parts in (("header", self.header), ("metadata", self.metadata)):
+            for part in parts:
+                if not part.partition("=")[1]:
+                    raise wrong(name, f"is {part!r}; write NAME=VALUE")
+        self.percentiles()
+        self.metrics()
+        self.objectives()
+        if not is_address(self.url):
+            name, such = ("base_url", "http://localhost:8000") if self.base_url else ("host", "127.0.0.1 or [::1]")
+            raise wrong(name, f"is {getattr(self, name)!r}; write one such as {such}")
+
+    @property
+    def url(self) -> str:
+        return (self.base_url or f"http://{self.host}:{self.port}").rstrip("/")
+
+    @property
+    def is_chat(self) -> bool:
+        return self.backend == "openai-chat"
+
+    def percentiles(self) -> list[float]:
+        try:
+            numbers = [float(part) for part in self.metric_percentiles.split(",")]
+        except ValueError:
+            numbers = [-1.0]
+        if not all(0 <= p <= 100 for p in numbers):
+            raise wrong("metric_percentiles", f"is {self.metric_percentiles!r}; write numbers such as 50,99")
+        return numbers
+
+    def metrics(self) -> list[str]:
+        names = [part.strip() for part in self.percentile_metrics.split(",")]
+        if not set(names) <= set(METRICS):
+            raise wrong("percentile_metrics", f"is {self.percentile_metrics!r}; there are {', '.join(METRICS)}")
+        return names
+
+    def objectives(self) -> dict[str, float]:
+        """Milliseconds by metric."""
+        found: dict[str, float] = {}
+        for part in (part for text in self.goodput for part in text.replace(",", " ").split()):
+            name, _, number = part.partition(":")
+            try:
+                found[name] = float(number)
+            except ValueError:
+                found[name] = math.nan
+            if name not in ("ttft", "tpot", "e2el") or not 0 < found[name] < math.inf:
+                raise wrong("goodput", f"has {part!r}; write objectives in ms such as ttft:500 tpot:50 e2el:3000")
+        return found
+
+
+def is_address(url: str) -> bool:
+    """Whether a server may be there: its scheme, host and port are such, and all of it fits into a request."""
+    try:
+        parts = urlsplit(url)
+        host = (parts.hostname or "").encode("idna")
+        is_plain = url.isascii() and url.isprintable() and " " not in url
+        return parts.scheme in ("http", "https") and bool(host) and parts.port != 0 and is_plain
+    except ValueError:  # a port that is no number, a bracket left open, a name too long
+        return False

@@ -1,0 +1,80 @@
+"""The headers of a checkpoint's safetensors files: which tensors they hold. Needs neither torch nor the weights.
+
+A header is 8 bytes of length, little-endian, then a JSON object of that length: tensor name -> dtype, shape, offsets.
+Format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from octavo.checkpoint.resolve import Checkpoint, listed, parse_json, read_json
+from octavo.errors import CheckpointError, cut
+
+MAX_HEADER_BYTES = 100_000_000
+"""What the safetensors library reads at most."""
+INDEX = "model.safetensors.index.json"
+
+
+def check_headers(checkpoint: Checkpoint) -> None:
+    """Compare the files of a safetensors directory with each other and with its index.
+
+    Raises `CheckpointError` with up to ten problems: a damaged header, a tensor in two files or twice in one, a tensor
+    that the index puts in a file without it, or that the index misses.
+    """
+    problems: list[str] = []
+    home: dict[str, str] = {}  # tensor -> file
+    for path in checkpoint.shards:
+        try:
+            names = read_header(path)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        for name in names:
+            if name in home:
+                problems.append(f"{cut(name)} is in two shards, {cut(home[name])} and {cut(path.name)}")
+            home[name] = path.name
+    index = checkpoint.path / INDEX
+    if not problems and index.is_file():
+        problems += _differences(read_json(index).get("weight_map", {}), home)
+    if problems:
+        raise CheckpointError(f"{checkpoint.path}: {listed(problems)}; fetch the model again")
+
+
+def _differences(weight_map: dict[str, Any], home: dict[str, str]) -> Iterator[str]:
+    for name, file in weight_map.items():
+        if name not in home:
+            yield f"{cut(name)} is missing: the index puts it in {cut(file)}"
+        elif home[name] != file:
+            yield f"{cut(name)} is in {cut(home[name])}, but the index puts it in {cut(file)}"
+    for name in home.keys() - weight_map.keys():
+        yield f"{cut(name)} is in {cut(home[name])}, but not in the index"
+
+
+def read_header(path: Path) -> Iterable[str]:
+    """The names of a file's tensors. Raises `CheckpointError`."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            head = file.read(8)
+            length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+            if length > min(size - 8, MAX_HEADER_BYTES):
+                raise ValueError("its header reaches past its end")
+            header = parse_json(file.read(length))
+            ends = [_end(tensor) for name, tensor in header.items() if name != "__metadata__"]
+    except OSError as error:
+        raise CheckpointError(f"cannot read {cut(path.name)}: {error.strerror or error}") from None
+    except (ValueError, RecursionError, AttributeError, TypeError, KeyError, IndexError) as error:
+        reason = cut(error) if isinstance(error, ValueError) else "its header is no list of tensors"
+        raise CheckpointError(f"{cut(path.name)} is cut short or damaged ({reason})") from None
+    if max(ends, default=0) > size - 8 - length:
+        raise CheckpointError(f"{cut(path.name)} is cut short or damaged (a tensor reaches past its end)")
+    return [name for name in header if name != "__metadata__"]
+
+
+def _end(tensor: dict[str, Any]) -> int:
+    return int(tensor["data_offsets"][1])

@@ -1,0 +1,115 @@
+"""`octavo plan`: which machines serve a trace within an SLO."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from octavo.cli.commands.simulate import Burstiness, Rate, Scale, Seed, SimulatedModel, arrivals_of
+from octavo.errors import ParameterError
+
+
+def plan(
+    trace: Annotated[str, typer.Option("--trace", help="A file or a workload, as `octavo simulate` takes it.")],
+    slo: Annotated[str, typer.Option(metavar="TIMES", help="Such as ttft=500ms,tpot=50ms.")],
+    *,
+    model: SimulatedModel = "llama-3.1-8b",
+    share: Annotated[float, typer.Option(help="Of the requests, that must keep the SLO.")] = 0.95,
+    gpu: Annotated[list[str] | None, typer.Option(help="Look at this one alone; may be repeated.")] = None,
+    prices: Annotated[Path | None, typer.Option(metavar="FILE", help='JSON: {"h200": price an hour, ...}.')] = None,
+    most_gpus: Annotated[int, typer.Option(help="An answer has at most so many.")] = 64,
+    rate: Rate = None,
+    requests: Annotated[int, typer.Option(help="Of the trace, the first so many.")] = 2000,
+    burstiness: Burstiness = 1.0,
+    scale: Scale = 1.0,
+    seed: Seed = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
+) -> None:
+    """The cheapest machines and settings that serve a trace within an SLO, by simulation."""
+    from rich.console import Console
+
+    from octavo.simulate.cost import DEVICES, find_device
+    from octavo.simulate.models import find_model
+    from octavo.simulate.planner import Planner
+    from octavo.simulate.report import SLO
+
+    if not 0 < share <= 1:
+        raise ParameterError(f"share is {share}, it must be above 0 and at most 1", param="share")
+    if most_gpus < 1:
+        raise ParameterError(f"most_gpus is {most_gpus}, it must be from 1", param="most_gpus")
+    wanted, shape = SLO.parse(slo), find_model(model)
+    devices = [find_device(name) for name in gpu] if gpu else list(DEVICES.values())
+    priced = None if prices is None else read_prices(prices)
+    arrivals = list(arrivals_of(trace, rate, requests, scale=scale, seed=seed, burstiness=burstiness))
+    with Console(stderr=True).status("simulating") as status:
+        planner = Planner(
+            shape,
+            arrivals,
+            wanted,
+            share=share,
+            devices=devices,
+            prices=priced,
+            most_gpus=most_gpus,
+            progress=status.update,
+        )
+        answer = planner.search()
+    best = answer.best
+    if as_json:
+        told = {
+            "best": None if best is None else best.as_dict(),
+            "margin": answer.margin,
+            "tried": [c.as_dict() for c in answer.tried],
+        }
+        print(json.dumps(told))
+        return
+    if best is None:
+        print(f"nothing of up to {most_gpus} GPUs keeps {slo} for {share:.0%} of the requests; the nearest:")
+    else:
+        options = "".join(f" --{name.replace('_', '-')} {value}" for name, value in best.settings.items())
+        margin = f"{answer.margin:.2f} times this load" if answer.margin > 1 else "no more than this load"
+        each = f"{best.num_replicas} replicas of {shape.name} on {best.num_devices} each"
+        print(f"{best.num_gpus} x {best.device.name}: {each}")
+        print(f"settings  {options.strip() or 'the defaults'}\nbears     {margin}\n")
+    print_table(answer.tried[:12])
+
+
+def print_table(tried: list) -> None:  # type: ignore[type-arg]
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("gpus", "replicas", "settings", "keep the SLO", "first token p95", "each token p95", "price"):
+        table.add_column(name, justify="left" if name == "settings" else "right")
+    for c in tried:
+        first, each = (c.told.get(name, {}).get("p95", math.nan) * 1e3 for name in ("ttft_s", "tpot_s"))
+        table.add_row(
+            f"{c.num_gpus} x {c.device.name}",
+            str(c.num_replicas),
+            ", ".join(f"{name} {value}" for name, value in c.settings.items()) or "defaults",
+            f"{c.kept:.1%}",
+            f"{first:,.0f} ms",
+            f"{each:,.1f} ms",
+            f"{c.price:.2f}" if c.price else "-",
+        )
+    Console().print(table)
+
+
+def read_prices(path: Path) -> dict[str, float]:
+    """Raises `ParameterError` for anything but an object of numbers above 0, of devices that are known."""
+    from octavo.simulate.cost import find_device
+
+    try:
+        prices = json.loads(path.read_text(encoding="utf-8"))
+        values = prices.values() if isinstance(prices, dict) else [None]
+        good = all(isinstance(p, int | float) and 0 < p < math.inf for p in values)
+    except OSError as error:
+        raise ParameterError(f"cannot read {path}: {error.strerror}", param="prices") from None
+    except ValueError:
+        good = False
+    if not good or not prices:
+        raise ParameterError(f'{path} has no prices; give JSON such as {{"h200": 3.5}}, an hour', param="prices")
+    return {find_device(name).name: float(price) for name, price in prices.items()}

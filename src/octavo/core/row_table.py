@@ -1,0 +1,66 @@
+"""Rows: the lines of the device's block tables, given to sequences and taken back.
+
+A row's table is append-only while one sequence holds it, and the device mirrors it from `TableWrite`s alone: the cost
+on the host is what changed, never the length of the context. A row newly given begins with a write of its whole table,
+and with a `RowSetup` that says whose tokens are sampled there from now on.
+"""
+
+from __future__ import annotations
+
+from octavo.core.events import EventStream, TableChanged
+from octavo.core.plan import RowSetup, StepPlan, TableWrite
+from octavo.core.request import Sequence
+from octavo.core.types import BlockId, Row
+
+
+class RowTable:
+    """The `num_rows` rows. A row may be given away the moment it is released, with a step in flight that still uses it:
+    stream order keeps the two apart."""
+
+    __slots__ = ("_free", "events", "num_rows")
+
+    def __init__(self, num_rows: int, events: EventStream) -> None:
+        self.num_rows = num_rows
+        self.events = events
+        self._free: list[Row] = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def give(self, sequence: Sequence, plan: StepPlan) -> None:
+        """A row for a sequence that has none: its setup and its whole table."""
+        request = sequence.request
+        sequence.row = row = self._free.pop()
+        sequence.row_has_last = False
+        params = request.sampling_params
+        history = sequence.token_ids[:] if params.needs_history else None
+        num_prompt = len(request.prompt_token_ids)
+        plan.row_setups.append(
+            RowSetup(
+                row,
+                params,
+                request.seed,
+                sequence.index,
+                request.stop_ids,
+                num_prompt,
+                history,
+                decides=request.decide is not None,
+            )
+        )
+        self.write(sequence, 0, sequence.block_ids, plan)
+
+    def write(self, sequence: Sequence, start: int, block_ids: list[BlockId], plan: StepPlan) -> None:
+        """Mirror a change of a sequence's table; nothing to do while it has no row."""
+        if sequence.row < 0:
+            return
+        write = TableWrite(sequence.row, start, tuple(block_ids))
+        plan.table_writes.append(write)
+        if self.events.blocks:
+            self.events.emit_block(TableChanged(sequence.request.request_id, sequence.index, *write))
+
+    def release(self, sequence: Sequence) -> None:
+        if sequence.row >= 0:
+            self._free.append(sequence.row)
+            sequence.row = -1
+            sequence.row_has_last = False

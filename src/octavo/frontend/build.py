@@ -1,0 +1,360 @@
+"""The composition root: from what the caller said to an engine that runs. The one place that knows all the parts."""
+
+from __future__ import annotations
+
+import logging
+import math
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from operator import methodcaller
+from pathlib import Path
+from types import ModuleType
+from typing import cast
+
+import numpy as np
+import torch
+
+from octavo.checkpoint.generation_config import SamplingDefaults, sampling_defaults
+from octavo.checkpoint.resolve import Checkpoint, open_checkpoint
+from octavo.config import GIB, EngineArgs, EngineConfig
+from octavo.core.kv_cache_manager import KVCache
+from octavo.core.scheduler import Scheduler
+from octavo.engine.engine import Engine
+from octavo.engine.kv_events import KVEvents
+from octavo.errors import MemoryBudgetError, ParameterError
+from octavo.kernels.cpu import native
+from octavo.kernels.cpu import ops as cpu_ops
+from octavo.kernels.cpu import packed_linear as packed
+from octavo.models.config import ModelSpec, spec_from_config
+from octavo.models.loading.loader import Model, dummy_model, empty_model, load_decoder
+from octavo.runner.cuda_executor import CudaExecutor
+from octavo.runner.cuda_model_runner import CudaRunner
+from octavo.runner.executor import LocalExecutor
+from octavo.runner.memory.budget import Budget, free_memory, plan_memory, see_doctor
+from octavo.runner.memory.diagnostics import check_weights, find_gpu, starting_on, unused_gpu
+from octavo.runner.memory.profile import GPUMemory, Rehearse, measure, smaller_passes
+from octavo.runner.model_runner import ModelRunner
+from octavo.text import chat_template
+from octavo.text.tokenizer import Tokenizer
+from octavo.view.recording.recorder import FlightRecorder
+
+logger = logging.getLogger("octavo")
+
+NO_SWAP = "lower swap_space, or set it to 0"
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """An engine and what was settled on the way."""
+
+    engine: Engine
+    config: EngineConfig
+    spec: ModelSpec
+    tokenizer: Tokenizer | None
+    sampling_defaults: SamplingDefaults
+
+
+class _Stopwatch:
+    """What a start spends its time on."""
+
+    def __init__(self) -> None:
+        self._began = self._last = time.perf_counter()
+        self._laps: list[str] = []
+
+    def lap(self, what: str) -> None:
+        now = time.perf_counter()
+        self._laps.append(f"{what} {now - self._last:.1f}")
+        self._last = now
+
+    def __str__(self) -> str:
+        return f"ready in {self._last - self._began:.1f} s: {', '.join(self._laps)}"
+
+
+def build(args: EngineArgs) -> Built:
+    """Load the model, plan the memory, and put the engine together. Raises `ModelError` or `MemoryBudgetError`."""
+    if args.flight_recorder is not None:
+        check_folder(args.flight_recorder)
+    with ExitStack() as starting:
+        return _build(args, starting)
+
+
+def _build(args: EngineArgs, starting: ExitStack) -> Built:
+    """starting: what is left when the engine has started, or has not."""
+    watch = _Stopwatch()
+    checkpoint = open_checkpoint(args.model, revision=args.revision, weights=args.load_format != "dummy")
+    spec = spec_from_config(checkpoint.config, checkpoint.generation_config)
+    template = None if args.chat_template is None else chat_template.load(args.chat_template)
+    defaults = sampling_defaults(args.generation_config, checkpoint)
+    if defaults.values:
+        logger.info("%s", defaults)
+    tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_checkpoint(checkpoint, chat_template=template)
+    device = _device(args)
+    args = args.settled(device.type)
+    dtype = _dtype(args, spec, checkpoint, device)
+    _check_quantization(args, dtype, device)
+    ops = _ops(device)
+    model_len = spec.num_positions(args.max_model_len)
+    rehearse = _rehearse(args, spec, dtype, device, model_len, starting) if device.type == "cuda" else None
+    # Planned before anything large is loaded: the system kills who takes too much.
+    weight_bytes = _weight_bytes(empty_model(spec, ops=ops, dtype=dtype, device="meta", max_len=1), args)
+    kv_shape = (spec.num_layers, 2, spec.num_kv_heads, args.block_size, spec.head_dim)
+    gpu: GPUMemory | None = None
+    watch.lap("files")
+    if device.type == "cuda":
+        free_some = f"free as much as the weights take, {weight_bytes / GIB:.2f} GiB; {see_doctor(args)}"
+        with starting_on(device, "loading the weights", lambda _: free_some):
+            check_weights(weight_bytes, args)
+            decoder = _load(checkpoint, spec, args, dtype, device, ops, max_len=model_len)
+        watch.lap("weights")
+        with starting_on(device, "computing its largest steps", lambda _: smaller_passes(args) or see_doctor(args)):
+            gpu = measure(decoder, args, ops=ops, kv_shape=kv_shape, dtype=dtype, rehearse=rehearse)
+        gpu.check(args, math.prod(kv_shape) * dtype.itemsize)
+        watch.lap("kernels and memory")
+    budget = plan_memory(
+        args,
+        bytes_per_token=math.prod(kv_shape) // args.block_size * dtype.itemsize,
+        weight_bytes=weight_bytes,
+        model_len=model_len,
+        free_bytes=free_memory() - (weight_bytes if gpu is None else 0),
+        device_bytes=None if gpu is None else gpu.left,
+    )
+    for warning in budget.warnings:
+        logger.warning(warning)
+    if gpu is None:
+        decoder = _load(checkpoint, spec, args, dtype, device, ops, max_len=budget.max_model_len)
+        watch.lap("weights")
+    else:
+        logger.info("%s", gpu.table(budget))
+    config = _config(args, spec, device, dtype, budget)
+    executor: LocalExecutor | CudaExecutor
+    if gpu is None:
+        executor = _executor(decoder, config, budget, (kv_shape, dtype), ops)
+    else:
+        executor = _gpu_executor(decoder, config, budget, (kv_shape, dtype), ops, gpu, rehearse)
+    watch.lap("pool" if gpu is None else "pool and graphs")
+    eos = {*spec.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}
+    scheduler = make_scheduler(config)
+    if config.num_host_blocks:
+        with starting_on(device, "moving blocks to the host", lambda _: NO_SWAP):
+            scheduler.policy.costs.move_s = executor.runner.measure_move()
+    engine = Engine(
+        scheduler,
+        executor,
+        vocab_size=spec.vocab_size,
+        max_model_len=config.max_model_len,
+        eos_token_ids=sorted(eos),
+        max_logprobs=args.max_logprobs,
+        default_params=defaults.params,
+        overlap=args.async_scheduling,
+        seed=args.seed,
+    )
+    if args.kv_events().is_on:
+        engine.on_close.append(KVEvents(scheduler.cache, args.kv_events()).close)
+    if args.flight_recorder is not None:
+        engine.recorder = FlightRecorder(engine, Path(args.flight_recorder))
+    logger.info("%s", watch)
+    return Built(engine, config, spec, tokenizer, defaults)
+
+
+def check_folder(flight_recorder: str) -> None:
+    """Where dumps go is made, and tried, now: they are written when something is wrong already."""
+    try:
+        Path(flight_recorder).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=flight_recorder).close()
+    except OSError as error:
+        text = f"flight_recorder is {flight_recorder!r}, which cannot be written to: {error.strerror}; name a folder"
+        raise ParameterError(text, param="flight_recorder") from None
+
+
+def _config(
+    args: EngineArgs, spec: ModelSpec, device: torch.device, dtype: torch.dtype, budget: Budget
+) -> EngineConfig:
+    return EngineConfig(
+        args=args,
+        device=device.type,
+        dtype=str(dtype).removeprefix("torch."),
+        max_model_len=budget.max_model_len,
+        num_blocks=budget.num_blocks,
+        num_host_blocks=budget.num_host_blocks,
+        bytes_per_block=budget.bytes_per_block,
+        weight_bytes=budget.weight_bytes,
+        attention_window=spec.kept_window or 0,
+    )
+
+
+def make_scheduler(config: EngineConfig) -> Scheduler:
+    """The core that a configuration describes."""
+    args = config.args
+    assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # settled
+    cache = KVCache(
+        config.num_blocks,
+        args.block_size,
+        config.num_host_blocks,
+        num_rows=args.max_num_seqs,
+        enable_prefix_caching=args.enable_prefix_caching,
+        attention_window=config.attention_window,
+    )
+    return Scheduler(
+        cache,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        decode_window=args.decode_window,
+        num_watermark_blocks=int(args.watermark * config.num_blocks),
+        policy=args.policy(),
+    )
+
+
+def _device(args: EngineArgs) -> torch.device:
+    if args.device == "cpu":
+        return torch.device("cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own takes several lines; below it is one
+        available = torch.cuda.is_available()
+    if args.device == "cuda" or available:
+        return find_gpu()
+    if reason := unused_gpu():
+        logger.warning("device auto is the CPU, though there seems to be an NVIDIA GPU: %s", reason)
+    return torch.device("cpu")
+
+
+def _dtype(args: EngineArgs, spec: ModelSpec, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    if args.dtype != "auto":
+        return cast("torch.dtype", getattr(torch, args.dtype))
+    if device.type == "cpu":  # in what is stored, if the processor multiplies it; float16 it never does at speed
+        quantised = checkpoint.format == "gguf" and "dtype" not in checkpoint.config
+        halves = (quantised or spec.dtype in ("bfloat16", "float16")) and packed.fast_bfloat16()
+        return torch.bfloat16 if halves or args.quantization else torch.float32
+    return cast("torch.dtype", getattr(torch, "bfloat16" if spec.dtype == "float32" else spec.dtype))
+
+
+def _check_quantization(args: EngineArgs, dtype: torch.dtype, device: torch.device) -> None:
+    if args.quantization is None:
+        return
+    if device.type != "cpu":
+        raise ParameterError(f"quantization {args.quantization!r} is for CPUs; leave it out", param="quantization")
+    if dtype != torch.bfloat16:
+        raise ParameterError(
+            f"quantization {args.quantization!r} computes beside it in bfloat16, not in {args.dtype}; use dtype auto",
+            param="dtype",
+        )
+
+
+def _weight_bytes(model: Model, args: EngineArgs) -> int:
+    """What the weights will take when they are loaded; the model may be on "meta"."""
+    packing = sum(matrix.num_bytes(args.quantization) - matrix.weight.nbytes for matrix in model.matrices())
+    return model.num_bytes + packing
+
+
+def _ops(device: torch.device) -> ModuleType:
+    if device.type == "cpu":
+        return cpu_ops
+    from octavo.kernels.triton import ops as cuda_ops
+
+    return cuda_ops
+
+
+def _rehearse(
+    args: EngineArgs, spec: ModelSpec, dtype: torch.dtype, device: torch.device, model_len: int, starting: ExitStack
+) -> Rehearse:
+    """What compiles kernels ahead, on a GPU alone. Its processes start now, while files are read."""
+    from octavo.kernels.triton.precompile import Ahead  # as in `_ops`
+
+    sizes = args.block_size, args.max_num_seqs, args.max_num_batched_tokens, args.enforce_eager, model_len
+    return starting.enter_context(Ahead(f"{spec} {dtype} {sizes}", device)).rehearse
+
+
+def _load(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    args: EngineArgs,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: ModuleType,
+    *,
+    max_len: int,
+) -> Model:
+    """Also pack the weights and, on a CPU, compile what is not compiled yet beside it."""
+    finish = methodcaller("pack", args.quantization)
+    load: Callable[..., Model] = dummy_model
+    if args.load_format == "auto":
+        load = partial(load_decoder, checkpoint)
+    # In threads that end: a thread's OpenMP workers live as long as it does, and as soon as there are more of them than
+    # cores, those that compute go to sleep between any two operations.
+    with ThreadPoolExecutor(2) as threads:
+        if device.type == "cpu":
+            threads.submit(native.library)
+        return threads.submit(load, spec, dtype=dtype, device=device, ops=ops, max_len=max_len, finish=finish).result()
+
+
+def _executor(
+    decoder: Model,
+    config: EngineConfig,
+    budget: Budget,
+    block: tuple[tuple[int, ...], torch.dtype],
+    ops: ModuleType,
+) -> LocalExecutor:
+    """On a CPU. block is the shape and dtype of one block of K and V."""
+    shape, dtype = block
+    args = config.args
+    assert args.max_num_seqs  # settled
+    try:
+        kv = _lazy_zeros((config.num_blocks + 1, *shape), dtype)
+        host_kv = _lazy_zeros((config.num_host_blocks + 1, *shape), dtype)
+    except MemoryError as error:
+        raise MemoryBudgetError(
+            f"No available memory for the cache blocks: {budget.table()}; lower num_gpu_blocks_override, "
+            f"kv_cache_memory_bytes or swap_space; {see_doctor(args)}"
+        ) from error
+    return LocalExecutor(
+        ModelRunner(
+            decoder,
+            kv,
+            host_kv,
+            num_rows=args.max_num_seqs,
+            max_model_len=config.max_model_len,
+            ops=ops,
+            replay=not args.enforce_eager,
+        )
+    )
+
+
+def _gpu_executor(
+    decoder: Model,
+    config: EngineConfig,
+    budget: Budget,
+    block: tuple[tuple[int, ...], torch.dtype],
+    ops: ModuleType,
+    gpu: GPUMemory,
+    rehearse: Rehearse | None,
+) -> CudaExecutor:
+    """On a GPU, likewise."""
+    (shape, dtype), args, device = block, config.args, torch.device("cuda")
+    assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # settled
+    with starting_on(device, "pinning memory of the host for swap space", lambda _: NO_SWAP):
+        host_kv = torch.empty((config.num_host_blocks + 1, *shape), dtype=dtype, pin_memory=True)
+    with starting_on(device, "making the KV pool and CUDA graphs", partial(gpu.smaller_pool, args, budget)):
+        runner = CudaRunner(
+            decoder,
+            torch.zeros((config.num_blocks + 1, *shape), dtype=dtype, device=device),
+            host_kv,
+            num_rows=args.max_num_seqs,
+            max_model_len=config.max_model_len,
+            max_num_tokens=args.max_num_batched_tokens,
+            max_window=args.decode_window,
+            vocab_size=decoder.spec.vocab_size,
+            ops=ops,
+            graphs=not args.enforce_eager,
+        )
+        runner.capture(rehearse)
+    return CudaExecutor(runner)
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take memory where they are first written; torch.zeros writes them all, which takes seconds."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

@@ -1,0 +1,296 @@
+"""The text side of a front: from what a caller writes to token ids, and from tokens to the text that he reads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
+
+from octavo.engine.beam_search import BeamSearchParams
+from octavo.errors import ContextLengthError, ParameterError, PromptError, UnknownOptionError
+from octavo.text.detokenizer import Detokenizer
+from octavo.text.stop_strings import StopStrings
+from octavo.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from octavo.core.request import Request
+    from octavo.engine.outputs import MakeDetokenizer
+    from octavo.params.sampling_params import SamplingParams
+    from octavo.params.structured_outputs import StructuredOutputsParams
+    from octavo.text.grammar import Grammar, GrammarCompiler
+
+logger = logging.getLogger("octavo")
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+"""Text; token ids; {"prompt": text}, with "parse_special": True where its special tokens are meant; or
+{"prompt_token_ids": ids}."""
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+"""A conversation: [{"role": "user", "content": "..."}, ...]."""
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "parse_special")
+LONG_TEXT_CHARS = 4096
+"""A text longer than this is tokenised on a worker thread: shorter ones take less time than the way there."""
+TEMPLATE_ARGUMENTS = frozenset(
+    {"messages", "tools", "template", "add_generation_prompt", "continue_final_message", "special_tokens"}
+)
+"""Variables of a template that have an argument of their own."""
+TEMPLATE_NAMES = frozenset({"self", "loop", "caller", "varargs", "kwargs", "super"})
+"""Names that Jinja, or the methods on the way to it, have a meaning for."""
+
+
+def check_template_names(names: Iterable[object]) -> None:
+    """Raises `ParameterError` for a name that no variable of a chat template can have."""
+    for name in names:
+        if not isinstance(name, str) or name in TEMPLATE_ARGUMENTS | TEMPLATE_NAMES or name.startswith("__"):
+            raise ParameterError(
+                f"chat_template_kwargs has {name!r:.80}, which is no variable of a template's own; leave it out, or "
+                "give it as the argument of that name",
+                param="chat_template_kwargs",
+            )
+
+
+class Prompts:
+    """What `LLM` and `AsyncEngine` do with text. `tokenizer` is None for an engine that takes and gives ids alone.
+
+    vocab_size      tokens that the model has logits for, where that is not the tokenizer's number of ids
+    max_model_len   what no text can fit is refused before it is tokenised; None: that is left to the engine
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int | None = None, max_model_len: int | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._warned = False
+        self._compiler: GrammarCompiler | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise ParameterError("the engine has no tokenizer (skip_tokenizer_init=True); give token ids, not text")
+        return self._tokenizer
+
+    def encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        """A prompt's text, if it has one, and its tokens. Raises `PromptError` for what is no prompt.
+
+        Text is text: a special token that is spelled in it is encoded as the letters that spell it, because most
+        prompts hold words of somebody else. Whoever writes the markers himself says so with "parse_special".
+        """
+        text, token_ids, parse_special = _parts_of(prompt)
+        if token_ids is None:
+            assert text is not None
+            self.check_length(text)
+            token_ids = self.tokenizer.encode(text, parse_special=parse_special)
+            if not token_ids:
+                raise PromptError("the prompt is empty; give it some text", param="prompt", code="empty_prompt")
+            if not parse_special and (spelled := self.tokenizer.spelled_special(text)):
+                self._warn_once(spelled)
+        return text, token_ids
+
+    def check_length(self, text: str, param: str = "prompt") -> None:
+        """Before any work is spent on it. Raises `ContextLengthError` for what is too long in any tokens."""
+        limit = self._max_model_len
+        if limit is not None and len(text) > 4 * limit and len(text) > limit * self.tokenizer.most_chars:
+            raise ContextLengthError(
+                f"This model's maximum context length is {limit} tokens. However, your text of {len(text)} characters "
+                "cannot fit; shorten it",
+                param=param,
+            )
+
+    def encode_prefix(self, prefix: Prompt | Messages) -> Sequence[int]:
+        """The tokens of a beginning: of messages what the chat template makes of them, with no turn opened."""
+        if isinstance(prefix, Sequence) and prefix and isinstance(prefix[0], Mapping):
+            prefix = self.chat(cast("Messages", prefix), add_generation_prompt=False)
+        return self.encode(cast("Prompt", prefix))[1]
+
+    async def encode_aside(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        """As `encode`, without holding up the event loop for long."""
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        if isinstance(text, str) and len(text) > LONG_TEXT_CHARS:
+            return await asyncio.to_thread(self.encode, prompt)
+        return self.encode(prompt)
+
+    def _warn_once(self, spelled: str) -> None:
+        """Someone who has put a chat's markers into a prompt by hand must not wonder why the model talks nonsense."""
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "a prompt spells the special token %s, which is taken as text; `chat` writes a conversation's markers, "
+                'and {"prompt": text, "parse_special": True} parses those that are in a text',
+                spelled,
+            )
+
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The prompt that the model's chat template makes of a conversation. Raises `TemplateError`.
+
+        `chat_template` is used in the place of the model's; `chat_template_kwargs` are further variables of it, such
+        as enable_thinking.
+        """
+        if not isinstance(chat_template, str | None):
+            raise ParameterError(f"chat_template is text, not {chat_template!r:.60}", param="chat_template")
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            text = f"chat_template_kwargs are variables by their names, not {chat_template_kwargs!r:.60}"
+            raise ParameterError(text, param="chat_template_kwargs")
+        variables = dict(chat_template_kwargs or {})
+        check_template_names(variables)
+        text, token_ids = self.tokenizer.encode_chat(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template=chat_template,
+            **variables,
+        )
+        return {"prompt": text, "prompt_token_ids": token_ids}
+
+    @overload
+    def ready(self, params: SamplingParams) -> SamplingParams: ...
+    @overload
+    def ready(self, params: BeamSearchParams) -> BeamSearchParams: ...
+    def ready(self, params: SamplingParams | BeamSearchParams) -> SamplingParams | BeamSearchParams:
+        """The parameters, with what they say in words said in tokens too.
+
+        A bad word is forbidden as it is spelled at the beginning of a text and as it is spelled after a space: most
+        tokenizers have different tokens for the two.
+        """
+        if isinstance(params, BeamSearchParams):
+            if params.stop or params.structured_outputs:
+                _ = self.tokenizer
+            return params
+        if params.structured_outputs or (params.detokenize and params.stop_strings):
+            _ = self.tokenizer  # there must be one
+        if not params.bad_words:
+            return params
+        words = [*(params.bad_words_token_ids or ()), *map(tuple, self.word_ids(params.bad_words))]
+        return replace(params, bad_words_token_ids=tuple(dict.fromkeys(words)))
+
+    def word_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """What `ready` puts in the place of bad words: each as it is spelled in two places."""
+        texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
+        return [ids for text in texts if (ids := self.tokenizer.encode(text, add_special_tokens=False))]
+
+    def grammar(self, params: SamplingParams | BeamSearchParams) -> Grammar | None:
+        """What the engine is to be given with parameters that have `structured_outputs`; None with others.
+
+        Raises `ParameterError` with the code invalid_json_schema or invalid_grammar for what cannot be compiled, or
+        not within two seconds.
+        """
+        future = self.compiling(params)
+        return None if future is None else future.result()
+
+    async def grammar_aside(self, params: SamplingParams | BeamSearchParams) -> Grammar | None:
+        """As `grammar`, without holding up the event loop."""
+        future = self.compiling(params)
+        if future is None:
+            return None
+        compiling = asyncio.wrap_future(future)
+        return await asyncio.shield(compiling)  # whoever leaves early leaves it to the others who want it
+
+    def compiling(self, params: SamplingParams | BeamSearchParams) -> Future[Grammar] | None:
+        """As `grammar`, for who looks in again when it is done."""
+        wanted = params.structured_outputs
+        if wanted is None:
+            return None
+        from octavo.text.grammar import GrammarCompiler  # and with it a library that most never need
+
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(self.tokenizer, self._vocab_size or self.tokenizer.num_ids)
+        code = "invalid_json_schema" if wanted.kind in ("json", "json_object") else "invalid_grammar"
+        return self._compiler.submit(_written(wanted), code)
+
+    def close(self) -> None:
+        """End what compiles grammars. A second call does nothing."""
+        if self._compiler is not None:
+            self._compiler.close()
+
+    @property
+    def make_detokenizer(self) -> MakeDetokenizer | None:
+        """What the engine calls for each sequence of a request; None without a tokenizer.
+
+        Take one for each request: its sequences share the automaton of its stop strings.
+        """
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return None
+        stops: dict[tuple[str, ...], StopStrings] = {}
+
+        def make(request: Request) -> Detokenizer:
+            params = request.sampling_params
+            if (stop := stops.get(params.stop_strings)) is None:
+                stop = stops[params.stop_strings] = StopStrings(params.stop_strings)
+            return Detokenizer(
+                tokenizer,
+                request.prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+                stop=stop,
+                include_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
+
+        return make
+
+
+def _written(wanted: StructuredOutputsParams) -> str:
+    """As a grammar."""
+    from octavo.text.grammar import choice_grammar, json_grammar, regex_grammar
+
+    if wanted.grammar is not None:
+        return wanted.grammar
+    if wanted.regex is not None:
+        return regex_grammar(wanted.regex)
+    if wanted.choice is not None:
+        return choice_grammar(wanted.choice)
+    return json_grammar(
+        wanted.schema,
+        any_whitespace=not wanted.disable_any_whitespace,
+        whitespace_pattern=wanted.whitespace_pattern,
+    )
+
+
+def _parts_of(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, bool]:
+    """A prompt's text and its tokens, one of the two at least; whether special tokens in the text are parsed."""
+    parse_special = False
+    if isinstance(prompt, Mapping):
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        parse_special = prompt.get("parse_special", False)
+        for name in prompt:
+            if name not in PROMPT_KEYS:
+                raise UnknownOptionError.of("a prompt", str(name), PROMPT_KEYS)
+        if token_ids is not None:
+            if not isinstance(token_ids, Sequence) or isinstance(token_ids, str):
+                raise PromptError(
+                    f"prompt_token_ids is a list of integers, not {type(token_ids).__name__}", param="prompt"
+                )
+            return text, list(token_ids), False
+        if not isinstance(parse_special, bool):
+            raise PromptError(f"parse_special must be True or False, not {parse_special!r}", param="prompt")
+        prompt = text if text is not None else ""
+    if isinstance(prompt, str):
+        return prompt, None, parse_special
+    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
+        return None, list(cast("Sequence[int]", prompt)), False
+    raise PromptError(f"a prompt is text, a list of token ids or a dict, not {type(prompt).__name__}", param="prompt")
+
+
+def list_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several: a list of integers is one."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or not prompts:
+        raise PromptError(f"prompts are a list of at least one, not {prompts!r}", param="prompts")
+    if isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,18 @@
+"""Checks of a model before torch is imported, which takes seconds and 200 MiB."""
+
+from __future__ import annotations
+
+from octavo.checkpoint.generation_config import sampling_defaults
+from octavo.checkpoint.resolve import open_checkpoint
+from octavo.checkpoint.safetensors_header import check_headers
+from octavo.config import EngineArgs
+from octavo.models.config import spec_from_config
+
+
+def check_model(args: EngineArgs) -> None:
+    """Raises the `ModelError` that loading the model would raise for its configuration and the names of its tensors."""
+    checkpoint = open_checkpoint(args.model, revision=args.revision, weights=False)
+    spec_from_config(checkpoint.config, checkpoint.generation_config)
+    sampling_defaults(args.generation_config, checkpoint)
+    if checkpoint.format == "safetensors" and args.load_format != "dummy":
+        check_headers(open_checkpoint(args.model, revision=args.revision))

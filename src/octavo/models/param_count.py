@@ -1,0 +1,76 @@
+"""How large a model's weights are, from its spec alone: no tensor is made, and torch is not needed.
+
+What is counted here is what `decoder` and `gpt` make and `linear` packs; a test compares the two for every family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from octavo.models.config import DecoderSpec, GPTSpec, ModelSpec
+
+
+class Matrix(NamedTuple):
+    """A weight [num_out, num_in] that is multiplied with, and whether it has a bias; there are `copies` alike."""
+
+    num_out: int
+    num_in: int
+    bias: bool
+    copies: int
+
+
+def matrices(spec: ModelSpec) -> Iterator[Matrix]:
+    """Of all layers; neither embeddings nor head."""
+    hidden, inner, layers = spec.hidden_size, spec.intermediate_size, spec.num_layers
+    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    if isinstance(spec, DecoderSpec):
+        yield Matrix(q_size + 2 * kv_size, hidden, spec.qkv_bias, layers)
+        yield Matrix(hidden, q_size, spec.o_bias, layers)
+        yield Matrix(2 * inner, hidden, spec.mlp_bias, layers)
+        yield Matrix(hidden, inner, spec.mlp_bias, layers)
+    else:
+        assert isinstance(spec, GPTSpec)
+        for num_out, num_in in ((3 * hidden, hidden), (hidden, hidden), (inner, hidden), (hidden, inner)):
+            yield Matrix(num_out, num_in, spec.bias, layers)
+
+
+def num_params(spec: ModelSpec) -> int:
+    """A head that is the table of embeddings counts once."""
+    dense = sum(m.copies * (m.num_out * m.num_in + m.bias * m.num_out) for m in matrices(spec))
+    return dense + _num_in_vocabulary(spec) + _num_in_norms(spec) + _num_beside(spec)
+
+
+def weight_bytes(spec: ModelSpec, itemsize: int, *, int8: bool = False) -> int:
+    """In memory, computed with in a dtype of `itemsize` bytes; `int8`: matrices in 8 bits, on a CPU."""
+    norm_itemsize = 4 if isinstance(spec, DecoderSpec) and spec.unit_offset_norms else itemsize
+    total = num_params(spec) * itemsize + _num_in_norms(spec) * (norm_itemsize - itemsize)
+    if int8:  # 8 bytes an output go with it: a scale, and what oneDNN may keep
+        packed = [(m.num_out, m.num_in, m.copies) for m in matrices(spec)]
+        packed.append((spec.vocab_size, _embedding_size(spec), 1))
+        total -= sum(copies * num_out * (num_in * (itemsize - 1) - 8) for num_out, num_in, copies in packed)
+    return total
+
+
+def _embedding_size(spec: ModelSpec) -> int:
+    return spec.embedding_size if isinstance(spec, GPTSpec) else spec.hidden_size
+
+
+def _num_in_vocabulary(spec: ModelSpec) -> int:
+    return spec.vocab_size * _embedding_size(spec) * (1 if spec.tie_word_embeddings else 2)
+
+
+def _num_in_norms(spec: ModelSpec) -> int:
+    if isinstance(spec, DecoderSpec):
+        of_layer = (4 if spec.post_norms else 2) * spec.hidden_size + 2 * spec.qk_norm * spec.head_dim
+        return spec.num_layers * of_layer + spec.hidden_size
+    assert isinstance(spec, GPTSpec)
+    return spec.norm_weights * 2 * spec.hidden_size * (2 * spec.num_layers + spec.final_norm)
+
+
+def _num_beside(spec: ModelSpec) -> int:
+    """Learned positions, and the projections around embeddings that are narrower than the rest."""
+    if not isinstance(spec, GPTSpec):
+        return 0
+    positions = (spec.max_position_embeddings + spec.position_offset) * spec.hidden_size
+    return positions + 2 * spec.hidden_size * spec.embedding_size * (spec.embedding_size != spec.hidden_size)

@@ -1,0 +1,225 @@
+"""How many blocks fit: the budget of memory, said in numbers when it does not add up."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.config import CPU_KV_BYTES, DEFAULT_SWAP_BYTES, GIB, EngineArgs
+from octavo.errors import MemoryBudgetError
+from octavo.integers import cdiv
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Blocks and lengths that fit, and what they are made of. Blocks are usable ones; the null block is one more."""
+
+    weight_bytes: int
+    bytes_per_block: int
+    num_blocks: int
+    num_host_blocks: int
+    max_model_len: int
+    block_size: int
+    free_bytes: int
+    device_bytes: int | None = None
+    warnings: tuple[str, ...] = ()
+
+    def table(self) -> str:
+        """One line, for messages."""
+        kv, swap = (self.num_blocks + 1) * self.bytes_per_block, self.num_host_blocks * self.bytes_per_block
+        free = _gib(self.free_bytes)
+        if self.device_bytes is not None:
+            free = f"{_gib(self.device_bytes)}, of the host {free}"
+        return (
+            f"weights {_gib(self.weight_bytes)}, KV pool {_gib(kv)} ({self.num_blocks} blocks of {self.block_size} "
+            f"tokens, {_gib(self.bytes_per_block)} each), swap space {_gib(swap)}, free memory beside the weights "
+            f"{free}"
+        )
+
+
+def plan_memory(
+    args: EngineArgs,
+    *,
+    bytes_per_token: int,
+    weight_bytes: int,
+    model_len: int,
+    free_bytes: int | None = None,
+    device_bytes: int | None = None,
+) -> Budget:
+    """Settle the sizes of the pool, the swap space and the longest sequence.
+
+    bytes_per_token   K and V of one token over all layers
+    weight_bytes      the weights, which are not in `free_bytes`
+    model_len         positions that the model knows
+    free_bytes        memory that the weights leave; None: ask the machine, where they are loaded already
+    device_bytes      memory for the pool on a device of its own; then `free_bytes` are the host's, for swap space alone
+
+    Raises `MemoryBudgetError` when no request, or not the `max_model_len` that was asked for, fits.
+    """
+    free = free_memory() if free_bytes is None else free_bytes
+    if free_bytes is not None and free_bytes <= 0:
+        raise MemoryBudgetError(
+            f"the weights take {_gib(weight_bytes)}, which is more than the free memory by {_gib(-free_bytes)}; free "
+            f"more than that, choose a smaller model or a dtype of fewer bytes; {see_doctor(args)}"
+        )
+    size = args.block_size
+    per_block = bytes_per_token * size
+    asked = args.max_model_len
+    wanted_len = model_len if asked in (None, -1) else min(asked or 0, model_len)
+    warnings = []
+    if asked is not None and asked > model_len:
+        warnings.append(
+            f"max_model_len {asked} is more than the {model_len} positions that the model knows; using those"
+        )
+    if args.num_gpu_blocks_override is not None:
+        num_blocks = args.num_gpu_blocks_override
+    elif args.kv_cache_memory_bytes is not None:
+        num_blocks = args.kv_cache_memory_bytes // per_block - 1
+    elif device_bytes is not None:
+        num_blocks = device_bytes // per_block - 1
+    else:
+        most = (args.settled("cpu").max_num_seqs or 0) * cdiv(wanted_len, size)
+        pool = min(CPU_KV_BYTES, free // 4)
+        if args.gpu_memory_utilization is not None:
+            pool = int(args.gpu_memory_utilization * (free + weight_bytes)) - weight_bytes
+        num_blocks = min(pool // per_block - 1, most)
+    longest = num_blocks * size + 1  # one sequence alone; its last token takes no slot
+    max_model_len = wanted_len if asked is not None and asked > 0 else min(wanted_len, longest)
+    if asked is None and longest < wanted_len:
+        warnings.append(f"one sequence of {longest} tokens fills the KV pool; max_model_len is that, not {model_len}")
+    if args.swap_space is None:  # a default takes no more than is left
+        beside = 0 if device_bytes is not None else (num_blocks + 1) * per_block
+        host = min(DEFAULT_SWAP_BYTES, max(0, free - beside))
+    else:
+        host = int(args.swap_space * GIB)
+    if args.preemption_mode == "recompute":
+        host = 0
+    num_host = host // per_block
+    if num_host > num_blocks:
+        if args.swap_space is not None:
+            warnings.append(f"swap_space {args.swap_space:g} GiB is larger than the KV pool; cut to its size")
+        num_host = max(0, num_blocks)
+    budget = Budget(
+        weight_bytes, per_block, num_blocks, num_host, max_model_len, size, free, device_bytes, tuple(warnings)
+    )
+    if num_blocks < 1 or max_model_len < 2:
+        remedy = _larger_pool(args, budget, wanted_len)
+        raise MemoryBudgetError(f"No available memory for the cache blocks: {budget.table()}; {remedy}")
+    if max_model_len > longest:
+        raise MemoryBudgetError(
+            f"To serve at least one request with the model's max seq len ({max_model_len}), "
+            f"{cdiv(max_model_len - 1, size)} blocks are needed and the pool has {num_blocks}; the largest "
+            f"max_model_len that fits is {longest} (-1 or auto picks it). {budget.table()}"
+        )
+    kv_bytes = (num_blocks + 1) * per_block
+    host_bytes = num_host * per_block + (kv_bytes if device_bytes is None else 0)
+    if (free and host_bytes > free) or (device_bytes is not None and kv_bytes > device_bytes):
+        remedy = _smaller_parts(args, budget)
+        raise MemoryBudgetError(f"No available memory for the cache blocks: {budget.table()}; {remedy}")
+    return budget
+
+
+def see_doctor(args: EngineArgs) -> str:
+    """For messages, where no value is known that would do."""
+    return f"`octavo doctor {args.model}` names flags that fit"
+
+
+def lower_pool(args: EngineArgs, budget: Budget, num_bytes: int) -> str:
+    """What makes a pool whose size was said take so many bytes at most: the flag that said it, with a value. "" where
+    none did, or not one block would fit."""
+    num_blocks = num_bytes // budget.bytes_per_block - 1
+    if args.num_gpu_blocks_override is not None:
+        told = f"lower num_gpu_blocks_override to {num_blocks}"
+    else:
+        told = f"lower kv_cache_memory_bytes to {(num_blocks + 1) * budget.bytes_per_block}"
+    if num_blocks < 1 or (args.num_gpu_blocks_override is None and args.kv_cache_memory_bytes is None):
+        return ""
+    longest = num_blocks * budget.block_size + 1
+    shorter = args.max_model_len not in (None, -1) and budget.max_model_len > longest
+    return f"{told} and max_model_len to {longest}" if shorter else told
+
+
+def _larger_pool(args: EngineArgs, budget: Budget, wanted_len: int) -> str:
+    """What would make room for a sequence of `wanted_len`, or for as much of one as there is memory for."""
+    if wanted_len < 2:
+        return "raise max_model_len to 2 at least: a prompt and a token"
+    size, per_block, room = budget.block_size, budget.bytes_per_block, _room(args, budget)
+    if room < 2 * per_block:
+        return f"free {_gib(2 * per_block - room)} more; {see_doctor(args)}"
+    num_bytes = min(1 + cdiv(wanted_len - 1, size), room // per_block) * per_block
+    told = f"{'set' if args.kv_cache_memory_bytes is None else 'raise'} kv_cache_memory_bytes to {num_bytes}"
+    if args.kv_cache_memory_bytes is None and args.gpu_memory_utilization is not None:
+        share = ceil_2((budget.weight_bytes + num_bytes) / (budget.weight_bytes + budget.free_bytes))
+        told = f"raise gpu_memory_utilization to {share:g}"
+    longest = (num_bytes // per_block - 1) * size + 1
+    shorter = args.max_model_len not in (None, -1) and longest < wanted_len
+    return f"{told} and lower max_model_len to {longest}" if shorter else told
+
+
+def _smaller_parts(args: EngineArgs, budget: Budget) -> str:
+    """What would make the pool and swap space fit."""
+    kv_bytes, remedies, left = (budget.num_blocks + 1) * budget.bytes_per_block, [], budget.free_bytes
+    if budget.device_bytes is None:
+        left -= kv_bytes
+    if left < 0 or (budget.device_bytes is not None and kv_bytes > budget.device_bytes):
+        remedies.append(lower_pool(args, budget, _room(args, budget)))
+    if 0 <= left < budget.num_host_blocks * budget.bytes_per_block:
+        remedies.append(f"lower swap_space to {floor_2(left / GIB):g}")
+    return ", ".join(remedies) if all(remedies) else see_doctor(args)
+
+
+def _room(args: EngineArgs, budget: Budget) -> int:
+    """Bytes that the pool may take. Where it shares them with swap space, which is no larger than it, half of them."""
+    if budget.device_bytes is not None:
+        return budget.device_bytes
+    return budget.free_bytes // 2 if args.swap_space and args.preemption_mode != "recompute" else budget.free_bytes
+
+
+def ceil_2(number: float) -> float:
+    """To two places, as shares of memory are said."""
+    return math.ceil(number * 100) / 100
+
+
+def floor_2(number: float) -> float:
+    return math.floor(number * 100) / 100
+
+
+def time_moves(move: Callable[[list[tuple[int, int]]], None], num_blocks: int) -> float:
+    """Seconds that a block takes from the device to the host, by moving some; what is in them does not matter yet.
+
+    move   copies (device block, host block), and returns when they are there
+    """
+    most = min(num_blocks, 16)
+    pairs = [(i, most + 1 - i) for i in range(1, most + 1)]  # each a move of its own, as most are
+    times = []
+    for _ in range(4):  # the first writes to memory that nobody has written to
+        begin = time.perf_counter()
+        move(pairs)
+        times.append(time.perf_counter() - begin)
+    return min(times) / len(pairs)
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take: the machine's available memory, or what its cgroup leaves."""
+    available = 0
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
+    if limit.isdigit() and used.isdigit():
+        available = min(available or int(limit), max(0, int(limit) - int(used)))
+    return available or 4 * GIB  # a machine without /proc: assume little
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 100 else f"{num_bytes / 1024:.0f} KiB"

@@ -1,0 +1,200 @@
+"""How much of a GPU's memory is left for K and V."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from types import ModuleType
+
+import torch
+
+from octavo.config import GIB, GPU_MEMORY_UTILIZATION, EngineArgs
+from octavo.errors import MemoryBudgetError
+from octavo.integers import cdiv
+from octavo.kernels.metadata import RaggedBatch, SamplingTensors
+from octavo.runner.cuda_graphs import cascade_sizes, decode_sizes
+from octavo.runner.memory.budget import Budget, ceil_2, floor_2, lower_pool, see_doctor
+from octavo.runner.prefill_batch import ChunkSizes
+from octavo.runner.recorded_graphs import Model
+
+Rehearse = Callable[..., None]
+"""`kernels.ahead.Ahead.rehearse`."""
+GRAPH_BYTES = 8 << 20
+"""Of device memory for each captured graph: its nodes and their arguments, not the tensors that all of them share."""
+SPARE_BYTES = 256 << 20
+"""Left to what a profile cannot see: cuBLAS workspaces, kernels that are loaded later, fragments."""
+LEAST_KV_BYTES = GIB
+"""For K and V, that values in messages leave: they are for engines that serve somebody."""
+MOST_UTILIZATION = 0.99
+FEWEST_TOKENS = 64
+"""A step that an advice makes smaller still computes so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class GPUMemory:
+    """Where a GPU's memory goes, in bytes.
+
+    total       all there is
+    utilization share of it that this engine may have; what others have is not its own
+    foreign     what other processes and the CUDA context hold
+    weights     the model's, and its tables
+    activations the most that one pass takes beside them
+    graphs      what decode steps and small passes take once more, captured
+    libraries   what CUDA's libraries and the kernels took when they were first used
+    """
+
+    total: int
+    utilization: float
+    foreign: int
+    weights: int
+    activations: int
+    graphs: int
+    libraries: int
+
+    @property
+    def left(self) -> int:
+        """For K and V."""
+        return min(int(self.total * self.utilization), self.total - self.foreign) - self._taken
+
+    @property
+    def _taken(self) -> int:
+        return self.weights + self.activations + self.graphs + self.libraries + SPARE_BYTES
+
+    def check(self, args: EngineArgs, bytes_per_block: int) -> None:
+        """Raises `MemoryBudgetError`, with values that would do, where less is left than the smallest pool takes."""
+        if self.left < 2 * bytes_per_block:
+            remedy = self._remedy(args, max(LEAST_KV_BYTES, 2 * bytes_per_block)) or see_doctor(args)
+            raise MemoryBudgetError(
+                f"No available memory for the cache blocks: gpu_memory_utilization {self.utilization:g} of "
+                f"{gib(self.total)} is {gib(self.total * self.utilization)}, and the engine takes {self}; {remedy}"
+            )
+
+    def _remedy(self, args: EngineArgs, kv_bytes: int) -> str:
+        """What would leave so much for K and V, the smallest change first. "" where nothing does."""
+        needed, others_leave = self._taken + kv_bytes, self.total - self.foreign
+        share = ceil_2(needed / self.total)
+        if share <= MOST_UTILIZATION and needed <= others_leave:
+            return f"raise gpu_memory_utilization to {share:g}"
+        passes = self.activations + self.graphs
+        fewer = smaller_passes(args, (passes + self.left - kv_bytes) / passes) if passes else ""
+        if share > MOST_UTILIZATION:
+            return fewer
+        more = f"free {gib(needed - others_leave)} more on the GPU"
+        if self.utilization < share:
+            more += f" and raise gpu_memory_utilization to {share:g}"
+        return f"{fewer}, or {more}" if fewer else more
+
+    def smaller_pool(self, args: EngineArgs, budget: Budget, wanting: int) -> str:
+        """What would leave so many bytes more to others than the pool does now, and some to spare."""
+        kv_bytes = (budget.num_blocks + 1) * budget.bytes_per_block - wanting - LEAST_KV_BYTES
+        if args.num_gpu_blocks_override is not None or args.kv_cache_memory_bytes is not None:
+            return lower_pool(args, budget, kv_bytes) or see_doctor(args)
+        share = floor_2((self._taken + kv_bytes) / self.total)
+        if replace(self, utilization=share).left < 2 * budget.bytes_per_block:
+            return smaller_passes(args) or see_doctor(args)
+        return f"lower gpu_memory_utilization to {share:g}"
+
+    def __str__(self) -> str:
+        return (
+            f"weights {gib(self.weights)}, activations {gib(self.activations)}, CUDA graphs {gib(self.graphs)} (an "
+            f"estimate), libraries {gib(self.libraries)}; other processes and CUDA itself have {gib(self.foreign)}"
+        )
+
+    def table(self, budget: Budget) -> str:
+        """Lines for the log: what memory goes where, and how many requests that serves at once."""
+        tokens = budget.num_blocks * budget.block_size
+        kv_bytes = (budget.num_blocks + 1) * budget.bytes_per_block
+        lengths = [n for n in (1024, 4096, 16384, 65536) if n < budget.max_model_len] + [budget.max_model_len]
+        at_once = ", ".join(f"{tokens / n:,.1f} of {n:,} tokens" for n in lengths)
+        return (
+            f"GPU memory: {self}; KV pool {gib(kv_bytes)}: {budget.num_blocks:,} blocks of {budget.block_size}, "
+            f"{tokens:,} tokens; requests at once: {at_once}"
+        )
+
+
+def smaller_passes(args: EngineArgs, share: float = 0.5) -> str:
+    """What makes the largest pass take this share of the memory that it takes. "" where it cannot be so small."""
+    num_tokens, num_rows = (
+        1 << max(0, int((most or 1) * share)).bit_length() >> 1
+        for most in (args.max_num_batched_tokens, args.max_num_seqs)
+    )
+    if num_tokens < FEWEST_TOKENS or not num_rows:
+        return ""
+    return f"lower max_num_batched_tokens to {num_tokens} and max_num_seqs to {num_rows}"
+
+
+def measure(
+    model: Model,
+    args: EngineArgs,
+    *,
+    ops: ModuleType,
+    kv_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    rehearse: Rehearse | None = None,
+) -> GPUMemory:
+    """Run the largest passes that the engine may ask for, over a pool of one block, and look at what they took. On the
+    way, the kernels of all kinds of passes are compiled, or found in their cache.
+
+    kv_shape  of one block: [num_layers, 2, num_kv_heads, block_size, head_dim]
+    """
+    num_tokens, num_rows = args.max_num_batched_tokens or 1, args.max_num_seqs or 1
+    torch.cuda.reset_peak_memory_stats()
+    before, foreign = torch.cuda.memory_allocated(), _not_torchs()
+    kv = torch.zeros((2, *kv_shape), dtype=dtype, device="cuda")
+    if rehearse is not None:
+        rehearse(partial(_pass, model, kv, [64], ops), partial(_largest_passes, model, kv, num_tokens, num_rows, ops))
+    _largest_passes(model, kv, num_tokens, num_rows, ops)
+    torch.cuda.synchronize()
+    activations = torch.cuda.max_memory_reserved() - before
+    # All graphs together live in what the largest pass takes, beside what passes without a graph take.
+    num_graphs = len(decode_sizes(num_rows)) + len(cascade_sizes(num_rows))
+    num_graphs += len(ChunkSizes.TOKENS_OF_FEW) + len(ChunkSizes.TOKENS_OF_MANY)
+    graphs = 0 if args.enforce_eager else activations + num_graphs * GRAPH_BYTES
+    del kv
+    torch.cuda.empty_cache()
+    return GPUMemory(
+        total=torch.cuda.mem_get_info()[1],
+        utilization=args.gpu_memory_utilization or GPU_MEMORY_UTILIZATION,
+        foreign=foreign,
+        weights=before,
+        activations=activations,
+        graphs=graphs,
+        libraries=max(0, _not_torchs() - foreign),
+    )
+
+
+def _not_torchs() -> int:
+    """Bytes in use that torch's allocator does not have."""
+    free, total = torch.cuda.mem_get_info()
+    return max(0, total - free - torch.cuda.memory_reserved())
+
+
+def _largest_passes(model: Model, kv: torch.Tensor, num_tokens: int, num_rows: int, ops: ModuleType) -> None:
+    singles = [1] * min(num_rows, num_tokens)
+    _pass(model, kv, singles, ops)
+    _pass(model, kv, [num_tokens // len(singles)] * len(singles), ops)
+    _pass(model, kv, [num_tokens - len(singles) + 1, *singles[1:]], ops)
+
+
+@torch.inference_mode()
+def _pass(model: Model, kv: torch.Tensor, counts: list[int], ops: ModuleType) -> None:
+    """Of sequences with so many tokens, all in the null block, and a token sampled for each."""
+    num_tokens, num_seqs, block_size = sum(counts), len(counts), kv.shape[4]
+    ends = torch.tensor([0, *counts], device="cuda").cumsum(0)
+    batch = RaggedBatch(
+        positions=torch.zeros(num_tokens, dtype=torch.int64, device="cuda"),
+        slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device="cuda"),
+        query_start=ends.int(),
+        seq_lens=ends.diff().int(),
+        block_tables=torch.zeros(num_seqs, cdiv(max(counts), block_size), dtype=torch.int32, device="cuda"),
+        max_query_len=max(counts),
+        max_seq_len=max(counts),
+    )
+    logits = model.forward(torch.zeros(num_tokens, dtype=torch.int64, device="cuda"), batch, kv, ends[1:] - 1)
+    zeros = [0] * num_seqs
+    ops.draw(logits, SamplingTensors.from_lists(*[zeros] * 7, device="cuda"))
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"

@@ -1,0 +1,348 @@
+"""What a model's files say about its tokenizer: a directory with tokenizer.json, one with vocab.json and merges.txt, or
+the vocabulary in a GGUF file.
+
+All readers give the same `Parts`. The library's tokenizer is built here, and what is wrong with the files is said in
+one line; what the tokenizer does is in `octavo.text.tokenizer`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import tokenizers
+from tokenizers import AddedToken
+
+from octavo.checkpoint.resolve import MAX_JSON_BYTES, Checkpoint, read_json, refuse_code
+from octavo.errors import CheckpointError, ModelError, cut
+
+if TYPE_CHECKING:
+    from octavo.checkpoint.gguf import GGUFFile
+
+T = TypeVar("T")
+REMEDY = "skip_tokenizer_init=True takes and gives token ids without one"
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a tokenizer is made of."""
+
+    backend: tokenizers.Tokenizer
+    special_tokens: dict[str, str]  # bos_token, eos_token, ... -> the token's text
+    eos_token_ids: list[int]  # from config.json and generation_config.json
+    chat_templates: dict[str, str]  # "default", "tool_use", ... -> Jinja source
+    num_ids: int  # the model's vocab_size; 0 if it does not say
+
+
+def read_parts(checkpoint: Checkpoint) -> Parts:
+    """Raises `CheckpointError` if there is no tokenizer, or it is broken or of an unknown kind."""
+    if checkpoint.format == "gguf":
+        return _built(checkpoint.path.name, lambda: _read_gguf(checkpoint))
+    return _read_directory(checkpoint)
+
+
+# ---- from a directory
+
+
+def _read_directory(checkpoint: Checkpoint) -> Parts:
+    folder = checkpoint.path
+    settings: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            settings |= read_json(folder / name)
+    refuse_code(settings, folder / "tokenizer_config.json")
+    if (folder / "tokenizer.json").is_file():
+        backend = _load_backend(folder / "tokenizer.json")
+    elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        settings = _DEFAULT_SPECIALS | settings
+        model_type = str(checkpoint.config.get("model_type", ""))
+        backend = _built(str(folder), lambda: _read_vocabulary(folder, settings, model_type))
+    else:
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json, nor vocab.json and merges.txt; Transformers writes one with "
+            f"AutoTokenizer.from_pretrained(d).save_pretrained(d), or {REMEDY}"
+        )
+    special_tokens = {}
+    for name in SPECIAL_NAMES:
+        if value := _content(settings.get(name)):
+            special_tokens[name] = value
+    eos_ids = _id_list(checkpoint.config.get("eos_token_id")) + _id_list(
+        checkpoint.generation_config.get("eos_token_id")
+    )
+    for name, ids in (("bos_token", _id_list(checkpoint.config.get("bos_token_id"))), ("eos_token", eos_ids)):
+        token = backend.id_to_token(ids[0]) if ids else None
+        if token is not None:
+            special_tokens.setdefault(name, token)
+    templates = _directory_templates(folder, settings.get("chat_template"))
+    return Parts(backend, special_tokens, eos_ids, templates, _vocab_size(checkpoint))
+
+
+def _load_backend(path: Path) -> tokenizers.Tokenizer:
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise CheckpointError(
+            f"{path} has {path.stat().st_size:,} bytes; at most {MAX_JSON_BYTES:,} are read; {REMEDY}"
+        )
+    backend = _built(str(path), lambda: tokenizers.Tokenizer.from_file(str(path)))
+    # The library gives a token that is added under an id of its choice another id, and says nothing.
+    _check_added(backend, _built(str(path), lambda: _added_of(path.read_text(encoding="utf-8"))), path)
+    return backend
+
+
+def _added_of(text: str) -> dict[str, int]:
+    """The added tokens of a tokenizer.json. Only that list is parsed: the whole takes a second for the largest."""
+    key = '"added_tokens"'
+    at = text.find(key)
+    start = text.find("[", at + len(key))
+    if at < 0 or start < 0 or text[at + len(key) : start].strip() != ":":
+        return {}
+    return {token["content"]: token["id"] for token in json.JSONDecoder().raw_decode(text, start)[0]}
+
+
+def _check_added(backend: tokenizers.Tokenizer, added: dict[str, int], path: Path) -> None:
+    """The embedding is read by id, so two readings of one id would be two models. Raises `CheckpointError`."""
+    for content, token_id in added.items():
+        if backend.token_to_id(content) not in (token_id, None):
+            raise CheckpointError(
+                f"{path} adds the token {cut(repr(content))} as id {token_id}, which belongs to another token or "
+                f"leaves a gap (the next would be {backend.token_to_id(content)}); fetch it again, or {REMEDY}"
+            )
+    ids = sorted(backend.get_vocab().values())
+    twice = next((a for a, b in itertools.pairwise(ids) if a == b), None)
+    if twice is not None:
+        raise CheckpointError(f"{path} gives the id {twice} to two tokens; fetch it again, or {REMEDY}")
+
+
+def _built(what: str, build: Callable[[], T]) -> T:
+    """`build()`, with the library's complaints (plain Exceptions, and Rust panics, which are BaseExceptions) named."""
+    try:
+        return build()
+    except (KeyboardInterrupt, SystemExit, MemoryError, ModelError):
+        raise
+    except BaseException as e:
+        detail = " ".join(str(e).split())[:200]
+        raise CheckpointError(f"the tokenizer in {what} is broken ({detail}); fetch it again, or {REMEDY}") from e
+
+
+def _directory_templates(folder: Path, setting: Any) -> dict[str, str]:
+    """Named templates. A file of its own goes before the entry in tokenizer_config.json."""
+    templates: dict[str, str] = {}
+    if isinstance(setting, str):
+        templates["default"] = setting
+    elif isinstance(setting, list):
+        named = [t for t in setting if isinstance(t, dict)]
+        templates |= {
+            str(t["name"]): t["template"] for t in named if "name" in t and isinstance(t.get("template"), str)
+        }
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    for name, path in files.items():
+        if path.is_file():
+            try:
+                templates[name] = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as e:
+                raise CheckpointError(f"cannot read {path}: {e}") from e
+    return templates
+
+
+def _id_list(value: Any) -> list[int]:
+    """An id, a list of ids or nothing, as config.json has it; -1 is nothing, too."""
+    return [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int) and 0 <= i < 1 << 31]
+
+
+def _vocab_size(checkpoint: Checkpoint) -> int:
+    size = checkpoint.config.get("vocab_size")
+    return size if isinstance(size, int) else 0
+
+
+# ---- from vocab.json and merges.txt
+
+_DEFAULT_SPECIALS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+"""What GPT-2's and Qwen's tokenizers take where the files are silent, and the vocabulary has it."""
+_WORDS_OF_CLASS = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
+
+
+def _read_vocabulary(folder: Path, settings: dict[str, Any], model_type: str) -> tokenizers.Tokenizer:
+    """Byte-level BPE as its first models had it: GPT-2, OPT, Qwen. `settings` are those of tokenizer_config.json."""
+    path = folder / "vocab.json"
+    kind = str(settings.get("tokenizer_class") or ("Qwen2" if model_type.startswith("qwen") else "GPT2") + "Tokenizer")
+    words = _WORDS_OF_CLASS.get(kind.removesuffix("Fast"))
+    if words is None:
+        raise _unsupported(str(folder), "tokenizer_class", kind, _WORDS_OF_CLASS)
+    vocab = read_json(path)
+    added = read_json(folder / "added_tokens.json") if (folder / "added_tokens.json").is_file() else {}
+    entries = settings.get("added_tokens_decoder")
+    entries = [{"id": i, **entry} for i, entry in entries.items()] if isinstance(entries, dict) else []
+    added |= {entry["content"]: int(entry["id"]) for entry in entries}
+    special = {_content(settings.get(name)) for name in SPECIAL_NAMES}
+    special |= {_content(token) for token in settings.get("additional_special_tokens") or []}
+    special |= {entry["content"] for entry in entries if entry.get("special")}
+    whole = vocab | added
+    if not all(isinstance(i, int) and 0 <= i < 1 << 31 for i in whole.values()):
+        raise CheckpointError(f"{path} holds ids that are no integers from 0 on; fetch it again, or {REMEDY}")
+    lines = (folder / "merges.txt").read_text(encoding="utf-8", errors="replace").split("\n")
+    merges = [tuple(line.split()) for line in lines if line.strip() and not line.startswith("#version")]
+    backend = _built(
+        str(path), lambda: _byte_level(whole, merges, words, prefix_space=bool(settings.get("add_prefix_space")))
+    )
+    _check_added(backend, added, path)
+    for content in sorted((special | set(added)) & set(whole), key=lambda content: int(whole[content])):
+        backend.add_tokens([AddedToken(content, normalized=False, special=content in special)])
+    bos = _content(settings.get("bos_token"))
+    if settings.get("add_bos_token") and bos in whole:  # OPT
+        backend.post_processor = tokenizers.processors.TemplateProcessing(
+            single=[bos, "$A"], special_tokens=[(bos, whole[bos])]
+        )
+    return backend
+
+
+def _content(token: Any) -> str:
+    """A special token's text, which the files give as it is or in an object; "" for none."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else ""
+
+
+def _byte_level(
+    vocab: dict[str, int], merges: Sequence[Any], words: str, *, prefix_space: bool = False
+) -> tokenizers.Tokenizer:
+    """Merges over bytes that are written as printable characters, inside words that `PRE_TOKENIZERS[words]` cuts."""
+    patterns = PRE_TOKENIZERS[words]
+    # Llama 3 looks a whole word up before it merges: some of its words cannot be reached by merges.
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, ignore_merges=patterns == (LLAMA3_WORDS,)))
+    split, byte_level = tokenizers.pre_tokenizers.Split, tokenizers.pre_tokenizers.ByteLevel
+    if prefix_space and words == "gpt-2":  # before the text, not before each word: the library's own cut does that
+        backend.pre_tokenizer = byte_level(True)
+    else:
+        cuts = [split(tokenizers.Regex(pattern), "isolated") for pattern in patterns]
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([*cuts, byte_level(False, use_regex=False)])
+    if patterns == (QWEN2_WORDS,):
+        backend.normalizer = tokenizers.normalizers.NFC()
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    return backend
+
+
+# ---- from a GGUF file
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""`tokenizer.ggml.token_type`"""
+
+GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_AFTER_NUMBERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3_WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _AFTER_NUMBERS
+QWEN2_WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _AFTER_NUMBERS
+
+PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
+    "gpt-2": (GPT2_WORDS,),
+    "smollm": (r"\p{N}", GPT2_WORDS),  # each digit by itself, then GPT-2's words
+    "starcoder": (r"\p{N}", GPT2_WORDS),
+    "qwen2": (QWEN2_WORDS,),
+    "deepseek-r1-qwen": (QWEN2_WORDS,),
+    "llama-bpe": (LLAMA3_WORDS,),
+    "llama3": (LLAMA3_WORDS,),
+}
+"""`tokenizer.ggml.pre` -> the patterns that cut a text into words, one after the other."""
+
+
+def _read_gguf(checkpoint: Checkpoint) -> Parts:
+    file, name = checkpoint.gguf, checkpoint.path.name
+    kind = file.value("tokenizer.ggml.model")
+    pieces = file.value("tokenizer.ggml.tokens")
+    if kind is None or not pieces:
+        raise CheckpointError(f"{name} holds no tokenizer; {REMEDY}")
+    builders = {"gpt2": _gguf_byte_level, "llama": _gguf_sentencepiece}
+    if kind not in builders:
+        raise _unsupported(name, "tokenizer.ggml.model", kind, builders)
+    twice, count = Counter(pieces).most_common(1)[0]
+    if count > 1:
+        raise CheckpointError(f"{name} has the token {cut(repr(twice))} twice; convert the model again, or {REMEDY}")
+    types = file.value("tokenizer.ggml.token_type") or [NORMAL] * len(pieces)
+    if len(types) != len(pieces):
+        raise CheckpointError(f"{name} has {len(pieces)} tokens but {len(types)} token types; convert the model again")
+    backend = _built(name, lambda: builders[kind](file, name, pieces, types))
+    for special in (False, True):
+        wanted = (CONTROL, UNKNOWN) if special else (USER_DEFINED,)
+        chosen = [p for p, t in zip(pieces, types, strict=True) if t in wanted]
+        backend.add_tokens([AddedToken(p, normalized=False, special=special) for p in chosen])
+    special_tokens = _gguf_special_tokens(file, pieces)
+    _add_ends(backend, file, kind, special_tokens)
+    templates = {"default": file.value("tokenizer.chat_template")}
+    for other in file.value("tokenizer.chat_templates") or []:
+        templates[other] = file.value(f"tokenizer.chat_template.{other}")
+    templates = {key: value for key, value in templates.items() if isinstance(value, str)}
+    eos_ids = _id_list(checkpoint.generation_config.get("eos_token_id"))
+    return Parts(backend, special_tokens, eos_ids, templates, _vocab_size(checkpoint))
+
+
+def _unsupported(name: str, key: str, value: Any, known: Iterable[str]) -> CheckpointError:
+    return CheckpointError(f"{name} has {key} = {cut(repr(value))}; known: {', '.join(known)}; {REMEDY}")
+
+
+def _gguf_byte_level(file: GGUFFile, name: str, pieces: Sequence[str], types: Sequence[int]) -> tokenizers.Tokenizer:
+    """Byte-level BPE (GPT-2, SmolLM2, Qwen, Llama 3)."""
+    pre = file.value("tokenizer.ggml.pre", "")
+    if pre not in PRE_TOKENIZERS:
+        raise _unsupported(name, "tokenizer.ggml.pre", pre, PRE_TOKENIZERS)
+    merges = [tuple(merge.split(" ", 1)) for merge in file.value("tokenizer.ggml.merges") or []]
+    return _byte_level({piece: i for i, piece in enumerate(pieces)}, merges, pre)
+
+
+def _gguf_sentencepiece(file: GGUFFile, name: str, pieces: Sequence[str], types: Sequence[int]) -> tokenizers.Tokenizer:
+    """SentencePiece BPE (Llama 1 and 2, TinyLlama, Mistral): the best-scored neighbours merge first."""
+    scores = file.value("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(pieces):
+        raise CheckpointError(f"{name} lacks one score a token; convert the model again, or {REMEDY}")
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    unknown = pieces[file.value("tokenizer.ggml.unknown_token_id", 0)]
+    model = tokenizers.models.BPE(
+        vocab, _merges(pieces, types, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
+    )
+    backend = tokenizers.Tokenizer(model)
+    prefix = bool(file.value("tokenizer.ggml.add_space_prefix", True))
+    normalizers, decoders = tokenizers.normalizers, tokenizers.decoders
+    spaces = [normalizers.Replace(" ", "▁")]
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *spaces] if prefix else spaces)
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if prefix else parts)
+    return backend
+
+
+def _merges(pieces: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """The pairs that make each token, best score first. Control tokens are made by no merge, so no text spells one."""
+    mergeable = {p: i for i, (p, t) in enumerate(zip(pieces, types, strict=True)) if t in (NORMAL, UNUSED)}
+    merges: list[tuple[float, int, str, str]] = []
+    for piece, i in mergeable.items():
+        for middle in range(1, len(piece)):
+            left, right = piece[:middle], piece[middle:]
+            if left in mergeable and right in mergeable:
+                merges.append((-scores[i], mergeable[left], left, right))
+    return [(left, right) for _, _, left, right in sorted(merges)]
+
+
+def _gguf_special_tokens(file: GGUFFile, pieces: Sequence[str]) -> dict[str, str]:
+    keys = {
+        "bos_token": "bos",
+        "eos_token": "eos",
+        "unk_token": "unknown",
+        "sep_token": "seperator",
+        "pad_token": "padding",
+    }
+    ids = {name: file.value(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    return {name: pieces[i] for name, i in ids.items() if i is not None and 0 <= i < len(pieces)}
+
+
+def _add_ends(backend: tokenizers.Tokenizer, file: GGUFFile, kind: str, special_tokens: dict[str, str]) -> None:
+    """BOS before and EOS behind a text, as the file's flags say; where it has none, as its kind of model expects."""
+    bos_default = kind == "llama" or file.value("tokenizer.ggml.pre") in ("llama-bpe", "llama3")
+    before = special_tokens.get("bos_token") if file.value("tokenizer.ggml.add_bos_token", bos_default) else None
+    behind = special_tokens.get("eos_token") if file.value("tokenizer.ggml.add_eos_token", False) else None
+    ends = [token for token in (before, behind) if token is not None]
+    if ends:
+        single = [*([before] if before else []), "$A", *([behind] if behind else [])]
+        pairs = [(token, backend.token_to_id(token)) for token in dict.fromkeys(ends)]
+        backend.post_processor = tokenizers.processors.TemplateProcessing(single=single, special_tokens=pairs)

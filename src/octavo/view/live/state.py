@@ -1,0 +1,198 @@
+"""The other end of a `Tap`: what its frames say, put together again. Whoever comes late is given a snapshot of this."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from octavo.errors import EngineError
+from octavo.view.live.messages import (
+    MOST_EVENTS,
+    MOST_REFS,
+    SEALED_BIT,
+    BlockChange,
+    Counts,
+    Delta,
+    Frame,
+    Progress,
+    RequestView,
+    Seals,
+    SequenceView,
+    Snapshot,
+)
+
+MOST_SEALS = 65_536
+"""Items of the prefix tree that a snapshot has: twenty bytes each, and more than anybody looks at."""
+
+
+class FrameLostError(EngineError):
+    """A delta does not follow the frame before it; a new snapshot is needed."""
+
+
+@dataclass(slots=True)
+class Table:
+    """A sequence, and its `entries` as they travel: they change with every frame, and are rarely looked at."""
+
+    index: int
+    num_tokens: int
+    num_computed: int
+    entries: bytes
+
+    @property
+    def block_ids(self) -> np.ndarray:
+        """i32[num_entries]"""
+        return np.frombuffer(self.entries, dtype="<i4")
+
+
+class Picture:
+    """The state of a pool and its requests, as the frames so far tell it. Begins with a snapshot."""
+
+    epoch: str
+    frame: int
+    counts: Counts
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._take(snapshot)
+
+    def apply(self, frame: Frame) -> None:
+        """Take in the next frame. Raises `FrameLostError` for a delta that is not the next one; nothing has changed."""
+        if isinstance(frame, Snapshot):
+            self._take(frame)
+            return
+        if (frame.epoch, frame.frame) != (self.epoch, self.frame + 1):
+            raise FrameLostError(
+                f"frame {frame.frame} of {frame.epoch} does not follow {self.frame} of {self.epoch}; take a snapshot"
+            )
+        self.frame, self.time_s, self.step, self.counts = frame.frame, frame.time_s, frame.step, frame.counts
+        self._take_blocks(frame.blocks, frame.seals)
+        for name in frame.gone:
+            for uid in self.requests.pop(name).sequences:
+                self.tables.pop(uid, None)
+        for uid in frame.gone_sequences:
+            self.tables.pop(uid, None)
+        for request in frame.requests:
+            self.requests[request.id] = request
+        self._take_sequences(frame)
+        self.lines |= frame.lines
+        self.stats |= frame.stats
+        self.steps += frame.steps
+        self.events += frame.events
+
+    def _take(self, snapshot: Snapshot) -> None:
+        self.epoch, self.frame = snapshot.epoch, snapshot.frame
+        self.time_s, self.step = snapshot.time_s, snapshot.step
+        self.num_blocks, self.block_size = snapshot.num_blocks, snapshot.block_size
+        self.num_host_blocks = snapshot.num_host_blocks
+        self.words = np.zeros(snapshot.num_blocks + 1, dtype=np.uint16)  # the null block's is 0
+        self.words[1:] = np.frombuffer(snapshot.words, dtype="<u2")
+        self.seal_ids = np.zeros(snapshot.num_blocks + 1)
+        self.parent_ids = np.zeros(snapshot.num_blocks + 1)
+        self._take_blocks(None, snapshot.seals)
+        self.requests: dict[str, RequestView] = {request.id: request for request in snapshot.requests}
+        self.tables: dict[int, Table] = {view.uid: _table(view) for view in snapshot.sequences}
+        self.lines: dict[str, list[str]] = {
+            status: [r.id for r in snapshot.requests if r.status == status]
+            for status in ("running", "swapped", "waiting")
+        }
+        self.stats: dict[str, Any] = dict(snapshot.stats)
+        self.counts = snapshot.counts
+        self.steps: deque[list[int | float]] = deque(snapshot.steps, maxlen=MOST_EVENTS)
+        self.events: deque[dict[str, Any]] = deque(snapshot.events, maxlen=MOST_EVENTS)
+
+    def _take_blocks(self, blocks: BlockChange | None, seals: Seals | None) -> None:
+        if blocks is not None:
+            self.words[np.frombuffer(blocks.ids, dtype="<u4")] = np.frombuffer(blocks.words, dtype="<u2")
+        if seals is not None:
+            ids = np.frombuffer(seals.block_ids, dtype="<u4")
+            self.seal_ids[ids] = np.frombuffer(seals.seal_ids, dtype="<f8")
+            self.parent_ids[ids] = np.frombuffer(seals.parent_ids, dtype="<f8")
+
+    def _take_sequences(self, delta: Delta) -> None:
+        for view in delta.sequences:
+            self.tables[view.uid] = _table(view)
+        for change in delta.tables:
+            table = self.tables[change.uid]
+            table.entries = table.entries[: 4 * change.start] + change.block_ids
+        if delta.progress is not None:
+            for uid, num_tokens, num_computed in zip(*_columns(delta.progress), strict=True):
+                self.tables[uid].num_tokens, self.tables[uid].num_computed = num_tokens, num_computed
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """For somebody who comes now: the frames that follow for us follow for them."""
+        sealed = np.nonzero((self.words & SEALED_BIT != 0) & (self.seal_ids != 0))[0]
+        if len(sealed) > MOST_SEALS:  # what is in use tells more
+            sealed = np.sort(sealed[np.argsort(self.words[sealed] == SEALED_BIT, kind="stable")[:MOST_SEALS]])
+        lines = [name for status in ("running", "swapped", "waiting") for name in self.lines[status]]
+        names = dict.fromkeys([name for name in lines if name in self.requests]) | dict.fromkeys(self.requests)
+        return Snapshot(
+            self.epoch,
+            self.frame,
+            self.time_s,
+            self.step,
+            self.num_blocks,
+            self.block_size,
+            self.num_host_blocks,
+            self.words[1:].astype("<u2").tobytes(),
+            Seals(
+                sealed.astype("<u4").tobytes(),
+                self.seal_ids[sealed].astype("<f8").tobytes(),
+                self.parent_ids[sealed].astype("<f8").tobytes(),
+            ),
+            [self.requests[name] for name in names],
+            [SequenceView(uid, t.index, t.num_tokens, t.num_computed, t.entries) for uid, t in self.tables.items()],
+            dict(self.stats),
+            self.counts,
+            list(self.steps),
+            list(self.events),
+        )
+
+    @property
+    def num_used(self) -> int:
+        return int(np.count_nonzero(self.words & MOST_REFS))
+
+    @property
+    def num_cached(self) -> int:
+        return int(np.count_nonzero(self.words == SEALED_BIT))
+
+    @property
+    def num_free(self) -> int:
+        return self.num_blocks - self.num_used - self.num_cached
+
+    def block(self, block: int) -> dict[str, Any]:
+        """One block in detail, but for what stands in it: plain data, as in PROTOCOL.md."""
+        owners, num_filled = [], 0
+        for request in self.requests.values():
+            if request.status == "swapped":
+                continue
+            for uid in request.sequences:
+                table = self.tables[uid]
+                for entry in np.nonzero(table.block_ids == block)[0].tolist():
+                    owners.append({"request_id": request.id, "index": table.index, "entry": entry})
+                    filled = min(max(table.num_computed - entry * self.block_size, 0), self.block_size)
+                    num_filled = max(num_filled, filled)
+        sealed = bool(self.words[block] & SEALED_BIT)
+        return {
+            "id": block,
+            "references": int(self.words[block] & MOST_REFS),
+            "sealed": sealed,
+            "seal_id": int(self.seal_ids[block]) if sealed else 0,
+            "parent_id": int(self.parent_ids[block]) if sealed else 0,
+            "name": None,
+            "owners": owners,
+            "num_filled": self.block_size if sealed else num_filled,
+            "token_ids": None,
+            "text": None,
+        }
+
+
+def _table(view: SequenceView) -> Table:
+    return Table(view.index, view.num_tokens, view.num_computed, view.block_ids)
+
+
+def _columns(progress: Progress) -> list[list[int]]:
+    return [np.frombuffer(c, dtype="<u4").tolist() for c in (progress.uids, progress.num_tokens, progress.num_computed)]

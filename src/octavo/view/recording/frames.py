@@ -1,0 +1,292 @@
+"""Recordings: frames as they were told, to go to any moment of.
+
+A file has a frame a line, as JSON. What a server's event stream sends is one too, `data:` and all, so that
+
+    curl -sN http://127.0.0.1:8000/view/events > busy.frames
+
+makes a recording. A dump of the flight recorder is run again (`view.flown`), and told as it runs.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gzip
+import logging
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from octavo.errors import OctavoError, TraceError
+from octavo.integers import cdiv
+from octavo.view.live.messages import Delta, Frame, Snapshot
+from octavo.view.live.publisher import Tap
+from octavo.view.live.state import FrameLostError, Picture
+from octavo.view.recording.player import Flight
+
+logger = logging.getLogger("octavo.view")
+
+EVERY_S = 0.1
+"""Between two frames of what is run again."""
+MOST_MARKS = 10_000
+MOST_LOOKS = 1000
+"""Points of the curve that a scrubber shows."""
+NUM_KEYS = 64
+"""Moments that can be gone to at once; others are up to a 64th of the recording later."""
+MOST_KEY_BYTES = 256 << 20
+MOST_FRAMES_AT_ONCE = 500
+MARKED = ("preempted", "swaplost", "recomputed")
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read_frames(path: Path) -> Iterator[Frame]:
+    """The frames in a file, which may be gzipped. Raises `TraceError`, with the line, for what is none. A file that was
+    cut ends before its last line, with a warning."""
+    with path.open("rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+    with gzip.open(path) if packed else path.open("rb") as lines:
+        try:
+            yield from frames_in(lines, str(path))
+        except EOFError:
+            logger.warning("%s is cut: there is no more of it than what was read", path)
+        except (gzip.BadGzipFile, zlib.error) as error:
+            raise TraceError(f"{path} is damaged: {error}") from None
+
+
+def frames_in(lines: Iterable[bytes], name: str) -> Iterator[Frame]:
+    """Those in a file's lines, or in a server's event stream. Raises `TraceError`, as `read_frames` does."""
+    decoder = msgspec.json.Decoder(Frame)
+    for number, line in enumerate(lines, 1):
+        text = line.strip().removeprefix(b"data:").strip()
+        if not text.startswith(b"{") or b'"reason"' in text[:12]:  # the rest of an event stream
+            if text and not text.startswith((b"event:", b":", b"{")):
+                raise TraceError(f"line {number} of {name} is no frame; expected a JSON object a line")
+            continue
+        try:
+            yield decoder.decode(text)
+        except msgspec.MsgspecError as error:
+            if number > 1 and not line.endswith(b"\n") and not isinstance(error, msgspec.ValidationError):
+                logger.warning("%s is cut: line %d, its last, is left out", name, number)
+                return
+            raise TraceError(f"line {number} of {name} is no frame: {error}") from None
+
+
+def frames_of_flight(path: Path, every_s: float = EVERY_S) -> Iterator[Frame]:
+    """A dump of the flight recorder, run again. Raises `TraceError` for what is none, is damaged, or was another
+    version's. Where the engine died of a bug that is still there, the frames end as it did, with a warning."""
+    flight = Flight.load(path)
+    run = flight.replay()
+    now = next_s = 0.0
+    tap = Tap(run.scheduler, clock=lambda: now, begin_s=0.0)
+    turns = run.turns()
+    try:
+        for at in (at for leg in run.legs for at in array("d", leg.times_s)):
+            now = at - flight.begin_s
+            if now >= next_s:
+                next_s = now + every_s
+                if (frame := tap.frame(tap.last)) is not None:
+                    yield frame
+            next(turns)
+    except Exception as error:  # the bug that ended it is still there, or the file is damaged
+        if flight.file.why != "crash" or isinstance(error, OctavoError):
+            raise TraceError(f"{path} cannot be followed: {error}") from error
+        logger.warning("%s ends as its engine did: %r", path, error)
+    if (frame := tap.frame(tap.last)) is not None:
+        yield frame
+
+
+def lines_of(frames: Iterable[Frame]) -> bytes:
+    """As a file."""
+    return b"".join(msgspec.json.encode(frame) + b"\n" for frame in frames)
+
+
+# -- going to a moment -------------------------------------------------------------------------------------------------
+
+
+class Replay:
+    """A recording in memory. Times are seconds from its beginning, whatever the clock of its frames.
+
+    Raises `TraceError` for frames that do not follow one another.
+    """
+
+    def __init__(self, frames: Iterable[Frame]) -> None:
+        self._frames: list[Frame] = []
+        self._times: list[float] = []
+        self._curve: list[list[float]] = []
+        self._marks: list[dict[str, Any]] = []
+        self._keys: list[tuple[int, Snapshot]] = []  # position of the frame it stands after
+        picture: Picture | None = None
+        offset = 0.0
+        for number, frame in enumerate(frames, 1):
+            try:
+                if isinstance(frame, Snapshot):
+                    offset = (self._times[-1] if self._times else 0.0) - frame.time_s
+                    picture = Picture(frame)
+                elif picture is None:
+                    raise FrameLostError("the recording does not begin with a snapshot; begin one anew")
+                else:
+                    picture.apply(frame)
+                self._take(frame, round(frame.time_s + offset, 6), offset, picture)
+            except FrameLostError as error:
+                raise TraceError(f"frame {number} of the recording is not the next one: {error}") from None
+            except (KeyError, IndexError, ValueError, TypeError) as error:
+                raise TraceError(f"frame {number} of the recording contradicts itself: {error!r}") from None
+        if picture is None:
+            raise TraceError("the recording is empty; it has a snapshot at least")
+        self._make_keys(len(picture.words) * 2)
+
+    def _take(self, frame: Frame, time_s: float, offset: float, picture: Picture) -> None:
+        shift = round(offset, 6)
+        if shift:
+            frame.time_s = time_s
+            frame.events = [event | {"time_s": round(event["time_s"] + shift, 6)} for event in frame.events]
+            frame.steps = [[s[0], round(s[1] + shift, 6), *s[2:]] for s in frame.steps]
+        self._frames.append(frame)
+        self._times.append(max(time_s, self._times[-1]) if self._times else time_s)
+        counts, stats = picture.counts, picture.stats
+        self._curve.append([time_s, stats["num_used"], stats["num_cached"], counts.running, counts.waiting])
+        if len(self._marks) < MOST_MARKS and isinstance(frame, Delta):  # what a snapshot tells of was before it
+            evicted = False
+            for event in frame.events:
+                if event["event"] in MARKED or (event["event"] == "evicted" and not evicted):
+                    evicted = evicted or event["event"] == "evicted"
+                    mark = {"time_s": event["time_s"], "event": event["event"], "request_id": event.get("request_id")}
+                    self._marks.append(mark)
+
+    def _make_keys(self, snapshot_bytes: int) -> None:
+        """Snapshots at even distances, as many as memory allows."""
+        num = max(1, min(NUM_KEYS, MOST_KEY_BYTES // max(1, snapshot_bytes), len(self._frames)))
+        distance = cdiv(len(self._frames), num)
+        first = self._frames[0]
+        assert isinstance(first, Snapshot)
+        picture = Picture(first)
+        for i, frame in enumerate(self._frames):
+            if i:
+                picture.apply(frame)
+            if i % distance == 0:
+                self._keys.append((i, picture.snapshot()))
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    @property
+    def duration_s(self) -> float:
+        return self._times[-1]
+
+    def summary(self) -> dict[str, Any]:
+        first, last = self._frames[0], self._frames[-1]
+        assert isinstance(first, Snapshot)
+        every = cdiv(len(self._curve), MOST_LOOKS)
+        return {
+            "duration_s": self.duration_s,
+            "num_frames": len(self._frames),
+            "num_blocks": first.num_blocks,
+            "block_size": first.block_size,
+            "num_steps": last.step - first.step,
+            "marks": self._marks,
+            "used": self._curve[::every],
+        }
+
+    def picture_at(self, time_s: float) -> Picture:
+        """As it was after the last frame that is not later; before the first, as at first."""
+        end = max(0, bisect.bisect_right(self._times, time_s) - 1)
+        at = bisect.bisect_right(self._keys, end, key=lambda key: key[0]) - 1
+        position, snapshot = self._keys[at]
+        picture = Picture(snapshot)
+        for frame in self._frames[position + 1 : end + 1]:
+            picture.apply(frame)
+        return picture
+
+    def at(self, time_s: float) -> Snapshot:
+        return self.picture_at(time_s).snapshot()
+
+    def frames(self, from_s: float, to_s: float) -> tuple[Sequence[Frame], float]:
+        """Those with from_s < time <= to_s, and up to when: earlier than `to_s` if there are too many for once."""
+        begin, end = bisect.bisect_right(self._times, from_s), bisect.bisect_right(self._times, to_s)
+        if end - begin <= MOST_FRAMES_AT_ONCE:
+            return self._frames[begin:end], to_s
+        end = begin + MOST_FRAMES_AT_ONCE
+        while end < len(self._times) and self._times[end] == self._times[end - 1]:  # a moment is told whole
+            end += 1
+        return self._frames[begin:end], self._times[end - 1]
+
+    def block(self, block: int, time_s: float) -> dict[str, Any] | None:
+        picture = self.picture_at(time_s)
+        return picture.block(block) if 1 <= block <= picture.num_blocks else None
+
+    def export(self, from_s: float, to_s: float) -> bytes:
+        """A range as a recording of its own."""
+        begin, end = bisect.bisect_right(self._times, from_s), bisect.bisect_right(self._times, to_s)
+        return lines_of([self.at(from_s), *self._frames[begin:end]])
+
+    # -- Chrome's trace ------------------------------------------------------------------------------------------------
+
+    def trace(self, request_id: str | None = None) -> dict[str, Any]:
+        """What each request did when, in the format of Chrome's tracer, which Perfetto opens; or one of them alone."""
+        return {"traceEvents": list(_trace_events(self._frames, self.duration_s, request_id)), "displayTimeUnit": "ms"}
+
+
+STATES = {
+    "arrived": "waiting",
+    "admitted": "running",
+    "swappedin": "running",
+    "swaplost": "waiting",
+    "recomputed": "waiting",
+    "pinned": "pinned",
+    "finished": "",
+    "unpinned": "",
+}
+"""What a request does from an event on; a preempted one is swapped or waits."""
+
+
+def _trace_events(frames: Sequence[Frame], end_s: float, only: str | None) -> Iterator[dict[str, Any]]:
+    rows: dict[str, int] = {}  # request -> its row
+    since: dict[str, tuple[str, float, dict[str, Any]]] = {}  # request -> state, since when, and what led to it
+
+    def close(name: str, at: float) -> Iterator[dict[str, Any]]:
+        if name in since:
+            state, begin, why = since.pop(name)
+            span = {"name": state, "ph": "X", "ts": _us(begin), "dur": _us(at) - _us(begin)}
+            yield span | {"pid": 1, "tid": rows[name], "args": why}
+
+    def open_row(name: str) -> Iterator[dict[str, Any]]:
+        if name not in rows:
+            rows[name] = len(rows) + 1
+            yield {"name": "thread_name", "ph": "M", "pid": 1, "tid": rows[name], "args": {"name": name}}
+
+    for frame in frames:
+        if isinstance(frame, Snapshot):
+            now = {request.id: request.status for request in frame.requests if only in (None, request.id)}
+            for other in [name for name, (state, *_) in since.items() if now.get(name) != state]:
+                yield from close(other, frame.time_s)
+            for new in [name for name in now if name not in since]:
+                yield from open_row(new)
+                since[new] = now[new], frame.time_s, {}
+        for event in frame.events if isinstance(frame, Delta) else ():  # a snapshot's were before it
+            name, kind, at = event.get("request_id"), event["event"], event["time_s"]
+            if name is None or only not in (None, name):
+                continue
+            yield from open_row(name)
+            why = {key: value for key, value in event.items() if key not in ("event", "time_s", "request_id")}
+            if kind == "waiting":
+                span = {"name": f"waits for {event['reason']}", "ph": "i", "s": "t", "ts": _us(at)}
+                yield span | {"pid": 1, "tid": rows[name], "args": why}
+                continue
+            state = STATES.get(kind, "swapped" if event.get("how") == "swap" else "waiting")
+            yield from close(name, at)
+            if state:
+                since[name] = state, at, why
+        if only is None and isinstance(frame, Delta):
+            for _, at, *numbers in frame.steps:
+                used, cached = numbers[-3], numbers[-2]
+                yield {"name": "blocks", "ph": "C", "ts": _us(at), "pid": 1, "args": {"used": used, "cached": cached}}
+    for name in list(since):
+        yield from close(name, end_s)
+
+
+def _us(seconds: float) -> int:
+    return round(1e6 * seconds)

@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import huggingface_hub.errors
+import pytest
+
+from octavo.checkpoint.resolve import MAX_PROBLEMS, Checkpoint, catalog, open_checkpoint
+from octavo.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+
+
+@pytest.fixture(autouse=True)
+def _no_network(tmp_path, monkeypatch):
+    def offline(*args, **kwargs):
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no network in tests")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+
+
+def refused(model, error, *words, **kwargs):
+    """The one-line message of the refusal, which must hold `words`."""
+    with pytest.raises(error) as caught:
+        open_checkpoint(model, **kwargs)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+    return message
+
+
+def test_a_directory(model_dir):
+    checkpoint = open_checkpoint(model_dir)
+    assert checkpoint.format == "safetensors"
+    assert checkpoint.config["vocab_size"] == 362
+    assert checkpoint.generation_config == {"eos_token_id": [2, 0]}
+    assert checkpoint.shards == (model_dir / "model.safetensors",)
+    assert open_checkpoint(str(model_dir)) == checkpoint
+    with pytest.raises(CheckpointError, match="not a GGUF"):
+        _ = checkpoint.gguf
+
+
+def test_a_gguf_file(write_gguf):
+    checkpoint = open_checkpoint(write_gguf())
+    assert checkpoint.format == "gguf"
+    assert checkpoint.config["hidden_size"] == 16
+    assert checkpoint.gguf is checkpoint.gguf
+
+
+def test_a_directory_without_a_model_hides_no_name_of_the_catalogue(write_gguf, monkeypatch, tmp_path):
+    path = write_gguf()
+    monkeypatch.setattr(catalog, "fetch", lambda name: path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2").mkdir()
+    assert open_checkpoint("smollm2").path == path
+    (tmp_path / "smollm2" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError):  # a model's directory, if a bad one
+        open_checkpoint("smollm2")
+
+
+def test_a_name_of_the_catalogue_is_fetched(write_gguf, monkeypatch):
+    path, asked = write_gguf(), []
+    monkeypatch.setattr(catalog, "fetch", lambda name: asked.append(name) or path)
+    assert open_checkpoint("SmolLM2-135M-Instruct").path == path
+    assert asked == ["SmolLM2-135M-Instruct"]
+    refused("smollm2", ModelNotFoundError, "octavo models fetch", download=False)
+
+
+def test_a_directory_goes_before_a_name(model_dir, monkeypatch):
+    monkeypatch.chdir(model_dir.parent)
+    model_dir.rename("smollm2")
+    assert open_checkpoint("smollm2").format == "safetensors"
+
+
+def test_a_hub_repository(model_dir, monkeypatch):
+    calls = []
+
+    def snapshot(name, *, revision, allow_patterns, local_files_only):
+        calls.append((name, revision, local_files_only))
+        assert not any(pattern.endswith((".bin", ".pt", ".py")) for pattern in allow_patterns)
+        if local_files_only:
+            raise huggingface_hub.errors.LocalEntryNotFoundError("not here")
+        return str(model_dir)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert open_checkpoint("org/name", revision="v1").path == model_dir
+    assert calls == [("org/name", "v1", True), ("org/name", "v1", False)]
+    refused("org/name", ModelNotFoundError, "downloading is off", download=False)
+
+
+def test_a_hub_repository_in_the_cache_asks_no_network(model_dir, monkeypatch):
+    def snapshot(name, *, local_files_only, **_):
+        assert local_files_only
+        return str(model_dir)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert open_checkpoint("org/name").path == model_dir
+
+
+def test_a_download_that_was_broken_off_is_taken_up(model_dir, tmp_path, monkeypatch):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    monkeypatch.setattr(
+        huggingface_hub,
+        "snapshot_download",
+        lambda name, *, local_files_only, **_: str(broken if local_files_only else model_dir),
+    )
+    assert open_checkpoint("org/name").path == model_dir
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (huggingface_hub.errors.LocalEntryNotFoundError("x"), "cannot be reached"),
+        (huggingface_hub.errors.OfflineModeIsEnabled("x"), "HF_HUB_OFFLINE"),
+        (huggingface_hub.errors.HFValidationError("x"), "not a legal"),
+        (OSError(errno.ENOSPC, "x"), "HF_HOME"),
+        (RuntimeError("two\nlines"), "RuntimeError; check the network"),
+    ],
+)
+def test_why_the_hub_gave_nothing(monkeypatch, error, words):
+    def snapshot(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    refused("org/name", ModelNotFoundError, "org/name", words)
+
+
+def test_a_hub_repository_that_is_unusable_says_so(model_dir, monkeypatch):
+    (model_dir / "config.json").write_text("{")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(model_dir))
+    refused("org/name", CheckpointError, "config.json")
+    refused("org/name", CheckpointError, "config.json", download=False)
+
+
+def test_nothing_of_that_name(tmp_path):
+    refused("org/name", ModelNotFoundError, "hub cannot be reached")
+    refused("smollm2-135m-instuct", ModelNotFoundError, "did you mean 'smollm2-135m-instruct'?")
+    refused(tmp_path / "smollm2-135", ModelNotFoundError, "smollm2-135")
+    refused(str(tmp_path / "nothing.gguf"), ModelNotFoundError, "nothing.gguf")
+    refused("https://huggingface.co/org/name", ModelNotFoundError, '"org/name"')
+    refused("../x/../y", ModelNotFoundError)
+    refused("", ModelNotFoundError)
+    refused("a\0b", ModelNotFoundError)
+    refused("x" * 5000, ModelNotFoundError)
+
+
+def test_paths_that_are_there_and_useless(tmp_path, model_dir):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    refused(loop, ModelNotFoundError, "loop of symbolic links")
+    (tmp_path / "dangling").symlink_to("gone")
+    refused(tmp_path / "dangling", ModelNotFoundError, "gone")
+    refused(model_dir / "config.json", UnsupportedModelError, "no .gguf")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    refused(empty, ModelNotFoundError, "config.json")
+    (empty / "x.gguf").touch()
+    refused(empty, ModelNotFoundError, str(empty / "x.gguf"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_no_permission(model_dir):
+    model_dir.chmod(0)
+    try:
+        refused(model_dir, ModelNotFoundError, "permission denied")
+        refused(model_dir / "config.json", ModelNotFoundError, "permission denied")
+    finally:
+        model_dir.chmod(0o755)
+
+
+def test_no_permission_said_by_the_system(model_dir, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    refused(model_dir, ModelNotFoundError, "permission denied")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth", "model.ckpt", "model.pkl"])
+def test_pickles_are_refused(model_dir, name):
+    (model_dir / "model.safetensors").unlink()
+    (model_dir / name).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    refused(model_dir, UnsupportedModelError, "safetensors or GGUF only", "docs/models.md")
+    refused(model_dir / name, UnsupportedModelError, "safetensors or GGUF only", "docs/models.md")
+
+
+@pytest.mark.parametrize("key", ["auto_map", "custom_code", "trust_remote_code"])
+def test_custom_code_is_refused_and_not_imported(model_dir, key):
+    canary = model_dir / "canary"
+    (model_dir / "modeling.py").write_text(f"open({str(canary)!r}, 'w')")
+    value = {"AutoModel": "modeling.Model"} if key == "auto_map" else True
+    (model_dir / "config.json").write_text(json.dumps({"architectures": ["X"], key: value}))
+    refused(model_dir, UnsupportedModelError, "custom code", key)
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "null", "", "\xff", "[" * 100_000])
+def test_config_json_that_is_no_object(model_dir, text):
+    (model_dir / "config.json").write_bytes(text.encode("latin-1"))
+    refused(model_dir, CheckpointError, "config.json")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_a_key_twice_is_refused_in_every_file(model_dir, name):
+    (model_dir / name).write_text('{"a": {"b": 1, "b": 2}}')
+    refused(model_dir, CheckpointError, name, "the key 'b' stands there twice")
+    (model_dir / name).write_text(json.dumps("k" * 1_000_000).join(["{", ': 1, "c": 2, ', ": 2}"]))
+    assert len(refused(model_dir, CheckpointError, "stands there twice")) < 500
+
+
+def test_a_json_file_of_a_gigabyte_is_not_read(model_dir):
+    with open(model_dir / "config.json", "wb") as file:
+        file.truncate(1 << 30)  # sparse
+    refused(model_dir, CheckpointError, "1,073,741,824 bytes")
+
+
+def write_index(folder: Path, *names: object) -> None:
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {f"w{i}": name for i, name in enumerate(names)}})
+    )
+
+
+def test_shards_are_those_of_the_index(model_dir):
+    for name in ("a.safetensors", "b.safetensors", "consolidated.safetensors"):
+        (model_dir / name).write_bytes(b"x")
+    write_index(model_dir, "b.safetensors", "a.safetensors", "b.safetensors")
+    assert [p.name for p in open_checkpoint(model_dir).shards] == ["a.safetensors", "b.safetensors"]
+
+
+def test_without_an_index_model_safetensors_is_the_model(model_dir):
+    (model_dir / "adapter.safetensors").write_bytes(b"x")
+    assert open_checkpoint(model_dir).shards == (model_dir / "model.safetensors",)
+
+
+def test_shards_may_be_links_out_of_the_directory(model_dir, tmp_path):
+    (tmp_path / "blob").write_bytes(b"x")
+    (model_dir / "a.safetensors").symlink_to("../blob")  # as in the hub's cache
+    write_index(model_dir, "a.safetensors")
+    assert len(open_checkpoint(model_dir).shards) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "/etc/passwd.safetensors",
+        "../model.safetensors",
+        "a/../../x.safetensors",
+        "..\\x.safetensors",
+        "C:\\x.safetensors",
+        7,
+    ],
+)
+def test_shards_outside_the_directory(model_dir, name):
+    (model_dir.parent / "model.safetensors").write_bytes(b"x")
+    write_index(model_dir, name)
+    refused(model_dir, CheckpointError, "inside the directory")
+
+
+def test_missing_shards_are_listed_up_to_ten(model_dir):
+    (model_dir / "empty.safetensors").touch()
+    write_index(model_dir, "empty.safetensors", *(f"s{i:02}.safetensors" for i in range(14)))
+    message = refused(model_dir, CheckpointError, "empty.safetensors is empty", "and 5 more", "fetch the model again")
+    assert message.count("is missing") == MAX_PROBLEMS - 1
+
+
+def test_weights_that_are_not_there(model_dir):
+    (model_dir / "model.safetensors").rename(model_dir / "model-00001-of-00002.safetensors")
+    assert len(open_checkpoint(model_dir).shards) == 1  # one file, whatever its name
+    (model_dir / "model-00002-of-00002.safetensors").write_bytes(b"x")
+    refused(model_dir, CheckpointError, "index.json")
+    write_index(model_dir)
+    refused(model_dir, CheckpointError, "weight_map")
+    for file in model_dir.glob("*.safetensors*"):
+        file.unlink()
+    refused(model_dir, CheckpointError, "no weights")
+
+
+def test_imports_neither_torch_nor_the_hub():
+    heavy = "{'torch', 'huggingface_hub', 'gguf', 'numpy'}"
+    code = f"import sys, octavo.checkpoint.resolve, octavo.checkpoint.catalog; print({heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_checkpoint_is_a_value():
+    assert Checkpoint(Path("m"), "safetensors", {"a": 1}) == Checkpoint(Path("m"), "safetensors", {"a": 1}, {}, ())

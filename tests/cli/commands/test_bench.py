@@ -1,0 +1,121 @@
+"""`octavo bench`: what reaches the workloads, which have tests of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octavo.bench import attention, core, serve
+from octavo.bench.args import BenchArgs
+from tests.cli.conftest import Call
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+    monkeypatch.setattr(attention, "main", lambda *args, **options: calls.append(("attention", args, options)))
+    monkeypatch.setattr(core, "main", lambda *args, **options: calls.append(("core", args, options)))
+    return calls
+
+
+def test_core(call: Call, ran: list[Any]) -> None:
+    call("bench", "core")
+    call("bench", "core", "--json")
+    assert ran == [("core", (), {"as_json": False}), ("core", (), {"as_json": True})]
+
+
+def test_attention_says_only_what_was_given(call: Call, ran: list[Any]) -> None:
+    call("bench", "attention")
+    call("bench", "attention", "--variant", "ragged", "--lengths", "9,5", "--block_size", "8", "--json")
+    assert ran == [
+        ("attention", ("all",), {"json": False}),
+        ("attention", ("ragged",), {"json": True, "lengths": [9, 5], "block_size": 8}),
+    ]
+
+
+def test_attention_really_runs(call: Call) -> None:
+    done = call("bench", "attention", "--variant", "ragged", "--lengths", "5,2", "--max-tokens", "2", "--json")
+    assert done.code == 0, done.err
+    assert '"variant": "ragged"' in done.lines[0]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--variant", "ragd"), "did you mean 'ragged'?"),
+        (("--lengths", "3,x"), "lengths are '3,x'"),
+        (("--lengths", "3,0"), "lengths are [3, 0]"),
+        (("--max-tokens", "0"), "max_tokens is 0"),
+    ],
+)
+def test_attention_refuses_what_makes_no_sense(call: Call, args: tuple[str, ...], message: str) -> None:
+    done = call("bench", "attention", *args)
+    assert done.code == 2
+    assert message in done.err
+
+
+def test_without_a_workload_it_lists_them(call: Call) -> None:
+    done = call("bench")
+    assert done.code == 0
+    assert "attention" in done.out
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[BenchArgs]:
+    found: list[BenchArgs] = []
+    monkeypatch.setattr(serve, "main", lambda args, progress: found.append(args))
+    return found
+
+
+def test_serve_takes_command_lines_made_for_vllm(call: Call, loads: list[BenchArgs]) -> None:
+    line = "--backend vllm --dataset-name prefix_repetition --request-rate inf --num_prompts 9 --ignore-eos"
+    line += ' --goodput ttft:200 tpot:50 --metadata a=1 b=2 --extra-body {"seed":3} --port 8001 --save-result'
+    done = call("bench", "serve", *line.split())
+    assert done.code == 0, done.err
+    call("bench", "serve")
+    assert loads == [
+        BenchArgs(
+            backend="vllm",
+            dataset_name="prefix_repetition",
+            num_prompts=9,
+            ignore_eos=True,
+            goodput=["ttft:200", "tpot:50"],
+            metadata=["a=1", "b=2"],
+            extra_body={"seed": 3},
+            port=8001,
+            save_result=True,
+        ),
+        BenchArgs(),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--goodput", "ttft:x"), "--goodput: goodput has 'ttft:x'"),
+        (("ttft:5",), "unexpected extra argument 'ttft:5'"),
+        (("--dataset-name", "sonnet"), "dataset-name"),
+        (("--num-prompt", "5"), "did you mean --num-prompts?"),
+        (
+            ("--base-url", "http://localhost:99999"),
+            "--base-url: base_url is 'http://localhost:99999'; write one such as",
+        ),
+        (("--host", "[::1"), "--host: host is '[::1'; write one such as"),
+        (("--backend", "nobody"), "error: invalid value for '--backend': 'nobody' is not one of"),
+        (("--ramp-up-strategy", "linear"), "vLLM flag --ramp-up-strategy is not supported here"),
+    ],
+)
+def test_serve_refuses_what_makes_no_sense(
+    call: Call, loads: list[BenchArgs], args: tuple[str, ...], message: str
+) -> None:
+    done = call("bench", "serve", *args)
+    assert done.code == 2 and message in done.err
+    assert not loads
+
+
+def test_serve_without_a_server(call: Call) -> None:
+    done = call("bench", "serve", "--port", "1", "--num-prompts", "2")
+    assert done.code == 1
+    assert done.err.startswith("error: the server at http://127.0.0.1:1 does not answer a first request")
+    assert done.err.endswith("start it, or give it time with ready_check_timeout_sec\n")

@@ -1,0 +1,132 @@
+"""`octavo top`: what it says of a server, read from a stream as a server sends it."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from socketserver import StreamRequestHandler, TCPServer
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from octavo.cli.commands.top import shown
+from octavo.view.live.messages import Delta, Snapshot
+from octavo.view.live.publisher import Tap
+from octavo.view.live.state import Picture
+from octavo.view.live.summary import Glance, Row
+from tests.cli.conftest import Call
+from tests.core.lab import SWAP, Lab
+
+KEY = "sk-1"
+
+
+def frames_of_a_busy_server() -> list[Snapshot | Delta]:
+    """Two requests of which one waits for blocks; four steps, a second apart."""
+    lab = Lab(5, 2, rows=4, listen=False, policy=SWAP)
+    now = 0.0
+    tap = Tap(lab.scheduler, clock=lambda: now)
+    frames = [tap.frame()]
+    lab.add("first", [1, 2, 3, 4, 5], 4)
+    lab.add("second", [6, 7, 8, 9, 10], 3)
+    for _ in range(4):
+        now += 1.0
+        lab.step()
+        frames.append(tap.frame(tap.last))
+    return [frame for frame in frames if frame is not None]
+
+
+def picture_of(frames: list[Snapshot | Delta]) -> Picture:
+    first, *rest = frames
+    assert isinstance(first, Snapshot)
+    picture = Picture(first)
+    for frame in rest:
+        picture.apply(frame)
+    return picture
+
+
+def test_a_glance() -> None:
+    glance = Glance.of(picture_of(frames_of_a_busy_server()[:-1]))
+    assert (glance.used, glance.cached, glance.free) == (4, 0, 1)
+    assert (glance.running, glance.waiting, glance.swapped) == (1, 1, 0)
+    assert (glance.prompt_rate, glance.output_rate) == (2.0, 1.0)  # two steps: 5 and 1 positions, 2 of them sampled
+    assert glance.head == "second needs 3 blocks: 2 are free, 0 cached"
+    assert glance.rows == (Row("first", "running", 8, 4, 0), Row("second", "waiting", 5, 0, 0))
+
+
+def test_a_name_is_no_markup() -> None:
+    """A server that is not ours may send anything."""
+    console = Console(file=io.StringIO(), width=100)
+    names = ["[/x]", "[red]a"]
+    rows = tuple(Row(name, "running", 8, 4, 0) for name in names)
+    console.print(shown(Glance(4, 0, 1, 2, 0, 0, 0.0, 0.0, 0.0, 0, 0, "", rows)))
+    assert [line.split()[0] for line in console.file.getvalue().splitlines()[-2:]] == names  # type: ignore[attr-defined]
+
+
+class Stream(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        if self.path != "/view/events" or self.headers["authorization"] != f"Bearer {KEY}":
+            self.send_response(401)
+            self.end_headers()
+            return
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b": keep-alive\n\n")
+        for frame in frames_of_a_busy_server()[:-1]:
+            self.wfile.write(b"event: x\ndata: " + msgspec.json.encode(frame) + b"\n\n")
+        self.wfile.write(b'event: bye\ndata: {"reason":"slow"}\n\n')
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), Stream)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_look_at_a_server(call: Call, url: str) -> None:
+    done = call("top", url, "--once", "--api-key", KEY)
+    assert done.code == 0, done.err
+    text = " ".join(done.out.split())
+    assert "1 tokens/s 2 prompt tokens/s 1 running 1 waiting 0 swapped" in text
+    assert "4 of 5 blocks used, 0 cached" in text
+    assert "second needs 3 blocks: 2 are free, 0 cached" in text
+    assert "first running 8 4 0" in text
+
+
+def test_a_server_that_does_not_answer(call: Call, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OCTAVO_API_KEY", raising=False)
+    assert "wants a key" in call("top", url, "--once").err
+    assert "does not answer" in call("top", "http://127.0.0.1:9", "--once").err
+    assert "is no address" in call("top", "ftp://x").err
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://localhost:abc", "http://localhost:99999", "http://[::1", "http://a b", f"http://{'a' * 70}", "http:///"],
+)
+def test_an_address_that_is_none(call: Call, url: str) -> None:
+    done = call("top", url, "--once")
+    assert done.code == 2 and "it looks like http://127.0.0.1:8000" in done.err
+
+
+def test_a_server_that_speaks_no_http(call: Call) -> None:
+    class Greeting(StreamRequestHandler):
+        def handle(self) -> None:
+            while self.rfile.readline().strip():
+                pass
+            self.wfile.write(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+    with TCPServer(("127.0.0.1", 0), Greeting) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        done = call("top", f"http://127.0.0.1:{server.server_address[1]}", "--once")
+        thread.join()
+    assert done.code == 1 and r"does not speak HTTP: 'SSH-2.0-OpenSSH_9.6\r\n'" in done.err

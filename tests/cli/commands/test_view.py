@@ -1,0 +1,132 @@
+"""`octavo view`: recordings of every kind, and what it refuses."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from octavo.serve import view_server
+from octavo.view.recording.frames import Replay, read_frames
+from tests.cli.conftest import Call
+
+TRACE = [
+    {"timestamp": 0, "input_length": 40, "output_length": 30, "hash_ids": [1]},
+    {"timestamp": 5, "input_length": 40, "output_length": 30, "hash_ids": [1]},
+    {"timestamp": 900, "input_length": 20, "output_length": 9, "hash_ids": [2]},
+]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in TRACE))
+    return path
+
+
+def test_a_trace_is_simulated_and_saved(call: Call, trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.frames"
+    assert call("view", str(trace), "--num-gpu-blocks-override", "20", "--save", str(out)).code == 0
+    replay = Replay(read_frames(out))
+    summary = replay.summary()
+    assert summary["num_blocks"] == 20 and replay.duration_s > 0.9
+    assert max(look[1] for look in summary["used"]) > 3
+    finished = {
+        event["request_id"]
+        for frame in replay.frames(-1, replay.duration_s)[0]
+        for event in frame.events
+        if event["event"] == "finished"
+    }
+    assert finished == {"0", "1", "2"}
+
+
+def test_what_is_saved_is_whole_or_what_was_there_stays(call: Call, trace: Path, tmp_path: Path) -> None:
+    """Also where a link leads, and a recording is not written over while it is read."""
+    out, link, other = (tmp_path / name for name in ("out.frames", "link.frames", "other.frames"))
+    link.symlink_to(out)
+    assert call("view", str(trace), "--num-gpu-blocks-override", "20", "--save", str(link)).code == 0
+    was = out.read_bytes()
+    assert link.is_symlink() and was.count(b"\n") > 3
+    for name in (out, link):
+        done = call("view", str(out), "--save", str(name))
+        assert done.code == 2 and "which is what is read; choose another name" in done.err
+    other.write_bytes(was[:-9] + b"\n")
+    assert "is no frame" in call("view", str(other), "--save", str(out)).err
+    assert out.read_bytes() == was
+    assert sorted(tmp_path.iterdir()) == sorted((trace, out, link, other))
+
+
+def test_a_trace_may_be_gzipped(call: Call, trace: Path, tmp_path: Path) -> None:
+    out, packed, again = tmp_path / "out.frames", tmp_path / "trace.jsonl.gz", tmp_path / "again.frames"
+    packed.write_bytes(gzip.compress(trace.read_bytes()))
+    for source, target in ((trace, out), (packed, again)):
+        assert call("view", str(source), "--num-gpu-blocks-override", "20", "--save", str(target)).code == 0
+    assert len(out.read_bytes().splitlines()) == len(again.read_bytes().splitlines()) > 2
+
+
+def test_what_is_saved_goes_into_a_pipe(call: Call, trace: Path, tmp_path: Path) -> None:
+    out, pipe = tmp_path / "out.frames", tmp_path / "pipe"
+    assert call("view", str(trace), "--num-gpu-blocks-override", "20", "--save", str(out)).code == 0
+    out.write_bytes(first := out.read_bytes().splitlines(keepends=True)[0])
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert call("view", str(out), "--save", str(pipe)).code == 0
+        assert os.read(reader, 1 << 16) == first and pipe.is_fifo()
+    finally:
+        os.close(reader)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["none.frames"], "no file 'none.frames'"),
+        (["--host", "0.0.0.0"], "is not of this machine"),
+        (["{trace}", "--attach", "tcp://127.0.0.1:1"], "give one"),
+        (["--metrics", "http://127.0.0.1/metrics"], "goes with --attach"),
+        (["--attach", "tcp://127.0.0.1:1", "--metrics", "file:///etc/passwd"], "goes with --attach"),
+        (["--attach", "nowhere"], "it looks like tcp://"),
+        (["--replay-endpoint", "tcp://127.0.0.1:1"], "goes with --attach"),
+        (["--attach", "tcp://127.0.0.1:1", "--replay-endpoint", "nowhere"], "it looks like tcp://"),
+        (["{trace}.frames"], "is no frame"),
+        (["--attach", "tcp://127.0.0.1:1", "--metrics", "http://127.0.0.1:abc/metrics"], "goes with --attach"),
+        (["--attach", "tcp://127.0.0.1:1", "--metrics", "http://127.0.0.1:99999/metrics"], "goes with --attach"),
+        (["--save", "out.frames"], "save writes down what a FILE holds"),
+        (["--attach", "tcp://127.0.0.1:1", "--save", "out.frames"], "save writes down what a FILE holds"),
+        (["{trace}", "--save", "nowhere/out.frames"], "nowhere: No such file or directory"),
+        (["{trace}.frames", "--block-size", "8"], "--block-size has no part in a recording"),
+        (["--requests", "4"], "--requests has no part in the playground"),
+        (["--attach", "tcp://127.0.0.1:1", "--gpu", "l4"], "--gpu has no part in what a server tells"),
+    ],
+)
+def test_what_makes_no_sense(
+    call: Call, trace: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    monkeypatch.setattr(view_server, "run", lambda *args: None)  # what is not refused is not waited for
+    trace.with_name("trace.jsonl.frames").write_text("frames\n")
+    done = call("view", *(a.replace("{trace}", str(trace)) for a in arguments))
+    assert done.code == 2 and said in done.err and done.err.count("\n") == 1
+
+
+def test_it_serves_until_it_is_told_to_leave(trace: Path) -> None:
+    command = [sys.executable, "-m", "octavo.cli.main", "view", str(trace), "--num-gpu-blocks-override", "20"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
+            assert re.fullmatch(r"http://127\.0\.0\.1:\d+/view/", url)
+            with urllib.request.urlopen(url + "replay", timeout=60) as answer:
+                told = json.load(answer)
+            assert told["title"] == "trace.jsonl" and told["num_blocks"] == 20
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()

@@ -1,0 +1,112 @@
+"""Engine clients for tests, and what must be left of one when it has gone: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import RequestOutput, SamplingParams
+from octavo.core.request import Request
+from octavo.engine.process.supervisor import ENGINE, Limits
+from octavo.frontend.engine_client import EngineClient
+from tests.proof import oracle
+from tests.serve.loop import run as run  # with the clients, for those who test one
+
+OPTIONS: dict[str, Any] = {"block_size": 4, "num_gpu_blocks_override": 200, "max_num_seqs": 16}
+IMPATIENT = Limits(silence_s=2.5, step_s=2.5, retry_s=0.05)
+"""For tests in which an engine hangs. On a busy machine, one that does not may be as silent, and is started again."""
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For sockets, so that those of others are not taken for what a test left behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
+def oracle_client(
+    model: str, *, limits: Limits | None = None, options: dict[str, Any] | None = None, **faults: Any
+) -> EngineClient:
+    command = (sys.executable, str(Path(__file__).parents[2] / "proof" / "oracle_engine.py"), json.dumps(faults))
+    return EngineClient(model, command=command, limits=limits, **(OPTIONS | (options or {})))
+
+
+def real_client(model: str, *, limits: Limits | None = None, **options: Any) -> EngineClient:
+    return EngineClient(model, command=ENGINE, limits=limits, **(OPTIONS | {"dtype": "float32"} | options))
+
+
+@contextlib.asynccontextmanager
+async def serving(client: EngineClient) -> AsyncIterator[EngineClient]:
+    """Between tests that come to an end, its engine is at rest; after it, nothing of any of its engines is left."""
+    with nothing_left():
+        async with client:
+            yield client
+            if client.is_running:
+                assert not client._streams
+                stats = await client.kv_stats()
+                assert stats.num_used == 0 and stats.num_host_used == 0
+
+
+@contextlib.contextmanager
+def nothing_left() -> Iterator[None]:
+    before = residue()
+    yield
+    assert residue() <= before
+
+
+def residue() -> set[str]:
+    """Directories of sockets, and children of this process."""
+    directories = {str(path) for path in Path(tempfile.gettempdir()).glob("octavo-*")}
+    children = {f"child {pid}" for pid in children_of(os.getpid())}
+    return directories | children
+
+
+def children_of(pid: int) -> set[int]:
+    found = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):
+            found |= {int(child) for child in (task / "children").read_text().split()}
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Also false of a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+async def until(ready: Callable[[], Any], limit_s: float = 90) -> float:
+    """Seconds that it took."""
+    begin = time.monotonic()
+    while not ready():
+        assert time.monotonic() - begin < limit_s, "it did not come to that"
+        await asyncio.sleep(0.005)
+    return time.monotonic() - begin
+
+
+async def last_of(client: EngineClient, prompt: Any, params: Any, **options: Any) -> RequestOutput:
+    outputs = [output async for output in client.generate(prompt, params, **options)]
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    return outputs[-1]
+
+
+def answers(prompt: list[int], params: SamplingParams) -> list[list[int]]:
+    """What the oracle's model says to a prompt, sample by sample."""
+    request = Request("", prompt, params)
+    return [tokens[len(prompt) :] for _, tokens in oracle.reference(request)]
+
+
+def tokens_of(output: RequestOutput) -> list[list[int]]:
+    return [completion.token_ids for completion in output.outputs]

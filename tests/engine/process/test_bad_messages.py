@@ -1,0 +1,476 @@
+"""Messages between the engine's process and its client that are garbage, cut, doubled, lost, or of wrong types, ranges
+and ids: over the socket of a real process, on uvloop. At most the request that one names fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from octavo import SamplingParams
+from octavo.engine.beam_search import BeamSearchParams, Hypothesis
+from octavo.engine.process.ipc import (
+    Abort,
+    Add,
+    Answer,
+    Ask,
+    Channel,
+    Facts,
+    Failed,
+    Hello,
+    Ready,
+    Refusal,
+    Sample,
+    Step,
+    Stop,
+    Update,
+    endpoint_in,
+    pack,
+    read_commands,
+    read_report,
+)
+from octavo.engine.process.supervisor import EngineProcess
+from octavo.errors import EngineError, ParameterError, PromptError, RequestFailedError
+from octavo.frontend.client_request import Mirror
+from octavo.frontend.engine_client import MAX_LOSSES, EngineClient
+from tests.engine.process.engines import (  # noqa: F401
+    answers,
+    last_of,
+    oracle_client,
+    own_directory,
+    real_client,
+    serving,
+    tokens_of,
+    until,
+)
+from tests.engine.process.test_supervisor import PARAMS, expected, many, prompt
+from tests.serve.loop import run
+
+LONGER = SamplingParams(max_tokens=100, seed=1)
+encode = msgspec.msgpack.encode
+
+
+def process_of(client: EngineClient) -> EngineProcess:
+    process = client._supervisor._process
+    assert process is not None
+    return process
+
+
+def say(client: EngineClient, *parts: bytes) -> None:
+    """Raw, to the engine."""
+    channel = process_of(client)._channel
+    channel._socket.send_multipart(parts, zmq.NOBLOCK)
+    asyncio.get_running_loop().call_soon(channel._drain)  # sending may have swallowed the signal that something came
+
+
+async def at_rest(client: EngineClient) -> None:
+    while (await client.kv_stats()).num_used:
+        await asyncio.sleep(0.01)
+
+
+async def ends_of(*tasks: Any) -> list[Any]:
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def mutated(data: bytes, chance: random.Random) -> bytes:
+    """Cut, or with bytes that are changed, doubled or left out."""
+    kind = chance.randrange(4)
+    if kind == 0:
+        return data[: chance.randrange(len(data))]
+    changed = bytearray(data)
+    for _ in range(chance.randint(1, 3)):
+        at = chance.randrange(len(changed))
+        changed[at : at + 1] = [bytes([chance.randrange(256)]), b"", changed[at : at + 1] * 2][kind - 1]
+    return bytes(changed)
+
+
+GARBAGE = [
+    b"",
+    b"\xc1",
+    b"\x90",
+    b"\xdd\xff\xff\xff\xff",
+    b"\x91" * 5000,
+    b"\x91\x92\xa3add\xa2\xff\xfe",
+    b"\0" * 70000,
+]
+P = pack([1, 2, 3])
+COMMANDS: list[Any] = [
+    Add("f0", P, {"max_tokens": 4}, False, 7),
+    Add("f1", P, {"max_tokens": 4, "n": 2, "logprobs": 1, "stop_token_ids": [3]}, False, -5, 1, b"salt"),
+    Add("f2", P, {"beam_width": 2, "max_tokens": 4}, True),
+    Add("f3", P, {"max_tokens": 9}, False, 0, 0, b"", {0: pack([1, 2])}),
+    Abort("f0"),
+    Stop("f1", 1),
+    Ask(10**6, "kv_stats"),
+    Ask(10**6, "debug_request", "f0"),
+]
+WRONG: list[Any] = [
+    ["add", "w0", P, {"max_tokens": 4}, False, 1 << 63],
+    ["add", "w1", P, {"max_tokens": 4}, False, -(1 << 63), 1 << 60],
+    ["add", "w2", b"abc", {}],
+    ["add", "w3", b"", {}],
+    ["add", "w4", pack([-1, 1 << 30]), {}],
+    ["add", "w5", P, {"n": -1}],
+    ["add", "w6", P, {"detokenize": True, "stop_strings": []}],
+    ["add", "w7", P, {"logit_bias": [[[1]]], "seed": {}}],
+    ["add", "w8", P, {"max_tokens": 4}, True],
+    ["add", "w9", P, {"max_tokens": 4}, False, 0, 0, b"", {9: pack([1])}],
+    ["add", "w10", P, {"max_tokens": 4}, False, 0, 0, b"", {0: b""}],
+    ["add", "w11", P, {"max_tokens": 4}, False, 0, 0, b"", {0: pack([1] * 9)}],
+    ["add", "w12", P, {"max_tokens": 4}, False, 0, 0, b"", {0: pack([9999])}],
+    ["add", "w13", P, {"beam_width": 2, "max_tokens": 4}, True, 0, 0, b"", {0: pack([1])}],
+    ["add", "w14", P, {"structured_outputs": {"regex": 5}}],
+    ["add", "w15", "text", {}, 3],
+    ["add", "w16", P, {"max_tokens": 4}, False, 0, 0, b"", None, True],
+    ["add", "pin:w17", P, {"max_tokens": 4}, False, 0, 0, b"", None, True],
+    ["add", "pin:w18", P, {"max_tokens": 1, "n": 2}, False, 0, 0, b"", {0: pack([1])}, True],
+    ["add", 5, P, {}],
+    ["add"],
+    ["stop", "nobody", -1],
+    ["stop", "nobody", 1 << 40],
+    ["abort", None],
+    ["abort", "nobody"],
+    ["ask", -1, "kv_stats"],
+    ["ask", 10**6, "no such question"],
+    ["ask", 10**6, "unpin", "nothing"],
+    ["launch"],
+    [],
+    7,
+]
+
+
+@pytest.mark.parametrize("make", [oracle_client, real_client])
+def test_bad_commands_end_no_engine_and_no_other_request(model: str, make: Callable[[str], EngineClient]) -> None:
+    chance = random.Random(1)
+
+    async def main() -> None:
+        async with serving(make(model)) as client:
+            wanted = await many(client, 6, LONGER)
+            pid = client.pid
+            good = asyncio.ensure_future(many(client, 6, LONGER))
+            while not good.done():
+                for data in GARBAGE:
+                    say(client, data)
+                say(client, encode([Abort("nobody")]), b"\xc1", b"")
+                say(client, encode(WRONG))
+                for _ in range(30):
+                    say(client, chance.randbytes(chance.randrange(60)))
+                    say(client, mutated(encode(chance.choices(COMMANDS, k=chance.randint(1, 3))), chance))
+                await asyncio.sleep(0.02)
+            assert await good == wanted
+            await at_rest(client)
+            assert await many(client, 6, LONGER) == wanted
+            assert client.pid == pid and client.health().num_restarts == 0
+            assert (await client.stats()).engine.num_bad_messages > 50
+            await at_rest(client)
+
+    run(main())
+
+
+def test_a_doubled_command_leaves_the_running_request_alone(model: str) -> None:
+    async def main() -> None:
+        async with serving(oracle_client(model, step_s=0.002)) as client:
+            task = asyncio.ensure_future(last_of(client, prompt(0), PARAMS, request_id="mine"))
+            await until(lambda: client._streams and client._streams["mine"].begun)
+            say(client, encode([Add("mine", P, {}), ["add", "mine", "no bytes", {}], Add("mine", b"x", {})]))
+            assert tokens_of(await task) == answers(prompt(0), PARAMS)
+            await until(lambda: client._stats.engine.num_bad_messages == 3)
+
+    run(main())
+
+
+def test_requests_go_on_while_messages_come_faster_than_they_are_read(model: str) -> None:
+    async def main() -> None:
+        async with serving(oracle_client(model)) as client:
+            good = asyncio.ensure_future(many(client, 3))
+            begin = time.monotonic()
+            while not good.done() and time.monotonic() - begin < 20:
+                say(client, *[encode([["abort", None]] * 20)] * 4)
+                await asyncio.sleep(0.001)
+            assert good.done() and await good == expected(3)
+
+    run(main())
+
+
+def test_a_message_that_fails_keeps_none_behind_it_unread() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        complaints: list[Any] = []
+        loop.set_exception_handler(lambda loop, context: complaints.append(context["exception"]))
+        with tempfile.TemporaryDirectory() as directory:
+            here = Channel(bind=endpoint_in(directory))
+            there = Channel(connect=endpoint_in(directory))
+            read: list[Any] = []
+
+            def take(data: bytes) -> None:
+                read.append(msgspec.msgpack.decode(data))
+                if read[-1] == 1:
+                    raise RuntimeError("a bug")
+
+            here.attach(loop, take)
+            for number in range(5):
+                there.send(number)
+            await until(lambda: len(read) == 5)
+            here.close()
+            there.close()
+        assert read == [0, 1, 2, 3, 4] and [str(e) for e in complaints] == ["a bug"]
+
+    run(main())
+
+
+def test_a_bad_command_fails_the_request_that_it_names(model: str) -> None:
+    """With a clear error; what follows in the same message counts."""
+
+    async def main() -> None:
+        async with serving(oracle_client(model, step_s=0.002)) as client:
+            good = asyncio.ensure_future(many(client))
+            task = asyncio.ensure_future(last_of(client, prompt(0), LONGER, request_id="mine"))
+            await until(lambda: "mine" in client._streams and client._streams["mine"].begun)
+            say(client, encode([["stop", "mine", -1], Ask(10**6, "kv_stats")]))
+            with pytest.raises(RequestFailedError, match="a command of request 'mine' cannot be used") as caught:
+                await task
+            assert caught.value.code == "bad_message"
+            assert await good == expected()
+
+    run(main())
+
+
+# -- the client's end --------------------------------------------------------------------------------------------------
+
+
+def bad_updates(name: str) -> list[Any]:
+    """Each of which no engine can tell of a request with one sample."""
+    return [
+        [name, [[1, [3], "", None, None, 0]]],
+        [name, [[127, [3], "stop", None, None, 0]], True],
+        [name, [[1 << 40, [3]]]],
+        [name, [[-1, [3]]]],
+        [name, [[0, [1 << 31]]]],
+        [name, [[0, [-4]]]],
+        [name, [[0, [96 + 1], "", None, None, 1]]],
+        [name, [[0, [3], "because"]]],
+        [name, [[0, "text"]]],
+        [name, [], True],
+        [name, [[0, [], "", None, [[0.5, 1, [], []]] * 3, 1]]],
+        [name, None],
+        [name],
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(bad_updates(""))))
+def test_a_bad_update_fails_its_request_and_hangs_none(model: str, number: int) -> None:
+    async def main() -> None:
+        async with serving(oracle_client(model, step_s=0.002)) as client:
+            good = asyncio.ensure_future(many(client))
+            task = asyncio.ensure_future(last_of(client, prompt(0), LONGER, request_id="bad"))
+            await until(lambda: "bad" in client._streams and client._streams["bad"].begun)
+            process_of(client)._take_in(encode(["step", [bad_updates("bad")[number]], [], []]))
+            with pytest.raises(RequestFailedError, match="'bad' cannot be used and is dropped") as caught:
+                await task
+            assert caught.value.code == "bad_message"
+            assert await good == expected()
+            assert tokens_of(await last_of(client, prompt(0), PARAMS, request_id="bad")) == answers(prompt(0), PARAMS)
+            assert (await client.stats()).engine.num_bad_messages == 1
+
+    run(main())
+
+
+def test_an_update_from_the_future_changes_nothing(model: str) -> None:
+    """Tokens before it may be lost; the engine is asked, and they are not."""
+
+    async def main() -> None:
+        async with serving(oracle_client(model, step_s=0.002)) as client:
+            task = asyncio.ensure_future(last_of(client, prompt(0), LONGER, request_id="a"))
+            await until(lambda: "a" in client._streams and client._streams["a"].begun)
+            process_of(client)._take_in(encode(["step", [["a", [[0, [3], "", None, None, 250]]]], [], []]))
+            assert tokens_of(await task) == answers(prompt(0), LONGER)
+            assert (await client.stats()).engine.num_bad_messages == 1
+
+    run(main())
+
+
+def test_bad_reports_end_no_client_and_no_other_request(model: str) -> None:
+    chance = random.Random(2)
+    reports: list[Any] = [Hello(), Failed("ModelError", "no"), Ready(97, 128, [2], 20, {}), Step([], [], [])]
+    victims = [f"v{i}" for i in range(6)]
+
+    async def main() -> None:
+        async with serving(oracle_client(model, step_s=0.002)) as client:
+            good = asyncio.ensure_future(many(client, 6, LONGER))
+            bad = [
+                asyncio.ensure_future(last_of(client, prompt(i), LONGER, request_id=v)) for i, v in enumerate(victims)
+            ]
+            await until(lambda: all(v in client._streams and client._streams[v].begun for v in victims))
+            hear = process_of(client)._take_in
+            while not good.done():
+                for data in (*GARBAGE, *map(encode, WRONG)):
+                    hear(data)
+                for _ in range(20):
+                    hear(chance.randbytes(chance.randrange(60)))
+                    hear(mutated(encode(chance.choice(reports)), chance))
+                    sample = Sample(chance.randrange(3), [chance.randrange(97)], "", None, None, chance.randrange(40))
+                    facts = Facts(1, 2, 0.5, "", [Hypothesis(-1.0, -2.0, [1], "stop", [])])
+                    step = Step(
+                        [Update(chance.choice(victims), [sample], False, facts)],
+                        [Refusal("nobody", "ValueError", "x")],
+                        [Answer(10**6, 1)],
+                    )
+                    hear(mutated(encode(step), chance))
+                await asyncio.sleep(0.01)
+            assert await good == expected(6, LONGER)
+            ends = await ends_of(*bad)
+            assert any(isinstance(end, RequestFailedError) for end in ends)
+            for i, end in enumerate(ends):
+                assert isinstance(end, RequestFailedError) or tokens_of(end) == answers(prompt(i), LONGER)
+            assert client.health().num_restarts == 0
+            assert await many(client) == expected()
+
+    run(main())
+
+
+@pytest.mark.parametrize("direction", ["to the engine", "from the engine"])
+def test_what_lost_messages_held_is_told_again(model: str, direction: str) -> None:
+    """A part of the messages comes as garbage, with all that they held: tokens, ends, answers, new requests, aborts."""
+    chance = random.Random(3)
+
+    async def main() -> None:
+        async with serving(oracle_client(model, step_s=0.002)) as client:
+            process = process_of(client)
+            hear, send = process._take_in, process._channel.send
+            num_lost = num_lost_in_turn = 0
+
+            def lossy(data: bytes) -> bytes:
+                nonlocal num_lost, num_lost_in_turn
+                # One message to the engine adds all requests of a turn: lost more often, it fails all of them.
+                is_sent = direction == "to the engine"
+                if chance.random() < (0.3 if is_sent else 0.04) and not (is_sent and num_lost_in_turn == MAX_LOSSES):
+                    num_lost, num_lost_in_turn = num_lost + 1, num_lost_in_turn + 1
+                    return data[: chance.randrange(len(data))]
+                return data
+
+            if direction == "from the engine":
+                process._channel._on_data = lambda data: hear(lossy(data))
+            else:
+                process._channel.send = lambda message: say(client, lossy(encode(message)))  # type: ignore[method-assign]
+            losers = 0
+            for turn in range(12):
+                num_lost_in_turn = 0
+                samples = SamplingParams(
+                    n=3, max_tokens=40, seed=3, stop_token_ids=[4], logprobs=0 if turn % 2 else None
+                )
+                beams = BeamSearchParams(beam_width=2, max_tokens=6)
+                ends = await ends_of(
+                    *(last_of(client, prompt(i), PARAMS) for i in range(8)),
+                    last_of(client, prompt(9), samples),
+                    last_of(client, prompt(9), beams),
+                )
+                wanted = [answers(prompt(i), PARAMS) for i in range(8)] + [answers(prompt(9), samples)]
+                for end, want in zip(ends, wanted, strict=False):
+                    if isinstance(end, RequestFailedError):
+                        losers += 1  # its messages were lost again and again
+                    else:
+                        assert tokens_of(end) == want
+                assert not isinstance(ends[-1], Exception) or isinstance(ends[-1], RequestFailedError)
+                await client.kv_stats()
+            assert num_lost > 5 and losers <= 3
+            process._channel._on_data = hear
+            process._channel.send = send  # type: ignore[method-assign]
+            await until(lambda: not client._ending)
+            await at_rest(client)
+
+    run(main())
+
+
+def test_a_bad_beat_is_dropped(model: str) -> None:
+    async def main() -> None:
+        async with serving(oracle_client(model)) as client:
+            process = process_of(client)
+            beats = [b"\xc1", b"\x90\x90", encode([-1]), encode([1, -2.0]), encode(["x"])]
+            receive = process._lifeline.receive
+            process._lifeline.receive = lambda *, wait=True: beats.pop() if beats else receive(wait=wait)  # type: ignore[method-assign]
+            await until(lambda: not beats)
+            assert await many(client, 2) == expected(2)
+            assert client.health().num_restarts == 0
+            assert (await client.stats()).engine.num_bad_messages == 5
+
+    run(main())
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def test_parts_that_can_be_read_count() -> None:
+    commands, bad = read_commands(encode([Abort("a"), ["stop", "b", -1], Ask(1, "x"), ["add", "c"], 5]))
+    assert commands == [Abort("a"), Ask(1, "x")]
+    assert [(b.request_id, b.is_add) for b in bad] == [("b", False), ("c", True), (None, False)]
+    report, bad = read_report(encode(["step", [["a", []], ["b", 5]], [["c", "ValueError"]], [[1, "x"], [-1]], None]))
+    assert isinstance(report, Step)
+    assert [u.request_id for u in report.updates] == ["a"] and [a.number for a in report.answers] == [1]
+    assert [b.request_id for b in bad] == ["b", "c", None]
+
+
+def test_a_bad_message_is_named_in_one_short_line() -> None:
+    _, (bad,) = read_commands(encode([["stop", "x\n" * 9000, "y" * 9000]]))
+    assert "\n" not in str(bad) and len(str(bad)) < 400
+
+
+def test_a_mirror_takes_in_nothing_of_a_bad_update() -> None:
+    mirror = Mirror("a", [1, 2], SamplingParams(n=2, seed=1, max_tokens=5), seed=0, vocab_size=10)
+    mirror.take_in(Update("a", [Sample(0, [3]), Sample(1, [4])]))
+    with pytest.raises(ValueError, match="it goes on at token 0 of sample 1"):
+        mirror.take_in(Update("a", [Sample(0, [5], position=1), Sample(1, [4])]))
+    assert [c.token_ids for c in mirror.output().outputs] == [[3], [4]]
+
+
+@pytest.mark.parametrize("guilty", [0, 5, 7])
+def test_a_request_that_kills_engines_is_found_by_halves(model: str, guilty: int) -> None:
+    """Eight engines are more than it takes, and only the guilty request fails."""
+
+    async def main() -> None:
+        async with serving(oracle_client(model, poison=50, step_s=0.001)) as client:
+            prompts = [[1, 2, 50, 3] if i == guilty else prompt(i) for i in range(8)]
+            ends = await ends_of(*(last_of(client, p, PARAMS) for p in prompts))
+            assert isinstance(ends[guilty], RequestFailedError) and "engines died over it" in str(ends[guilty])
+            for i, end in enumerate(ends):
+                assert i == guilty or tokens_of(end) == answers(prompts[i], PARAMS)
+            assert client.health().num_restarts <= 8
+            assert not client._suspects
+
+    run(main())
+
+
+def test_requests_of_an_engine_that_is_given_up_are_unavailable(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it was given up for: a later request did nothing wrong."""
+
+    async def main() -> None:
+        async with serving(oracle_client(model)) as client:
+            client._on_failed(ParameterError("the model directory has gone", param="model"))
+            for error in (PromptError("x"), EngineError("y")):
+                client._on_failed(error)  # the first counts
+            with pytest.raises(EngineError, match="the model directory has gone") as caught:
+                await last_of(client, prompt(0), PARAMS)
+            assert type(caught.value) is EngineError
+
+    run(main())
+
+
+def test_an_engine_that_is_killed_while_messages_are_bad_is_replaced(model: str) -> None:
+    async def main() -> None:
+        async with serving(oracle_client(model, step_s=0.004)) as client:
+            task = asyncio.ensure_future(many(client))
+            await until(lambda: any(s.begun for s in client._streams.values()))
+            process_of(client)._take_in(b"\xc1")
+            say(client, b"\xc1")
+            os.kill(client.pid or 0, signal.SIGKILL)
+            assert await task == expected()
+
+    run(main())

@@ -1,0 +1,194 @@
+"""What clients of `octavo serve` get when its engine fails, for good or for one request: over raw sockets to the
+processes that its users start."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.models import make_talking_checkpoint
+from tests.engine.process.engines import children_of, own_directory, run  # noqa: F401
+from tests.proof.server_trials import Server
+from tests.serve.wire import Answer, Wire
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+GROWS = "(" * 30 + "a" + "{1,9})" * 30
+"""It compiles, and after a few tokens its automaton is larger than one may be."""
+GROWS_LATE = "((a?b?c?d?){200}){200}"
+"""After some dozens."""
+ORACLE = str(Path(__file__).with_name("oracle_server.py"))
+
+
+@contextlib.asynccontextmanager
+async def server_of(model: Path, program: tuple[str, ...] = ("-m", "octavo.cli.main")) -> AsyncIterator[Server]:
+    told = ("serve", str(model), "--port", "0", "--api-key", "key", "--block-size", "4", "--max-num-seqs", "16")
+    server = Server([sys.executable, *program, *told, "--num-gpu-blocks-override", "2100"])
+    try:
+        await server.ready()
+        yield server
+    finally:
+        server.process.send_signal(signal.SIGTERM)
+        try:
+            assert await server.left(30) is not None
+        finally:
+            server.process.kill()
+            server.process.wait()
+        text = server.log.read_text()
+        server.log.unlink()
+    assert "Traceback" not in text or program[0] == ORACLE, text
+
+
+def engine_of(server: Server) -> int:
+    names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children_of(server.process.pid)}
+    (pid,) = [pid for pid, name in names.items() if b"engine_process" in name]
+    return pid
+
+
+async def ask(server: Server, body: Any = None, path: str = COMPLETIONS, **options: Any) -> Answer:
+    wire = Wire(server.port)
+    try:
+        return await wire.ask(body, path, **options)
+    finally:
+        wire.close()
+
+
+def error_of(answer: Answer) -> dict[str, Any]:
+    error: dict[str, Any] = json.loads(answer.body)["error"]
+    return error
+
+
+def made(directory: Path, **sizes: Any) -> Path:
+    directory.mkdir()
+    make_talking_checkpoint(directory, **sizes)
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (directory / "chat_template.jinja").write_text(template)
+    return directory
+
+
+def test_an_engine_that_is_given_up_is_unavailable(tmp_path: Path) -> None:
+    """Its model's directory has gone, so no other takes its place; nobody reads that one is started, or a path."""
+    model = made(tmp_path / "secret", max_position_embeddings=4096)
+
+    async def main() -> None:
+        async with server_of(model) as server:
+            begun = asyncio.Event()
+            long = {"prompt": "Hello", "max_tokens": 4000, "ignore_eos": True}
+            stream = asyncio.ensure_future(ask(server, long | {"stream": True}, on_data=lambda data: begun.set()))
+            whole = asyncio.ensure_future(ask(server, long))
+            await asyncio.wait_for(begun.wait(), 60)
+            shutil.rmtree(model)
+            os.kill(engine_of(server), signal.SIGKILL)
+            while (await ask(server, path="/ready")).status != 503:
+                await asyncio.sleep(0.01)
+            assert (await ask(server, path="/health")).status == 200  # it may come back
+            waiting = asyncio.ensure_future(ask(server, {"prompt": "Hello", "max_tokens": 2}))
+            cut = await stream
+            assert cut.status == 200 and cut.code == "engine_unavailable"
+            assert cut.body.endswith(b"data: [DONE]\n\n")
+            failed = [await whole, await waiting]
+            ready, health = [await ask(server, path=path) for path in ("/ready", "/health")]
+            assert (ready.status, health.status) == (503, 503) and "retry-after" in ready.headers
+            assert "the engine has failed" in json.loads(ready.body)["reason"]
+            chat = {"messages": [{"role": "user", "content": "Hello"}]}
+            for path, body in [
+                (COMPLETIONS, {"prompt": "Hello"}),
+                (COMPLETIONS, {"prompt": ["a", "b"], "stream": True}),
+                (CHAT, chat),
+                (CHAT, chat | {"stream": True}),
+                ("/v1/responses", {"input": "Hello"}),
+                ("/v1/responses", {"input": "Hello", "stream": True}),
+                ("/debug/kv", None),
+                ("/debug/requests/x", None),
+            ]:
+                failed.append(await ask(server, body, path))
+            for answer in failed:
+                error = error_of(answer)
+                assert (answer.status, error["code"], error["type"]) == (503, "engine_unavailable", "server_error")
+                assert "is not started again" in error["message"] and int(answer.headers["retry-after"]) > 0
+            bye = await ask(server, path="/view/events")
+            for answer in [cut, ready, bye, *failed]:
+                shown = b"".join(line for line in answer.body.splitlines() if b'"choices"' not in line)
+                assert b"secret" not in shown and b"restarting" not in shown and b"is started again" not in shown
+
+    run(main())
+
+
+def test_a_grammar_that_grows_too_large_ends_its_own_request_alone(tmp_path: Path) -> None:
+    """With 400 before the first byte, and with an error in a stream after it."""
+    model = made(tmp_path / "model", max_position_embeddings=1024)
+
+    async def main() -> None:
+        async with server_of(model) as server:
+            plain = {"prompt": "Hello", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+            wanted = json.loads((await ask(server, plain)).body)["choices"]
+            grows = {"prompt": "Hello", "max_tokens": 400, "ignore_eos": True, "structured_outputs": {"regex": GROWS}}
+            late = grows | {"stream": True, "structured_outputs": {"regex": GROWS_LATE}}
+            statuses = []
+            while 200 not in statuses:  # on a busy machine, the error may overtake the first byte
+                assert len(statuses) < 10, statuses
+                neighbours = [asyncio.ensure_future(ask(server, plain)) for _ in range(4)]
+                whole, stream = await asyncio.gather(ask(server, grows), ask(server, late))
+                error = error_of(whole)
+                assert (whole.status, error["code"], error["type"], error["param"]) == (
+                    400,
+                    "grammar_too_complex",
+                    "invalid_request_error",
+                    "structured_outputs",
+                )
+                statuses.append(stream.status)
+                assert stream.code == "grammar_too_complex"
+                if stream.status == 200:
+                    assert stream.body.endswith(b"data: [DONE]\n\n")
+                    events = [e for e in stream.events if isinstance(e, dict) and "choices" in e]
+                    assert set("".join(e["choices"][0]["text"] for e in events)) <= set("abcd")
+                for neighbour in await asyncio.gather(*neighbours):
+                    assert json.loads(neighbour.body)["choices"] == wanted
+            assert await server.at_rest()
+
+    run(main())
+
+
+def test_a_template_variable_of_a_reserved_name_is_refused(tmp_path: Path) -> None:
+    model = made(tmp_path / "model")
+
+    async def main() -> None:
+        async with server_of(model) as server:
+            chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+            asked = [(CHAT, chat), ("/v1/responses", {"input": "Hello", "max_output_tokens": 16})]
+            asked.append(("/tokenize", {"messages": chat["messages"]}))
+            for path, body in asked:
+                for name in ("self", "messages", "template", "kwargs", "__class__"):
+                    answer = await ask(server, body | {"chat_template_kwargs": {name: "x"}}, path)
+                    error = error_of(answer)
+                    assert (answer.status, error["param"]) == (400, "chat_template_kwargs") and name in error["message"]
+                answer = await ask(server, body | {"chat_template_kwargs": {"thinking": True}}, path)
+                assert answer.status == 200, answer.body
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", ["/debug/kv", "/debug/requests/x"])
+def test_a_question_that_the_engine_fails_on_fails_alone(tmp_path: Path, path: str) -> None:
+    model = made(tmp_path / "model")
+    faults = json.dumps({"no_answer": ["debug_kv", "debug_request"]})
+
+    async def main() -> None:
+        async with server_of(model, (ORACLE, faults)) as server:
+            answer = await ask(server, path=path)
+            error = error_of(answer)
+            assert (answer.status, error["code"], error["type"]) == (500, "internal_error", "server_error")
+            assert "the engine has failed" not in error["message"] and b"home" not in answer.body
+            assert (await ask(server, path="/ready")).status == 200
+            assert (await ask(server, {"prompt": [1, 2], "max_tokens": 2})).status == 200
+
+    run(main())

@@ -1,0 +1,331 @@
+"""What crosses between the two processes: parameters survive the way, and nothing is taken that was not meant."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from octavo import SamplingParams
+from octavo.core import events as ev
+from octavo.core.plan import TokenLogprobs
+from octavo.engine.beam_search import BeamSearchParams, Hypothesis
+from octavo.engine.outputs import failure
+from octavo.engine.process.ipc import (
+    HERE,
+    Abort,
+    Add,
+    Answer,
+    Ask,
+    Beat,
+    Channel,
+    Close,
+    Command,
+    Facts,
+    Failed,
+    Hello,
+    Lifeline,
+    Ready,
+    Report,
+    Sample,
+    Step,
+    Stop,
+    Update,
+    encoded,
+    endpoint_in,
+    pack,
+    params_from_wire,
+    params_to_wire,
+    unpack,
+)
+from octavo.engine.process.server import FIRST_STEPS, PATIENCE, WARM_UP_S, EngineHost, Pulse, StepTimes
+from octavo.engine.process.supervisor import error_of
+from octavo.errors import CapacityError, EngineError, ParameterError, RequestFailedError, UnknownOptionError
+from octavo.frontend.client_request import Mirror
+from octavo.params.sampling_params import RequestOutputKind
+from octavo.serve.openai import errors as problems
+from tests.engine.process.engines import own_directory, run  # noqa: F401
+
+OTHER: dict[str, Any] = {
+    "n": 2,
+    "best_of": 3,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 7,
+    "min_p": 0.25,
+    "repetition_penalty": 1.5,
+    "presence_penalty": -1.0,
+    "frequency_penalty": 1.0,
+    "logit_bias": {3: 1.5, 4: -2.0},
+    "allowed_token_ids": [3, 4, 5],
+    "bad_words_token_ids": [[1, 2], [3]],
+    "structured_outputs": {"json": {"type": "object"}, "disable_any_whitespace": True},
+    "min_tokens": 3,
+    "seed": -5,
+    "max_tokens": 33,
+    "stop_token_ids": [7, 8],
+    "ignore_eos": True,
+    "logprobs": 4,
+    "prompt_logprobs": 2,
+    "echo": True,
+    "include_stop_str_in_output": True,
+    "skip_reading_prefix_cache": True,
+}
+"""Of each parameter a value that is not its default."""
+
+
+def over_the_wire(params: SamplingParams | BeamSearchParams) -> Any:
+    said = msgspec.msgpack.decode(msgspec.msgpack.encode(params_to_wire(params)))
+    return params_from_wire(said, isinstance(params, BeamSearchParams))
+
+
+@pytest.mark.parametrize("name", sorted(OTHER))
+def test_each_parameter_arrives(name: str) -> None:
+    options = {name: OTHER[name]} | ({"best_of": 4} if name == "best_of" else {})
+    params = SamplingParams(**options)
+    assert getattr(over_the_wire(params), name) == getattr(params, name) != getattr(SamplingParams(), name)
+
+
+def test_every_parameter_has_been_thought_of() -> None:
+    """Those that stay behind concern text, and how it is told."""
+    assert {f.name for f in fields(SamplingParams) if f.init} == OTHER.keys() | HERE | {"stop"}
+    assert params_to_wire(SamplingParams()) == {}
+    text = SamplingParams(stop=["x"], bad_words=["y"], skip_special_tokens=False, output_kind=RequestOutputKind.DELTA)
+    assert params_to_wire(text) == {}
+
+
+def test_beams_arrive() -> None:
+    params = BeamSearchParams(beam_width=4, max_tokens=9, n=2, early_stopping="never", stop=["x", "y"], logprobs=1)
+    assert over_the_wire(params) == params
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [({"n": 0}, ParameterError), ({"temprature": 1}, UnknownOptionError), ({"n": "2"}, ParameterError)],
+)
+def test_parameters_are_checked_again(said: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        params_from_wire(said, False)
+
+
+def test_messages_arrive_as_they_were() -> None:
+    commands: list[Command] = [
+        Add("a", pack([1, 2]), {"n": 2}, False, -5, 1, b"salt", {0: pack([3]), 2: pack([4, 5])}),
+        Abort("a"),
+        Stop("a", 1),
+        Ask(1, "kv_stats"),
+        Close(),
+    ]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(commands), type=list[Command]) == commands
+    entry = TokenLogprobs(-0.1, 1, [5, 6], [-0.1, float("-inf")])
+    facts = Facts(4, 1, 2.5, "", [Hypothesis(-1.0, -2.0, [1, 2], "stop", [entry])])
+    reports: list[Report] = [
+        Hello(),
+        Ready(97, 128, [2], 20, {"device": "cpu"}),
+        Step([Update("a", [Sample(0, [1], "stop", 1, [entry])], True, facts, 3, [entry])], [], [Answer(1, {"x": 1})]),
+        Failed("ModelError", "no"),
+    ]
+    for report in reports:
+        got = msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=Report)
+        assert got == report and type(got) is type(report)
+    assert isinstance(got.__class__, type)
+    step = msgspec.msgpack.decode(msgspec.msgpack.encode(reports[2]), type=Report)
+    assert step.updates[0].samples[0].logprobs[0].top == [-0.1, float("-inf")]
+    assert step.updates[0].facts.hypotheses[0].logprobs[0].rank == 1
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\xa3add\x01\x02", msgspec.msgpack.encode([["run", "rm"]])])
+def test_what_is_no_command_is_refused(data: bytes) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        msgspec.msgpack.decode(data, type=list[Command])
+
+
+def test_token_ids() -> None:
+    ids = [0, 1, 2**31 - 1]
+    assert unpack(pack(ids)).tolist() == ids and len(pack(ids)) == 12
+    with pytest.raises(OverflowError):
+        pack([2**31])
+
+
+def test_errors_of_another_process() -> None:
+    error = error_of("CapacityError", "too much", "n", "exceeds_kv_capacity")
+    assert type(error) is CapacityError and (str(error), error.param) == ("too much", "n")
+    for name in ("ValueError", "Iterable", "difflib", "__builtins__", ""):
+        assert type(error_of(name, "x")) is EngineError
+
+
+def test_a_grammar_that_no_process_tries_fails_its_request_alone() -> None:
+    host = EngineHost.__new__(EngineHost)
+    failed: Future[Any] = Future()
+    failed.set_exception(RequestFailedError("no process", code="grammar_unavailable"))
+    host._compiling = {"a": (Add("a", b"", {}), SamplingParams(), failed)}
+    host._refusals = []
+    host._add_compiled()
+    (refusal,) = host._refusals
+    error = error_of(refusal.error, refusal.message, refusal.param, refusal.code)
+    problem = problems.of(error, refusal.request_id)
+    assert (problem.status, problem.code, str(problem)) == (503, "grammar_unavailable", "no process")
+
+
+def test_a_channel_carries_all_in_order(tmp_path: Path) -> None:
+    """Many messages at once, both ways, one side on an event loop and the other blocking in a thread."""
+    num = 3000
+    endpoint = endpoint_in(str(tmp_path))
+
+    def echo() -> None:
+        there = Channel(connect=endpoint)
+        there.send(-1)
+        for _ in range(num):
+            there.send(msgspec.msgpack.decode(there.receive(5) or b""))
+        assert there.receive(0.01) is None
+        there.close(linger_s=1)
+
+    async def main() -> list[int]:
+        here = Channel(bind=endpoint)
+        got: list[int] = []
+        here.send(-2)  # to nobody
+        here.attach(asyncio.get_running_loop(), lambda data: got.append(msgspec.msgpack.decode(data)))
+        thread = threading.Thread(target=echo)
+        thread.start()
+        while not got:
+            await asyncio.sleep(0.001)
+        for i in range(num):
+            here.send(i)
+            if i % 100 == 0:
+                await asyncio.sleep(0)
+        while len(got) < num + 1:
+            await asyncio.sleep(0.005)
+        await asyncio.to_thread(thread.join)
+        here.close()
+        here.close()
+        return got
+
+    assert run(main()) == list(range(-1, num))
+
+
+def test_a_lifeline_ends_with_either_side() -> None:
+    here, there = Lifeline.pair()
+    here.send(Beat(3))
+    assert msgspec.msgpack.decode(there.receive() or b"", type=Beat).num_steps == 3
+    assert there.receive(wait=False) is None
+    for _ in range(10_000):  # nobody reads: what does not fit is dropped, and nobody waits
+        here.send(Beat())
+    here.close()
+    while there.receive(wait=False):
+        pass
+    assert there.receive(wait=False) == b""
+    with pytest.raises(OSError):
+        there.send(Beat())
+    there.close()
+
+
+def test_how_long_a_step_may_take() -> None:
+    times = StepTimes()
+    for _ in range(FIRST_STEPS):
+        assert times.allowed_s(1) == times.allowed_s(4096) == WARM_UP_S
+        times.note(1, 30.0)
+    times.note(8, 0.01)
+    assert times.allowed_s(8) == times.allowed_s(1) == pytest.approx(PATIENCE * 0.01)
+    assert times.allowed_s(64) == pytest.approx(PATIENCE * 0.08)  # in proportion
+    times.note(64, 2.0)
+    assert times.allowed_s(64) == times.allowed_s(32) == pytest.approx(PATIENCE * 2.0)
+    assert times.allowed_s(8) == pytest.approx(PATIENCE * 0.01)
+    for _ in range(400):
+        times.note(64, 0.02)
+    assert times.allowed_s(64) == pytest.approx(PATIENCE * 0.02)  # what was slow once is forgotten
+    times.note(8, 0.5)
+    assert times.allowed_s(64) == pytest.approx(PATIENCE * 0.5)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_how_long_a_step_may_take_is_asked_while_another_is_noted(asks: bool) -> None:
+    """Between any two lines of either, as another thread may."""
+    outer, inner = (StepTimes.note, StepTimes.allowed_s) if asks else (StepTimes.allowed_s, StepTimes.note)
+    own = {code.co_filename for code in (StepTimes.note.__code__,)}
+    num_between = 0
+
+    def between(frame: Any, event: str, _: Any) -> Any:
+        nonlocal num_between
+        if frame.f_code.co_filename not in own or frame.f_code is inner.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and not busy:
+            busy.append(True)
+            num_between += 1
+            allowed.append(times.allowed_s(5)) if asks else times.note(1 << num_between % 40, 0.01)
+            busy.pop()
+        return between
+
+    busy: list[bool] = []
+    allowed: list[float] = []
+    for num_before in range(FIRST_STEPS + 3):
+        times = StepTimes()
+        for _ in range(num_before):
+            times.note(4, 0.01)
+        sys.settrace(between)
+        try:
+            outer(times, 3, 0.01) if asks else outer(times, 3)
+        finally:
+            sys.settrace(None)
+    assert num_between > 50
+    assert set(allowed) <= {WARM_UP_S, *(PATIENCE * 0.01 * n for n in (1, 2))}
+
+
+def test_a_failed_search_is_told_as_one_by_its_mirror() -> None:
+    """Whether the engine tells of it, with what it had found, or went with it."""
+    params = BeamSearchParams(beam_width=2, n=1, max_tokens=9)
+    told = Facts(0, 0, 1.0, "no_allowed_token: it", [Hypothesis(-0.1, -0.2, [5], "stop", [])])
+    for end in (lambda m: m.take_in(Update("a", [], True, told)), lambda m: m.end("error", "no_allowed_token: it")):
+        mirror = Mirror("a", [1, 2], params, seed=0)
+        end(mirror)
+        output = mirror.output()
+        assert output.finished and [c.finish_reason for c in output.outputs] == ["error"]
+        assert failure(output).code == "no_allowed_token"
+
+
+def test_what_an_engine_could_not_read_is_not_sent() -> None:
+    assert msgspec.msgpack.decode(encoded(Abort("a")), type=Command) == Abort("a")
+    for bad in (Add("a", b"", {"top_k": 1 << 80}), Add("a", b"", {}, priority=0.5), Ask(1, "x", "\udfff")):  # type: ignore[arg-type]
+        with pytest.raises(ParameterError, match="the engine cannot be told of it"):
+            encoded(bad)
+
+
+def test_a_pulse_tells_of_progress_and_of_its_lack() -> None:
+    here, there = Lifeline.pair()
+    ended = threading.Event()
+    pulse = Pulse(there, ended.set)
+    assert pulse.beat().waited_s is None
+    pulse.work()
+    for step, tokens in enumerate([5, 6]):
+        pulse(ev.Step(step, 1, tokens, *[0] * 13))
+    time.sleep(0.02)
+    before = pulse.beat().waited_s
+    assert before is not None and before >= 0.02
+    pulse.advanced(1)
+    after = pulse.beat()
+    assert after.num_steps == 1 and after.waited_s is not None and after.waited_s < before
+    pulse.rest()
+    assert pulse.beat().waited_s is None
+    beats = list(itertools.islice(iter(here.receive, b""), 2))
+    assert len(beats) == 2
+    assert not ended.is_set()
+    here.close()
+    assert ended.wait(5)
+    there.close()
+
+
+def test_importing_the_client_loads_no_torch() -> None:
+    program = (
+        "import sys, octavo.frontend.engine_client; raise SystemExit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -1,0 +1,649 @@
+"""An engine in a process of its own: what it survives, what it says, and that nothing of it is left.
+
+The engine is the oracle's: it starts in no time, and checks with every step that what a request resumes on is right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import SamplingParams
+from octavo.engine.beam_search import BeamSearchParams
+from octavo.engine.process.ipc import Lifeline
+from octavo.engine.process.supervisor import Limits
+from octavo.errors import (
+    CapacityError,
+    EngineError,
+    MemoryBudgetError,
+    ParameterError,
+    PromptError,
+    RequestFailedError,
+    UsageError,
+)
+from octavo.frontend import engine_client as client_module
+from octavo.frontend.engine_client import EngineClient
+from octavo.params.sampling_params import RequestOutputKind
+from tests.engine.models import make_talking_checkpoint
+from tests.engine.process.engines import (
+    IMPATIENT,
+    answers,
+    children_of,
+    is_alive,
+    last_of,
+    nothing_left,
+    oracle_client,
+    own_directory,  # noqa: F401
+    real_client,
+    residue,
+    run,
+    serving,
+    tokens_of,
+    until,
+)
+
+SLOW = Limits(step_s=2.0)
+PARAMS = SamplingParams(max_tokens=40, seed=1)
+
+
+def prompt(number: int, length: int = 11) -> list[int]:
+    return random.Random(number).choices(range(5), k=length)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_talking_checkpoint(tmp_path_factory.mktemp("talking")))
+
+
+async def many(client: EngineClient, num: int = 8, params: SamplingParams = PARAMS) -> list[list[list[int]]]:
+    outputs = await asyncio.gather(*[last_of(client, prompt(i), params) for i in range(num)])
+    return [tokens_of(output) for output in outputs]
+
+
+def expected(num: int = 8, params: SamplingParams = PARAMS) -> list[list[list[int]]]:
+    return [answers(prompt(i), params) for i in range(num)]
+
+
+# -- dying and hanging -------------------------------------------------------------------------------------------------
+
+
+def test_streams_go_on_when_the_engine_is_killed(model: str) -> None:
+    """Again and again, also while it comes up: no token is lost, doubled or wrong, and death is noticed at once."""
+
+    async def main() -> None:
+        chance = random.Random(0)
+        async with serving(oracle_client(model, step_s=0.004)) as client:
+            streams = asyncio.ensure_future(many(client, 12))
+            for killed in range(1, 5):
+                await asyncio.sleep(chance.uniform(0.01, 0.06))
+                assert client.pid is not None
+                os.kill(client.pid, signal.SIGKILL)
+                assert await until(lambda: client.health().state == "restarting") < 1
+                assert await until(lambda: client.health().state == "running") < 10
+                assert client.health().num_restarts == killed
+                assert "SIGKILL" in client.health().reason
+            assert await streams == expected(12)
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["abort", "close", "killed"])
+def test_a_name_used_again_gets_nothing_of_the_former_request(model: str, how: str) -> None:
+    """Though the engine tells of that for a while."""
+    longer = SamplingParams(max_tokens=200, seed=1)
+
+    async def main() -> None:
+        async with serving(oracle_client(model, step_s=0.002)) as client:
+            for i in range(3 if how == "killed" else 20):
+                stream = client.generate(prompt(100 + i), longer, "x")
+                await anext(stream)
+                if how == "abort":
+                    assert await client.abort("x")
+                else:
+                    await stream.aclose()
+                again = asyncio.ensure_future(last_of(client, prompt(i), PARAMS, request_id="x"))
+                if how == "killed":
+                    await asyncio.sleep(0)
+                    assert client.pid is not None
+                    os.kill(client.pid, signal.SIGKILL)
+                assert tokens_of(await again) == answers(prompt(i), PARAMS)
+                await stream.aclose()
+
+    run(main())
+
+
+def test_a_name_whose_request_ended_in_a_stop_string_can_be_used_again(model: str) -> None:
+    """Which the engine is told of, and goes on until then."""
+
+    async def main() -> None:
+        async with serving(real_client(model)) as client:
+            plain = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+            text = (await last_of(client, "Hello", plain)).outputs[0].text
+            params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=[text[4]])
+            wanted = tokens_of(await last_of(client, "What?", plain))
+            for _ in range(20):
+                first = await last_of(client, "Hello", params, request_id="x")
+                assert first.outputs[0].finish_reason == "stop"
+                assert tokens_of(await last_of(client, "What?", plain, request_id="x")) == wanted
+
+    run(main())
+
+
+def test_samples_resume_each_where_it_was(model: str) -> None:
+    """Also when some have ended; and a delta tells nothing twice."""
+    params = SamplingParams(n=4, max_tokens=40, seed=3, stop_token_ids=[4], output_kind=RequestOutputKind.DELTA)
+    wanted = answers(prompt(1), params)
+    assert sorted(map(len, wanted)) == [9, 11, 13, 19]
+
+    async def main() -> None:
+        async with serving(oracle_client(model, step_s=0.01)) as client:
+            told: list[list[int]] = [[], [], [], []]
+            killed = False
+            async for output in client.generate(prompt(1), params):
+                for completion in output.outputs:
+                    told[completion.index] += completion.token_ids
+                if not killed and max(map(len, told)) >= 10:
+                    killed = True
+                    os.kill(client.pid or 0, signal.SIGKILL)
+            assert killed and client.health().num_restarts == 1
+            assert told == wanted
+
+    run(main())
+
+
+def test_what_was_told_is_not_made_again(model: str) -> None:
+    """The next engine takes it in with the prompt, in one step."""
+
+    async def main() -> None:
+        async with serving(oracle_client(model, step_s=0.01)) as client:
+            killed = False
+            async for output in client.generate(prompt(0), PARAMS):
+                if not killed and len(output.outputs[0].token_ids) >= 25:
+                    killed = True
+                    os.kill(client.pid or 0, signal.SIGKILL)
+            assert tokens_of(output) == answers(prompt(0), PARAMS)
+            await until(lambda: client._stats.engine.num_finished)
+            assert client._stats.engine.num_steps <= 40 - 25 + 1
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("fault", "where", "says"),
+    [
+        ("stop_at", 9, "no sign of life"),
+        ("die_at", 9, "SIGKILL"),
+        ("raise_in", ["scheduler.update", 9], "RuntimeError: a bug in scheduler.update"),
+        ("raise_in", ["host._report", 9], "RuntimeError: a bug in host._report"),
+    ],
+)
+def test_a_step_that_never_ends_well(model: str, tmp_path: Path, fault: str, where: Any, says: str) -> None:
+    """One that hangs is noticed by its silence."""
+
+    async def main() -> None:
+        once = tmp_path / "once"
+        once.touch()
+        faults = {"once": str(once), "step_s": 0.002, fault: where}
+        limits = IMPATIENT if fault == "stop_at" else None
+        async with serving(oracle_client(model, limits=limits, **faults)) as client:
+            assert await many(client) == expected()
+            assert client.health().num_restarts == 1
+            assert says in client.health().reason
+
+    run(main())
+
+
+def test_an_idle_engine_that_hangs_is_noticed(model: str) -> None:
+    async def main() -> None:
+        async with serving(oracle_client(model, limits=IMPATIENT)) as client:
+            assert client.health().last_step_age_s is None
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGSTOP)
+            assert await until(lambda: client.health().state == "restarting") < 60
+            await until(lambda: client.health().state == "running")
+            assert await many(client, 2) == expected(2)
+
+    run(main())
+
+
+def test_a_slow_step_is_left_alone(model: str) -> None:
+    """Its process gives signs of life. (The first steps are not judged by their time, and this is one of them.)"""
+
+    async def main() -> None:
+        async with serving(oracle_client(model, limits=SLOW, slow_at=[2, 3.0])) as client:
+            streams = asyncio.ensure_future(many(client, 2))
+            await until(lambda: (client.health().last_step_age_s or 0) > 2.2)
+            assert client.health().state == "running"
+            assert await streams == expected(2)
+            assert client.health().num_restarts == 0
+
+    run(main())
+
+
+def test_work_that_lets_no_thread_speak_is_left_alone(model: str) -> None:
+    """As compiling a kernel may be: silent for longer than an engine may be that does nothing."""
+
+    async def main() -> None:
+        async with serving(oracle_client(model, limits=Limits(silence_s=1.5), busy_at=[2, 3.5])) as client:
+            streams = asyncio.ensure_future(many(client, 2))
+            longest = 0.0
+            while not streams.done():
+                process = client._supervisor._process
+                assert process is not None
+                longest = max(longest, time.monotonic() - process._beat_at)
+                await asyncio.sleep(0.01)
+            assert longest > 2
+            assert await streams == expected(2)
+            assert client.health().num_restarts == 0
+
+    run(main())
+
+
+def test_a_step_beyond_all_expectation_is_cut_off(model: str, tmp_path: Path) -> None:
+    """Steps before it took milliseconds; its process gives signs of life all the time."""
+
+    async def main() -> None:
+        once = tmp_path / "once"
+        once.touch()
+        async with serving(oracle_client(model, limits=SLOW, once=str(once), slow_at=[20, 60])) as client:
+            assert await many(client, 2) == expected(2)
+            assert client.health().num_restarts == 1
+            assert "a step took" in client.health().reason
+
+    run(main())
+
+
+@pytest.mark.parametrize("params", [PARAMS, BeamSearchParams(beam_width=2, max_tokens=9)])
+def test_a_request_that_kills_engines_is_found_and_given_up(model: str, params: Any) -> None:
+    """Its neighbours are not."""
+
+    async def main() -> None:
+        async with serving(oracle_client(model, poison=50, step_s=0.001)) as client:
+            bad = asyncio.ensure_future(last_of(client, [1, 2, 50, 3], params))
+            good = asyncio.ensure_future(many(client))
+            with pytest.raises(RequestFailedError, match="engines died over it"):
+                await bad
+            assert await good == expected()
+            assert await many(client, 2) == expected(2)
+
+    run(main())
+
+
+def test_not_even_kills_go_on_for_ever(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "KILLS_A_DEATH", 1)
+
+    async def main() -> None:
+        async with serving(oracle_client(model, slow_at=[0, 60])) as client:
+            stream = asyncio.ensure_future(last_of(client, prompt(0), PARAMS))
+            for killed in range(1, 4):
+                await until(lambda: any(s.sent for s in client._streams.values()))
+                os.kill(client.pid or 0, signal.SIGKILL)
+                await until(lambda: client.health().num_restarts == killed and client._supervisor.is_up)  # noqa: B023
+            with pytest.raises(RequestFailedError, match="3 engines died over it"):
+                await stream
+
+    run(main())
+
+
+def test_a_few_kills_are_held_against_nobody(model: str) -> None:
+    """Though they come before anything has come of anything."""
+
+    async def main() -> None:
+        async with serving(oracle_client(model, slow_at=[0, 0.1])) as client:
+            stream = asyncio.ensure_future(many(client, 2))
+            for killed in range(1, 7):
+                await until(lambda: any(s.sent for s in client._streams.values()))
+                os.kill(client.pid or 0, signal.SIGKILL)
+                await until(lambda: client.health().num_restarts == killed and client._supervisor.is_up)  # noqa: B023
+            assert await stream == expected(2)
+
+    run(main())
+
+
+# -- starting ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["loading the model", "warming up"])
+def test_a_start_that_fails_says_why_and_leaves_nothing(model: str, phase: str) -> None:
+    async def main() -> None:
+        client = oracle_client(model, fail_in=phase)
+        with pytest.raises(MemoryBudgetError, match="the weights do not fit; use a smaller model"):
+            await client.start()
+        assert client.health().state == "failed" and not client.is_running
+        client = oracle_client(model, die_in=phase)
+        with pytest.raises(EngineError, match=f"ended while {phase}: it was killed by SIGKILL"):
+            await client.start()
+        with pytest.raises(EngineError, match=phase):
+            await many(client, 1)
+        client.shutdown()
+
+    with nothing_left():
+        run(main())
+
+
+def test_an_engine_that_cannot_even_be_started(model: str) -> None:
+    async def main() -> None:
+        client = EngineClient(model, command=(sys.executable, "-c", "raise SystemExit(7)"))
+        with pytest.raises(EngineError, match="ended while starting: it left with exit code 7"):
+            await client.start()
+
+    with nothing_left():
+        run(main())
+
+
+def test_three_restarts_that_come_to_nothing_are_the_end(model: str, tmp_path: Path) -> None:
+    """Whoever waits hears of it."""
+    script = tmp_path / "engine.py"
+    oracle = Path(__file__).parents[2] / "proof" / "oracle_engine.py"
+    script.write_text(
+        f"import sys, runpy; sys.path.insert(0, {str(oracle.parents[2])!r})\n"
+        f"import pathlib; mark = pathlib.Path({str(tmp_path / 'mark')!r})\n"
+        "n = len(mark.read_text()) if mark.exists() else 0\n"
+        "mark.write_text('x' * (n + 1))\n"
+        "if n: raise SystemExit(9)\n"
+        f"runpy.run_path({str(oracle)!r}, run_name='__main__')\n"
+    )
+
+    async def main() -> None:
+        client = EngineClient(
+            model,
+            command=(sys.executable, str(script), '{"step_s": 0.01}'),
+            block_size=4,
+            num_gpu_blocks_override=200,
+            max_num_seqs=16,
+            limits=IMPATIENT,
+        )
+        await client.start()
+        stream = asyncio.ensure_future(last_of(client, prompt(0), PARAMS))
+        await asyncio.sleep(0.05)
+        os.kill(client.pid or 0, signal.SIGKILL)
+        with pytest.raises(EngineError, match="exit code 9"):
+            await stream
+        assert client.health().state == "failed" and not client.is_running
+        assert len((tmp_path / "mark").read_text()) == 4
+        client.shutdown()
+
+    with nothing_left():
+        run(main())
+
+
+def test_restarts_without_room_for_files_are_the_end_too(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        client = oracle_client(model)
+        await client.start()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+        os.kill(client.pid or 0, signal.SIGKILL)
+        await until(lambda: client.health().state == "failed")
+        with pytest.raises(EngineError, match=r"no process for the engine: .*gone.*room for files"):
+            await last_of(client, prompt(0), PARAMS)
+        client.shutdown()
+
+    run(main())
+
+
+def test_no_engine_outlives_its_parent(model: str) -> None:
+    """Though the parent has no chance to say anything, and the engine is in the middle of a step."""
+    program = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+from tests.engine.process.engines import last_of, oracle_client
+from tests.serve.loop import run
+from octavo import SamplingParams
+
+async def main():
+    client = oracle_client({model!r}, slow_at=[3, 60])
+    await client.start()
+    print(client.pid, flush=True)
+    await last_of(client, [1, 2, 3], SamplingParams(max_tokens=100))
+
+run(main(), limit_s=None)
+"""
+    before = residue()
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout:
+        child = int(parent.stdout.readline())
+    assert child in children_of(parent.pid)
+    time.sleep(0.2)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 60
+    while is_alive(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert residue() <= before
+
+
+def test_an_engine_that_is_told_nothing_ends_quietly() -> None:
+    """Its parent was stopped just after it had started it."""
+    here, there = Lifeline.pair()
+    command = [sys.executable, "-m", "octavo.frontend.engine_main", str(there.fileno())]
+    process = subprocess.Popen(command, pass_fds=[there.fileno()], stderr=subprocess.PIPE)
+    there.close()
+    here.close()
+    assert process.communicate(timeout=60) == (None, b"") and process.returncode == 1
+
+
+def test_an_engine_ends_with_its_lifeline(model: str) -> None:
+    """Also where no signal tells it of its parent's death, and in the middle of a step."""
+
+    async def main() -> None:
+        client = oracle_client(model, slow_at=[1, 60])
+        await client.start()
+        stream = asyncio.ensure_future(last_of(client, prompt(0), PARAMS))
+        await until(lambda: client.health().last_step_age_s is not None)
+        process, pid = client._supervisor._process, client.pid or 0
+        assert process is not None and is_alive(pid)
+        asyncio.get_running_loop().remove_reader(process._lifeline.fileno())
+        process._lifeline._socket.shutdown(socket.SHUT_RDWR)
+        assert await until(lambda: not is_alive(pid)) < 2
+        client.shutdown()
+        await asyncio.gather(stream, return_exceptions=True)
+
+    with nothing_left():
+        run(main())
+
+
+# -- the rest of the interface -----------------------------------------------------------------------------------------
+
+
+def test_refusals_come_back_as_they_were_raised(model: str) -> None:
+    async def main() -> None:
+        async with serving(oracle_client(model)) as client:
+            for bad, params, kind in [
+                ([1] * 300, PARAMS, UsageError),
+                ([1, 97], PARAMS, PromptError),
+                ([], PARAMS, PromptError),
+                ([1], SamplingParams(n=17), CapacityError),
+                ([1], SamplingParams(stop_token_ids=[97]), ParameterError),
+            ]:
+                with pytest.raises(kind) as caught:
+                    await last_of(client, bad, params)
+                assert type(caught.value) is kind or kind is UsageError
+            assert caught.value.param == "stop_token_ids"
+            assert await many(client, 1) == expected(1)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"priority": 1 << 80},
+        {"priority": 0.5},
+        {"salt": "text"},  # which the engine could not read as bytes
+        {"request_id": "\ud800"},
+    ],
+)
+def test_a_request_that_cannot_be_told_of_fails_alone(model: str, options: dict[str, Any]) -> None:
+    """Whether the engine is there already, or is told of it later, and all that goes with it in one message."""
+
+    async def main() -> None:
+        async with serving(oracle_client(model)) as client:
+            for held in (False, True):
+                if held:
+                    assert client.pid is not None
+                    os.kill(client.pid, signal.SIGKILL)
+                    await until(lambda: client.health().state == "restarting")
+                good = asyncio.ensure_future(many(client, 3))
+                await asyncio.sleep(0)
+                with pytest.raises(ParameterError):
+                    await last_of(client, prompt(0), PARAMS, **options)
+                assert await good == expected(3)
+                assert await many(client, 1) == expected(1)
+            with pytest.raises(ParameterError, match="cannot be told of it"):
+                await client.debug_request("\ud800")
+            assert client.health().num_restarts == 1 and not client._asked
+
+    run(main())
+
+
+def test_an_aborted_search_that_had_not_begun_tells_what_there_is(model: str) -> None:
+    """As one does that is aborted in a process."""
+
+    async def main() -> None:
+        async with serving(oracle_client(model)) as client:
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGKILL)
+            await until(lambda: client.health().state == "restarting")
+            task = asyncio.ensure_future(
+                last_of(client, prompt(0), BeamSearchParams(beam_width=2, max_tokens=9), request_id="a")
+            )
+            client._up.set()  # it does not wait at the door
+            await until(lambda: client._streams)
+            client._up.clear()
+            assert await client.abort("a")
+            output = await task
+            assert [(c.finish_reason, c.token_ids) for c in output.outputs] == [("abort", [])]
+            await until(lambda: client.health().state == "running")
+
+    run(main())
+
+
+def test_ends_from_outside(model: str) -> None:
+    """An abort ends an iterator with what there is; leaving one frees all it held; a name is taken while it runs."""
+
+    async def main() -> None:
+        async with serving(oracle_client(model, step_s=0.002)) as client:
+            seen = 0
+            async for output in client.generate(prompt(0), PARAMS, "mine"):
+                seen = len(output.outputs[0].token_ids)
+                if seen >= 3 and not output.finished:
+                    with pytest.raises(ParameterError, match="running already"):
+                        await last_of(client, prompt(0), PARAMS, request_id="mine")
+                    assert await client.abort("mine")
+            assert output.outputs[0].finish_reason == "abort"
+            assert 3 <= seen < 40 and output.outputs[0].token_ids == answers(prompt(0), PARAMS)[0][:seen]
+            assert not await client.abort("mine")
+            run_ = client.generate(prompt(1), PARAMS)
+            await anext(run_)
+            await run_.aclose()
+            task = asyncio.ensure_future(last_of(client, prompt(2), PARAMS))
+            await asyncio.sleep(0.02)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    run(main())
+
+
+def test_salts_keep_requests_apart_also_when_they_resume(model: str) -> None:
+    async def main() -> None:
+        async with serving(oracle_client(model, step_s=0.002)) as client:
+            cached = []
+            for salt, kill in (
+                (b"a", False),
+                (b"bb", False),
+                (b"a", False),
+                (b"a", True),
+                (b"a", False),
+                (b"bb", False),
+            ):
+                stream = client.generate(prompt(0), PARAMS, salt=salt)
+                await anext(stream)
+                if kill:
+                    os.kill(client.pid or 0, signal.SIGKILL)
+                async for output in stream:
+                    last = output
+                cached.append(last.num_cached_tokens)
+            assert cached == [0, 0, 8, 8, 8, 0]
+
+    run(main())
+
+
+def test_the_engine_hears_of_stop_strings(model: str) -> None:
+    """Of a stopped sample it computes no more; of its siblings it does."""
+
+    async def main() -> None:
+        async with serving(oracle_client(model, step_s=0.005)) as client:
+            params = SamplingParams(n=3, stop=["!"], max_tokens=200, seed=2)
+            async for output in client.generate(prompt(3), params, "mine"):
+                ended = [c for c in output.outputs if c.finished()]
+                if ended and not output.finished:
+                    what = await client.debug_request("mine")
+                    assert what is not None and len(what["sequences"]) <= 3 - len(ended)
+            assert [c.stop_reason for c in output.outputs] == ["!"] * 3
+            assert [len(c.token_ids) for c in output.outputs] == [29, 15, 8]
+            assert (await client.kv_stats()).num_used == 0
+
+    run(main())
+
+
+def test_questions(model: str) -> None:
+    async def main() -> None:
+        async with serving(oracle_client(model, step_s=0.002)) as client:
+            stream = asyncio.ensure_future(last_of(client, prompt(0), PARAMS, request_id="a"))
+            await asyncio.sleep(0.03)
+            what: dict[str, Any] | None = await client.debug_request("a")
+            assert what is not None and what["status"] == "running"
+            assert [entry["event"] for entry in what["timeline"]] == ["arrived", "admitted"]
+            assert what["sequences"][0]["block_ids"]
+            assert (await client.debug_kv())["requests"]["a"]["num_blocks"] >= 3
+            assert (await client.kv_stats()).num_used >= 3
+            await stream
+            what = await client.debug_request("a")
+            assert what is not None and what["status"] == "finished"
+            assert await client.debug_request("b") is None
+            assert await client.reset_prefix_cache() > 0
+            stats = await client.stats()
+            assert stats.engine.num_finished == 1 and stats.num_running == 0
+            pid = client.pid
+            with pytest.raises(EngineError, match="ValueError: invalid literal"):
+                await client.look("view_block", "no number")
+            assert (await client.kv_stats()).num_used == 0 and client.pid == pid  # it is none the worse for it
+            os.kill(client.pid or 0, signal.SIGKILL)
+            assert (await client.kv_stats()).num_used == 0  # the next engine is asked
+            assert await many(client, 1) == expected(1)
+            await until(lambda: client._stats.engine.num_finished)
+            assert (await client.stats()).engine.num_finished == 2
+
+    run(main())
+
+
+def test_shutdown_tells_whoever_reads(model: str) -> None:
+    async def main() -> None:
+        client = oracle_client(model, step_s=0.01)
+        with nothing_left():
+            await client.start()
+            stream = asyncio.ensure_future(last_of(client, prompt(0), PARAMS))
+            await asyncio.sleep(0.05)
+            client.shutdown()
+            client.shutdown()
+            with pytest.raises(EngineError, match="closed"):
+                await stream
+            with pytest.raises(EngineError, match="closed"):
+                await client.kv_stats()
+
+    run(main())

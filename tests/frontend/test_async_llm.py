@@ -1,0 +1,565 @@
+"""`AsyncEngine`: many readers on an event loop, one engine on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import pytest
+
+from octavo import LLM, AsyncEngine, CompletionOutput, RequestOutput, SamplingParams
+from octavo.config import EngineArgs
+from octavo.engine.outputs import RequestMetrics, failure
+from octavo.engine.process.thread import Mail, joined
+from octavo.errors import EngineError, ParameterError, PromptError, RequestFailedError, TemplateError, UsageError
+from octavo.frontend.build import Built, build
+from octavo.params.sampling_params import RequestOutputKind
+from octavo.text.tokenizer import Tokenizer
+from tests.engine.models import WrappedModel, make_talking_checkpoint
+
+T = TypeVar("T")
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+OPTIONS: dict[str, Any] = {"block_size": 4, "num_gpu_blocks_override": 200, "max_num_seqs": 16}
+PROMPTS = ["Hello", "What?", "a", "tell-me-a-story", "Hello,world", "1+1=", "xyzzy", "The"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_talking_checkpoint(tmp_path_factory.mktemp("talking")))
+
+
+@pytest.fixture(scope="module")
+def wanted(model: str) -> dict[str, str]:
+    with LLM(model, **OPTIONS) as llm:
+        return {p: llm.generate(p, GREEDY, use_tqdm=False)[0].outputs[0].text for p in PROMPTS}
+
+
+@pytest.fixture
+def built(model: str) -> Built:
+    """An engine that an `AsyncEngine` is to own, for tests that put something between it and the model."""
+    return build(EngineArgs(model=model, **OPTIONS))
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    async def in_time() -> T:
+        return await asyncio.wait_for(main, 200)
+
+    return asyncio.run(in_time())
+
+
+@contextlib.asynccontextmanager
+async def serving(built: Built) -> AsyncIterator[AsyncEngine]:
+    """An engine that must be at rest when its readers have gone."""
+    async with AsyncEngine(built.engine, built.tokenizer) as engine:
+        yield engine
+        if engine.is_running:
+            assert (await engine.kv_stats()).num_used == 0
+            assert not engine._thread._mail
+
+
+async def last_of(engine: AsyncEngine, prompt: Any, params: SamplingParams = GREEDY, **options: Any) -> RequestOutput:
+    outputs = [output async for output in engine.generate(prompt, params, **options)]
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    return outputs[-1]
+
+
+async def until(ready: Callable[[], bool]) -> None:
+    while not ready():
+        await asyncio.sleep(0.002)
+
+
+class Gate:
+    """Before each pass of the model: waits until it is open."""
+
+    def __init__(self) -> None:
+        self.open, self.reached = threading.Event(), threading.Event()
+
+    def __call__(self, number: int, tokens: list[int]) -> None:
+        self.reached.set()
+        if not self.open.wait(20):
+            raise TimeoutError("nobody opened the gate")
+
+
+# -- what it gives ----------------------------------------------------------------------------------------------------
+
+
+def test_many_at_once_get_what_each_would_get_alone(built: Built, wanted: dict[str, str]) -> None:
+    async def main() -> None:
+        async with serving(built) as engine:
+            outputs = await asyncio.gather(*(last_of(engine, PROMPTS[i % 8]) for i in range(64)))
+            assert [o.outputs[0].text for o in outputs] == [wanted[PROMPTS[i % 8]] for i in range(64)]
+            assert built.engine.stats.peak_running == 16  # together, as many as there are rows
+            assert len({o.request_id for o in outputs}) == 64
+
+    run(main())
+
+
+def test_outputs_grow_as_the_tokens_come(built: Built, wanted: dict[str, str]) -> None:
+    async def main() -> None:
+        async with serving(built) as engine:
+            texts = [o.outputs[0].text async for o in engine.generate("Hello", GREEDY, "mine")]
+            assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
+            assert texts[-1] == wanted["Hello"] and len(texts) > 4
+            ids = engine.get_tokenizer().encode("Hello")
+            for same in ({"prompt": "Hello"}, ids, {"prompt_token_ids": ids}):
+                output = await last_of(engine, same, request_id="again")
+                assert (output.request_id, output.outputs[0].text) == ("again", wanted["Hello"])
+
+    run(main())
+
+
+def test_a_conversation(model: str, built: Built) -> None:
+    template = "{% for m in messages %}{{ m.content }}{{ mark }}{% endfor %}"
+
+    async def main() -> None:
+        async with serving(built) as engine:
+            options = {"chat_template": template, "chat_template_kwargs": {"mark": "!"}}
+            messages = [{"role": "user", "content": "Hel"}, {"role": "user", "content": "</s>"}]
+            outputs = [o async for o in engine.chat(messages, GREEDY, "talk", **options)]
+            assert outputs[-1].finished and outputs[-1].request_id == "talk"
+            assert outputs[-1].prompt == "Hel!</s>!"
+            assert not engine.get_tokenizer().special_ids & set(outputs[-1].prompt_token_ids)
+            with pytest.raises(TemplateError, match="no chat template"):
+                await anext(engine.chat(messages))
+            early = engine.chat(messages, LONG, **options)
+            await anext(early)
+            await early.aclose()
+
+    run(main())
+
+
+def test_a_slow_reader_gets_fewer_outputs_and_misses_nothing(built: Built, wanted: dict[str, str]) -> None:
+    async def main() -> None:
+        async with serving(built) as engine:
+            slow = engine.generate("Hello", GREEDY)
+            first = await anext(slow)
+            assert await last_of(engine, "What?") is not None
+            await until(lambda: not built.engine.has_work)
+            rest = [output async for output in slow]
+            assert len(rest) == 1 and rest[0].finished and rest[0].outputs[0].text == wanted["Hello"]
+            assert len(first.outputs[0].token_ids) < 16
+
+    run(main())
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_what_is_told_on_the_way(built: Built, wanted: dict[str, str], kind: RequestOutputKind) -> None:
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, output_kind=kind)
+
+    async def main() -> None:
+        async with serving(built) as engine:
+            stream = engine.generate("Hello", params)
+            parts = [await anext(stream)]
+            await until(lambda: not built.engine.has_work)  # the rest is told while nobody listens
+            parts += [output async for output in stream]
+            texts = [c.text for output in parts for c in output.outputs]
+            assert parts[-1].finished and parts[-1].outputs[0].finish_reason == "length"
+            if kind is RequestOutputKind.DELTA:
+                assert "".join(texts) == wanted["Hello"] and len(texts) == 2
+                assert sum(len(output.outputs[0].token_ids) for output in parts) == 16
+            else:
+                assert texts[-1] == wanted["Hello"]
+                assert len(texts) == (1 if kind is RequestOutputKind.FINAL_ONLY else 2)
+
+    run(main())
+
+
+def part(text: str, ids: list[int], *, index: int = 0, finished: bool = False) -> RequestOutput:
+    reason = "length" if finished else None
+    outputs = [CompletionOutput(index, text, ids, finish_reason=reason)]
+    return RequestOutput("r", "p", [1], outputs, finished, RequestMetrics(0.0))
+
+
+def test_deltas_that_were_not_read_are_joined() -> None:
+    async def main() -> None:
+        mail = Mail("r", joins=True)
+        assert [mail.put(p) for p in (part("a", [1]), part("b", [2, 3]), part("c", [4], finished=True))] == [
+            True, False, False,
+        ]  # fmt: skip
+        output = await mail.read()
+        assert (output.outputs[0].text, output.outputs[0].token_ids) == ("abc", [1, 2, 3, 4])
+        assert output.finished and output.outputs[0].finish_reason == "length"
+        assert mail.put(part("d", [5]))  # what was read is not told again
+        assert (await mail.read()).outputs[0].text == "d"
+
+    run(main())
+    both = joined(part("a", [1], index=1), part("b", [2], index=0))
+    assert [(c.index, c.text) for c in both.outputs] == [(0, "b"), (1, "a")]
+    both.outputs[0].token_ids.append(9)
+    assert both.outputs[1].token_ids == [1]
+
+
+def test_what_was_told_before_the_end_is_read_before_it() -> None:
+    async def main() -> None:
+        mail = Mail("r", joins=False)
+        mail.put(part("a", [1]))
+        mail.fail(EngineError("gone"))
+        assert (await mail.read()).outputs[0].text == "a"
+        for _ in range(2):
+            with pytest.raises(EngineError, match="gone"):
+                await mail.read()
+
+    run(main())
+
+
+# -- who leaves -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["close", "cancel", "forget", "timeout"])
+def test_leaving_aborts_within_a_step(built: Built, how: str, wanted: dict[str, str]) -> None:
+    wrapped = WrappedModel(_Has(built))
+
+    async def main() -> None:
+        async with serving(built) as engine:
+            neighbour = asyncio.create_task(last_of(engine, "What?"))
+            stream: Any = engine.generate("Hello", LONG)
+            await anext(stream)
+            if how == "close":
+                await stream.aclose()
+            elif how == "forget":
+                del stream
+                gc.collect()
+                await asyncio.sleep(0)  # the loop closes what was forgotten
+            else:
+
+                async def read() -> None:
+                    async for _ in stream:
+                        pass
+
+                reader = asyncio.create_task(read())
+                await asyncio.sleep(0)
+                if how == "cancel":
+                    reader.cancel()
+                with pytest.raises((asyncio.CancelledError, TimeoutError)):
+                    await asyncio.wait_for(reader, 0.0 if how == "timeout" else None)
+            passes = wrapped.num_passes
+            assert (await neighbour).outputs[0].text == wanted["What?"]
+            await until(lambda: not built.engine.has_work)
+            assert wrapped.num_passes - passes < 40  # 100 tokens were asked for; the neighbour's 16 were made
+
+    run(main())
+
+
+def test_an_iterator_that_was_never_begun_asks_for_nothing(built: Built) -> None:
+    async def main() -> None:
+        async with serving(built) as engine:
+            stream = engine.generate("Hello", LONG, "name")
+            del stream
+            assert not engine._thread._mail
+            await last_of(engine, "Hello", request_id="name")
+
+    run(main())
+    assert built.engine.stats.num_finished == 1
+
+
+def test_leaving_while_the_request_is_on_its_way(built: Built) -> None:
+    """Cancelled between the call and the step that takes it in; its name is free again afterwards."""
+    gate = Gate()
+    WrappedModel(_Has(built), before=gate)
+
+    async def main() -> None:
+        async with serving(built) as engine:
+            busy = asyncio.create_task(last_of(engine, "Hello"))
+            await asyncio.to_thread(gate.reached.wait, 20)
+            late = asyncio.create_task(last_of(engine, "What?", LONG, request_id="late"))
+            await asyncio.sleep(0.01)
+            late.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await late
+            gate.open.set()
+            await busy
+            assert (await last_of(engine, "What?", request_id="late")).finished
+
+    run(main())
+    assert built.engine.stats.num_finished == 2
+
+
+def test_aborting_by_name_ends_the_iterator(built: Built) -> None:
+    async def main() -> None:
+        async with serving(built) as engine:
+            outputs = []
+            async for output in engine.generate("Hello", LONG, "mine"):
+                outputs.append(output)
+                if len(outputs) == 3:
+                    assert await engine.abort("mine")
+            assert outputs[-1].finished and outputs[-1].outputs[0].finish_reason == "abort"
+            assert 0 < len(outputs[-1].outputs[0].token_ids) < 100
+            assert not await engine.abort("mine")
+
+    run(main())
+
+
+# -- whose fault it is ------------------------------------------------------------------------------------------------
+
+
+def test_a_mistake_is_raised_where_it_was_made_and_nowhere_else(built: Built, wanted: dict[str, str]) -> None:
+    async def main() -> None:
+        async with serving(built) as engine:
+            good = asyncio.create_task(last_of(engine, "Hello", request_id="taken"))
+            await asyncio.sleep(0)
+            for prompt in ("", [], [3, 97], [5] * 200, None, {"promt": "x"}):
+                with pytest.raises(UsageError):
+                    await anext(engine.generate(prompt, GREEDY))  # type: ignore[arg-type]
+            with pytest.raises(ParameterError, match="'taken' is running already"):
+                await anext(engine.generate("Hello", GREEDY, "taken"))
+            assert (await good).outputs[0].text == wanted["Hello"]
+
+    run(main())
+
+
+def test_numbers_that_are_not_finite_fail_one_iterator(built: Built, wanted: dict[str, str]) -> None:
+    def spoil(number: int, tokens: list[int], logits: Any) -> None:
+        if number == 0:  # the prompt's own pass
+            logits[-1, 7] = float("nan")
+
+    WrappedModel(_Has(built), after=spoil)
+
+    async def main() -> None:
+        async with serving(built) as engine:
+            with pytest.raises(RequestFailedError, match=r"request poison failed: .*not finite"):
+                await last_of(engine, [5, 6, 90], request_id="poison")
+            tasks = [last_of(engine, prompt) for prompt in PROMPTS]
+            texts = [o.outputs[0].text for o in await asyncio.gather(*tasks)]
+            assert texts == [wanted[p] for p in PROMPTS]
+
+    run(main())
+
+
+def test_an_engine_that_dies_tells_everybody(built: Built) -> None:
+    engine_step, num_steps = built.engine.step, 0
+
+    def step() -> list[RequestOutput]:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps > 6:
+            raise ZeroDivisionError("planted")
+        return engine_step()
+
+    built.engine.step = step  # type: ignore[method-assign]
+
+    async def main() -> None:
+        async with serving(built) as engine:
+            tasks = [asyncio.create_task(last_of(engine, prompt)) for prompt in PROMPTS]
+            errors = await asyncio.gather(*tasks, return_exceptions=True)
+            assert len({id(e) for e in errors}) == len(PROMPTS)
+            for error in errors:
+                assert isinstance(error, EngineError) and "ZeroDivisionError: planted" in str(error)
+            assert not engine.is_running
+            later: list[Awaitable[Any]] = [last_of(engine, "Hello"), engine.kv_stats(), engine.abort("x")]
+            for ask in later:
+                with pytest.raises(EngineError, match="planted"):
+                    await ask
+
+    run(main())
+
+
+# -- the thread -------------------------------------------------------------------------------------------------------
+
+
+def test_it_sleeps_while_there_is_nothing_to_do_and_wakes_at_once(built: Built) -> None:
+    collects: list[bool] = []
+    WrappedModel(_Has(built), before=lambda number, tokens: collects.append(gc.isenabled()))
+
+    async def main() -> None:
+        async with serving(built) as engine:
+            await last_of(engine, "Hello")
+            assert not any(collects[1:])  # while it works, no collection stops the world
+            await until(lambda: not built.engine.has_work and gc.isenabled())
+            steps = built.engine.stats.num_steps
+            clock = time.pthread_getcpuclockid(engine._thread._thread.ident)  # type: ignore[arg-type]
+            before = time.clock_gettime(clock)
+            await asyncio.sleep(0.2)
+            assert time.clock_gettime(clock) - before < 0.005
+            assert built.engine.stats.num_steps == steps
+            await last_of(engine, "What?")
+
+    run(main())
+
+
+def test_long_texts_are_tokenised_off_the_loop(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    where: dict[int, bool] = {}
+    encode = Tokenizer.encode
+
+    def watched(self: Tokenizer, text: str, *args: Any, **kwargs: Any) -> list[int]:
+        where[len(text)] = threading.current_thread() is threading.main_thread()
+        return encode(self, text, *args, **kwargs)
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    monkeypatch.setattr(Tokenizer, "most_chars", 1000)  # or these could not fit, and nobody would tokenise them
+
+    async def main() -> None:
+        async with serving(built) as engine:
+            await last_of(engine, "Hello")
+            for prompt in ("x" * 50_000, {"prompt": "x" * 60_000}):
+                with pytest.raises(UsageError, match="maximum context length"):
+                    await last_of(engine, prompt)
+
+    run(main())
+    assert where == {5: True, 50_000: False, 60_000: False}
+
+
+def test_what_it_can_be_asked(built: Built) -> None:
+    async def main() -> None:
+        async with serving(built) as engine:
+            await last_of(engine, "tell-me-a-story")
+            stats = await engine.kv_stats()
+            assert (stats.num_blocks, stats.num_used) == (200, 0) and stats.num_cached > 3
+            assert await engine.reset_prefix_cache() == stats.num_cached
+            assert (await engine.kv_stats()).num_cached == 0
+
+    run(main())
+
+
+def test_shutting_down_in_the_middle(built: Built) -> None:
+    runner = weakref.ref(built.engine.executor.runner)  # type: ignore[attr-defined]
+    engine = AsyncEngine(built.engine, built.tokenizer)
+
+    async def main() -> None:
+        stream = engine.generate("Hello", LONG)
+        await anext(stream)
+        engine.shutdown()
+        engine.shutdown()
+        with pytest.raises(EngineError, match="closed"):
+            async for _ in stream:
+                pass
+        with pytest.raises(EngineError, match="closed"):
+            await last_of(engine, "Hello")
+
+    run(main())
+    assert not engine._thread._thread.is_alive()
+    assert runner() is None  # the weights and the pool with it
+
+
+def test_an_engine_that_is_forgotten_is_shut_down(built: Built) -> None:
+    engine = AsyncEngine(built.engine, built.tokenizer)
+    run(last_of(engine, "Hello"))
+    thread = engine._thread._thread
+    del engine
+    gc.collect()
+    assert not thread.is_alive()
+
+
+def test_one_engine_for_several_loops(built: Built, wanted: dict[str, str]) -> None:
+    engine = AsyncEngine(built.engine, built.tokenizer)
+
+    async def leave() -> None:
+        stream = engine.generate("Hello", LONG)
+        await anext(stream)  # the loop ends, and closes what it has
+
+    run(leave())
+    assert run(last_of(engine, "Hello")).outputs[0].text == wanted["Hello"]
+    loop = asyncio.new_event_loop()  # and one that does not
+    stream = engine.generate("Hello", LONG)
+    loop.run_until_complete(anext(stream))
+    loop.close()
+    steps, begun = built.engine.stats.num_steps, time.monotonic()
+    while built.engine.has_work and time.monotonic() - begun < 60:
+        time.sleep(0.002)
+    assert built.engine.stats.num_steps - steps < 60  # not the 100 tokens that were asked for
+    with contextlib.suppress(StopIteration):
+        stream.aclose().send(None)  # no loop is there to do it
+    assert run(last_of(engine, "What?")).outputs[0].text == wanted["What?"]
+    engine.shutdown()
+
+
+def test_from_options_says_what_llm_says(model: str) -> None:
+    with pytest.raises(ParameterError, match="block_size is 3"):
+        AsyncEngine.from_options(model, block_size=3)
+    engine = AsyncEngine.from_options(model, **OPTIONS, skip_tokenizer_init=True)
+    with pytest.raises(ParameterError, match="skip_tokenizer_init"):
+        run(last_of(engine, "text"))
+    assert len(run(last_of(engine, [5, 6])).outputs[0].token_ids) == 16
+    with pytest.raises(PromptError):
+        run(last_of(engine, [[5]]))
+    engine.shutdown()
+
+
+class _Has:
+    """What `WrappedModel` looks at."""
+
+    def __init__(self, built: Built) -> None:
+        self.engine = built.engine
+
+
+def test_a_request_that_nothing_is_left_for_says_so() -> None:
+    output = RequestOutput("r", None, [1], [], True, RequestMetrics(0.0))
+    output.outputs = [CompletionOutput(0, "", [], finish_reason="error", stop_reason="no_allowed_token: none is left")]
+    assert failure(output).code == "no_allowed_token"
+    output.outputs[0].stop_reason = "numbers that are not finite"
+    assert failure(output).code == "numerical_error"
+
+
+def test_a_pinned_prefix(built: Built, wanted: dict[str, str]) -> None:
+    async def main() -> None:
+        async with serving(built) as engine:
+            name = await engine.pin_prefix("tell-me-a-")
+            await engine.reset_prefix_cache()
+            outputs = [output async for output in engine.generate("tell-me-a-story", GREEDY)]
+            assert outputs[-1].outputs[0].text == wanted["tell-me-a-story"]
+            num_pinned = len(engine.get_tokenizer().encode("tell-me-a-"))
+            assert (outputs[-1].num_cached_tokens or 0) >= num_pinned - 1 > 4  # the last may be cut otherwise
+            with pytest.raises(ParameterError, match="is pinned already"):
+                await engine.pin_prefix("tell", name)
+            assert await engine.unpin_prefix(name) == -(-num_pinned // 4)
+            with pytest.raises(ParameterError, match="nothing of the name"):
+                await engine.unpin_prefix(name)
+
+    run(main())
+
+
+def test_a_pin_whose_caller_leaves_when_it_is_computed_does_not_stay(built: Built) -> None:
+    async def main() -> None:
+        async with serving(built) as engine:
+            opened: list[str] = []
+            open_mail = engine._thread.open
+
+            def told(request_id: str) -> Any:  # its mail itself may be gone again when the loop looks
+                opened.append(request_id)
+                return open_mail(request_id)
+
+            engine._thread.open = told  # type: ignore[method-assign]
+            for wait_s in (0.0, 0.5):  # before, and after
+                opened.clear()
+                pinning = asyncio.ensure_future(engine.pin_prefix("tell-me-a-story"))
+                while not opened:
+                    await asyncio.sleep(0)
+                time.sleep(wait_s)  # the loop hears of nothing
+                pinning.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await pinning
+                stats = await engine.kv_stats()
+                assert (stats.num_used, stats.num_pinned) == (0, 0)
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["abort", "close"])
+def test_a_name_used_again_gets_nothing_of_the_former_request(built: Built, how: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0)
+    longer = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, logprobs=0)
+
+    async def main() -> None:
+        async with serving(built) as engine:
+            wanted = (await last_of(engine, "What?", params)).outputs[0]
+            for _ in range(12):
+                stream = engine.generate("Hello", longer, "x")
+                await anext(stream)
+                if how == "abort":
+                    assert await engine.abort("x")
+                else:
+                    await stream.aclose()
+                    await engine.kv_stats()  # between steps: it has gone
+                found = (await last_of(engine, "What?", params, request_id="x")).outputs[0]
+                assert found.token_ids == wanted.token_ids
+                assert found.cumulative_logprob == pytest.approx(wanted.cumulative_logprob, abs=0.05)
+                await stream.aclose()
+
+    run(main())

@@ -1,0 +1,119 @@
+"""What `build` settles from what is said, the checkpoint and the machine."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams
+from octavo.errors import ParameterError
+from octavo.kernels.cpu import packed_linear as packed
+from tests.kernels.machines import become
+from tests.models.tiny import make_tiny_checkpoint, write_tiny_gguf
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in bfloat16."""
+    folder = make_tiny_checkpoint("llama", tmp_path_factory.mktemp("halves"), vocab_size=320)
+    words = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(words.replace('"dtype": "float32"', '"dtype": "bfloat16"'))
+    return folder
+
+
+def open_llm(model: Path, **options: object) -> LLM:
+    defaults = {"skip_tokenizer_init": True, "device": "cpu", "num_gpu_blocks_override": 20}
+    return LLM(str(model), **(defaults | options))
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_dtype_auto_is_the_checkpoints_where_the_processor_has_it(
+    halves: Path, tmp_path: Path, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "fast_bfloat16", lambda: fast)
+    with open_llm(halves) as llm:
+        assert llm.config.dtype == ("bfloat16" if fast else "float32")
+    with open_llm(make_tiny_checkpoint("qwen2", tmp_path / "wide")) as llm:
+        assert llm.config.dtype == "float32"
+    for quantisation, dtype in (("Q8_0", "bfloat16" if fast else "float32"), ("F32", "float32")):
+        path = write_tiny_gguf(halves, tmp_path / f"{quantisation}.gguf", quantisation=quantisation)
+        with open_llm(path) as llm:
+            assert llm.config.dtype == dtype, quantisation
+
+
+def test_it_says_what_a_start_took(halves: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="octavo")
+    open_llm(halves).close()
+    said = caplog.messages[-1]
+    whole, *parts = (float(number) for number in re.findall(r"[\d.]+(?= s:|,|$)", said))
+    assert re.fullmatch(r"ready in [\d.]+ s: files [\d.]+, weights [\d.]+, pool [\d.]+", said)
+    assert whole == pytest.approx(sum(parts), abs=0.2)
+
+
+def test_int8_halves_the_weights_and_answers(halves: Path) -> None:
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    with open_llm(halves, dtype="bfloat16") as llm:
+        weight_bytes = llm.config.weight_bytes
+    with open_llm(halves, quantization="int8") as llm:
+        assert llm.config.dtype == "bfloat16"
+        assert 0.5 < llm.config.weight_bytes / weight_bytes < 0.7  # and the scales, large beside so small matrices
+        together = llm.generate([{"prompt_token_ids": [i, 7, 9]} for i in range(6)], params, use_tqdm=False)
+        alone = llm.generate({"prompt_token_ids": [3, 7, 9]}, params, use_tqdm=False)[0]
+    assert all(len(output.outputs[0].token_ids) == 8 for output in together)
+    assert alone.outputs[0].token_ids == together[3].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_int8_beside_another_dtype_is_refused(halves: Path, dtype: str) -> None:
+    with pytest.raises(ParameterError, match=f"'int8' computes beside it in bfloat16, not in {dtype}; use dtype auto"):
+        open_llm(halves, quantization="int8", dtype=dtype)
+
+
+def test_an_unknown_quantization_is_refused(halves: Path) -> None:
+    with pytest.raises(ParameterError, match="quantization"):
+        open_llm(halves, quantization="int3")
+
+
+@pytest.mark.parametrize("way", ["native", "x86-64-v3", "oneDNN", "blocks"])
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"dtype": "float16"}, {"quantization": "int8"}], ids=str)
+def test_every_dtype_answers_on_every_processor(
+    halves: Path, way: str, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    become(way, monkeypatch)
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=0)
+    prompt = {"prompt_token_ids": [5, 9, 12] * 7}
+    with open_llm(halves, dtype="float32") as llm:
+        exact = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+    with open_llm(halves, **options) as llm:
+        rounded = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+    assert len(rounded.token_ids) == 8
+    assert rounded.cumulative_logprob == pytest.approx(exact.cumulative_logprob, rel=0.1)
+
+
+def test_no_thread_is_left_of_loading(halves: Path) -> None:
+    """A thread that stays keeps its OpenMP workers, and these stand in the way of those that compute."""
+    before = threading.active_count()
+    with open_llm(halves):
+        names = [thread.name for thread in threading.enumerate()]
+        assert threading.active_count() == before + 1, names  # the runner's
+
+
+def test_float16_is_computed_as_it_is_said(halves: Path) -> None:
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    with open_llm(halves, dtype="float16") as llm:
+        assert llm.engine.executor.runner.kv.dtype == torch.float16
+        assert len(llm.generate({"prompt_token_ids": [5]}, params, use_tqdm=False)[0].outputs[0].token_ids) == 4
+
+
+def test_a_folder_for_dumps_is_tried_at_once(halves: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for taken in ("file", "file/below"):
+        with pytest.raises(ParameterError, match=r"flight_recorder is .* cannot be written to: .*; name a folder"):
+            open_llm(halves, flight_recorder=str(tmp_path / taken))
+    with open_llm(halves, flight_recorder=str(tmp_path / "new" / "folder")):
+        assert list((tmp_path / "new" / "folder").iterdir()) == []

@@ -1,0 +1,688 @@
+"""`LLM` as its users see it: what it refuses, how it streams, and what it survives."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from octavo import LLM, RequestOutput, SamplingParams
+from octavo.errors import (
+    CapacityError,
+    ContextLengthError,
+    EngineError,
+    MemoryBudgetError,
+    ModelNotFoundError,
+    ParameterError,
+    PromptError,
+    UnknownOptionError,
+    UsageError,
+)
+from tests.engine.models import WrappedModel, make_talking_checkpoint
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+OPTIONS: dict[str, Any] = {"block_size": 4, "num_gpu_blocks_override": 120, "max_num_seqs": 16}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_talking_checkpoint(tmp_path_factory.mktemp("talking")))
+
+
+@pytest.fixture
+def make_llm(model: str) -> Iterator[Callable[..., LLM]]:
+    made: list[LLM] = []
+
+    def make(**options: Any) -> LLM:
+        made.append(LLM(model, **(OPTIONS | options)))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        at_rest(llm)
+        llm.close()
+
+
+@pytest.fixture
+def llm(make_llm: Callable[..., LLM]) -> LLM:
+    return make_llm()
+
+
+def at_rest(llm: LLM) -> None:
+    """Nothing runs, nothing is kept but what the cache keeps on purpose."""
+    assert llm.engine.drain() == []  # a step may run on that was planned before the last request stopped
+    stats = llm.kv_stats()
+    assert stats.num_used == stats.num_host_used == 0
+    assert not llm.engine.num_requests and not llm.engine.has_work and not llm.engine.scheduler.has_work
+    assert not llm._mail
+    assert llm.engine.scheduler.cache.rows.num_free == llm.config.args.max_num_seqs
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [c.token_ids for output in outputs for c in output.outputs]
+
+
+def texts_of(outputs: list[RequestOutput]) -> list[str]:
+    return [c.text for output in outputs for c in output.outputs]
+
+
+def generate(llm: LLM, prompts: Any, params: Any = GREEDY, **kwargs: Any) -> list[RequestOutput]:
+    return llm.generate(prompts, params, use_tqdm=False, **kwargs)
+
+
+PROMPTS = ["Hello", "What?", "a", "tell-me-a-story", "Hello,world", "1+1=", "xyzzy", "The"]
+
+# -- what it gives ----------------------------------------------------------------------------------------------------
+
+
+def test_outputs_come_in_the_order_of_the_prompts_and_do_not_depend_on_each_other(llm: LLM) -> None:
+    together = generate(llm, PROMPTS)
+    assert [o.prompt for o in together] == PROMPTS
+    llm.reset_prefix_cache()
+    alone = [generate(llm, prompt)[0] for prompt in reversed(PROMPTS)]
+    assert tokens_of(together) == tokens_of(alone[::-1])
+    assert len(set(texts_of(together))) == len(PROMPTS)
+    for output in together:
+        (completion,) = output.outputs
+        assert output.finished and completion.finish_reason == "length" and completion.stop_reason is None
+        assert completion.text == llm.get_tokenizer().decode(completion.token_ids)
+        metrics = output.metrics
+        assert metrics.first_scheduled_time is not None and metrics.first_token_time is not None
+        assert metrics.finished_time is not None
+        times = [
+            metrics.arrival_time,
+            metrics.first_scheduled_time,
+            metrics.first_token_time,
+            metrics.finished_time,
+        ]
+        assert times == sorted(times)
+
+
+def test_ways_to_write_a_prompt(llm: LLM) -> None:
+    ids = llm.get_tokenizer().encode("Hello")
+    wanted = tokens_of(generate(llm, "Hello"))
+    same: list[Any] = [
+        ["Hello"], ids, tuple(ids), [ids], {"prompt": "Hello"}, [{"prompt": "Hello"}], {"prompt_token_ids": ids},
+        {"prompt": "a text of one's own", "prompt_token_ids": ids},
+    ]  # fmt: skip
+    for prompt in same:
+        assert tokens_of(generate(llm, prompt)) == wanted, prompt
+    (output,) = generate(llm, ids)
+    assert output.prompt is None and output.prompt_token_ids == ids
+
+
+def test_params_one_for_each(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=i + 1, n=1 + i % 2) for i in range(4)]
+    outputs = generate(llm, PROMPTS[:4], params)
+    assert [[len(c.token_ids) for c in o.outputs] for o in outputs] == [[1], [2, 2], [3], [4, 4]]
+
+
+def test_eos_ends_and_is_in_the_tokens_but_not_in_the_text(llm: LLM) -> None:
+    tokens = tokens_of(generate(llm, "Hello"))[0]
+    cut = next(i for i in range(3, 16) if tokens[i] not in tokens[:i])
+    llm.engine.eos_token_ids = (tokens[cut],)
+    params = SamplingParams(temperature=0, max_tokens=16)
+    (completion,) = generate(llm, "Hello", params)[0].outputs
+    assert completion.token_ids == tokens[: cut + 1]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
+    assert completion.text == llm.get_tokenizer().decode(tokens[:cut])
+    by_id = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, stop_token_ids=[tokens[cut]])
+    (completion,) = generate(llm, "Hello", by_id)[0].outputs
+    assert completion.token_ids == tokens[: cut + 1]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", tokens[cut])
+    for kept in (by_id, replace(by_id, stop="never!")):  # as with vLLM, its text counts as a stop string's
+        (completion,) = generate(llm, "Hello", replace(kept, include_stop_str_in_output=True))[0].outputs
+        assert completion.text == llm.get_tokenizer().decode(tokens[: cut + 1])
+
+
+@pytest.mark.parametrize("window", [1, 8])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_across_tokens(make_llm: Callable[..., LLM], window: int, overlap: bool, stream: bool) -> None:
+    llm = make_llm(decode_window=window, async_scheduling=overlap)
+    run = (lambda *a: [o for o in llm.stream(*a) if o.finished]) if stream else (lambda *a: generate(llm, *a))
+    whole = texts_of(generate(llm, "Hello"))[0]
+    stop = whole[5:8]  # three tokens
+    at = whole.index(stop)
+    for keep in (False, True):
+        params = SamplingParams(
+            temperature=0, max_tokens=16, ignore_eos=True, stop=["never!", stop], include_stop_str_in_output=keep
+        )
+        (completion,) = run("Hello", params)[0].outputs
+        assert completion.text == whole[: at + 3 * keep]
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+        assert len(completion.token_ids) == at + 3  # up to the token that completed it
+        at_rest(llm)
+    # Held back as the beginning of a stop string that never came, it is shown at the end.
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, stop=[whole[-2:] + "never"])
+    (completion,) = run("Hello", params)[0].outputs
+    assert completion.text == whole and completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_a_stream_grows_to_what_generate_gives(make_llm: Callable[..., LLM], window: int) -> None:
+    llm = make_llm(decode_window=window)
+    params = [
+        SamplingParams(temperature=0.8, seed=i, max_tokens=6 + i, n=1 + 2 * (i == 3)) for i in range(len(PROMPTS))
+    ]
+    wanted = {o.prompt: o for o in generate(llm, PROMPTS, params)}
+    seen: dict[str, list[RequestOutput]] = {prompt: [] for prompt in PROMPTS}
+    for output in llm.stream(PROMPTS, params):
+        seen[output.prompt or ""].append(output)
+    for prompt, parts in seen.items():
+        assert [p.finished for p in parts] == [False] * (len(parts) - 1) + [True]
+        last = parts[-1].outputs
+        assert [(c.token_ids, c.text, c.finish_reason) for c in last] == [
+            (c.token_ids, c.text, c.finish_reason) for c in wanted[prompt].outputs
+        ]
+        lengths = [sum(len(c.token_ids) for c in p.outputs) for p in parts]
+        assert lengths == sorted(lengths)
+        assert len(parts) >= lengths[-1] // (window * len(last))  # it streams
+        for before, after in pairwise(parts):
+            for a, b in zip(before.outputs, after.outputs, strict=False):
+                assert b.text.startswith(a.text) and b.token_ids[: len(a.token_ids)] == a.token_ids
+
+
+def test_a_window_streams_token_by_token(make_llm: Callable[..., LLM]) -> None:
+    """The columns of a window are told as they land: while a pass is held up, those before it are out already."""
+    llm = make_llm(decode_window=8, async_scheduling=False)
+    told = threading.Event()
+    WrappedModel(llm, before=lambda number, tokens: None if number < 4 else _wait(told))
+    for output in llm.stream("Hello", GREEDY):
+        if len(output.outputs[0].token_ids) >= 4:
+            told.set()
+    assert told.is_set()
+
+
+def _wait(event: threading.Event) -> None:
+    if not event.wait(20):
+        raise TimeoutError("the tokens before this pass were not told")
+
+
+def test_streams_take_turns(llm: LLM) -> None:
+    """Whoever steps the engine steps it for all; nobody's outputs get lost, whoever leaves."""
+    wanted = texts_of(generate(llm, PROMPTS[:3]))
+    first, second = llm.stream(PROMPTS[0], GREEDY), llm.stream(PROMPTS[1], GREEDY)
+    third = llm.stream(PROMPTS[2], GREEDY)
+    next(first)
+    next(third)
+    assert texts_of(generate(llm, PROMPTS[1])) == [wanted[1]]  # meanwhile the others run on, perhaps to their ends
+    third.close()  # type: ignore[attr-defined]
+    assert texts_of([list(first)[-1]]) == [wanted[0]]
+    assert texts_of([list(second)[-1]]) == [wanted[1]]
+
+
+def test_leaving_takes_in_what_others_wait_for(llm: LLM) -> None:
+    """The step that ends the first stream is in flight when the second is closed, and is waited for there."""
+    (wanted,) = texts_of(generate(llm, PROMPTS[0]))
+    llm.reset_prefix_cache()
+    first, second = llm.stream(PROMPTS[0], GREEDY), llm.stream(PROMPTS[1], GREEDY)
+    for output in second:
+        if len(output.outputs[0].token_ids) == 15:
+            break
+    assert llm.engine.num_requests == 2
+    second.close()  # type: ignore[attr-defined]
+    assert llm.engine.num_requests == 0 and len(llm._mail) == 1  # else the next line would wait for ever
+    assert texts_of(list(first)) == [wanted]
+
+
+@pytest.mark.parametrize("begin", [False, True])
+@pytest.mark.parametrize("how", ["close", "forget"])
+def test_a_stream_that_is_left_frees_everything(llm: LLM, begin: bool, how: str) -> None:
+    stream = llm.stream(PROMPTS, GREEDY)
+    if begin:
+        next(stream)
+        assert llm.kv_stats().num_used
+    assert llm.engine.num_requests
+    if how == "close":
+        stream.close()  # type: ignore[attr-defined]
+    else:
+        del stream
+    at_rest(llm)
+
+
+# -- what it refuses --------------------------------------------------------------------------------------------------
+
+LONG = [5] * 200
+BAD_PROMPTS: list[tuple[Any, type[UsageError], list[str]]] = [
+    ("", PromptError, ["empty"]),
+    ([[]], PromptError, ["empty"]),
+    ([], PromptError, ["at least one"]),
+    ({"prompt_token_ids": []}, PromptError, ["empty"]),
+    ({}, PromptError, ["empty"]),
+    ({"promt": "x"}, UnknownOptionError, ["'promt'", "'prompt'"]),
+    ({"prompt_token_ids": 5}, PromptError, ["prompt_token_ids", "int"]),
+    ({"prompt_token_ids": "abc"}, PromptError, ["prompt_token_ids", "str"]),
+    ({"prompt": 5}, PromptError, ["int"]),
+    (5, PromptError, ["5"]),
+    (None, PromptError, ["None"]),
+    ([3, -1], PromptError, ["token 1", "-1", "0 to 96"]),
+    ([3, 4, 97], PromptError, ["token 2", "97", "0 to 96"]),
+    ([[3, True]], PromptError, ["token 1", "True"]),
+    ([True], PromptError, ["token 0", "True"]),
+    ([[3, 2.0]], PromptError, ["token 1", "2.0"]),
+    ([[3, 1 << 70]], PromptError, ["token 1", "0 to 96"]),
+    ([[3, "x"]], PromptError, ["token 1", "'x'"]),
+    (LONG, ContextLengthError, ["128", "200", "shorten"]),
+    ([5] * 128, ContextLengthError, ["128", "shorten"]),
+]
+
+
+@pytest.mark.parametrize(("prompt", "error", "words"), BAD_PROMPTS, ids=[str(p)[:30] for p, _, _ in BAD_PROMPTS])
+def test_bad_prompts(llm: LLM, prompt: Any, error: type[UsageError], words: list[str]) -> None:
+    for ask in (lambda: generate(llm, prompt), lambda: llm.stream(prompt, GREEDY)):
+        with pytest.raises(error) as caught:
+            ask()
+        message = str(caught.value)
+        assert "\n" not in message
+        assert all(word in message for word in words), message
+        at_rest(llm)
+
+
+@pytest.mark.parametrize("bad", ["", [3, -1], LONG, {"promt": "x"}, 5])
+def test_one_bad_prompt_among_many_queues_nothing(llm: LLM, bad: Any) -> None:
+    with pytest.raises(UsageError):
+        generate(llm, [*PROMPTS, bad])
+    at_rest(llm)
+    assert llm.stats().num_steps == 0
+
+
+def test_explicit_max_tokens_is_never_cut_and_a_default_is(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()  # 128 positions, 120 blocks of 4
+    prompt = [5] * 100
+    assert len(tokens_of(generate(llm, prompt, SamplingParams(temperature=0, max_tokens=28, ignore_eos=True)))[0]) == 28
+    with pytest.raises(ContextLengthError, match=r"128.*100.*29.*at most 28") as caught:
+        generate(llm, prompt, SamplingParams(max_tokens=29))
+    assert caught.value.param == "max_tokens"
+    cut = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    assert len(tokens_of(generate(llm, prompt, cut))[0]) == 28
+    assert len(tokens_of(generate(llm, [5] * 127, cut))[0]) == 1
+    with pytest.raises(ContextLengthError, match=r"128.*requested 128 .*shorten"):
+        generate(llm, [5] * 128, cut)
+
+
+def test_what_the_pool_can_never_hold_is_refused(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(num_gpu_blocks_override=12, max_model_len=40)
+    prompt = [5] * 10
+    with pytest.raises(CapacityError, match=r"needs 26 blocks of 4 .*pool has 12.*at most 7"):
+        generate(llm, prompt, SamplingParams(max_tokens=20, n=4, temperature=0))
+    fits = SamplingParams(max_tokens=7, n=4, temperature=0, ignore_eos=True)
+    assert [len(t) for t in tokens_of(generate(llm, prompt, fits))] == [7] * 4
+    as_many = SamplingParams(max_tokens=None, n=4, temperature=0, ignore_eos=True)
+    assert [len(t) for t in tokens_of(generate(llm, prompt, as_many))] == [7] * 4
+
+
+def test_more_samples_than_rows_are_refused(llm: LLM) -> None:
+    with pytest.raises(CapacityError, match=r"17 sequences together and at most 16 .*max_num_seqs"):
+        generate(llm, [5], SamplingParams(max_tokens=1, n=17))
+
+
+@pytest.mark.parametrize("temperature", [math.nan, math.inf, -math.inf, -1.0, 2.5, True, "1"])
+def test_bad_temperatures(temperature: Any) -> None:
+    with pytest.raises(ParameterError, match="temperature"):
+        SamplingParams(temperature=temperature)
+
+
+@pytest.mark.parametrize("max_tokens", [-1, 0, 1.5, True])
+def test_bad_max_tokens(max_tokens: Any) -> None:
+    with pytest.raises(ParameterError, match="max_tokens"):
+        SamplingParams(max_tokens=max_tokens)
+
+
+def test_unknown_options_name_the_nearest(model: str) -> None:
+    with pytest.raises(UnknownOptionError, match="'blocksize'; did you mean 'block_size'"):
+        LLM(model, blocksize=8)
+    with pytest.raises(UnknownOptionError, match="'temprature'; did you mean 'temperature'"):
+        SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+    assert issubclass(UnknownOptionError, TypeError)
+
+
+BAD_OPTIONS: list[tuple[str, Any]] = [
+    ("block_size", 3),
+    ("block_size", 512),
+    ("block_size", True),
+    ("max_num_seqs", 0),
+    ("max_num_batched_tokens", -5),
+    ("num_gpu_blocks_override", 0),
+    ("max_model_len", 0),
+    ("max_model_len", -2),
+    ("dtype", "int8"),
+    ("device", "tpu"),
+    ("preemption_mode", "drop"),
+    ("swap_space", math.nan),
+    ("swap_space", -1),
+    ("watermark", 0.9),
+    ("async_scheduling", 1),
+    ("seed", "x"),
+    ("decode_window", 0),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_OPTIONS)
+def test_bad_options(model: str, name: str, value: Any) -> None:
+    with pytest.raises(ParameterError, match=name) as caught:
+        LLM(model, **{name: value})
+    assert caught.value.param == name and str(value) in str(caught.value)
+
+
+def test_no_such_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="nowhere"):
+        LLM(str(tmp_path / "nowhere"))
+
+
+def test_a_pool_too_small_says_what_fits(model: str) -> None:
+    with pytest.raises(MemoryBudgetError, match=r"100.*25 blocks.*pool has 10.*max_model_len that fits is 41\b"):
+        LLM(model, block_size=4, num_gpu_blocks_override=10, max_model_len=100)
+    with LLM(model, block_size=4, num_gpu_blocks_override=10, max_model_len=41) as llm:  # so it does
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        assert len(tokens_of(generate(llm, [5], params))[0]) == 40
+        with pytest.raises(ContextLengthError, match="41"):
+            generate(llm, [5], SamplingParams(max_tokens=41))
+
+
+def test_stop_token_ids_beyond_the_vocabulary(llm: LLM) -> None:
+    with pytest.raises(ParameterError, match=r"stop_token_ids has 97, the vocabulary ends at 96"):
+        generate(llm, "a", SamplingParams(stop_token_ids=[97]))
+
+
+def test_lists_of_the_wrong_length_or_kind(llm: LLM) -> None:
+    with pytest.raises(ParameterError, match="2 sampling_params for 3 prompts"):
+        generate(llm, ["a", "b", "c"], [GREEDY, GREEDY])
+    with pytest.raises(ParameterError, match="1 priorities for 2 prompts"):
+        generate(llm, ["a", "b"], priority=[1])
+    with pytest.raises(ParameterError, match="priority"):
+        generate(llm, ["a", "b"], priority=[1, "x"])
+    for wrong in ({"temperature": 0}, [None], "greedy", 3):
+        with pytest.raises(ParameterError, match="sampling_params"):
+            generate(llm, ["a"], wrong)
+    at_rest(llm)
+
+
+def test_without_a_tokenizer(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(skip_tokenizer_init=True)
+    (output,) = generate(llm, [5, 6, 7])
+    assert len(output.outputs[0].token_ids) == 16 and output.outputs[0].text == ""
+    for ask in (
+        lambda: generate(llm, "text"),
+        lambda: generate(llm, [5], SamplingParams(stop="x")),
+        llm.get_tokenizer,
+        lambda: llm.chat([{"role": "user", "content": "x"}]),
+    ):
+        with pytest.raises(ParameterError, match="skip_tokenizer_init"):
+            ask()
+
+
+# -- what it survives -------------------------------------------------------------------------------------------------
+
+
+def test_use_after_close(model: str) -> None:
+    llm = LLM(model, **OPTIONS)
+    stream = llm.stream(PROMPTS, GREEDY)
+    next(stream)
+    runner = weakref.ref(llm.engine.executor.runner)  # type: ignore[attr-defined]
+    llm.close()
+    llm.close()
+    assert runner() is None  # the weights and the pool with it
+    for ask in (lambda: list(stream), lambda: generate(llm, "a"), lambda: llm.stream("a")):
+        with pytest.raises(EngineError, match="closed"):
+            ask()
+    assert llm.kv_stats().num_used == 0
+
+
+def test_an_llm_that_is_forgotten_is_closed(model: str) -> None:
+    llm = LLM(model, **OPTIONS)
+    thread = llm.engine.executor._thread  # type: ignore[attr-defined]
+    generate(llm, "a")
+    del llm
+    gc.collect()
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ctrl_c_in_the_middle(make_llm: Callable[..., LLM], overlap: bool) -> None:
+    llm = make_llm(async_scheduling=overlap)
+    wanted = texts_of(generate(llm, PROMPTS))
+    hit = WrappedModel(llm, before=lambda number, _: os.kill(os.getpid(), signal.SIGINT) if number == 3 else None)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm, PROMPTS)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert hit.num_passes < 16
+    at_rest(llm)
+    assert gc.isenabled()
+    assert texts_of(generate(llm, PROMPTS)) == wanted
+
+
+class OnPasses:
+    """Raises on these passes, and on all passes that compute a token of `poison`."""
+
+    def __init__(self, *numbers: int, poison: int = -1) -> None:
+        self.numbers, self.poison = numbers, poison
+
+    def __call__(self, number: int, tokens: list[int]) -> None:
+        if number in self.numbers or self.poison in tokens:
+            raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("window", [1, 8])
+@pytest.mark.parametrize("number", [0, 1, 5, 9])
+def test_a_step_that_fails_once_is_computed_again(
+    make_llm: Callable[..., LLM], overlap: bool, window: int, number: int
+) -> None:
+    options = {"async_scheduling": overlap, "decode_window": window}
+    params = [SamplingParams(temperature=0.9, seed=i, max_tokens=16, n=1 + i % 3) for i in range(len(PROMPTS))]
+    wanted = tokens_of(generate(make_llm(**options), PROMPTS, params))
+    for stream in (False, True):
+        llm = make_llm(**options)
+        WrappedModel(llm, before=OnPasses(number))
+        outputs = (
+            sorted((o for o in llm.stream(PROMPTS, params) if o.finished), key=lambda o: int(o.request_id))
+            if stream
+            else generate(llm, PROMPTS, params)
+        )
+        assert tokens_of(outputs) == wanted
+        assert llm.stats().num_failed_steps == 1
+        at_rest(llm)
+
+
+def test_steps_that_fail_now_and_then_are_all_computed_again(make_llm: Callable[..., LLM]) -> None:
+    wanted = texts_of(generate(make_llm(), PROMPTS))
+    llm = make_llm()
+    WrappedModel(llm, before=OnPasses(1, 4, 9, 14, 20))  # with tokens between them
+    assert texts_of(generate(llm, PROMPTS)) == wanted
+    assert llm.stats().num_failed_steps == 5
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_that_fails_twice_by_chance_loses_no_request(make_llm: Callable[..., LLM], overlap: bool) -> None:
+    options = {"async_scheduling": overlap, "max_num_seqs": 4}
+    wanted = texts_of(generate(make_llm(**options), PROMPTS))
+    llm = make_llm(**options)
+    WrappedModel(llm, before=OnPasses(2, 3))
+    assert texts_of(generate(llm, PROMPTS)) == wanted
+    assert llm.stats().num_failed_steps == 2
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("guilty", [(0,), (11,), (15,), (3, 4, 12)])
+def test_a_request_that_fails_its_steps_is_found_by_halves(
+    make_llm: Callable[..., LLM], overlap: bool, guilty: tuple[int, ...]
+) -> None:
+    """It is given up alone; its neighbours, with several samples too, keep every token."""
+    poison, rng = 90, random.Random(1)
+    prompts = [[rng.randrange(3, 50) for _ in range(2 + i % 7)] for i in range(16)]
+    never = [[poison]]
+    params = [
+        SamplingParams(temperature=0.9, seed=i, max_tokens=12, n=1 + i % 3, bad_words_token_ids=never)
+        for i in range(16)
+    ]
+    options = {"async_scheduling": overlap, "max_num_seqs": 64}
+    wanted = [tokens_of([output]) for output in generate(make_llm(**options), prompts, params)]
+    llm = make_llm(**options)
+    WrappedModel(llm, before=OnPasses(poison=poison))
+    outputs = generate(llm, [[*p, poison] if i in guilty else p for i, p in enumerate(prompts)], params)
+    for i, (output, want) in enumerate(zip(outputs, wanted, strict=True)):
+        if i in guilty:
+            assert {c.finish_reason for c in output.outputs} == {"error"}
+        else:
+            assert tokens_of([output]) == want
+    assert llm.stats().num_failed_steps <= 2 + 8 * len(guilty)
+    assert [tokens_of([output]) for output in generate(llm, prompts, params)] == wanted
+    at_rest(llm)
+
+
+def test_a_request_that_always_fails_its_step_does_not_stop_the_others(make_llm: Callable[..., LLM]) -> None:
+    """Between two failures its neighbours' recomputing succeeds: counting failures in a row would go on for ever."""
+    llm = make_llm(max_num_batched_tokens=8, enable_prefix_caching=False)
+    rng = random.Random(1)
+    long, poison = [rng.randrange(3, 50) for _ in range(20)], 90
+    WrappedModel(llm, before=OnPasses(poison=poison))
+    outputs = generate(llm, [long, [5, 6, poison], [7, 8]], SamplingParams(temperature=0, max_tokens=4))
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
+    assert llm.stats().num_failed_steps <= 4
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf"])
+@pytest.mark.parametrize("window", [1, 8])
+@pytest.mark.parametrize("n", [1, 3])
+def test_numbers_that_are_not_finite_fail_one_request(
+    make_llm: Callable[..., LLM], kind: str, window: int, n: int
+) -> None:
+    """Neighbours in the batch keep every token, the one that shares its prompt's blocks too."""
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=12, ignore_eos=True, n=n)
+    prompts = [[20 + i, 9, 9, 9, 30 + i] for i in range(5)]
+    wanted = tokens_of(generate(make_llm(decode_window=window), prompts, params))
+    llm = make_llm(decode_window=window)
+
+    def spoil(number: int, tokens: list[int], logits: Tensor) -> None:
+        if number == 0:  # the five prompts, in one step; the logits are of their last tokens
+            assert len(logits) == 5  # a row each, whatever n
+            logits[2, 7] = float(kind)
+
+    WrappedModel(llm, after=spoil)
+    outputs = generate(llm, prompts, params)
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "length", "error", "length", "length"]
+    assert "not finite" in str(outputs[2].outputs[0].stop_reason)
+    assert outputs[2].outputs[0].token_ids == []
+    healthy = [o for i, o in enumerate(outputs) if i != 2]
+    assert tokens_of(healthy) == wanted[: 2 * n] + wanted[3 * n :]
+    at_rest(llm)
+    assert tokens_of(generate(llm, prompts, params)) == wanted  # nothing spoilt is found in the cache
+
+
+def test_text_that_cannot_be_made_fails_one_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = texts_of(generate(llm, PROMPTS))
+    tokenizer = llm.get_tokenizer()
+    inner, bad = tokenizer.token_bytes, llm.get_tokenizer().encode(wanted[0][4])[0]
+    victims = [i for i, text in enumerate(wanted) if wanted[0][4] in text]
+
+    def token_bytes(token_id: int) -> bytes:
+        if token_id == bad:
+            raise ValueError("planted")
+        return inner(token_id)
+
+    monkeypatch.setattr(type(tokenizer), "token_bytes", lambda self, token_id: token_bytes(token_id))
+    for outputs in (
+        generate(llm, PROMPTS),
+        sorted((o for o in llm.stream(PROMPTS, GREEDY) if o.finished), key=lambda o: int(o.request_id)),
+    ):
+        for i, output in enumerate(outputs):
+            completion = output.outputs[0]
+            if i in victims:
+                assert completion.finish_reason == "error" and "planted" in str(completion.stop_reason)
+            else:
+                assert (completion.text, completion.finish_reason) == (wanted[i], "length")
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("window", [1, 8])
+def test_a_tenth_of_the_memory_gives_the_same_outputs(model: str, mode: str, window: int) -> None:
+    rng = random.Random(7)
+    prompts = [[rng.randrange(3, 97) for _ in range(rng.randint(1, 30))] for _ in range(200)]
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=rng.randint(8, 24), ignore_eos=True)
+        for i in range(200)
+    ]
+    size = 4
+    need = sum(-(-(len(p) + (q.max_tokens or 0) - 1) // size) for p, q in zip(prompts, params, strict=True))
+    options: dict[str, Any] = {"block_size": size, "max_num_seqs": 200, "decode_window": window}
+    with LLM(model, num_gpu_blocks_override=need, **options) as llm:
+        wanted = tokens_of(generate(llm, prompts, params))
+        assert llm.stats().num_preemptions == 0 and llm.stats().peak_running == 200
+    with LLM(model, num_gpu_blocks_override=need // 10, preemption_mode=mode, **options) as llm:
+        engine, step, num_steps = llm.engine, llm.engine.step, 0
+
+        def checked() -> list[RequestOutput]:
+            nonlocal num_steps
+            outputs = step()
+            num_steps += 1
+            sequences = [s for r in engine.scheduler.running for s in r.sequences]
+            for s in sequences:
+                assert 0 <= len(s.block_ids) * size - s.num_computed < size
+            assert llm.kv_stats().num_unfilled_slots <= len(sequences) * (size - 1)
+            return outputs
+
+        engine.step = checked  # type: ignore[method-assign]
+        outputs = generate(llm, prompts, params)
+        assert tokens_of(outputs) == wanted
+        assert all(o.outputs[0].finish_reason == "length" for o in outputs)
+        assert num_steps > 30 and llm.stats().peak_used_blocks >= 0.9 * (need // 10)
+        stats = llm.stats()
+        assert stats.num_preemptions > 20
+        assert (stats.num_swap_preemptions > 20) == (mode == "swap")
+        assert sum(o.metrics.num_preemptions for o in outputs) == stats.num_preemptions
+        at_rest(llm)
+
+
+def test_priority_goes_first(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(scheduling_policy="priority", max_num_seqs=1)
+    outputs = generate(llm, PROMPTS[:3], priority=[2, 0, 1])
+    finished = [o.metrics.finished_time or 0.0 for o in outputs]
+    assert finished[1] < finished[2] < finished[0]
+
+
+UNDER_O = """
+import sys
+from octavo import LLM, SamplingParams
+from octavo.errors import EngineError, UsageError
+assert False, "asserts are off"
+def refused(ask, kind):
+    try:
+        ask()
+    except kind:
+        return
+    sys.exit("not refused")
+greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+with LLM(sys.argv[1], block_size=4, num_gpu_blocks_override=30, max_model_len=100) as llm:
+    print(llm.generate("Hello", greedy, use_tqdm=False)[0].outputs[0].text)
+    for bad in ("", [[]], [3, -1], [3, 97], [5] * 200, None):
+        refused(lambda: llm.generate(bad, greedy, use_tqdm=False), UsageError)
+    refused(lambda: llm.generate([5], SamplingParams(n=128), use_tqdm=False), UsageError)
+    assert llm.kv_stats().num_used == 0
+refused(lambda: llm.generate("Hello", greedy, use_tqdm=False), EngineError)
+"""
+
+
+def test_nothing_relies_on_asserts(llm: LLM, model: str) -> None:
+    wanted = texts_of(generate(llm, "Hello"))
+    done = subprocess.run([sys.executable, "-O", "-c", UNDER_O, model], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n") == [*wanted, ""]

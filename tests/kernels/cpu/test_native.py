@@ -1,0 +1,178 @@
+"""The compiled operations against the reference and against the same module without them; and doing without them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.kernels import reference
+from octavo.kernels.cpu import native
+from octavo.kernels.cpu import ops as cpu
+from octavo.kernels.metadata import RaggedBatch, SamplingTensors
+from tests.kernels.pool import make_case, naive_attention, relative_error
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}  # one rounding of bfloat16 is up to 4e-3
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def library() -> native.Library:
+    made = native.library()
+    if made is None:
+        pytest.skip("there is no C++ compiler")
+    return made
+
+
+@pytest.fixture
+def torch_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(native, "library", lambda: None)
+    return
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 7), (3, 64), (2, 5, 80), (300, 576)])
+@pytest.mark.parametrize("wide_weight", [False, True])
+def test_norms(library: native.Library, dtype: torch.dtype, shape: tuple[int, ...], wide_weight: bool) -> None:
+    x, residual = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    weight = torch.randn(shape[-1]).to(torch.float32 if wide_weight else dtype)
+    out, stream = library.add_rms_norm(x, residual, weight, 1e-5)
+    expected, expected_stream = reference.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(stream, expected_stream)
+    assert relative_error(out, expected.double()) < TOLERANCE[dtype]
+    # Rounded where the reference rounds: all but a few of the roundings are the same.
+    assert dtype == torch.float32 or (out == expected).float().mean() > 0.98
+    assert relative_error(library.add_rms_norm(x, None, weight, 1e-5)[0], reference.rms_norm(x, weight, 1e-5)) < 2e-2
+
+
+@DTYPES
+def test_activation_far_from_zero(library: native.Library, dtype: torch.dtype) -> None:
+    gate = torch.cat((torch.linspace(-200, 200, 300), torch.linspace(-2, 2, 301))).to(dtype)
+    gate_up = torch.cat((gate, torch.randn(601).to(dtype))).unsqueeze(0).repeat(3, 1)
+    out = library.silu_mul(gate_up)
+    assert relative_error(out, reference.silu_mul(gate_up.double())) < TOLERANCE[dtype]
+    assert library.silu_mul(torch.full((1, 2), torch.nan, dtype=dtype)).isnan().all()
+
+
+@DTYPES
+@pytest.mark.parametrize("norm", [None, "same", "wide"])
+@pytest.mark.parametrize("num_tokens", [1, 5, 400])
+def test_rope_and_write(library: native.Library, dtype: torch.dtype, norm: str | None, num_tokens: int) -> None:
+    heads = torch.randn(num_tokens, 3 + 2 * 2, 24).to(dtype)  # views of one projection, as models have them
+    q, k, v = torch.split(heads, [3, 2, 2], dim=1)
+    weights: list[torch.Tensor | None] = [None, None]
+    if norm is not None:
+        weights = [torch.randn(24).to(dtype if norm == "same" else torch.float32) for _ in range(2)]
+    positions = torch.randint(0, 50, (num_tokens,))
+    slots = torch.randperm(150 * 4)[:num_tokens]
+    cos_sin = reference.rope_table(24, 50, 10000.0)
+    kv, expected_kv = torch.zeros(2, 150, 3, 2, 2, 4, 24).to(dtype).unbind()
+    arguments = q, k, v, positions, cos_sin
+    out = library.rope_kv_write(*arguments, kv[:, 1], slots, *weights, 1e-5)
+    expected = reference.rope_kv_write(
+        *arguments, expected_kv[:, 1], slots, q_norm=weights[0], k_norm=weights[1], eps=1e-5
+    )
+    assert relative_error(out, expected.double()) < TOLERANCE[dtype]
+    assert relative_error(kv, expected_kv.double()) < TOLERANCE[dtype]
+    assert torch.equal(kv[:, [0, 2]], expected_kv[:, [0, 2]])  # nothing of other layers
+    assert torch.equal(kv[:, 1, 1], expected_kv[:, 1, 1])  # V as it was
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [0, 1, 700])
+def test_attention_of_long_sequences_in_parts(library: native.Library, dtype: torch.dtype, window: int) -> None:
+    case = make_case([1, 1, 1], [1, 1700, 513], head_dim=40, block_size=16, group_size=7, dtype=dtype)
+    out, lse = cpu.paged_attention(case.q, case.kv_layer, case.batch, scale=case.scale, window=window, return_lse=True)
+    expected, expected_lse = naive_attention(case.double, window)
+    assert relative_error(out, expected) < TOLERANCE[dtype]
+    assert relative_error(lse, expected_lse) < 2e-6
+
+
+def test_extreme_scores_neither_overflow_nor_vanish(library: native.Library) -> None:
+    case = make_case([1], [60])
+    case.q *= 300
+    assert relative_error(
+        cpu.paged_attention(case.q, case.kv_layer, case.batch, scale=case.scale), naive_attention(case.double)[0]
+    ) < 1e-5  # fmt: skip
+
+
+def test_sequences_without_keys_are_left_at_zero(library: native.Library) -> None:
+    kv_layer = torch.full((2, 2, 1, 4, 8), torch.nan)
+    batch = RaggedBatch.from_lists([1, 1], [1, 1], [[1], [1]], 4)
+    batch.seq_lens.zero_()
+    out, lse = cpu.paged_attention(torch.ones(2, 2, 8), kv_layer, batch, scale=1.0, return_lse=True)
+    assert not out.any() and (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 7, 128, 129, 1000, 20_000])
+def test_draws_are_those_of_torch(library: native.Library, dtype: torch.dtype, size: int) -> None:
+    """Few tokens get an exact score; the one that wins must be among them, however flat or steep the logits are."""
+    for seed, (spread, temperature) in enumerate(itertools.product((0.0, 1.0, 4.0, 30.0), (0.1, 1.0, 2.5))):
+        logits = (torch.randn(16, size, generator=torch.Generator().manual_seed(seed)) * spread).to(dtype)
+        logits[3, : size // 2] = -math.inf
+        params = SamplingTensors.from_lists(
+            [temperature] * 16, [0] * 16, [1.0] * 16, [0.0] * 16, [size] * 16, list(range(16)), [seed] * 16
+        )
+        assert torch.equal(cpu.sample(logits, params), reference.sample(logits, params))
+
+
+def test_a_draw_with_one_token_left_takes_it(library: native.Library) -> None:
+    logits = torch.full((4, 1000), -math.inf)
+    logits[range(4), [0, 77, 640, 999]] = -5.0
+    params = SamplingTensors.from_lists([1.0] * 4, [0] * 4, [1.0] * 4, [0.0] * 4, [1] * 4, [0] * 4, [0] * 4)
+    assert cpu.sample(logits, params).tolist() == [0, 77, 640, 999]
+
+
+def test_numbers_that_are_none_stay_none(library: native.Library) -> None:
+    case = make_case([1, 1], [9, 9])
+    case.q[1] = torch.nan
+    out = cpu.paged_attention(case.q, case.kv_layer, case.batch, scale=case.scale)
+    assert out[0].isfinite().all() and out[1].isnan().all()
+
+
+@pytest.mark.parametrize("head_dim", [8, 80])
+def test_without_a_compiler_torch_does_the_same(torch_alone: None, head_dim: int) -> None:
+    case = make_case([5, 1, 1], [5, 30, 11], head_dim=head_dim)
+    out = cpu.paged_attention(case.q, case.kv_layer, case.batch, scale=case.scale)
+    assert relative_error(out, naive_attention(case)[0]) < 2e-6
+    x, weight = torch.randn(3, 64), torch.randn(64)
+    assert relative_error(cpu.add_rms_norm(x, x, weight, 1e-5)[0], reference.add_rms_norm(x, x, weight, 1e-5)[0]) < 1e-6
+    assert relative_error(cpu.silu_mul(x), reference.silu_mul(x)) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["OCTAVO_NATIVE", "CXX", "OCTAVO_CACHE"])
+def test_where_it_cannot_be_compiled_there_is_none(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    values = {"OCTAVO_NATIVE": "0", "CXX": "/bin/false", "OCTAVO_CACHE": "/proc/none"}
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+    monkeypatch.setenv(name, values[name])
+    assert native._load.__wrapped__() is None
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_without_a_compiler_the_log_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delenv("OCTAVO_NATIVE", raising=False)
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    assert native._load.__wrapped__() is None
+    assert caplog.messages == [
+        "there is no C++ compiler: the CPU computes by torch alone, slower; install g++, or set CXX"
+    ]
+
+
+def test_a_library_belongs_to_its_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = native._digest(sys.executable, "native")
+    assert native._digest(sys.executable, "native") == before
+    changed = tmp_path / "native.cpp"
+    changed.write_text(native.SOURCE.read_text() + "//")
+    monkeypatch.setattr(native, "SOURCE", changed)
+    assert native._digest(sys.executable, "native") != before

@@ -1,0 +1,418 @@
+"""Weights out of safetensors and GGUF files: whole, in the right order, or one line that says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from octavo.checkpoint import catalog
+from octavo.checkpoint.resolve import open_checkpoint
+from octavo.errors import CheckpointError, ModelError, ModelNotFoundError
+from octavo.kernels.cpu import ops as cpu
+from octavo.models.config import DecoderSpec
+from octavo.models.decoder import Decoder
+from octavo.models.loading import loader as weights
+from octavo.models.loading.loader import Model
+from tests.models.tiny import (
+    KINDS,
+    PagedRun,
+    assert_close,
+    interleave,
+    make_tiny_checkpoint,
+    random_prompts,
+    read_decoder,
+    transformers_logits,
+    write_tiny_gguf,
+)
+
+WIDE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+
+
+def tensors_of(decoder: Model) -> dict[str, Tensor]:
+    return {weight.name: weight.tensor for weight in decoder.weights()}
+
+
+def assert_same_tensors(actual: Model, expected: dict[str, Tensor]) -> None:
+    found = list(actual.weights())
+    plus_one = isinstance(actual.spec, DecoderSpec) and actual.spec.unit_offset_norms
+    assert {weight.name for weight in found} == expected.keys()
+    filled: dict[str, Tensor] = {}
+    for weight in found:
+        tensor = filled.setdefault(weight.name, torch.full(weight.shape, torch.nan, dtype=weight.tensor.dtype))
+        part = tuple(slice(a, a + size) for a, size in zip(weight.start, weight.tensor.shape, strict=True))
+        assert tensor[part].isnan().all()  # no two parts of a tensor overlap
+        tensor[part] = weight.tensor
+    for name, tensor in filled.items():
+        stored = expected[name] + 1 if plus_one and name.endswith("norm.weight") else expected[name]
+        assert torch.equal(tensor, stored.to(tensor.dtype)), name
+
+
+def edit(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    """Rewrite the model's one safetensors file."""
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def split_in_shards(directory: Path, num_shards: int) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names = [f"model-{i + 1:05}-of-{num_shards:05}.safetensors" for i in range(num_shards)]
+    weight_map = {tensor: names[i % num_shards] for i, tensor in enumerate(sorted(tensors))}
+    for shard in names:
+        save_file({t: tensors[t] for t in tensors if weight_map[t] == shard}, directory / shard)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return make_tiny_checkpoint("llama", tmp_path / "llama")
+
+
+# -- safetensors ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_tensor_arrives_unchanged(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = make_tiny_checkpoint(kind, tmp_path / kind)
+    expected = load_file(directory / "model.safetensors")
+    assert_same_tensors(read_decoder(directory), expected)
+    monkeypatch.setattr(weights, "PIECE_ELEMENTS", 300)  # many pieces a tensor, the last one shorter
+    assert_same_tensors(read_decoder(directory), expected)
+
+
+def test_shards_make_the_same_model(llama: Path) -> None:
+    expected = load_file(llama / "model.safetensors")
+    split_in_shards(llama, 3)
+    assert_same_tensors(read_decoder(llama), expected)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float32])
+def test_dtypes_are_converted(llama: Path, stored: torch.dtype, wanted: torch.dtype) -> None:
+    edit(llama, lambda tensors: tensors.update({name: t.to(stored) for name, t in tensors.items()}))
+    assert_same_tensors(read_decoder(llama, dtype=wanted), load_file(llama / "model.safetensors"))
+
+
+def test_the_copy_of_a_tied_embedding_and_old_tables_are_ignored(tmp_path: Path) -> None:
+    directory = make_tiny_checkpoint("llama", tmp_path / "tied", tie_word_embeddings=True)
+    extra = {
+        "lm_head.weight": torch.zeros(97, 64),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),
+    }
+    decoder = read_decoder(edit(directory, lambda tensors: tensors.update(extra)))
+    assert isinstance(decoder, Decoder) and decoder.vocabulary.tied
+    assert decoder.vocabulary.embedding.any()
+
+
+def renamed(pattern: str, replacement: str) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            tensors[re.sub(pattern, replacement, name)] = tensors.pop(name)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix", "extra"),
+    [
+        ("gpt2", "transformer.", {"h.0.attn.bias": torch.ones(1, 1, 8, 8), "h.2.attn.masked_bias": torch.tensor(-1e4)}),
+        ("opt", "model.", {"lm_head.weight": torch.zeros(97, 56)}),
+    ],
+)
+def test_names_of_older_checkpoints(kind: str, prefix: str, extra: dict[str, Tensor], tmp_path: Path) -> None:
+    directory = make_tiny_checkpoint(kind, tmp_path / kind)
+    expected = load_file(directory / "model.safetensors")
+    edit(directory, renamed("^" + re.escape(prefix), ""))
+    assert_same_tensors(read_decoder(edit(directory, lambda tensors: tensors.update(extra))), expected)
+
+
+@pytest.mark.parametrize("layout", ["language_model.model.", "model.language_model."])
+def test_the_text_part_of_a_model_that_also_sees(layout: str, tmp_path: Path) -> None:
+    directory = make_tiny_checkpoint("gemma3", tmp_path / "gemma3")
+    expected = load_file(directory / "model.safetensors")
+    edit(directory, renamed(r"^model\.", layout))
+    vision = {"vision_tower.x.weight": torch.ones(3), "model.multi_modal_projector.y": torch.ones(2, 2)}
+    edit(directory, lambda tensors: tensors.update(vision))
+    text = json.loads((directory / "config.json").read_text())
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text, "vision_config": {}}
+    (directory / "config.json").write_text(json.dumps(config))
+    assert_same_tensors(read_decoder(directory), expected)
+
+
+# -- GGUF -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_gguf_holds_the_same_model(kind: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # llama.cpp knows Gemma 3 by heads that are scaled by their own width, and every sixth layer without a window.
+    words = {"query_pre_attn_scalar": 24, "sliding_window_pattern": 6, "num_hidden_layers": 6}
+    sizes = words if kind == "gemma3" else {}
+    directory = make_tiny_checkpoint(kind, tmp_path / kind, tie_word_embeddings=tied, **sizes)
+    path = write_tiny_gguf(directory, tmp_path / f"{kind}.gguf")
+    monkeypatch.setattr(weights, "PIECE_ELEMENTS", 300)  # pieces that begin and end inside a head
+    decoder = read_decoder(path)
+    assert decoder.spec.tie_word_embeddings == tied
+    assert_same_tensors(decoder, load_file(directory / "model.safetensors"))
+    prompts = random_prompts(11, 5)
+    expected = transformers_logits(directory, prompts)
+    for actual, wanted in zip(PagedRun(decoder, prompts, block_size=8).run(4), expected, strict=True):
+        assert_close(actual, wanted)
+
+
+def test_gguf_llama_with_biases_on_q_k_and_v_alone(tmp_path: Path) -> None:
+    """Qwen2 is that: as a "llama", its rows and biases of Q and K are interleaved."""
+    directory = make_tiny_checkpoint("qwen2", tmp_path / "qwen2")
+    decoder = read_decoder(write_tiny_gguf(directory, tmp_path / "m.gguf", arch="llama"))
+    assert isinstance(decoder.spec, DecoderSpec)
+    assert (decoder.spec.architecture, decoder.spec.qkv_bias, decoder.spec.o_bias) == ("LlamaForCausalLM", True, False)
+    assert_same_tensors(decoder, load_file(directory / "model.safetensors"))
+    prompts = random_prompts(11, 5)
+    for actual, wanted in zip(
+        PagedRun(decoder, prompts, block_size=8).run(4), transformers_logits(directory, prompts), strict=True
+    ):
+        assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("quantisation", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_quantised_gguf_is_decoded(quantisation: str, tmp_path: Path) -> None:
+    directory = make_tiny_checkpoint("llama", tmp_path / "llama", **WIDE)
+    path = write_tiny_gguf(directory, tmp_path / "llama.gguf", quantisation=quantisation)
+    kind = gguf.GGMLQuantizationType[quantisation]
+    expected = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        if tensor.ndim == 2:  # every row is quantised by itself, so the order of rows makes no difference
+            tensor = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(tensor.numpy(), kind), kind))
+        expected[name] = tensor
+    assert_same_tensors(read_decoder(path), expected)
+
+
+def test_half_rotation_rows_undo_the_converters_order() -> None:
+    rows = torch.arange(30).numpy()
+    order = weights._half_rotation_rows(30, 5)
+    assert order is not None
+    assert (interleave(rows, 5)[order] == rows).all()
+    assert order[:6].tolist() == [0, 2, 4, 1, 3, 5]
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_smollm2_equals_transformers_reading_of_it() -> None:
+    try:
+        path = catalog.present("smollm2-135m-instruct")
+    except ModelNotFoundError:
+        pytest.skip("SmolLM2 is not in the cache; `octavo models fetch smollm2-135m-instruct` gets it")
+    prompts = random_prompts(40, 7, vocab_size=49152)
+    expected = transformers_logits(path.parent, prompts, gguf_file=path.name)
+    run = PagedRun(read_decoder(path, cpu), prompts, block_size=16)
+    first = run.step([33, 3])
+    rest = run.run(1)
+    for start, end, wanted in zip(first, rest, expected, strict=True):
+        assert_close(torch.cat([start, end]), wanted)
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+def refusal(path: Path) -> str:
+    """The one line in which the model is refused."""
+    with pytest.raises(CheckpointError) as caught:
+        read_decoder(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(path) in message or path.name in message
+    return message
+
+
+def test_missing_tensor(llama: Path) -> None:
+    edit(llama, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    assert "model.layers.1.mlp.up_proj.weight is missing" in refusal(llama)
+
+
+def test_a_problem_of_a_merged_tensor_is_said_once(tmp_path: Path) -> None:
+    directory = make_tiny_checkpoint("gpt2", tmp_path / "gpt2")
+    name = "transformer.h.1.attn.c_attn"
+    edit(directory, lambda tensors: tensors[f"{name}.bias"][::60].fill_(torch.nan))  # in Q, K and V
+    assert refusal(directory).count(f"{name}.bias holds NaN") == 1
+    edit(directory, lambda tensors: tensors.update({f"{name}.weight": tensors[f"{name}.weight"].T.contiguous()}))
+    message = refusal(directory)
+    assert message.count(f"{name}.weight has shape [180, 60], expected [60, 180]") == message.count("has shape") == 1
+
+
+def test_untied_model_without_a_head(llama: Path) -> None:
+    edit(llama, lambda tensors: tensors.pop("lm_head.weight"))
+    assert "lm_head.weight is missing" in refusal(llama)
+
+
+def test_wrong_shape(llama: Path) -> None:
+    edit(llama, lambda tensors: tensors.update({"model.norm.weight": torch.ones(63)}))
+    assert "model.norm.weight has shape [63], expected [64]" in refusal(llama)
+
+
+def test_transposed_matrix(llama: Path) -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
+    edit(llama, lambda tensors: tensors.update({name: tensors[name].T.contiguous()}))
+    assert f"{name} has shape [37, 64], expected [64, 37]" in refusal(llama)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.int8, "I8"), (torch.float64, "F64"), (torch.int32, "I32")])
+def test_wrong_dtype(llama: Path, dtype: torch.dtype, name: str) -> None:
+    edit(llama, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=dtype)}))
+    assert f"model.norm.weight has dtype {name}, expected F32, F16, BF16" in refusal(llama)
+
+
+def test_a_tensor_without_a_place_is_a_problem(llama: Path) -> None:
+    edit(llama, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}))
+    assert "model.layers.0.self_attn.q_proj.bias is unexpected" in refusal(llama)
+
+
+def test_config_with_fewer_layers_than_the_weights(llama: Path) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    assert "model.layers.2.input_layernorm.weight is unexpected" in refusal(llama)
+
+
+def test_ten_problems_are_listed_and_the_others_counted(llama: Path) -> None:
+    edit(llama, lambda tensors: [tensors.pop(name) for name in sorted(tensors)[:13]])
+    message = refusal(llama)
+    assert message.count("is missing") == 10
+    assert "and 3 more" in message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("row", [0, 36])
+def test_weights_that_are_not_finite(llama: Path, value: float, row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "model.layers.2.mlp.gate_proj.weight"
+    edit(llama, lambda tensors: tensors[name][row, 5].fill_(value))
+    assert f"{name} holds NaN or infinity (as float32)" in refusal(llama)
+    monkeypatch.setattr(weights, "PIECE_ELEMENTS", 300)
+    edit(llama, lambda tensors: tensors[name][18, 5].fill_(value))  # in another piece
+    assert refusal(llama).count("NaN") == 1  # one line a weight
+
+
+def test_opposite_infinities_do_not_cancel_out(llama: Path) -> None:
+    edit(llama, lambda tensors: tensors["model.norm.weight"][:2].copy_(torch.tensor([torch.inf, -torch.inf])))
+    assert "model.norm.weight holds NaN or infinity" in refusal(llama)
+
+
+def test_large_weights_whose_sum_overflows_are_fine(llama: Path) -> None:
+    edit(llama, lambda tensors: tensors["model.norm.weight"].fill_(3e38))
+    assert read_decoder(llama).norm[0] == torch.tensor(3e38)
+
+
+def test_weights_too_large_for_the_dtype(llama: Path) -> None:
+    edit(llama, lambda tensors: tensors["model.norm.weight"][3].fill_(1e6))
+    with pytest.raises(CheckpointError, match=r"model.norm.weight holds NaN or infinity \(as float16\)"):
+        read_decoder(llama, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("keep", [0.999, 0.5, 0.01])
+def test_file_cut_short(llama: Path, keep: float) -> None:
+    file = llama / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[: int(len(data) * keep)])
+    assert "model.safetensors is cut short or damaged" in refusal(llama)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        struct.pack("<Q", 2**60) + b"{",
+        struct.pack("<Q", 16) + b"this is not JSON",
+        struct.pack("<Q", 2) + b"{}",
+        b"\x80\x04\x95",
+        struct.pack("<Q", 72) + b'{"a":{"dtype":"F32","shape":[4611686018427387904,8],"data_offsets":[0,4]}}',
+    ],
+    ids=["length", "text", "empty", "pickle", "overflow"],
+)
+def test_corrupt_header(llama: Path, head: bytes) -> None:
+    (llama / "model.safetensors").write_bytes(head)
+    message = refusal(llama)
+    assert "cut short or damaged" in message or "is missing" in message
+
+
+def test_a_weight_in_two_shards(llama: Path) -> None:
+    split_in_shards(llama, 2)
+    second = llama / "model-00002-of-00002.safetensors"
+    first = load_file(llama / "model-00001-of-00002.safetensors")
+    name = sorted(first)[0]
+    save_file(load_file(second) | {name: first[name]}, second)
+    assert f"{name} is in two shards, model-00001-of-00002.safetensors and {second.name}" in refusal(llama)
+
+
+def test_a_shard_without_what_the_index_promises(llama: Path) -> None:
+    split_in_shards(llama, 2)
+    shard = llama / "model-00002-of-00002.safetensors"
+    tensors = load_file(shard)
+    tensors.pop("model.norm.weight")
+    save_file(tensors, shard)
+    assert "model.norm.weight is missing" in refusal(llama)
+
+
+def test_one_weight_under_an_old_name_and_a_new_one(tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint("gpt2", tmp_path / "model")
+    edit(folder, lambda tensors: tensors.update({"ln_f.weight": tensors["transformer.ln_f.weight"].clone()}))
+    assert "the files hold two tensors that are transformer.ln_f.weight" in refusal(folder)
+
+
+def test_a_megabyte_of_tensor_name_makes_no_long_message(llama: Path) -> None:
+    edit(llama, lambda tensors: tensors.update({"x" * 1_000_000: tensors["model.norm.weight"].clone()}))
+    message = refusal(llama)
+    assert "is unexpected" in message and len(message) < 600
+
+
+def test_gguf_cut_short(llama: Path, tmp_path: Path) -> None:
+    path = write_tiny_gguf(llama, tmp_path / "m.gguf")
+    data = path.read_bytes()
+    for keep in (0.01, 0.3, 0.9, 0.999):
+        path.write_bytes(data[: int(len(data) * keep)])
+        with pytest.raises(CheckpointError) as caught:
+            read_decoder(path)
+        assert "m.gguf" in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_gguf_with_the_metadata_of_another_model(llama: Path, tmp_path: Path) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 1, "intermediate_size": 40}))
+    message = refusal(write_tiny_gguf(llama, tmp_path / "m.gguf"))
+    assert "model.layers.0.self_attn.k_proj.weight has shape [32, 64], expected [16, 64]" in message
+    assert "model.layers.0.mlp.up_proj.weight has shape [37, 64], expected [40, 64]" in message
+
+
+def test_gguf_of_a_type_that_holds_no_weights(llama: Path, tmp_path: Path) -> None:
+    edit(llama, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int32)}))
+    assert "model.norm.weight has dtype I32" in refusal(write_tiny_gguf(llama, tmp_path / "m.gguf"))
+
+
+def test_gguf_with_scales_that_are_not_finite(tmp_path: Path) -> None:
+    directory = make_tiny_checkpoint("llama", tmp_path / "llama", **WIDE)
+    path = write_tiny_gguf(directory, tmp_path / "m.gguf", quantisation="Q8_0")
+    reader = gguf.GGUFReader(path, "r+")
+    tensor = next(t for t in reader.tensors if t.name == "blk.1.ffn_up.weight")
+    tensor.data.view("uint8").reshape(-1)[:2] = [0, 0x7C]  # float16 infinity
+    reader.data.flush()
+    assert "model.layers.1.mlp.up_proj.weight holds NaN or infinity" in refusal(path)
+
+
+def test_a_model_that_does_not_match_costs_no_memory(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(config | {"vocab_size": 2**28, "max_position_embeddings": 2**28}))
+    assert "model.embed_tokens.weight has shape [97, 64], expected [268435456, 64]" in refusal(llama)
+
+
+def test_pickles_never_get_here(llama: Path) -> None:
+    (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="safetensors or GGUF only"):
+        open_checkpoint(llama)

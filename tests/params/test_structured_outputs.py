@@ -1,0 +1,82 @@
+"""What a caller may say of the form of an output, before anybody tries to compile it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from octavo import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from octavo.errors import ParameterError, UnknownOptionError
+from octavo.params.structured_outputs import MOST_CHARS, MOST_CHOICES
+
+
+def deep(depth: int) -> Any:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"properties": {"a": schema}}
+    return schema
+
+
+WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
+    "nothing": ({}, "invalid_value", "it has none"),
+    "two": ({"regex": "a", "json_object": True}, "invalid_value", "it has regex and json_object"),
+    "json_object false": ({"json_object": False}, "invalid_value", "it has none"),
+    "a schema that is a list": ({"json": "[1]"}, "invalid_json_schema", "no JSON object"),
+    "a schema that is no JSON": ({"json": "{'a'"}, "invalid_json_schema", "Expecting"),
+    "a schema with a set": ({"json": {"enum": {1}}}, "invalid_json_schema", "serializable"),
+    "a schema with NaN": ({"json": {"minimum": float("nan")}}, "invalid_json_schema", "not JSON compliant"),
+    "a deep schema": ({"json": deep(10_000)}, "invalid_json_schema", "nested too deeply"),
+    "a deep schema as text": ({"json": '{"a":' * 100_000 + "1" + "}" * 100_000}, "invalid_json_schema", ""),
+    "a long schema": ({"json": {"enum": ["x" * MOST_CHARS]}}, "invalid_json_schema", f"at most {MOST_CHARS}"),
+    "a schema that is a number": ({"json": 7}, "invalid_json_schema", "no JSON object"),
+    "an empty regex": ({"regex": ""}, "invalid_grammar", "1 to"),
+    "a long regex": ({"regex": "a" * (MOST_CHARS + 1)}, "invalid_grammar", f"it is {MOST_CHARS + 1} long"),
+    "a regex of bytes": ({"regex": b"a"}, "invalid_grammar", "b'a'"),
+    "half a character": ({"regex": "\ud800"}, "invalid_grammar", "Unicode"),
+    "an empty grammar": ({"grammar": ""}, "invalid_grammar", "1 to"),
+    "no choice": ({"choice": []}, "invalid_grammar", "non-empty"),
+    "an empty choice": ({"choice": ["a", ""]}, "invalid_grammar", "non-empty"),
+    "a choice that is a string": ({"choice": "abc"}, "invalid_grammar", "a list"),
+    "many choices": ({"choice": ["a"] * (MOST_CHOICES + 1)}, "invalid_grammar", f"at most {MOST_CHOICES}"),
+    "white space in a regex": ({"regex": "a", "whitespace_pattern": " "}, "invalid_value", "regex has no use for"),
+    "a flag that is a number": ({"json_object": 1}, "invalid_type", "True or False"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_said(name: str) -> None:
+    given, code, text = WRONG[name]
+    for make in (StructuredOutputsParams, lambda **fields: SamplingParams(structured_outputs=fields)):
+        with pytest.raises(ParameterError) as caught:
+            make(**given)
+        assert caught.value.code == code and text in str(caught.value)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+        assert caught.value.param in ("structured_outputs", "json_object")
+
+
+def test_a_name_that_does_not_exist() -> None:
+    with pytest.raises(UnknownOptionError, match="'jsn'; did you mean 'json'"):
+        SamplingParams(structured_outputs={"jsn": {}})  # type: ignore[arg-type]
+    with pytest.raises(ParameterError, match="a dict of its fields"):
+        SamplingParams(structured_outputs="json")  # type: ignore[arg-type]
+
+
+def test_a_dict_is_as_good() -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {"é": {"const": 1}}}
+    for params in (
+        SamplingParams(structured_outputs={"json": schema}),  # type: ignore[arg-type]
+        BeamSearchParams(beam_width=2, max_tokens=3, structured_outputs={"json": schema}).sampling_params,  # type: ignore[arg-type]
+    ):
+        made = params.structured_outputs
+        assert made == StructuredOutputsParams(json=json.dumps(schema)) and made is not None
+        assert made.kind == "json" and json.loads(made.schema) == schema
+    schema["type"] = "array"  # nobody's business any more
+    assert json.loads(made.schema)["type"] == "object"
+    assert SamplingParams().structured_outputs is None
+    assert json.loads(StructuredOutputsParams(json_object=True).schema) == {"type": "object"}
+    assert StructuredOutputsParams(json={}).kind == "json"
+    # A body that says null says nothing.
+    assert StructuredOutputsParams(json={}, json_object=None) == StructuredOutputsParams(json={})  # type: ignore[arg-type]
+    assert StructuredOutputsParams(choice=["b", "a", "b"]).choice == ("b", "a")

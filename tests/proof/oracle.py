@@ -1,0 +1,554 @@
+"""The oracle: an executor with no tensors that knows at every step whether memory is right.
+
+A slot of its "keys and values" holds a hash of (the value read back through the block table one position before, the
+position, the token). The value at a position thus depends on every block before it, and every step reads every slot of
+every scheduled sequence again: an aliased block, a stale prefix hit, a lost copy, swaps in a wrong order show at once.
+The token sampled is a hash of the value, so that `reference` knows every output without memory and without a scheduler.
+
+Blocks of the host tier may be corrupted while they lie there. The device keeps a checksum of each, reports those that
+come back changed, and goes on: what it computes from them is poison, and no result of poison may be taken in.
+
+The device side goes by the plan alone, as a real one does: rows, setups, table writes. What the checks need to know
+besides (who owns a slice) they take from `plan.sequences`, which an executor must not.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.core.block_pool import BlockPool
+from octavo.core.kv_cache_manager import KVCache
+from octavo.core.plan import StepPlan, StepResult
+from octavo.core.request import Request, Sequence, Status
+from octavo.core.scheduler import Scheduler
+from octavo.engine.executor import Masks
+
+VOCAB = 5
+GARBAGE = "garbage"
+
+
+class ReadBack(AssertionError):  # noqa: N818 (it names what was found)
+    """A slot holds another value than its sequence's history gives."""
+
+
+class WrongOutput(AssertionError):  # noqa: N818
+    """An output differs from the reference."""
+
+
+class Invariant(AssertionError):  # noqa: N818
+    """The structure is broken."""
+
+
+class Stall(AssertionError):  # noqa: N818
+    """Nothing moves though something could."""
+
+
+def need(ok: Any, kind: type[AssertionError], *what: object) -> None:
+    if not ok:
+        raise kind(*what)
+
+
+# -- the "model" -------------------------------------------------------------------------------------------------------
+
+
+class Poison(int):
+    """The value of a slot that was corrupted, or was computed from one."""
+
+
+def root(salt: bytes) -> int:
+    return hash((77, len(salt)))
+
+
+def value(before: int, position: int, token: int) -> int:
+    return hash((before, position, token))
+
+
+def sampled(h: int, sample_index: int) -> int:
+    return hash((h, 5, sample_index)) % VOCAB
+
+
+def candidates(h: int, num: int) -> list[tuple[int, int]]:
+    """(score, token) pairs, for requests that decide on the host."""
+    return [(hash((h, 6, j)) % 997, hash((h, 7, j)) % VOCAB) for j in range(num)]
+
+
+def keep_best(width: int) -> Callable[[list[tuple[Sequence, Any]]], list[tuple[Sequence, int]]]:
+    """A beam search as small as can be: the best `width` continuations."""
+
+    def decide(parents: list[tuple[Sequence, Any]]) -> list[tuple[Sequence, int]]:
+        ranked = [(score, -seq.index, token, seq) for seq, found in parents for score, token in found]
+        ranked.sort(key=lambda c: c[:3], reverse=True)
+        return [(seq, token) for _, _, token, seq in ranked[:width]]
+
+    return decide
+
+
+def reference(request: Request) -> list[tuple[int, list[int]]]:
+    """What the request must give: (index, prompt and output) of each of its sequences, with no memory at all."""
+    prompt, salt = list(request.prompt_token_ids), request.salt
+    assert request.max_tokens is not None
+    limit = len(prompt) + request.max_tokens
+    start = root(salt)
+    for p, t in enumerate(prompt):
+        start = value(start, p, t)
+    out: list[tuple[int, list[int]]] = []
+    if request.decide is None:
+        for j in range(request.width):
+            tokens, h = list(prompt), start
+            while True:
+                t = sampled(h, j)
+                tokens.append(t)
+                if t in request.stop_ids or len(tokens) >= limit:
+                    break
+                h = value(h, len(tokens) - 1, t)
+            out.append((j, tokens))
+        return out
+    live = [(0, prompt, start)]
+    while live:
+        ranked = [(s, -i, t, tokens, h) for i, tokens, h in live for s, t in candidates(h, request.num_draws)]
+        ranked.sort(key=lambda c: c[:3], reverse=True)
+        live = []
+        for k, (_, _, t, tokens, h) in enumerate(ranked[: request.width]):
+            longer = [*tokens, t]
+            if t in request.stop_ids or len(longer) >= limit:
+                out.append((k, longer))
+            else:
+                live.append((k, longer, value(h, len(longer) - 1, t)))
+    return sorted(out)
+
+
+def outputs(request: Request) -> list[tuple[int, list[int]]]:
+    return sorted((s.index, s.token_ids.tolist()) for s in request.done if s.finish_reason != "pruned")
+
+
+# -- the device --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Habits:
+    """What a device may do one way or the other; right plans give the same either way."""
+
+    eager: bool = True  # runs a plan when it is submitted, or when its result is asked for
+    stops: bool = True  # its stop test ends a window early, and skips slices of rows that are done
+    shuffles: bool = False  # runs a plan's slices in another order
+    forgets: bool = False  # drops what a table held beyond a new owner's blocks
+    splits: bool = False  # hands out a window's columns bit by bit
+    corrupts: float = 0.0  # the chance that a host block loses a slot before a step
+
+
+class _Running:
+    def __init__(self, oracle: Oracle, plan: StepPlan) -> None:
+        self.oracle, self.plan = oracle, plan
+        self._whole: list[list[Any]] | None = None
+        self._given = 0
+
+    @property
+    def done(self) -> bool:
+        """Not while `poll` has a column to give: then it plays a device that is still at work on the rest. One that
+        draws behind masks has no choice."""
+        most = max(self.plan.samples, default=0)
+        return not (self.oracle.habits.splits or self.plan.masked) or self._given + 1 >= most
+
+    def poll(self, timeout_s: float = 0.0) -> StepResult | None:
+        if self.done:
+            return None
+        tokens = self._tokens()
+        column = [self._from(i, tokens)[: None if i in self.plan.draws else 1] for i in range(len(tokens))]
+        self._given += 1
+        return StepResult(column, corrupt=self.oracle.corrupt.pop(id(self.plan), []))
+
+    def put(self, masks: Masks | None) -> None:
+        """What it gives comes of the slots alone."""
+
+    def result(self) -> StepResult:
+        tokens = self._tokens()
+        corrupt = self.oracle.corrupt.pop(id(self.plan), [])
+        return StepResult([self._from(i, tokens) for i in range(len(tokens))], corrupt=corrupt)
+
+    def _from(self, i: int, tokens: list[list[Any]]) -> list[Any]:
+        """What is left of a slice's. All of several draws come in the first column."""
+        if not self.plan.samples[i] or (i in self.plan.draws and self._given):
+            return []
+        return tokens[i][self._given :]
+
+    def _tokens(self) -> list[list[Any]]:
+        if self._whole is None:
+            for i in self.plan.masked:
+                seq, end = self.plan.sequences[i], self.plan.starts[i] + self.plan.counts[i]
+                known = len(seq.token_ids) == end - self.plan.samples[i] + 1
+                need(
+                    known or seq.finish_reason or i in self.plan.void, Invariant, "a mask of what nobody knows yet", seq
+                )
+            self._whole = self.oracle.finish(self.plan)
+        return self._whole
+
+
+class Oracle:
+    """`submit` as any executor; the checks run with each step."""
+
+    def __init__(self, cache: KVCache, habits: Habits | None = None, seed: int = 0) -> None:
+        self.habits = habits or Habits()
+        self.block_size = cache.block_size
+        self.attention_window = cache.attention_window
+        self.kv: list[list[Any]] = [[None] * cache.block_size for _ in range(cache.pool.num_blocks + 1)]
+        self.host: list[list[Any]] = [[None] * cache.block_size for _ in range(cache.swap_space.num_blocks + 1)]
+        num_rows = cache.rows.num_rows
+        self.tables: list[list[int]] = [[] for _ in range(num_rows)]
+        self.last: list[Any] = [None] * num_rows
+        self.done: list[Any] = [False] * num_rows
+        self.setup: list[Any] = [None] * num_rows
+        self.counts: Counter[str] = Counter()
+        self.has_poison = False
+        self.checksums: dict[int, int] = {}  # host block -> of what was swapped out into it
+        self.corrupt: dict[int, list[int]] = {}  # plan -> host blocks that came back corrupt, until that is reported
+        self.poisoned: dict[int, set[int]] = {}  # plan -> slices that read poison
+        self._queue: deque[StepPlan] = deque()
+        self._results: dict[int, list[list[Any]]] = {}
+        self._random = random.Random(seed)
+        self._flips = random.Random(seed + 0.5)
+        self._expected: dict[Sequence, list[int]] = {}  # values that its slots must hold, by position
+        self._fed: dict[Sequence, dict[int, int]] = {}  # position -> token, as the device saw it
+        self._end: dict[Sequence, int] = {}  # after its stop token a sequence's slots mean nothing
+        self._written: dict[int, list[tuple[int, int]]] = {}  # plan -> (block, offset) that it wrote
+
+    def submit(self, plan: StepPlan) -> _Running:
+        self._queue.append(plan)
+        if self.habits.eager:
+            self._drain(None)
+        return _Running(self, plan)
+
+    def close(self) -> None:
+        pass
+
+    def finish(self, plan: StepPlan) -> list[list[Any]]:
+        self._drain(plan)
+        self._written.pop(id(plan), None)
+        return self._results.pop(id(plan))
+
+    def _drain(self, upto: StepPlan | None) -> None:
+        while self._queue and (upto is None or id(upto) not in self._results):
+            plan = self._queue.popleft()
+            self._results[id(plan)] = self._run(plan)
+
+    def fail(self, plans: Iterable[StepPlan]) -> None:
+        """These plans went wrong: whatever they touched holds garbage, whether they had begun or not."""
+        reached = True
+        for plan in plans:
+            if plan in self._queue:
+                self._queue.remove(plan)
+                reached = reached and self._random.random() < 0.5
+                if reached:
+                    self._apply_tables(plan)
+            for kept in (self._results, self.corrupt, self.poisoned):
+                kept.pop(id(plan), None)
+            for block, offset in self._written.pop(id(plan), ()):
+                self.kv[block][offset] = GARBAGE
+            for _, dst in plan.swap_outs:
+                self.host[dst] = [GARBAGE] * self.block_size
+            for _, dst in [*plan.swap_ins, *plan.copies]:
+                self.kv[dst] = [GARBAGE] * self.block_size
+            for row, seq in zip(plan.rows, plan.sequences, strict=True):
+                self.last[row], self.done[row] = GARBAGE, True
+                self._fed.pop(seq, None)
+                del self._expected.setdefault(seq, [])[len(seq.token_ids) - 1 :]
+                self._end.pop(seq, None)
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def _run(self, plan: StepPlan) -> list[list[Any]]:
+        count = self.counts
+        count["steps"] += 1
+        count["slices"] += len(plan.rows)
+        self._apply_tables(plan)
+        self._flip_bits(plan)
+        for src, dst in plan.swap_outs:
+            self.host[dst] = list(self.kv[src])
+        for src, dst in plan.swap_ins:
+            self.kv[dst] = list(self.host[src])
+        sources = [list(self.kv[src]) for src, _ in plan.copies]  # a batched kernel may read all before it writes any
+        need(not {c.src for c in plan.copies} & {c.dst for c in plan.copies}, Invariant, "copies depend on each other")
+        for content, (_, dst) in zip(sources, plan.copies, strict=True):
+            self.kv[dst] = content
+        self._compare(plan)
+        count["blocks out"] += len(plan.swap_outs)
+        count["blocks in"] += len(plan.swap_ins)
+        count["blocks copied"] += len(plan.copies)
+        need(len(set(plan.rows)) == len(plan.rows), Invariant, "a row twice in a plan")
+        order = list(range(len(plan.rows)))
+        if self.habits.shuffles:
+            self._random.shuffle(order)
+        tokens: list[list[Any]] = [[] for _ in plan.rows]
+        written: list[tuple[int, int]] = []
+        for i in order:
+            tokens[i] = self._slice(plan, i, written)
+        need(len(set(written)) == len(written), ReadBack, "two slices wrote one slot")
+        self._written[id(plan)] = written
+        for i in order:
+            self._read_again(plan, i)
+        return tokens
+
+    def _apply_tables(self, plan: StepPlan) -> None:
+        for setup in plan.row_setups:
+            self.setup[setup.row] = setup
+        whole = {w.row: i for i, w in enumerate(plan.table_writes) if w.start == 0}  # the last one is the new owner's
+        for i, (row, start, ids) in enumerate(plan.table_writes):
+            table = self.tables[row]
+            need(start == 0 or start <= len(table), ReadBack, "a hole in a table")
+            null = 0 if self.attention_window else 1
+            need(all(null <= b < len(self.kv) for b in ids), Invariant, "a block that does not exist", ids)
+            table[start : start + len(ids)] = ids
+            if self.habits.forgets and whole.get(row) == i and any(s.row == row for s in plan.row_setups):
+                del table[len(ids) :]
+
+    def _get(self, row: int, position: int) -> Any:
+        return self.kv[self.tables[row][position // self.block_size]][position % self.block_size]
+
+    def _slice(self, plan: StepPlan, i: int, written: list[tuple[int, int]]) -> list[Any]:
+        row, start, num, num_sampled = plan.rows[i], plan.starts[i], plan.counts[i], plan.samples[i]
+        known, draws, setup = plan.host_tokens.get(i), plan.draws.get(i, 1), self.setup[row]
+        if known is not None:
+            self.done[row] = False
+        if self.done[row] and self.habits.stops:
+            if isinstance(self.done[row], Poison):
+                self.poisoned.setdefault(id(plan), set()).add(i)
+            return [0] * num_sampled
+        self.counts["windows"] += num_sampled > 1
+        self.counts["fed by the row"] += known is None
+        seq = plan.sequences[i]
+        need((i in plan.masked) == bool(seq.request.constrained and num_sampled), Invariant, "masked", seq)
+        fed = self._fed.setdefault(seq, {})
+        h = self._get(row, start - 1) if start else root(seq.request.salt)
+        poisoned = self._reads_poison(row, start)
+        if poisoned:
+            h = Poison(hash((h, 8)))
+            self.poisoned.setdefault(id(plan), set()).add(i)
+        out: list[Any] = []
+        stopped = False
+        for j in range(num):
+            p = start + j
+            t = known[j] if known is not None and j < len(known) else self.last[row]
+            if stopped and self.habits.stops:
+                out.append(0)
+                continue
+            fed[p] = t
+            h = Poison(value(h, p, t)) if poisoned else value(h, p, t)
+            block = self.tables[row][p // self.block_size]
+            self.kv[block][p % self.block_size] = h
+            written.append((block, p % self.block_size))
+            if j < num - num_sampled:
+                continue
+            if i in plan.draws:
+                host = setup.decides
+                out = candidates(h, draws) if host else [sampled(h, m) for m in range(draws)]
+                self.last[row] = None if host else out[0]
+            else:
+                t = sampled(h, setup.sample_index)
+                out.append(t)
+                self.last[row] = t
+                if t in setup.stop_ids:
+                    self.done[row] = stopped = Poison(1) if poisoned else True
+                    if not poisoned:
+                        self._end.setdefault(seq, p + 1)
+        return out
+
+    def _compare(self, plan: StepPlan) -> None:
+        """Keep the checksums of what left, and note what came back with another one."""
+        for _, dst in plan.swap_outs:
+            self.checksums[dst] = hash(tuple(self.host[dst]))
+        for src, _ in plan.swap_ins:
+            if hash(tuple(self.host[src])) != self.checksums[src]:
+                self.corrupt.setdefault(id(plan), []).append(src)
+                self.counts["blocks corrupt"] += 1
+
+    def _flip_bits(self, plan: StepPlan) -> None:
+        """Now and then, of any block on the host; more often of one that this step brings back."""
+        if self.checksums and self._flips.random() < self.habits.corrupts:
+            block = self._flips.choice([*self.checksums, *[src for src, _ in plan.swap_ins] * 8])
+            self.corrupt_block(block, self._flips.randrange(self.block_size))
+
+    def corrupt_block(self, block: int, offset: int) -> None:
+        """Flip bits of a slot on the host."""
+        self.has_poison = True
+        self.host[block][offset] = Poison(self._flips.getrandbits(60))
+
+    def _reads_poison(self, row: int, start: int) -> bool:
+        """Whether a query at `start` sees a slot that is poison."""
+        if not self.has_poison:
+            return False
+        begin = max(0, start - self.attention_window + 1) if self.attention_window else 0
+        return any(isinstance(self._get(row, p), Poison) for p in range(begin, start))
+
+    def _read_again(self, plan: StepPlan, i: int) -> None:
+        """Every position that a query of this slice sees, through the table that the device has."""
+        row, seq = plan.rows[i], plan.sequences[i]
+        if seq.finish_reason or i in self.poisoned.get(id(plan), ()):
+            return
+        end = min(plan.starts[i] + plan.counts[i], self._end.get(seq, 1 << 60))
+        expected, tokens, fed = self._expected.setdefault(seq, []), seq.token_ids, self._fed[seq]
+        h = expected[-1] if expected else root(seq.request.salt)
+        for p in range(len(expected), end):
+            h = value(h, p, tokens[p] if p < len(tokens) else fed[p])
+            expected.append(h)
+        table, size, kv = self.tables[row], self.block_size, self.kv
+        begin = max(0, plan.starts[i] - self.attention_window + 1) if self.attention_window else 0
+        for p in range(begin, end):
+            if kv[table[p // size]][p % size] != expected[p]:
+                raise ReadBack(seq, "row", row, "position", p, "of", end, "table", table)
+        self.counts["slots read"] += max(0, end - begin)
+
+
+# -- the structure -----------------------------------------------------------------------------------------------------
+
+
+def check(scheduler: Scheduler) -> None:
+    """The rules of docs/memory.md that hold after every call."""
+    cache = scheduler.cache
+    pool, host, size = cache.pool, cache.swap_space, cache.block_size
+    owners: Counter[int] = Counter()
+    host_owners: Counter[int] = Counter()
+    for request in [*scheduler.running, *scheduler.swapped, *scheduler.waiting]:
+        for seq in request.sequences:
+            need(seq.request is request and not seq.finish_reason, Invariant, "a live sequence is its request's")
+            need(seq.num_pending >= 0, Invariant, "pending below 0", seq)
+            if request.status is Status.RUNNING:
+                held = seq.block_ids[seq.num_dropped :]
+                owners.update(held)
+                need(all(b > 0 for b in held) and not any(seq.block_ids[: seq.num_dropped]), Invariant, "dropped", seq)
+                _check_dropped(seq, cache)
+                need(seq.room == len(seq.block_ids) * size, Invariant, "room")
+                need(len(seq.block_ids) == cache.blocks_for(seq.num_computed), Invariant, "blocks not needed", seq)
+                need(seq.num_computed <= len(seq.token_ids) + seq.num_pending, Invariant, "beyond its end", seq)
+                need(len(seq.seal_ids) <= len(seq.block_ids), Invariant, "sealed beyond its blocks", seq)
+                if cache.enable_prefix_caching:
+                    need(seq.seal_at == (len(seq.seal_ids) + 1) * size, Invariant, "seal_at", seq)
+                for i in range(len(seq.seal_ids), len(seq.block_ids)):
+                    full = (i + 1) * size <= min(len(seq.token_ids), seq.num_computed)
+                    # A sealed block past the chain: a sibling sealed it, or it was left behind by a swap.
+                    need(full or not pool.seal_id[seq.block_ids[i]], Invariant, "unknown tokens sealed", seq)
+            else:
+                need(seq.row < 0, Invariant, "a row without running", seq)
+            if request.status is Status.SWAPPED:
+                host_owners.update(b for b in seq.block_ids if b > 0)
+                need(all(-b in request.left_behind for b in seq.block_ids if b < 0), Invariant, "left behind")
+            elif request.status is Status.WAITING:
+                need(not seq.block_ids and not seq.num_computed, Invariant, "waiting with blocks", seq)
+    for name, seq in cache.pins.items():
+        need(name == seq.request.request_id and seq.request.status is Status.FINISHED, Invariant, "a pin", name)
+        need(len(seq.block_ids) == cache.blocks_for(seq.num_computed), Invariant, "a pin's blocks", seq)
+        owners.update(seq.block_ids)
+    coming = [len(r.prompt_token_ids) for r in scheduler.requests.values() if r.pin]
+    pinned = [len(s.block_ids) for s in cache.pins.values()] + [cache.blocks_for(n) for n in coming]
+    need(cache.num_pinned == sum(pinned) <= pool.num_blocks // 2, Invariant, "pinned", cache.num_pinned, pinned)
+    _check_pool(pool, owners)
+    for b in range(1, host.num_blocks + 1):
+        need(host.refs[b] == host_owners[b], Invariant, "host references", b, host.refs[b], host_owners[b])
+    need(host.num_used == len(host_owners), Invariant, "host count")
+    for request in scheduler.running:
+        for seq in request.sequences:
+            _check_sealed(seq, pool, size)
+    rows = [s.row for r in scheduler.running for s in r.sequences if s.row >= 0]
+    need(len(set(rows)) == len(rows), Invariant, "a row with two owners")
+    need(len(rows) + cache.rows.num_free == scheduler.max_num_seqs, Invariant, "rows lost")
+    taken = sum(r.width for r in scheduler.running)
+    need(scheduler.num_rows_taken == taken <= scheduler.max_num_seqs, Invariant, "rows taken")
+    for line, status in (
+        (scheduler.running, "running"),
+        (scheduler.swapped, "swapped"),
+        (scheduler.waiting, "waiting"),
+    ):
+        need(all(r.status.value == status for r in line), Invariant, "in the wrong line")
+        need([r.order for r in line] == sorted(r.order for r in line), Invariant, "out of order", status)
+    here = Counter(r.tenant for r in scheduler.requests.values())
+    present = scheduler.tenants.present
+    need(here == {number: t.num_requests for number, t in present.items()}, Invariant, "tenants", here)
+    for number, tenant in present.items():
+        line = [r for r in scheduler.waiting if r.tenant == number]
+        need(tenant.waiting == line, Invariant, "a tenant's line", number)
+    stats = cache.stats()
+    device = [s for r in scheduler.running for s in r.sequences if s.block_ids] + list(cache.pins.values())
+    need(stats.num_unfilled_slots <= len(device) * (size - 1), Invariant, "more waste than a block a sequence")
+    need(stats.num_saved_by_sharing == sum(max(0, n - 1) for n in owners.values()), Invariant, "saved by sharing")
+
+
+def _check_dropped(seq: Sequence, cache: KVCache) -> None:
+    """Only what lies behind the window is given up; and what lies there is, by the time it takes another block."""
+    dropped = seq.num_dropped * cache.block_size
+    need(not dropped or dropped <= seq.num_computed - cache.attention_window + 1, Invariant, "dropped too much", seq)
+    need(not dropped or cache.attention_window, Invariant, "dropped without a window", seq)
+    need(not dropped or (seq.request.width == 1 and seq.request.decide is None), Invariant, "dropped in a group", seq)
+
+
+def _check_pool(pool: BlockPool, owners: Counter[int]) -> None:
+    used = 0
+    for b in range(1, pool.num_blocks + 1):
+        need(pool.refs[b] == owners[b], Invariant, "references", b, pool.refs[b], owners[b])
+        used += pool.refs[b] > 0
+    need(used == pool.num_used, Invariant, "used + cached + free is not the pool")
+    need(pool.num_refs == sum(owners.values()), Invariant, "references counted")
+    cached = []
+    for b in pool.cached():
+        cached.append(b)
+        need(len(cached) <= pool.num_blocks, Invariant, "the LRU links go round")
+    need(len(cached) == pool.num_cached, Invariant, "cached count")
+    need(all(not pool.refs[b] and pool.seal_id[b] for b in cached), Invariant, "cached but used or unsealed")
+    free = [b for b in range(1, pool.num_blocks + 1) if not pool.refs[b] and not pool.seal_id[b]]
+    need(len(free) == pool.num_free, Invariant, "free count")
+    again = pool._freed + list(range(pool._untouched, pool.num_blocks + 1))
+    need(sorted(again) == free, Invariant, "the free stack")
+    sealed = [b for b in range(1, pool.num_blocks + 1) if pool.seal_id[b]]
+    need(pool.num_findable == len(sealed), Invariant, "index")
+    need(all(pool.find(pool.key_of(b)) == b for b in sealed if pool.key_of(b)), Invariant, "index entries")
+    seals = [pool.seal_id[b] for b in sealed]
+    need(len(set(seals)) == len(seals) and max(seals, default=0) <= pool.last_seal_id, Invariant, "seal ids")
+
+
+def _check_sealed(seq: Sequence, pool: BlockPool, size: int) -> None:
+    """What is sealed is sealed under its own tokens."""
+    for i, block in enumerate(seq.block_ids):
+        key = pool.key_of(block)
+        if key is not None:
+            need(key[1] == seq.token_ids[i * size : (i + 1) * size].tobytes(), Invariant, "sealed under other tokens")
+
+
+def watch_eviction(cache: KVCache) -> None:
+    """A second opinion on the order of eviction: the oldest released first, and of a table the tail before the head."""
+    pool, line = cache.pool, []
+
+    class Pool(BlockPool):
+        __slots__ = ()
+
+        def take(self) -> int:
+            full = not self.num_free
+            block = super().take()
+            if full:
+                need(line and line.pop(0) == block, Invariant, "not the oldest was evicted")
+            return block
+
+        def share(self, block: int) -> None:
+            if not self.refs[block]:
+                line.remove(block)
+            super().share(block)
+
+        def release(self, block: int) -> None:
+            super().release(block)
+            if not self.refs[block] and self.seal_id[block]:
+                line.append(block)
+
+        def unseal(self, block: int, why: str = "void") -> None:
+            if not self.refs[block]:
+                line.remove(block)
+            super().unseal(block, why)
+
+    class Cache(KVCache):
+        def free(self, sequence: Sequence) -> None:
+            blocks = [] if sequence.request.status is Status.SWAPPED else list(sequence.block_ids)
+            super().free(sequence)
+            places = [line.index(b) for b in blocks if b in line]
+            need(places == sorted(places, reverse=True), Invariant, "a head goes before its tail")
+
+    pool.__class__ = Pool
+    cache.__class__ = Cache

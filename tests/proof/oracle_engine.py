@@ -1,0 +1,130 @@
+"""An engine process on the oracle, which checks all of memory at every step, starts in no time, and fails on demand.
+
+    python tests/proof/oracle_engine.py '{"step_s": 0.01, "die_at": 7}' FD
+
+step_s      each step takes so long
+slow_at     [step, seconds]: this one takes longer; busy_at: with work that lets no other thread get its turn
+raise_in    [hook, number]: so many calls of a part of the loop (`HOOKS`) go well, the next raises as only a bug does
+die_at      the process is killed in this step; stop_at: it stops, but lives
+hold        a file: the second step ends only when it has gone; first steps may take their time
+poison      a prompt with this token kills the process as soon as it is computed
+no_answer   questions that the engine fails on
+fail_in     a phase of the start that raises; die_in: in which it is killed
+once        a file: all of this happens only while it is there, and the process takes it away
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from octavo.config import KVEventsConfig
+from octavo.core.kv_cache_manager import KVCache
+from octavo.core.plan import StepPlan
+from octavo.core.scheduler import Scheduler
+from octavo.engine.engine import Engine
+from octavo.engine.kv_events import KVEvents
+from octavo.engine.process import server as host
+from octavo.engine.process.server import EngineHost
+from octavo.errors import MemoryBudgetError
+from octavo.frontend import engine_main as engine_process
+from tests.proof.oracle import Oracle
+
+HOOKS = (
+    "scheduler.schedule",
+    "scheduler.update",
+    "oracle.submit",
+    "oracle.finish",
+    "engine.add",
+    "engine.advance",
+    "host._tell",
+    "host._report",
+    "host._obey",
+)
+PHASES = ("loading the model", "warming up")
+HELD_STEP = 1
+
+
+class FaultyOracle(Oracle):
+    def __init__(self, cache: KVCache, faults: dict[str, Any]) -> None:
+        super().__init__(cache)
+        self.faults = faults
+
+    def submit(self, plan: StepPlan) -> Any:
+        faults, step = self.faults, plan.step
+        slow_at, slow_s = faults.get("slow_at", (-1, 0))
+        time.sleep(slow_s if step == slow_at else faults.get("step_s", 0))
+        busy_at, busy_s = faults.get("busy_at", (-1, 0))
+        begin = time.monotonic()
+        while step == busy_at and time.monotonic() - begin < busy_s:
+            sys.setswitchinterval(60)
+            sum(range(10**6))
+        while step == HELD_STEP and os.path.exists(faults.get("hold", "")):
+            time.sleep(0.01)
+        if step == faults.get("die_at"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == faults.get("stop_at"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if any(faults.get("poison") in tokens for tokens in plan.host_tokens.values()):
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().submit(plan)
+
+
+def trap(parts: dict[str, Any], hook: str, number: int) -> None:
+    """One call of a hook raises."""
+    part, _, name = hook.partition(".")
+    inner, calls = getattr(parts[part], name), itertools.count()
+
+    def call(*args: Any, **options: Any) -> Any:
+        if next(calls) == number:
+            raise RuntimeError(f"a bug in {hook}")
+        return inner(*args, **options)
+
+    setattr(parts[part], name, call)
+
+
+def has_no_answer(engine: Engine, argument: str) -> Any:
+    raise RuntimeError("a bug in /home/octavo/inspect.py")
+
+
+def build(options: dict[str, Any], enter: Callable[[str], None]) -> tuple[Engine, None, dict[str, Any]]:
+    faults = json.loads(sys.argv[1])
+    once = faults.get("once")
+    if once is not None:
+        if not os.path.exists(once):
+            faults = {"step_s": faults.get("step_s", 0)}
+        else:
+            os.remove(once)
+    for phase in PHASES:
+        enter(phase)
+        if phase == faults.get("fail_in"):
+            raise MemoryBudgetError("the weights do not fit; use a smaller model")
+        if phase == faults.get("die_in"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    for name in faults.get("no_answer", ()):
+        host.QUESTIONS[name] = has_no_answer
+    cache = KVCache(options["num_gpu_blocks_override"], options["block_size"], num_rows=options["max_num_seqs"])
+    engine = Engine(Scheduler(cache), FaultyOracle(cache, faults), vocab_size=97, max_model_len=256)
+    hook, number = faults.get("raise_in", ("", 0))
+    if hook:
+        trap(
+            {"host": EngineHost, "engine": engine, "scheduler": engine.scheduler, "oracle": engine.executor},
+            hook,
+            number,
+        )
+    if options["kv_events_config"]:
+        engine.on_close.append(KVEvents(cache, KVEventsConfig(**options["kv_events_config"])).close)
+    return engine, None, {"device": "cpu"}
+
+
+if __name__ == "__main__":
+    engine_process.run(build)

@@ -1,0 +1,30 @@
+"""`octavo serve` with an engine on the oracle: no device's time is spent, and every step checks all of memory.
+
+    python tests/proof/oracle_server.py '{"step_s": 0.01}' serve MODEL --port 0 ...
+
+The first argument is what `oracle_engine.py` takes, or, with `pace_s`, `paced_engine.py`, which has a real model. A
+shell's usual limit of open files holds at the start: what is beyond it the server has to raise itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import resource
+import sys
+from pathlib import Path
+
+from octavo.cli.main import run as command
+from octavo.frontend.engine_client import EngineClient
+from octavo.serve import launcher as run
+
+PROGRAM = "paced_engine.py" if "pace_s" in json.loads(sys.argv[1]) else "oracle_engine.py"
+ENGINE = (sys.executable, str(Path(__file__).with_name(PROGRAM)), sys.argv[1])
+USUAL_FILES = 1024
+
+if __name__ == "__main__":
+    with contextlib.suppress(ValueError):  # it is lower already
+        resource.setrlimit(resource.RLIMIT_NOFILE, (USUAL_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    run.EngineClient = functools.partial(EngineClient, command=ENGINE)  # type: ignore[assignment,misc]
+    sys.exit(command(sys.argv[2:]))

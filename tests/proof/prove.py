@@ -1,0 +1,135 @@
+"""The core's long proofs: `python -m tests.proof.prove [--steps 1000000] [--seed 0] [--jobs 2]`.
+
+1. Random workloads until so many steps were checked by the oracle, with a table of what they reached.
+2. The small worlds, all of them.
+3. Every test marked slow.
+
+Exit code 1 on any failure, with the seed or the world that failed and how to run it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from itertools import count, islice
+from typing import Any, NamedTuple
+
+from tests.core import test_small_worlds as small
+from tests.proof.workloads import covering, run
+
+SEEDS_A_JOB = 40
+SHAPES_A_JOB = 20
+NO_TESTS = 5
+"""What pytest exits with when it found nothing to run."""
+
+
+class Report(NamedTuple):
+    """What a job did, and what went wrong: how to see it again, and the error."""
+
+    totals: Counter[str]
+    failures: list[tuple[str, str]]
+
+
+def play_seeds(first: int) -> Report:
+    totals: Counter[str] = Counter()
+    failures = []
+    with covering(totals):
+        for seed in range(first, first + SEEDS_A_JOB):
+            try:
+                run(seed, totals)
+            except Exception as error:
+                failures.append(
+                    (f"python -m tests.proof.workloads {seed} {seed + 1}", f"{type(error).__name__}: {error}")
+                )
+    return Report(totals, failures)
+
+
+def play_shapes(jobs: list[tuple[tuple[small.Shape, ...], bool]]) -> Report:
+    totals: Counter[str] = Counter()
+    failures = []
+    for shapes, interfere in jobs:
+        try:
+            small.play_all(shapes, totals, interfere=interfere)
+        except Exception as error:
+            again = f'python -c "from tests.core.test_small_worlds import *; play({error.args[-1]})"'
+            failures.append((again, f"{type(error).__name__}: {error}"))
+    return Report(totals, failures)
+
+
+def share(
+    do: Callable[[Any], Report], jobs: Iterator[Any], num_jobs: int, enough: Callable[[Counter[str]], bool], what: str
+) -> Report:
+    """Do jobs in processes until they are done, or enough was done, or something failed."""
+    totals: Counter[str] = Counter()
+    failures: list[tuple[str, str]] = []
+    begin = told = time.monotonic()
+    with ProcessPoolExecutor(num_jobs) as pool:
+        busy: set[Future[Report]] = {pool.submit(do, job) for job in islice(jobs, 2 * num_jobs)}
+        while busy:
+            done, busy = wait(busy, return_when=FIRST_COMPLETED)
+            for future in done:
+                report = future.result()
+                totals += report.totals
+                failures += report.failures
+                if not failures and not enough(totals):
+                    busy |= {pool.submit(do, job) for job in islice(jobs, 1)}
+            if (now := time.monotonic()) - told > 5 or not busy:
+                told = now
+                amount = sum(n for name, n in totals.items() if name.startswith(what))
+                print(f"  {amount:>10,} {what.strip()}, {len(failures)} wrong, {now - begin:4.0f} s", flush=True)
+    return Report(totals, failures)
+
+
+def tell(report: Report) -> None:
+    for name, n in sorted(report.totals.items()):
+        print(f"{n:>14,}  {name}")
+    for again, error in report.failures[:5]:
+        print(f"FAILED {error}\n    {again}")
+
+
+def batches(jobs: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    while batch := list(islice(jobs, size)):
+        yield batch
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=1_000_000, help="steps to check under the oracle")
+    parser.add_argument("--seed", type=int, default=0, help="the first workload")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", choices=("steps", "worlds", "slow"), help="one of the three proofs")
+    args = parser.parse_args()
+    bad = False
+    if args.only in (None, "steps"):
+        print(f"== {args.steps:,} steps of random workloads under the oracle", flush=True)
+        seeds = count(args.seed, SEEDS_A_JOB)
+        report = share(play_seeds, seeds, args.jobs, lambda done: done["steps"] >= args.steps, "steps")
+        tell(report)
+        leaked = sum("leaked" in error for _, error in report.failures)
+        print(
+            f"{report.totals['steps']:,} steps, {report.totals['slots read']:,} slots read again: "
+            f"{len(report.failures) - leaked} wrong, {leaked} leaked"
+        )
+        bad |= bool(report.failures)
+    if args.only in (None, "worlds"):
+        print("== small worlds, exhaustively", flush=True)
+        jobs = batches(small.everything(), SHAPES_A_JOB)
+        report = share(play_shapes, jobs, args.jobs, lambda _: False, "worlds")
+        tell(report)
+        print(f"{report.totals['worlds']:,} small worlds: {len(report.failures)} wrong")
+        bad |= bool(report.failures)
+    if args.only in (None, "slow"):
+        print("== tests marked slow", flush=True)
+        code = subprocess.call([sys.executable, "-m", "pytest", "-m", "slow", "-n", str(args.jobs), "-q"])
+        bad |= code not in (0, NO_TESTS)
+    print("FAILED" if bad else "proved")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

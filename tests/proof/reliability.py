@@ -1,0 +1,256 @@
+"""Faults by the hundred, over an engine in a process of its own, and over a whole server:
+`python -m tests.proof.reliability [--scale 1]`.
+
+Each trial prints a line: how many requests it ran, and how many of them were
+
+    lost     ended with an error that was not theirs
+    hung     had not ended long after they should have
+    wrong    told a token that the undisturbed engine does not tell, or one twice, or too few
+    leaked   left a process, a socket's directory or a block of memory behind (counted once a trial)
+
+and the longest times that it took to notice a fault, and to be back; below it what else it measured. Exit code 1 unless
+all four are 0 everywhere and everything is within its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from octavo import LLM, SamplingParams
+from octavo.engine.process.supervisor import Limits
+from octavo.errors import OctavoError
+from octavo.frontend.engine_client import EngineClient
+from tests.engine.models import make_talking_checkpoint
+from tests.engine.process.engines import answers, children_of, is_alive, oracle_client, real_client, residue
+from tests.proof import server_trials
+from tests.proof.oracle_engine import HOOKS, PHASES
+from tests.proof.tally import LONG_S, PROMPTS, Tally, World, oracle_prompt, params_of
+from tests.serve.loop import run
+
+NOTICED_S, BACK_S, SILENCE_S = 1.0, 10.0, 11.0
+"""A killed engine is noticed within the first and serves again within the second; a stopped one is noticed within the
+third."""
+ALONE_S = 5.0
+"""An engine whose parent has gone is gone as soon; one that is only being started, when it comes to look."""
+
+
+async def told(client: EngineClient, prompt: Any, params: SamplingParams) -> list[list[int]]:
+    """All that a stream tells of each sample; it must grow and never take back."""
+    so_far: dict[int, list[int]] = {}
+    async for output in client.generate(prompt, params):
+        for completion in output.outputs:
+            before = so_far.get(completion.index, [])
+            if completion.token_ids[: len(before)] != before:
+                return [[-1]]
+            so_far[completion.index] = completion.token_ids
+    return [so_far[index] for index in sorted(so_far)]
+
+
+@contextlib.asynccontextmanager
+async def at_rest(tally: Tally, client: EngineClient) -> AsyncIterator[EngineClient]:
+    """After it nothing of the engine is left."""
+    before = residue()
+    async with client:
+        yield client
+        stats = await client.kv_stats()
+        tally.leaked += bool(stats.num_used or client._streams)
+    tally.leaked += bool(residue() - before)
+
+
+async def strike(tally: Tally, client: EngineClient, number: int, noticed_s: float) -> None:
+    """A signal for the engine, and what comes of it."""
+    if client.pid is None:
+        return
+    begin = time.monotonic()
+    os.kill(client.pid, number)
+    tally.noticed_s = max(tally.noticed_s, await tally.until(lambda: not client._supervisor.is_up, noticed_s))
+    await tally.until(lambda: client._supervisor.is_up, BACK_S)
+    back = time.monotonic() - begin - (tally.noticed_s if number == signal.SIGSTOP else 0)
+    tally.back_s = max(tally.back_s, back)
+
+
+async def streams_under_fire(tally: Tally, world: World, number: int, times: int, limits: Limits) -> None:
+    """16 streams without end, and a signal every now and then."""
+    chance, over = random.Random(0), asyncio.Event()
+
+    async def stream(client: EngineClient, prompt: str) -> None:
+        while not over.is_set():
+            await tally.check(told(client, prompt, params_of(prompt)), world.wanted[prompt])
+
+    async with at_rest(tally, real_client(world.model, limits=limits)) as client:
+        streams = [asyncio.ensure_future(stream(client, prompt)) for prompt in PROMPTS]
+        for _ in range(times):
+            before = num_told(client)
+            await tally.until(lambda: num_told(client) > before, LONG_S)  # noqa: B023
+            await asyncio.sleep(chance.uniform(0.0, 0.3))
+            noticed_s = SILENCE_S if number == signal.SIGSTOP else NOTICED_S
+            await strike(tally, client, number, noticed_s)
+        over.set()
+        await asyncio.gather(*streams)
+
+
+def num_told(client: EngineClient) -> int:
+    """Tokens of the requests that run, or have ended."""
+    ended = client._past.num_generation_tokens + client._stats.engine.num_generation_tokens
+    return ended + sum(
+        s.mirror.num_known - len(s.mirror.state.request.prompt_token_ids) for s in client._streams.values()
+    )
+
+
+async def killed(tally: Tally, world: World) -> None:
+    await streams_under_fire(tally, world, signal.SIGKILL, world.times(100), Limits())
+
+
+async def stopped(tally: Tally, world: World) -> None:
+    await streams_under_fire(tally, world, signal.SIGSTOP, world.times(5), Limits())
+
+
+ORACLE_PARAMS = SamplingParams(max_tokens=40, seed=1)
+
+
+async def hooks(tally: Tally, world: World) -> None:
+    """An exception in each part of the loop, early and late."""
+    for hook in HOOKS:
+        for number in (0, 1, 7, 23)[: world.times(4)]:
+            with tempfile.NamedTemporaryFile(delete=False) as once:
+                pass
+            client = oracle_client(world.model, step_s=0.001, raise_in=[hook, number], once=once.name)
+            async with at_rest(tally, client):
+                await asyncio.gather(
+                    *[
+                        tally.check(
+                            told(client, oracle_prompt(i), ORACLE_PARAMS), answers(oracle_prompt(i), ORACLE_PARAMS)
+                        )
+                        for i in range(8)
+                    ]
+                )
+
+
+async def leaving(tally: Tally, world: World) -> None:
+    """Readers that leave whenever they like: before their turn, in the middle, at the end."""
+    chance = random.Random(1)
+    room = asyncio.Semaphore(64)
+
+    async def one(client: EngineClient, number: int) -> None:
+        async with room:
+            prompt, wanted = oracle_prompt(number % 50), answers(oracle_prompt(number % 50), ORACLE_PARAMS)
+            if number % 10 == 0:  # they stay, and must notice nothing
+                await tally.check(told(client, prompt, ORACLE_PARAMS), wanted)
+                return
+            tally.runs += 1
+            stream = client.generate(prompt, ORACLE_PARAMS)
+            for _ in range(chance.randrange(12)):
+                with contextlib.suppress(StopAsyncIteration, asyncio.TimeoutError):
+                    await asyncio.wait_for(anext(stream), chance.choice((0.0005, 0.01, 1)))
+            await stream.aclose()
+
+    async with at_rest(tally, oracle_client(world.model)) as client:
+        await asyncio.gather(*[one(client, number) for number in range(world.times(10_000))])
+        while client._streams:
+            await asyncio.sleep(0.01)
+
+
+async def starts(tally: Tally, world: World) -> None:
+    """An engine that fails or dies in each phase of its start, the first time: its cause is told."""
+    for phase in PHASES:
+        for fault in ("fail_in", "die_in"):
+            before = residue()
+            tally.runs += 1
+            faults: dict[str, Any] = {fault: phase}
+            client = oracle_client(world.model, **faults)
+            try:
+                await client.start()
+                tally.wrong += 1
+            except OctavoError as error:
+                tally.wrong += not ("the weights do not fit" in str(error) or phase in str(error))
+            tally.leaked += bool(residue() - before)
+
+
+async def orphans(tally: Tally, world: World) -> None:
+    """The parent is killed, at any time of the engine's life."""
+    program = f"""
+import asyncio
+from tests.engine.process.engines import last_of, oracle_client
+from tests.serve.loop import run
+from octavo import SamplingParams
+
+async def main():
+    client = oracle_client({world.model!r}, step_s=0.01)
+    print("begun", flush=True)
+    await client.start()
+    while True:
+        await last_of(client, [1, 2, 3], SamplingParams(max_tokens=100))
+
+run(main(), limit_s=None)
+"""
+    chance = random.Random(2)
+    for _ in range(world.times(30)):
+        before = residue()
+        tally.runs += 1
+        with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
+            assert parent.stdout is not None
+            parent.stdout.readline()
+            await asyncio.sleep(chance.uniform(0.0, 0.5))
+            orphaned = children_of(parent.pid)
+            parent.kill()
+        await tally.until(lambda: not any(map(is_alive, orphaned)), ALONE_S)  # noqa: B023
+        tally.hung += sum(map(is_alive, orphaned))
+        tally.leaked += bool(residue() - before)
+
+
+TRIALS: dict[str, tuple[str, Callable[[Tally, World], Awaitable[None]]]] = {
+    "killed": ("engine killed under 16 streams", killed),
+    "stopped": ("engine stopped under 16 streams", stopped),
+    "hooks": ("exception in each part of the loop", hooks),
+    "leaving": ("readers leave at any time", leaving),
+    "starts": ("start fails in each phase", starts),
+    "orphans": ("parent killed at any time", orphans),
+    **server_trials.TRIALS,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--scale", type=float, default=1.0, help="how much of everything to do")
+    parser.add_argument("--only", choices=TRIALS, action="append", help="one of the trials; may be given again")
+    args = parser.parse_args()
+    logging.getLogger("octavo").setLevel(logging.CRITICAL)
+    print(
+        f"{'':<40} {'runs':>6} {'lost':>6} {'hung':>6} {'wrong':>6} {'leaked':>7} {'noticed':>10} {'back':>8}",
+        flush=True,
+    )
+    good = True
+    with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
+        tempfile.tempdir = os.environ["TMPDIR"] = folder  # others' sockets are none of ours
+        model = str(make_talking_checkpoint(Path(folder) / "model"))
+        with LLM(model, dtype="float32", block_size=4, num_gpu_blocks_override=200, max_num_seqs=16) as llm:
+            outputs = llm.generate(PROMPTS, [params_of(prompt) for prompt in PROMPTS], use_tqdm=False)
+        wanted = {p: [c.token_ids for c in o.outputs] for p, o in zip(PROMPTS, outputs, strict=True)}
+        world = World(model, wanted, args.scale, Path(folder))
+        for name, (title, trial) in TRIALS.items():
+            if args.only is None or name in args.only:
+                tally = Tally(title)
+                run(trial(tally, world), limit_s=None)  # type: ignore[arg-type]
+                print(tally.line(), flush=True)
+                for note in tally.notes[:3]:
+                    print(f"    {note}")
+                good &= tally.good
+    print("reliable" if good else "FAILED")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,576 @@
+"""Random workloads for the oracle: arrivals, chats, forks, beams, aborts, stops, preemption, swaps, failed steps and
+requests.
+
+`run(seed)` makes a small world from a seed and drives the real scheduler through it until everything has ended,
+checking after every call. `python -m tests.proof.workloads 0 1000` runs seeds 0 to 999 and prints what they reached.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from octavo.core import events as ev
+from octavo.core.kv_cache_manager import KVCache
+from octavo.core.plan import StepPlan, StepResult
+from octavo.core.policy import Choice, Costs, Policy, PreemptionMode, VictimChoice
+from octavo.core.request import Request, Sequence, Status
+from octavo.core.scheduler import Scheduler
+from octavo.errors import CapacityError
+from octavo.params.sampling_params import SamplingParams
+from tests.proof import oracle as o
+from tests.proof.oracle import Invariant, Stall, WrongOutput, need
+
+MAX_STEPS = 8000
+KINDS = ("", "swap", "chat", "prefix")
+"""Anything; swap-heavy; the next turn of a chat, with its stop tokens; one prefix common to all."""
+
+
+class RandomPolicy(Policy):
+    """Chooses by lot how each victim gives way."""
+
+    def __init__(self, rnd: random.Random, by_priority: bool) -> None:
+        super().__init__(by_priority)
+        self.random = rnd
+
+    def preemption_mode(self, victim: Request, num_blocks: int, num_positions: int) -> Choice:
+        return Choice(self.random.choice(list(PreemptionMode)), "lot")
+
+
+class Fairness:
+    """What a step owes to tenants and to short prompts: made before it is planned, checked after."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.longest = scheduler.policy.long_prefill_token_threshold
+        self.max_longs = scheduler.policy.max_long_partial_prefills
+        sequences = [seq for request in scheduler.running for seq in request.sequences]
+        self.length = {seq: len(seq.token_ids) + seq.num_pending for seq in sequences}
+        self.due = {seq: length - seq.num_computed for seq, length in self.length.items()}
+        self.num_preemptions = scheduler.num_preemptions
+        self.swapped = list(scheduler.swapped)
+        # Steps that are confined to some requests are not shared.
+        tenants = {} if scheduler.confined_to else scheduler.tenants.present
+        self.served = {number: tenant.served for number, tenant in tenants.items()}
+        self.stuck = any(r.waits_for in ("blocks", "rows") for r in scheduler.waiting)
+
+    def check(self, plan: StepPlan, totals: Counter[str]) -> None:
+        prompts: Counter[int] = Counter()  # positions of prompts, by tenant
+        longs: Counter[int] = Counter()
+        whole: Counter[int] = Counter()
+        unmet: set[int] = set()
+        for seq, count, start in zip(plan.sequences, plan.counts, plan.starts, strict=True):
+            tenant, due = seq.request.tenant, self.length.get(seq, len(seq.token_ids)) - start
+            whole[tenant] += count
+            if due <= 1:
+                continue
+            prompts[tenant] += count
+            if count < min(due, self.longest or due) and seq is seq.request.solo:
+                unmet.add(tenant)
+            if self.longest and due > self.longest:
+                need(count <= self.longest, Invariant, "a long prompt takes more than its part", seq)
+                longs[tenant] += seq.request not in self.swapped
+        need(max(longs.values(), default=0) <= self.max_longs, Invariant, "long prompts at a time", longs)
+        totals["long prompts"] += bool(longs)
+        if len(self.served) > 1:
+            self._are_level(plan, prompts, whole, unmet, totals)
+
+    def _are_level(
+        self, plan: StepPlan, prompts: Counter[int], whole: Counter[int], unmet: set[int], totals: Counter[str]
+    ) -> None:
+        """Nobody computes more of its prompts while one that has been served less could do with more."""
+        scheduler, present = self.scheduler, self.scheduler.tenants.present
+        after = {number: tenant.served for number, tenant in present.items()}
+        need(after == {n: served + whole[n] for n, served in self.served.items()}, Invariant, "served", after)
+        if self.stuck or self.swapped or scheduler.num_preemptions > self.num_preemptions:
+            return
+        if any(r.waits_for in STOPPED for r in scheduler.waiting):
+            return
+        if any(start and seq not in self.due for seq, start in zip(plan.sequences, plan.starts, strict=True)):
+            return  # the cache had what was taken to be due: others had what that left
+        planned = {seq.request for seq in plan.sequences}
+        for request in scheduler.running:
+            due = 0 if request.solo is None else self.due.get(request.solo, 0)
+            if due > 1 and request not in planned and not self._is_long(due):
+                unmet.add(request.tenant)
+        unmet |= {number for number, t in present.items() if t.waiting and t.waiting[0].waits_for in ("", "budget")}
+        for poor in unmet:
+            for rich, count in prompts.items():
+                totals["shared steps"] += rich != poor
+                own = 1 + sum(r.tenant == rich for r in scheduler.running)
+                is_level = count <= own or after[rich] <= after[poor] + len(after)
+                need(is_level, Invariant, "unfair", rich, poor, after, prompts)
+
+    def _is_long(self, due: int) -> bool:
+        return 0 < self.longest < due
+
+
+STOPPED = ("blocks", "rows", "behind a swapped request", "in flight", "prefix in flight", "long prefill")
+"""Why others get what is left: a slice that is cut short cannot be made longer any more."""
+
+
+class World:
+    """One scheduler, one oracle, and the requests that are to come."""
+
+    def __init__(self, seed: int, totals: Counter[str], *, kind: str | None = None, listen: bool | None = None) -> None:
+        self.seed = seed
+        self.random = rnd = random.Random(seed)
+        self.totals = totals
+        drawn = rnd.choice(["", *KINDS])
+        self.kind = drawn if kind is None else kind
+        self.tight = rnd.random() < 0.6
+        size = 1 if self.kind == "chat" else rnd.choice([1, 2, 3, 4, 8])
+        num_blocks = max(4, rnd.randint(40, 90 if self.tight else 130) // size)
+        num_host = num_blocks if self.kind == "swap" else rnd.choice([0, num_blocks // 2, num_blocks])
+        self.rows = rnd.choice([2, 4, 8, 16])
+        self.cache = KVCache(
+            num_blocks,
+            size,
+            num_host,
+            num_rows=self.rows,
+            enable_prefix_caching=rnd.random() < 0.9,
+            attention_window=random.Random(~seed).choice([0, 0, 0, 2, 3, 5, 9, 16]),
+        )
+        if seed % 4 == 0:
+            self.cache.pool._shards = [{} for _ in range(4)]  # as in a pool of many thousands of blocks
+        self.seen: Counter[str] = Counter()
+        self.told_out = self.was_out = 0  # blocks that go to the host, as preemptions tell them, and as plans have them
+        listens, to_blocks = rnd.random() < 0.5, rnd.random() < 0.5
+        if listens if listen is None else listen:
+            self.cache.events.subscribe(self._listen, blocks=to_blocks)
+        by_priority = rnd.random() < 0.5
+        mode = rnd.choice([None, *PreemptionMode, "lot", "lot"])
+        if self.kind == "swap":
+            mode = PreemptionMode.SWAP
+        policy = RandomPolicy(rnd, by_priority) if mode == "lot" else Policy(by_priority, mode)
+        also = random.Random(seed + 0.5)
+        policy.ageing = also.choice([0, 1, 4])
+        policy.victims = also.choice(list(VictimChoice))
+        fair = self.fair = random.Random(seed + 0.625)  # tenants, calls and long prompts, in most worlds
+        policy.long_prefill_token_threshold = fair.choice([0, 0, 1, 2, 5, 9])
+        policy.max_long_partial_prefills = fair.choice([1, 1, 2])
+        self.num_tenants = fair.choice([1, 2, 2, 3])
+        policy.costs = Costs(token_s=also.choice([0, 1, 1]), move_s=also.choice([0.1, size / 2, size]), kept=0.2)
+        self.scheduler = Scheduler(
+            self.cache,
+            max_num_batched_tokens=rnd.choice([self.rows, self.rows + 3, 32, 256]),
+            decode_window=rnd.choice([1, 1, 2, 4, 8]),
+            num_watermark_blocks=rnd.choice([0, 0, 1, 3]),
+            policy=policy,
+        )
+        if rnd.random() < 0.4:
+            o.watch_eviction(self.cache)
+        coin = lambda: rnd.random() < 0.5  # noqa: E731
+        self.habits = o.Habits(coin(), coin(), coin(), coin(), coin())
+        self.habits.corrupts = random.Random(seed + 0.4375).choice([0.0, 0.0 if self.kind != "swap" else 0.3, 0.3])
+        self.oracle = o.Oracle(self.cache, self.habits, seed)
+        self.depth = rnd.choice([1, 2, 2, 3])
+        self.failing = rnd.choice([0.0, 0.0, 0.0, 0.05])
+        self.short = random.Random(seed + 0.75)  # of memory, in some of the worlds where steps fail
+        self.halving = random.Random(seed + 0.375)  # of requests, after steps that failed
+        self.broken = random.Random(seed + 0.125)  # numbers, in some worlds, of one slice
+        self.breaking = self.broken.choice([0.0, 0.0, 0.02])
+        self.requests = self._requests()
+        self.wanted = {r.request_id: r for r in self.requests}
+        self.stopped: set[str] = set()
+        self.aborted: set[str] = set()
+        self.finished: set[str] = set()
+        self.failed: set[str] = set()
+        self.authors: dict[int, Sequence] = {}  # block -> who wrote into it last
+        self.flight: deque[tuple[StepPlan, Any]] = deque()
+
+    def _listen(self, event: ev.Event) -> None:
+        name = type(event).__name__
+        if isinstance(event, ev.Preempted):
+            name += " " + event.how
+            self.told_out += event.num_blocks if event.how == "swap" else 0
+        elif isinstance(event, ev.Waiting):
+            name += " for " + event.reason
+        self.seen[name] += 1
+        if isinstance(event, ev.SwappedIn | ev.Admitted):
+            self._leaves_room(self.scheduler.requests[event.request_id])
+        if isinstance(event, ev.Step):
+            need(event.used + event.cached + event.free == self.cache.pool.num_blocks, Invariant, "Step event", event)
+
+    def _leaves_room(self, request: Request) -> None:
+        """Who was preempted comes back when all who run, itself included, can grow; the more the more often it was."""
+        scheduler, cache = self.scheduler, self.cache
+        if request.num_preemptions and len(scheduler.running) > 1:
+            left = max(s.limit - len(s.token_ids) for s in request.sequences)
+            growth = cache.blocks_for(min(left, 16 << (request.num_preemptions - 1)))
+            need(cache.pool.num_available >= growth * scheduler.num_rows_taken, Invariant, "no room to grow", request)
+
+    def _requests(self) -> list[Request]:
+        rnd, todo = self.random, []
+        skips = random.Random(self.seed + 0.375)
+        token = lambda: rnd.randrange(o.VOCAB)  # noqa: E731
+        prefixes = [[token() for _ in range(rnd.randint(1, 20))] for _ in range(2)]
+        for i in range(rnd.randint(1, 14)):
+            prompt = (rnd.choice(prefixes) if rnd.random() < 0.6 else []) + [token() for _ in range(rnd.randint(1, 12))]
+            if rnd.random() < 0.2 or self.kind == "chat":
+                prompt = list(rnd.choice(prefixes))
+            if self.kind in ("swap", "prefix"):
+                prompt = prefixes[0] + [token() for _ in range(rnd.randint(1, 4))]
+            salt = rnd.choice([b"", b"", b"tenant"]) if self.kind == "" else b""
+            if todo and rnd.random() < 0.25:  # the next turn of a chat: an earlier output, its stop token included
+                before = rnd.choice(todo)
+                more = o.reference(before)[0][1]
+                if len(more) < 50:
+                    prompt, salt = more + [token() for _ in range(rnd.randint(1, 3))], before.salt
+            kind = rnd.random()
+            width = rnd.randint(2, 4) if kind < 0.25 else rnd.randint(1, 4) if kind < 0.45 else 1
+            beam = 0.25 <= kind < 0.45
+            stops = rnd.choice([(), (), (), (0,)]) if self.kind != "chat" else (0,)
+            request = Request(
+                f"r{i}",
+                prompt,
+                SamplingParams(max_tokens=None, skip_reading_prefix_cache=skips.random() < 0.1),
+                max_tokens=rnd.randint(8, 24) if self.tight else rnd.randint(1, rnd.choice([4, 12, 30])),
+                stop_ids=stops,
+                priority=rnd.choice([0, 0, 0, 1]),
+                salt=salt,
+                width=width,
+                num_draws=width,
+                decide=o.keep_best(width) if beam else None,
+                constrained=rnd.random() < 0.15,
+            )
+            todo.append(request)
+        for request in todo:
+            request.tenant = self.fair.randrange(self.num_tenants)
+            request.rank = self.fair.choice([0, 0, 0, 1, 3])
+        self._add_pins(todo, prefixes)
+        return todo
+
+    def _add_pins(self, todo: list[Request], prefixes: list[list[int]]) -> None:
+        """In some worlds prompts are pinned, before or among those that begin with them."""
+        rnd = random.Random(self.seed + 0.25)
+        if rnd.random() < 0.7:
+            return
+        for i in range(rnd.randint(1, 3)):
+            prompt = rnd.choice([*prefixes, list(rnd.choice(todo).prompt_token_ids)])
+            salt = rnd.choice([b"", b"", b"tenant"]) if self.kind == "" else b""
+            params = SamplingParams(max_tokens=None)
+            pin = Request(f"pin{i}", prompt, params, max_tokens=1, salt=salt, pin=True)
+            todo.insert(rnd.randrange(len(todo) + 1), pin)
+
+    # -- driving -------------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        to_come = deque(self.requests)
+        want = {r.request_id: o.reference(r) for r in self.requests}
+        rnd, scheduler, turns = self.random, self.scheduler, 0
+        while to_come or scheduler.requests or self.flight:
+            turns += 1
+            need(turns < MAX_STEPS, Stall, "livelock")
+            while to_come and (rnd.random() < (0.9 if self.tight else 0.4) or not (scheduler.requests or self.flight)):
+                self._add(to_come.popleft(), want)
+            if rnd.random() < 0.04:
+                self._interfere()
+            plan = self._plan() if len(self.flight) < self.depth else None
+            if self.flight and (not plan or len(self.flight) >= self.depth or rnd.random() < 0.2):
+                self._land()
+            elif plan is not None and not plan and not self.flight and not to_come:
+                need(not scheduler.requests, Stall, "nothing planned, nothing in flight", scheduler.requests)
+        self._at_rest(want)
+
+    def _add(self, request: Request, want: dict[str, Any]) -> None:
+        self.totals["requests"] += 1
+        try:
+            self.scheduler.add(request)
+        except CapacityError:
+            self.totals["refused"] += 1
+            want.pop(request.request_id)
+
+    def _interfere(self) -> None:
+        rnd, scheduler = self.random, self.scheduler
+        request = self.wanted[rnd.choice(list(self.wanted))]
+        name = request.request_id
+        if name in scheduler.requests:
+            self.totals["abort " + request.status.value + (" in flight" if request.num_pending else "")] += 1
+            if rnd.random() < 0.3 and not request.num_pending:
+                self.totals["stop a sequence"] += 1
+                self.stopped.add(name)
+                if scheduler.stop(rnd.choice(request.sequences)):
+                    self.finished.add(name)
+            else:
+                self.aborted.add(name)
+                scheduler.abort(name)
+        if scheduler.cache.pins and rnd.random() < 0.3:
+            self.totals["unpinned while others run"] += bool(scheduler.running)
+            scheduler.unpin(rnd.choice(list(scheduler.cache.pins)))
+        need(scheduler.unpin("nobody") is None, Invariant, "unpinned nothing")
+        scheduler.abort("nobody")
+        if rnd.random() < 0.1:
+            self.cache.reset_prefix_cache()
+        o.check(scheduler)
+
+    def _plan(self) -> StepPlan:
+        scheduler = self.scheduler
+        running, waiting = list(scheduler.running), list(scheduler.waiting)
+        fairness = Fairness(scheduler)
+        plan = scheduler.schedule()
+        fairness.check(plan, self.totals)
+        o.check(scheduler)
+        left = [r for r in running if r not in scheduler.running]
+        came = [r for r in waiting if r in scheduler.running]
+        need(not (left and (came or plan.swap_ins)), Invariant, "somebody came in in a step that preempted")
+        need(not (came and scheduler.swapped), Invariant, "admitted while others are swapped")
+        planned = {seq.request for seq in plan.sequences}
+        need(
+            not scheduler.confined_to or planned <= scheduler.confined_to, Invariant, "planned beside those confined to"
+        )
+        need(all(len(r.sequences) > 1 or r.sequences[0] in plan.sequences for r in came), Invariant, "came for nothing")
+        most, alone = scheduler.step_limit, len({seq.request for seq in plan.sequences}) == 1
+        need(plan.num_tokens <= most or (alone and set(plan.counts) == {1}), Invariant, "token budget", most)
+        need(most <= scheduler.max_num_batched_tokens, Invariant, "limit", most)
+        need(all(n <= scheduler.decode_window for n in plan.samples), Invariant, "window")
+        self.was_out += len(plan.swap_outs)
+        need(not self.cache.events.active or self.told_out == self.was_out, Invariant, "told of other blocks")
+        self._computed_once(plan, came)
+        self._note_authors(plan)
+        if plan:
+            self.flight.append((plan, self.oracle.submit(plan)))
+        return plan
+
+    def _computed_once(self, plan: StepPlan, came: list[Request]) -> None:
+        """No two that come in together compute the same first block: the second waits for the first's."""
+        if not self.cache.enable_prefix_caching:
+            return
+        first = {}
+        size = self.cache.block_size
+        for request in came:
+            seq = request.sequences[0]
+            if seq not in plan.sequences or request.sampling_params.skip_reading_prefix_cache:
+                continue
+            i = plan.sequences.index(seq)
+            end = plan.starts[i] // size * size + size
+            if end <= min(plan.starts[i] + plan.counts[i], len(seq.token_ids) - 1):
+                content = (request.salt, seq.token_ids[:end].tobytes())
+                need(content not in first, Invariant, "computed twice in one step", request, first.get(content))
+                first[content] = request
+
+    def _note_authors(self, plan: StepPlan) -> None:
+        brought, size = {dst for _, dst in plan.swap_ins}, self.cache.block_size
+        for request in plan.swapped:
+            if request.status is Status.RUNNING:
+                self.authors |= {b: seq for seq in request.sequences for b in seq.block_ids if b in brought}
+        for seq, start, count in zip(plan.sequences, plan.starts, plan.counts, strict=True):
+            self.authors |= dict.fromkeys(seq.block_ids[start // size : -(-(start + count) // size)], seq)
+
+    def _break(self, plan: StepPlan, result: StepResult) -> set[int]:
+        """The numbers of a slice are not finite, now and then. The blocks that nobody is to find then: those that the
+        request's sequences wrote; but what others have begun with by now is for those to fail by."""
+        if result.corrupt:
+            return set()  # an error may come of that
+        live = [
+            i
+            for i, seq in enumerate(plan.sequences)
+            if seq.request.status is not Status.FINISHED and i not in plan.void
+        ]
+        away = [i for i in live if plan.sequences[i].request.status is not Status.RUNNING]  # seldom, and so more often
+        if not live or self.broken.random() >= self.breaking * (10 if away else 1):
+            return set()
+        i = self.broken.choice(away or live)
+        request = plan.sequences[i].request
+        result.errors[i] = "NaN"
+        self.failed.add(request.request_id)
+        self.totals["error " + request.status.value] += 1
+        others = [s for r in self.scheduler.running if r is not request for s in r.sequences]
+        shared = {b for seq in [*others, *self.cache.pins.values()] for b in seq.block_ids}
+        return {b for b, author in self.authors.items() if author in request.sequences} - shared
+
+    def _nobody_finds(self, blocks: set[int]) -> None:
+        pool = self.cache.pool
+        sealed = {pool.seal_id[b]: b for b in range(1, pool.num_blocks + 1) if pool.seal_id[b]}
+        for block in blocks:
+            key = pool.key_of(block)
+            while key is not None and not isinstance(key[0], bytes):
+                key = pool.key_of(sealed[key[0]]) if key[0] in sealed else None
+            need(key is None, Invariant, "what a failed request wrote is found", block)
+
+    def _land(self) -> None:
+        plan, running = self.flight[0]
+        scheduler, totals = self.scheduler, self.totals
+        if plan.swap_ins and self.halving.random() < 0.1:  # what comes back may be corrupt
+            self._confine(list(scheduler.running))
+        if self.random.random() < self.failing:
+            totals["failed steps"] += 1
+            void = [p for p, _ in self.flight]
+            self.flight.clear()
+            limit = 0
+            if self.seed % 3 == 0:
+                totals["out of memory"] += 1
+                limit = self.short.randint(1, max(1, plan.num_tokens // 2))
+            redone = scheduler.fail(plan, limit)
+            need(not limit or scheduler.step_limit == limit, Invariant, "limit", limit)
+            self.oracle.fail(void)
+            totals["recomputed after a failed step"] += len(redone)
+            need(all(r.status is Status.WAITING and not r.num_pending for r in redone), Invariant, "not taken back")
+            self._confine(redone)
+            return
+        while (part := running.poll()) is not None:
+            totals["columns"] += 1
+            self._take_in(self._update(plan, part, last=False))
+            o.check(scheduler)
+            if self.random.random() < 0.3:
+                break
+        self.flight.popleft()
+        result = running.result()
+        void = self._break(plan, result)
+        self._take_in(self._update(plan, result))
+        self._nobody_finds(void)
+        if scheduler.confined_to and self.halving.random() < 0.3:
+            self._confine([*scheduler.running, *scheduler.waiting])
+        if scheduler.step_limit < scheduler.max_num_batched_tokens and self.short.random() < 0.1:
+            totals["steps grow again"] += 1
+            scheduler.step_limit = min(scheduler.max_num_batched_tokens, 2 * scheduler.step_limit)
+        o.check(scheduler)
+
+    def _confine(self, requests: list[Request]) -> None:
+        """As an engine does that looks for the request which fails its steps; no requests: it has found it."""
+        scheduler = self.scheduler
+        chosen = [r for r in requests if self.halving.random() < 0.5]
+        if chosen and self.halving.random() < 0.7:
+            self.totals["confined"] += 1
+            self.totals["confined while others run"] += any(r not in chosen for r in scheduler.running)
+            scheduler.confine(chosen)
+            need(set(scheduler.running + scheduler.swapped) <= set(chosen), Invariant, "others hold something")
+        elif scheduler.confined_to:
+            scheduler.confine(())
+        o.check(scheduler)
+
+    def _update(self, plan: StepPlan, result: StepResult, *, last: bool = True) -> list[Request]:
+        """Take a result in, but nothing that was computed from a corrupt block; and nobody finds such a block."""
+        scheduler, num_before = self.scheduler, self.cache.num_corrupt
+        corrupt, running = len(result.corrupt), [r for r in scheduler.running if r.num_pending]
+        poisoned = {i for i in self.oracle.poisoned.get(id(plan), ()) if not plan.sequences[i].finish_reason}
+        finished = scheduler.update(plan, result, last=last)
+        need(self.cache.num_corrupt - num_before == corrupt, Invariant, "corrupt blocks are counted", corrupt)
+        need(poisoned <= plan.void, WrongOutput, "computed from corrupt blocks", poisoned - plan.void)
+        if last:
+            self.oracle.poisoned.pop(id(plan), None)
+        if corrupt:
+            self.totals["corrupt blocks"] += corrupt
+            self.totals["corrupt blocks while confined"] += bool(scheduler.confined_to)
+            redone = [r for r in running if r.status is Status.WAITING]
+            self.totals["others recomputed"] += len(redone) - len({plan.returning[b] for b in result.corrupt})
+            self.totals["went on beside a corrupt block"] += len(running) - len(redone)
+        return finished
+
+    def _take_in(self, finished: list[Request]) -> None:
+        for request in finished:
+            need(request.request_id not in self.finished, WrongOutput, "finished twice", request)
+            self.finished.add(request.request_id)
+
+    def _at_rest(self, want: dict[str, Any]) -> None:
+        pool = self.cache.pool
+        for name in list(self.cache.pins):
+            self.scheduler.unpin(name)
+            o.check(self.scheduler)
+        need(not any(pool.refs) and pool.num_cached + pool.num_free == pool.num_blocks, Invariant, "blocks leaked")
+        need(self.cache.swap_space.num_used == 0, Invariant, "host blocks leaked")
+        need(self.cache.rows.num_free == self.rows and not self.scheduler.num_rows_taken, Invariant, "rows leaked")
+        need(not self.cache._holders and self.cache.stats().num_used == 0, Invariant, "holders leaked")
+        for name, wanted in want.items():
+            request = self.wanted[name]
+            got = o.outputs(request)
+            if name in self.aborted | self.stopped | self.failed:
+                if request.decide is None:
+                    whole = dict(wanted)
+                    need(all(t == whole[j][: len(t)] for j, t in got), WrongOutput, name, "cut short")
+            else:
+                need(got == wanted, WrongOutput, name, got, wanted)
+                need(name in self.finished, WrongOutput, name, "never reported")
+
+
+def run(seed: int, totals: Counter[str] | None = None, *, kind: str | None = None) -> Counter[str]:
+    """Drive the world of this seed to its end. Raises what the oracle found."""
+    totals = Counter() if totals is None else totals
+    world = World(seed, totals, kind=kind)
+    world.run()
+    totals.update(world.oracle.counts)
+    totals.update(world.seen)
+    totals["prefix hits"] += world.cache.num_hits
+    totals["blocks dropped"] += world.cache.num_dropped
+    totals["workloads"] += 1
+    return totals
+
+
+def hunt(seconds: float, first: int = 0) -> str:
+    """The first seed from `first` on that goes wrong within this time, and how; "" when none does."""
+    seed, end = first, time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            run(seed)
+        except Exception as error:
+            return f"seed {seed}: {type(error).__name__}"
+        seed += 1
+    return ""
+
+
+@contextmanager
+def covering(totals: Counter[str]) -> Iterator[None]:
+    """Count what workloads reach inside the core, by wrapping it meanwhile."""
+    whole: list[tuple[type, str, Any]] = []
+
+    def wrap(cls: type, name: str, note: Callable[..., None]) -> None:
+        inner = getattr(cls, name)
+
+        def outer(self: Any, *args: Any, **kwargs: Any) -> Any:
+            note(self, *args)
+            return inner(self, *args, **kwargs)
+
+        whole.append((cls, name, inner))
+        setattr(cls, name, outer)
+
+    def preempt(scheduler: Scheduler, victim: Request, asker: Request, *_: Any) -> None:
+        totals["preempt a group" if len(victim.sequences) > 1 else "preempt one"] += 1
+        totals["preempt in flight"] += victim.num_pending > 0
+        totals["preempt a window in flight"] += any(s.num_pending > 1 for s in victim.sequences)
+        totals["preempt itself"] += victim is asker
+
+    wrap(Scheduler, "_preempt", preempt)
+    wrap(KVCache, "park", lambda *_: totals.update(["pin"]))
+
+    def attach(cache: KVCache, seq: Any, prefix: Any) -> None:
+        tails = {s.block_ids[-1] for s in cache.pins.values() if s.num_computed % cache.block_size}
+        totals["share a pin's tail"] += bool(prefix.block_ids) and prefix.block_ids[-1] in tails
+        totals["share a pin"] += any(b in s.block_ids for s in cache.pins.values() for b in prefix.block_ids[:1])
+
+    wrap(KVCache, "attach", attach)
+    wrap(KVCache, "sibling_prefix", lambda *_: totals.update(["rebuild a sibling"]))
+    wrap(KVCache, "fork", lambda c, p, *_: totals.update(["fork " + p.request.status.value]))
+    try:
+        yield
+    finally:
+        for cls, name, inner in whole:
+            setattr(cls, name, inner)
+
+
+def main(first: int, last: int) -> int:
+    totals: Counter[str] = Counter()
+    bad: Counter[str] = Counter()
+    begin = time.time()
+    with covering(totals):
+        for seed in range(first, last):
+            try:
+                run(seed, totals)
+            except Exception as error:
+                bad[f"{type(error).__name__} {str(error)[:60]}"] += 1
+                if sum(bad.values()) <= 3:
+                    print("seed", seed)
+                    traceback.print_exc()
+    for name, n in sorted(totals.items()):
+        print(f"{n:>12,}  {name}")
+    print(dict(bad) or "no failures", f"{time.time() - begin:.1f} s")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,160 @@
+"""How many blocks fit, and what is said when they do not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.config import GIB, EngineArgs
+from octavo.errors import MemoryBudgetError
+from octavo.runner.memory import budget as memory
+from octavo.runner.memory.budget import Budget, plan_memory
+
+KIB = 1 << 10
+PER_TOKEN = 4 * KIB  # so that a block of 16 takes 64 KiB
+
+
+def plan(*, free: int = 64 * GIB, model_len: int = 2048, **options: Any) -> Budget:
+    args = EngineArgs(model="m", **options)
+    return plan_memory(args, bytes_per_token=PER_TOKEN, weight_bytes=GIB, model_len=model_len, free_bytes=free)
+
+
+def test_a_number_of_blocks_is_taken_at_its_word() -> None:
+    budget = plan(num_gpu_blocks_override=333, swap_space=0)
+    assert (budget.num_blocks, budget.num_host_blocks, budget.max_model_len) == (333, 0, 2048)
+    assert budget.bytes_per_block == 64 * KIB and not budget.warnings
+
+
+def test_bytes_hold_the_null_block_too() -> None:
+    budget = plan(kv_cache_memory_bytes=200 * 64 * KIB + 5, swap_space=0)
+    assert budget.num_blocks == 199
+    assert (budget.num_blocks + 1) * budget.bytes_per_block == 200 * 64 * KIB
+
+
+def test_the_default_is_the_least_of_three() -> None:
+    needed = plan(max_num_seqs=4, model_len=1000)  # all that can ever be used
+    assert needed.num_blocks == 4 * -(-1000 // 16)
+    four_gib = plan(max_num_seqs=1000)
+    assert (four_gib.num_blocks + 1) * four_gib.bytes_per_block == 4 * GIB
+    quarter = plan(max_num_seqs=1000, free=GIB)
+    assert (quarter.num_blocks + 1) * quarter.bytes_per_block == GIB // 4
+
+
+def test_a_pool_that_holds_less_than_the_model_knows() -> None:
+    budget = plan(num_gpu_blocks_override=10)
+    assert budget.max_model_len == 161  # the last token takes no slot
+    assert any("161" in w and "2048" in w for w in budget.warnings)
+    assert plan(num_gpu_blocks_override=10, max_model_len=-1).max_model_len == 161
+    assert plan(num_gpu_blocks_override=1000, max_model_len=-1).max_model_len == 2048
+    assert plan(num_gpu_blocks_override=10, max_model_len=161).max_model_len == 161
+    with pytest.raises(MemoryBudgetError, match=r"\(162\), 11 blocks .* pool has 10; the largest .* fits is 161 "):
+        plan(num_gpu_blocks_override=10, max_model_len=162)
+
+
+def test_more_than_the_model_knows_is_cut_with_a_warning() -> None:
+    budget = plan(num_gpu_blocks_override=200, max_model_len=5000)
+    assert budget.max_model_len == 2048
+    assert any("5000" in w and "2048" in w for w in budget.warnings)
+
+
+@pytest.mark.parametrize("options", [{"kv_cache_memory_bytes": 64 * KIB}, {"kv_cache_memory_bytes": 5}, {}])
+def test_no_room_for_a_block(options: dict[str, Any]) -> None:
+    with pytest.raises(
+        MemoryBudgetError, match=r"No available memory for the cache blocks: weights 1.00 GiB"
+    ) as caught:
+        plan(free=4 * 64 * KIB if not options else 64 * GIB, **options)
+    assert "\n" not in str(caught.value)
+
+
+FLAG = re.compile(
+    r"(max_model_len|swap_space|kv_cache_memory_bytes|num_gpu_blocks_override|\w+_utilization) to ([\d.]+)"
+)
+BLOCKS = {"free": 100 * 64 * KIB}
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"kv_cache_memory_bytes": 5}, "kv_cache_memory_bytes"),
+        ({"free": 4 * 64 * KIB}, "kv_cache_memory_bytes"),
+        ({"gpu_memory_utilization": 0.01}, "gpu_memory_utilization"),
+        ({"kv_cache_memory_bytes": 5, "max_model_len": 2000, **BLOCKS}, "kv_cache_memory_bytes max_model_len"),
+        (
+            {"gpu_memory_utilization": 0.9, "max_model_len": 2000, "free": 6 * 64 * KIB},
+            "gpu_memory_utilization max_model_len",
+        ),
+        ({"kv_cache_memory_bytes": 9 * 64 * KIB, "max_model_len": 2000}, "max_model_len"),
+        ({"max_model_len": 1}, "max_model_len"),
+        ({"num_gpu_blocks_override": 100, **BLOCKS}, "num_gpu_blocks_override"),
+        ({"num_gpu_blocks_override": 100, "swap_space": 1.0, **BLOCKS}, "num_gpu_blocks_override"),
+        ({"num_gpu_blocks_override": 900, "max_model_len": 2000, **BLOCKS}, "num_gpu_blocks_override max_model_len"),
+        ({"kv_cache_memory_bytes": GIB, "max_model_len": -1, **BLOCKS}, "kv_cache_memory_bytes"),
+        ({"num_gpu_blocks_override": 80, "swap_space": 1.0, **BLOCKS}, "swap_space"),
+        ({"num_gpu_blocks_override": 1000, "swap_space": 1.0, "free": 1100 * 64 * KIB}, "swap_space"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_names_flags_with_values_that_would_do(options: dict[str, Any], names: str) -> None:
+    with pytest.raises(MemoryBudgetError) as caught:
+        plan(**options)
+    told = dict(FLAG.findall(str(caught.value).rpartition("; ")[2]))
+    if not told:  # the length comes before the table
+        told = {"max_model_len": re.search(r"max_model_len that fits is (\d+)", str(caught.value))[1]}  # type: ignore[index]
+    assert " ".join(told) == names and "\n" not in str(caught.value)
+    plan(**options | {name: float(v) if "." in v else int(v) for name, v in told.items()})
+
+
+def test_a_pool_larger_than_the_free_memory() -> None:
+    with pytest.raises(MemoryBudgetError, match="lower num_gpu_blocks_override"):
+        plan(free=100 * 64 * KIB, num_gpu_blocks_override=100)
+    assert plan(free=101 * 64 * KIB, num_gpu_blocks_override=100).num_host_blocks == 0  # a default gives way
+    with pytest.raises(MemoryBudgetError, match=r"; lower swap_space to 0$"):
+        plan(free=150 * 64 * KIB, num_gpu_blocks_override=100, swap_space=1.0)
+
+
+def test_where_no_value_is_known() -> None:
+    for options in ({"free": 64 * KIB}, {"free": 64 * KIB, "num_gpu_blocks_override": 5}):
+        with pytest.raises(MemoryBudgetError, match=r"; `octavo doctor m` names flags that fit$"):
+            plan(**options)
+
+
+def test_swap_space() -> None:
+    assert plan(num_gpu_blocks_override=300).num_host_blocks == 300  # a default is as large as the pool, silently
+    assert plan(num_gpu_blocks_override=300, preemption_mode="recompute").num_host_blocks == 0
+    budget = plan(num_gpu_blocks_override=300, swap_space=100 * 64 * KIB / GIB)
+    assert budget.num_host_blocks == 100 and not budget.warnings
+    cut = plan(num_gpu_blocks_override=300, swap_space=2.5)
+    assert cut.num_host_blocks == 300
+    assert any("swap_space 2.5" in w for w in cut.warnings)
+
+
+def test_the_machine_is_asked_when_nobody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda: GIB)
+    budget = plan_memory(EngineArgs(model="m"), bytes_per_token=PER_TOKEN, weight_bytes=0, model_len=2048)
+    assert budget.free_bytes == GIB
+    assert (budget.num_blocks + 1) * budget.bytes_per_block == GIB // 4
+
+
+def test_free_memory_reads_the_machine_and_its_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
+    files: dict[str, str] = {}
+    monkeypatch.setattr(memory, "_read", lambda path: files.get(path, ""))
+    assert memory.free_memory() == 4 * GIB  # a machine that says nothing
+    files["/proc/meminfo"] = "MemTotal: 99 kB\nMemAvailable:    2048 kB\n"
+    assert memory.free_memory() == 2048 * KIB
+    files |= {"/sys/fs/cgroup/memory.max": "max\n", "/sys/fs/cgroup/memory.current": "7\n"}
+    assert memory.free_memory() == 2048 * KIB
+    files |= {"/sys/fs/cgroup/memory.max": str(1024 * KIB), "/sys/fs/cgroup/memory.current": str(1000 * KIB)}
+    assert memory.free_memory() == 24 * KIB
+    monkeypatch.undo()
+    assert memory._read(str(Path("/no/such/file"))) == ""
+    assert memory.free_memory() > 1 << 20
+
+
+def test_weights_that_leave_nothing_are_refused_before_they_are_loaded() -> None:
+    with pytest.raises(
+        MemoryBudgetError, match=r"more than the free memory by 1.*; `octavo doctor m` names flags that fit$"
+    ):
+        plan_memory(EngineArgs(model="m"), bytes_per_token=8, weight_bytes=3 << 30, model_len=64, free_bytes=-(1 << 30))

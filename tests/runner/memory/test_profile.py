@@ -1,0 +1,144 @@
+"""What is said of a GPU's memory."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from octavo.config import GIB, EngineArgs
+from octavo.errors import MemoryBudgetError
+from octavo.runner.memory import profile as gpu
+from octavo.runner.memory.budget import plan_memory
+from octavo.runner.memory.profile import GPUMemory
+
+ARGS = EngineArgs(model="m").settled("cuda")
+BLOCK = 1 << 20
+MEMORY = GPUMemory(
+    total=80 * GIB,
+    utilization=0.9,
+    foreign=1 * GIB,
+    weights=15 * GIB,
+    activations=2 * GIB,
+    graphs=3 * GIB,
+    libraries=1 * GIB,
+)
+
+
+def test_what_is_left_for_blocks() -> None:
+    assert MEMORY.left == 72 * GIB - 21 * GIB - gpu.SPARE_BYTES
+    MEMORY.check(ARGS, BLOCK)
+
+
+def test_a_share_is_of_the_engine_alone_and_no_more_than_others_leave() -> None:
+    assert replace(MEMORY, utilization=0.4, foreign=40 * GIB).left == 32 * GIB - 21 * GIB - gpu.SPARE_BYTES
+    assert replace(MEMORY, foreign=20 * GIB).left == 60 * GIB - 21 * GIB - gpu.SPARE_BYTES
+
+
+def test_too_little_names_a_utilization_that_would_do() -> None:
+    tight = replace(MEMORY, utilization=0.2)
+    with pytest.raises(MemoryBudgetError, match=r"raise gpu_memory_utilization to 0\.28$") as error:
+        tight.check(ARGS, BLOCK)
+    replace(MEMORY, utilization=0.28).check(ARGS, BLOCK)
+    assert "0.2 of 80.00 GiB is 16.00 GiB" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("foreign", [59 * GIB, 61 * GIB])
+def test_where_no_utilization_would_do_smaller_steps_or_more_free_memory_would(foreign: int) -> None:
+    """With the values that are named there is memory for blocks: what steps take is in proportion to their size."""
+    memory = replace(MEMORY, foreign=foreign)
+    with pytest.raises(
+        MemoryBudgetError,
+        match=r"; lower max_num_batched_tokens to (\d+) and max_num_seqs to (\d+), or free ([\d.]+) GiB more on",
+    ) as told:
+        memory.check(ARGS, BLOCK)
+    tokens, rows, more = re.findall(r" (?:to|free) ([\d.]+)", str(told.value))
+    share = max(int(tokens) / (ARGS.max_num_batched_tokens or 1), int(rows) / (ARGS.max_num_seqs or 1))
+    assert 0.1 < share < 1
+    replace(memory, activations=int(2 * GIB * share), graphs=int(3 * GIB * share)).check(ARGS, BLOCK)
+    replace(memory, foreign=foreign - int(float(more) * GIB)).check(ARGS, BLOCK)
+
+
+def test_where_nothing_that_is_known_would_do() -> None:
+    with pytest.raises(MemoryBudgetError, match=r"; free 5.25 GiB more .* and raise gpu_memory_utilization to 0.28$"):
+        replace(MEMORY, utilization=0.1, foreign=63 * GIB).check(ARGS, BLOCK)
+    with pytest.raises(MemoryBudgetError, match=r"; `octavo doctor m` names flags that fit$"):
+        replace(MEMORY, weights=79 * GIB).check(ARGS, BLOCK)
+
+
+def test_a_pool_has_the_null_block_and_another() -> None:
+    """What is left may be less."""
+    MEMORY.check(ARGS, MEMORY.left // 2)
+    with pytest.raises(MemoryBudgetError, match=r"raise gpu_memory_utilization to 0\.91$"):
+        replace(MEMORY, foreign=0).check(ARGS, MEMORY.left // 2 + GIB // 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({}, r"lower gpu_memory_utilization to (0\.\d+)"),
+        ({"kv_cache_memory_bytes": 20 * GIB}, r"lower kv_cache_memory_bytes to (\d+)"),
+        ({"num_gpu_blocks_override": 20 * 1024 - 1}, r"lower num_gpu_blocks_override to (\d+)"),
+    ],
+)
+def test_a_smaller_pool_leaves_what_was_wanting(options: dict[str, Any], remedy: str) -> None:
+    """That a pool of 20 GiB took from the rest of the start."""
+    memory = replace(MEMORY, utilization=(20 * GIB + MEMORY._taken) / (80 * GIB))
+    args = replace(ARGS, **options)
+    told = memory.smaller_pool(args, plan(**options), 3 * GIB)
+    value = float(re.fullmatch(remedy, told)[1])  # type: ignore[index]
+    if not options:
+        left = replace(memory, utilization=value).left
+    else:
+        left = plan(**{name: int(value) for name in options}).num_blocks * BLOCK
+    assert 15 * GIB <= left <= 17 * GIB
+    least = memory.smaller_pool(args, plan(**options), 20 * GIB)
+    assert least == (
+        "`octavo doctor m` names flags that fit"
+        if options
+        else "lower max_num_batched_tokens to 4096 and max_num_seqs to 128"
+    )
+
+
+def plan(**options: Any) -> Any:
+    args = EngineArgs(model="m", **options).settled("cuda")
+    return plan_memory(
+        args,
+        bytes_per_token=1 << 16,
+        weight_bytes=GIB,
+        model_len=4096,
+        free_bytes=10 * GIB,
+        device_bytes=20 * GIB,
+    )
+
+
+def test_the_pool_takes_what_the_device_has_and_swap_space_what_the_host_has() -> None:
+    budget = plan()
+    assert (budget.num_blocks + 1) * budget.bytes_per_block == 20 * GIB
+    assert budget.num_host_blocks * budget.bytes_per_block == 4 * GIB
+    assert plan(swap_space=9).num_host_blocks == 9 * 1024
+    with pytest.raises(MemoryBudgetError, match=r"; lower swap_space to 10$"):
+        plan(swap_space=11)
+    plan(swap_space=10)
+    assert plan().table().endswith("free memory beside the weights 20.00 GiB, of the host 10.00 GiB")
+    with pytest.raises(
+        MemoryBudgetError, match=f"; lower kv_cache_memory_bytes to {20 * GIB}, lower swap_space to 10$"
+    ):
+        plan(kv_cache_memory_bytes=21 * GIB, swap_space=11)
+    plan(kv_cache_memory_bytes=20 * GIB, swap_space=10)
+
+
+def test_the_table_says_how_many_requests_fit() -> None:
+    table = MEMORY.table(plan())
+    assert "activations 2.00 GiB, CUDA graphs 3.00 GiB (an estimate), libraries 1.00 GiB" in table
+    assert "KV pool 20.00 GiB" in table and "80.0 of 4,096 tokens" in table and "320.0 of 1,024 tokens" in table
+
+
+def test_step_sizes_depend_on_the_device() -> None:
+    args = EngineArgs(model="m", max_num_seqs=7)
+    assert args.settled("cpu").max_num_batched_tokens == 2048
+    assert args.settled("cuda").max_num_batched_tokens == 8192
+    assert args.settled("cuda").max_num_seqs == 7
+    assert args.settled("cpu").settled("cuda") == args.settled("cpu")

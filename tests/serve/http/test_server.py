@@ -1,0 +1,769 @@
+"""Over sockets: what comes before a request, drains, and a server as its users start it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.errors import ParameterError
+from octavo.serve.args import ServeArgs
+from octavo.serve.http import endpoint
+from octavo.serve.http import server as http_server
+from octavo.serve.http.allowed_hosts import Hosts
+from octavo.serve.http.server import HTTPServer, bind
+from tests.serve.http_lab import Server, events_of, run, serving
+
+C = "/v1/completions"
+LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+
+
+@contextlib.asynccontextmanager
+async def listening(
+    model: str, *, max_connections: int | None = None, **settings: Any
+) -> AsyncIterator[tuple[Server, HTTPServer, int]]:
+    async with serving(model, **({"disable_log_stats": True} | settings)) as server:
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        http = HTTPServer(server.app, ready.set_result, max_connections=max_connections)
+        sock = bind("127.0.0.1", 0)
+        task = asyncio.ensure_future(http.run_on(sock))
+        await ready
+        try:
+            yield server, http, sock.getsockname()[1]
+        finally:
+            http.stop()
+            http.stop()
+            await asyncio.wait_for(task, 50)
+            sock.close()
+
+
+def request(body: dict[str, Any], path: str = C) -> bytes:
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(content)}\r\n\r\n"
+    return head.encode() + content
+
+
+async def say(port: int, *parts: bytes, pause_s: float = 0.0) -> bytes:
+    """Send parts; everything that comes back until the server closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    answer = bytearray()
+
+    async def listen() -> None:
+        """All the while: who goes on speaking after the server has closed loses what he has not read."""
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                answer.extend(data)
+
+    hearing = asyncio.ensure_future(listen())
+    try:
+        for part in parts:
+            writer.write(part)
+            with contextlib.suppress(ConnectionError):
+                await writer.drain()
+            await asyncio.sleep(pause_s)
+        await asyncio.wait_for(hearing, 60)
+        return bytes(answer)
+    finally:
+        writer.close()
+
+
+def status_of(answer: bytes) -> tuple[int, str | None]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    code = re.search(rb'"code":"(\w+)"', body)
+    return int(head.split()[1]), None if code is None else code[1].decode()
+
+
+def test_headers_have_a_time_and_a_size(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", 0.3)
+
+    async def main() -> None:
+        async with listening(model) as (server, _, port):
+            slow = [asyncio.ensure_future(say(port, b"GET /health HTTP/1.1\r\n")) for _ in range(20)]
+            nothing = asyncio.ensure_future(say(port))
+            begin = time.monotonic()
+            assert b"200 OK" in await say(port, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            for answer in await asyncio.gather(*slow):
+                assert status_of(answer) == (408, "request_timeout") and b"connection: close" in answer
+            assert status_of(await nothing)[0] == 408
+            assert 0.25 < time.monotonic() - begin < 60
+            trickle = [b"GET /health HTTP/1.1\r\n", *[b"a: b\r\n"] * 50]
+            assert status_of(await say(port, *trickle, pause_s=0.02))[0] == 408
+            large = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 200_000 + b"\r\n\r\n"
+            assert status_of(await say(port, large))[0] == 431
+            assert status_of(await say(port, large[:-4]))[0] == 431  # it does not wait for their end
+            many = b"GET /health HTTP/1.1\r\n" + b"".join(b"h%d: x\r\n" % i for i in range(2000)) + b"\r\n"
+            assert status_of(await say(port, many))[0] == 431
+            await server.complete()
+
+    run(main())
+
+
+def test_every_refusal_has_an_id(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", 0.2)
+    get = b"GET /version HTTP/1.1\r\nHost: localhost\r\n"
+
+    async def main() -> None:
+        async with listening(model, max_connections=8) as (_, _, port):
+            refused = {
+                b"hello\r\n\r\n": 400,
+                b"GET /version HTTP/1.1\r\n\r\n": 400,
+                get: 408,
+                get + b"X: " + b"x" * 400_000: 431,
+                get + b"X: 1\r\n" * 100 + b"\r\n": 431,
+            }
+            for raw, status in refused.items():
+                answer = await say(port, raw)
+                assert status_of(answer)[0] == status, raw[:60]
+                assert re.search(rb"\r\nx-request-id: [0-9a-f]{32}\r\n", answer), answer
+            answer = await say(port, get + b"X-Request-Id: mine\r\n" + b"X: 1\r\n" * 200 + b"\r\n")
+            assert b"\r\nx-request-id: mine\r\n" in answer
+            fine = get + b"Connection: close\r\n" + b"X: 1\r\n" * 98 + b"\r\n"
+            assert status_of(await say(port, fine))[0] == 200
+
+    run(main())
+
+
+def test_chunked_is_the_only_transfer_coding(model: str) -> None:
+    async def main() -> None:
+        async with listening(model) as (_, _, port):
+            content = b'{"prompt": "Hello", "max_tokens": 1}'
+            body = b"%x\r\n" % len(content) + content + b"\r\n0\r\n\r\n"
+            head = b"Host: localhost\r\nConnection: close\r\nContent-Type: application/json\r\nTransfer-Encoding: "
+
+            async def status(coding: bytes, version: bytes = b"1.1") -> int:
+                line = b"POST /v1/completions HTTP/" + version + b"\r\n"
+                return status_of(await say(port, line + head + coding + b"\r\n\r\n" + body))[0]
+
+            for coding in (b"chunked", b"Chunked"):
+                assert await status(coding) == 200, coding
+            more = b"chunked\r\nTransfer-Encoding: chunked"
+            for coding in (b"gzip, chunked", b"gzip,chunked", b"chunked, chunked", b"identity, chunked", b"gzip", more):
+                assert await status(coding) == 400, coding
+            assert await status(b"chunked", b"1.0") == 400
+
+    run(main())
+
+
+OURS = ("localhost", "LOCALHOST:1", "127.0.0.1", "127.0.0.1:8000", "127.1.2.3", "[::1]:80", "a.localhost", "localhost.")
+EVIL = ("evil.example", "evil.example:8000", "localhost.evil.example", "10.0.0.1", "127.0.0.1.evil.example")
+NO_HOST = (
+    "",
+    "a b",
+    "localhost,evil",
+    "[::1",
+    "::1",
+    "localhost:x",
+    "localhost:99999",
+    "user@localhost",
+    "localhost/x",
+)
+
+
+def test_a_server_answers_to_its_own_names_alone(model: str) -> None:
+    async def status(port: int, *hosts: str, path: str = "/version", version: str = "1.1") -> int:
+        lines = "".join(f"Host: {host}\r\n" for host in hosts)
+        raw = f"GET {path} HTTP/{version}\r\n{lines}Connection: close\r\n\r\n"
+        return status_of(await say(port, raw.encode()))[0]
+
+    async def main() -> None:
+        async with listening(model) as (server, _, port):
+            for host in OURS:
+                assert await status(port, host) == 200, host
+            for host in EVIL:
+                for path in ("/version", "/metrics", "/debug/kv", "/view/", "/nope", "/ping"):
+                    assert await status(port, host, path=path) == 403, (host, path)
+                assert await status(port, host, path="/health") == 200  # whoever probes does so by any address
+            for host in NO_HOST:
+                assert await status(port, host) == await status(port, host, path="/health") == 400, host
+            assert await status(port) == await status(port, "localhost", "localhost") == 400
+            assert await status(port, version="1.0") == 200
+            evil = request(LONG).replace(b"Host: localhost", b"Host: evil.example\r\nConnection: close")
+            assert status_of(await say(port, evil)) == (403, "wrong_host")
+            assert server.app.service.admission.num_requests == 0
+        async with listening(model, allowed_hosts=["llm.example.com", "*.internal"]) as (_, _, port):
+            for host in ("llm.example.com", "LLM.example.com.", "a.internal"):
+                assert await status(port, host) == 200
+            assert await status(port, "b.com") == await status(port, "internal") == 403
+        async with listening(model, allowed_hosts=["*"]) as (_, _, port):
+            assert await status(port, "evil.example") == 200
+
+    run(main())
+
+
+def test_who_may_be_called_by_any_name() -> None:
+    def takes(called: str, **options: Any) -> bool:
+        told = {"host": "127.0.0.1", "uds": None, "has_keys": False, "names": ()} | options
+        return Hosts.of(**told).refusal({"headers": [(b"host", called.encode())]}) is None
+
+    assert not takes("llm.example.com")
+    assert takes("llm.example.com", has_keys=True) and takes("a", uds="/run/octavo.sock")  # no page reaches them
+    assert not takes("llm.example.com", has_keys=True, names=("other",))
+    for host in ("0.0.0.0", "::", ""):
+        assert all(takes(called, host=host) for called in ("10.1.2.3", "[fd00::1]:80", socket.gethostname()))
+        assert not takes("llm.example.com", host=host)
+    assert takes("10.1.2.3", host="10.1.2.3") and not takes("10.1.2.4", host="10.1.2.3")
+    assert takes("gpu-1", host="gpu-1") and not takes("gpu-2", host="gpu-1")
+    for name in ("http://a", "a:80", "a b", "", "*."):
+        with pytest.raises(ParameterError, match="allowed_hosts"):
+            ServeArgs(allowed_hosts=[name])
+
+
+def test_more_connections_than_may_be(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "PROBE_S", 0.2)
+    get = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    health = b"GET /health?a HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+    async def main() -> None:
+        async with listening(model, max_connections=3) as (_, http, port):
+            here = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+            while len(http.server_state.connections) < 3:
+                await asyncio.sleep(0.002)
+            answer = await say(port, get)
+            assert status_of(answer) == (503, "too_many_connections") and b"retry-after: 1" in answer
+            assert status_of(await say(port)) == (503, "too_many_connections")  # who says nothing does not stay
+            assert b"200 OK" in await say(port, health)
+            idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(200)]
+            assert b"200 OK" in await say(port, health)  # though all beside it are taken
+            for _, writer in idle:
+                writer.close()
+            while len(http.server_state.connections) > 3:
+                await asyncio.sleep(0.002)
+            here[0][1].write(get)
+            assert b"200 OK" in await here[0][0].read()  # those who are here go on
+            for _, writer in here:
+                writer.close()
+            while http.server_state.connections:
+                await asyncio.sleep(0.002)
+            assert b"200 OK" in await say(port, get)
+
+    run(main())
+
+
+def test_the_limit_of_open_files_is_raised() -> None:
+    code = "import resource as r; from octavo.serve.http.server import raised_file_limit as raised\n"
+    code += "hard = min(r.getrlimit(r.RLIMIT_NOFILE)[1] % 2**63, 3000)\nr.setrlimit(r.RLIMIT_NOFILE, (200, hard))\n"
+    code += "print(raised() == r.getrlimit(r.RLIMIT_NOFILE)[0] == hard)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "True"
+
+
+def test_what_is_no_http(model: str) -> None:
+    async def main() -> None:
+        async with listening(model) as (server, _, port):
+            both = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            both += b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+            chunked = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            chunked += b"Transfer-Encoding: chunked\r\n\r\n"
+            for raw in (b"hello\r\n\r\n", b"\x16\x03\x01\x02\x00", both + b"0\r\n\r\n", chunked + b"zz\r\nab\r\n"):
+                assert status_of(await say(port, raw))[0] == 400, raw
+            short = request({"prompt": "a"})[:-3]
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(short)
+            writer.write_eof()
+            assert await asyncio.wait_for(reader.read(), 50) == b""  # it has gone; nobody is there to be told
+            writer.close()
+            await server.at_rest()
+
+    run(main())
+
+
+JAVAS = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAA\r\n"
+WEBSOCKETS = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+
+
+@pytest.mark.parametrize("asking", [JAVAS, WEBSOCKETS])
+def test_who_asks_for_another_protocol_is_answered_in_this_one(model: str, asking: bytes) -> None:
+    async def main() -> None:
+        async with listening(model) as (server, _, port):
+            want = (await server.complete("Hello"))["choices"][0]["text"]
+            body = {"prompt": "Hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+            post = request(body).replace(b"Host: localhost\r\n", b"Host: localhost\r\n" + asking)
+            get = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n" + asking + b"\r\n"
+            end = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+            head, _, content = post.partition(b"\r\n\r\n")
+            # In one piece, the body by itself, byte by byte.
+            for parts in ([post + get + post + end], [head + b"\r\n\r\n", content, get, end], [*_bytes(post), end]):
+                answer = await say(port, *parts, pause_s=0.0 if len(parts) > 9 else 0.05)
+                num_posts = b"".join(parts).count(b"POST")
+                assert answer.count(b"HTTP/1.1 200 OK") == answer.count(b"HTTP/1.1 ") == b"".join(parts).count(b"Host:")
+                assert answer.count(json.dumps(want).encode()) == num_posts
+            # What it says is never taken for a request.
+            bad = f"GET /metrics HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+            smuggled = head.replace(b"Length: %d" % len(content), b"Length: %d" % len(bad)) + b"\r\n\r\n"
+            answer = await say(port, smuggled, bad, end, pause_s=0.05)
+            assert (answer.count(b"HTTP/1.1 "), status_of(answer)) == (2, (400, "invalid_json"))
+            assert b" 200 " not in await say(port, b"CONNECT a:80 HTTP/1.1\r\nHost: localhost\r\n" + asking + b"\r\n")
+
+    run(main())
+
+
+def _bytes(data: bytes) -> list[bytes]:
+    return [data[i : i + 1] for i in range(len(data))]
+
+
+def test_trailers_have_a_size_and_say_nothing(model: str) -> None:
+    async def main() -> None:
+        async with listening(model) as (_, http, port):
+            chunked = b"Host: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+            content = b'{"prompt": "Hello", "max_tokens": 2}'
+            body = b"%x\r\n" % len(content) + content + b"\r\n0\r\n"
+            trailers = b"X-Request-Id: mine\r\n\r\n"
+            end = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+            answer = await say(port, b"POST /v1/completions HTTP/1.1\r\n" + chunked + body + trailers, end)
+            assert answer.count(b"HTTP/1.1 200 OK") == 2 and b"mine" not in answer
+            for line in (b"a: b\r\n" * 2_000, b"a: " + b"b" * 16_000):  # many, and one without an end
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(b"GET /health HTTP/1.1\r\n" + chunked + b"0\r\n")
+                await reader.readuntil(b"\r\n\r\n")
+                (connection,) = http.server_state.connections
+                for _ in range(100):
+                    writer.write(line)
+                    await asyncio.sleep(0.002)
+                assert connection.headers is None or len(connection.headers) == 3
+                assert connection._refused  # type: ignore[union-attr]
+                writer.close()
+                while http.server_state.connections:
+                    await asyncio.sleep(0.002)
+
+    run(main())
+
+
+def _slow(server: Server, seconds: float) -> None:
+    """Its steps take that long."""
+    engine = server.built.engine
+    advance = engine.advance
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(seconds)
+        return advance(*args)
+
+    engine.advance = slowly  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_sends_two_requests_at_once_and_goes(model: str, stream: bool) -> None:
+    async def main() -> None:
+        async with listening(model) as (server, _, port):
+            _slow(server, 0.05)
+            for ahead in (request(LONG), request(LONG)[:-3], b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(request(LONG | {"stream": stream}) + ahead)
+                while not server.app.service.admission.num_requests:
+                    await asyncio.sleep(0.002)
+                writer.close()
+                begin = time.monotonic()
+                await server.at_rest()
+                assert time.monotonic() - begin < 2.5  # all of it takes five seconds at least
+
+    run(main())
+
+
+def test_nothing_is_written_into_the_midst_of_an_answer(model: str) -> None:
+    async def main() -> None:
+        async with listening(model) as (server, _, port):
+            _slow(server, 0.02)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request(LONG | {"stream": True}))
+            await reader.readuntil(b"data: ")
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nthis is no HTTP\r\n\r\n")
+            rest = await asyncio.wait_for(reader.read(), 50)
+            assert b"HTTP/1.1 " not in rest
+            writer.close()
+            await server.at_rest()
+
+    run(main())
+
+
+@pytest.mark.parametrize("closes", [b"", b"Connection: close\r\n"])
+def test_a_whole_answer_that_nobody_takes(model: str, closes: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "SLOW_READER_S", 0.3)
+
+    async def main() -> None:
+        async with listening(model) as (_, http, port):
+            body = LONG | {"n": 4, "logprobs": 20, "temperature": 1}
+            asking = request(body).replace(b"Host: localhost\r\n", b"Host: localhost\r\n" + closes)
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+                client.connect(("127.0.0.1", port))
+                client.setblocking(False)
+                while not http.server_state.connections:
+                    await asyncio.sleep(0.002)
+                (connection,) = http.server_state.connections
+                taking = connection.transport.get_extra_info("socket")
+                taking.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+                client.send(asking)
+                begin = time.monotonic()
+                while http.server_state.connections:
+                    assert time.monotonic() - begin < 20
+                    await asyncio.sleep(0.01)
+
+    run(main())
+
+
+def test_a_large_body_is_answered_before_it_has_come(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "LINGER_S", 0.2)
+
+    async def main() -> None:
+        async with listening(model, max_body_bytes=10_000) as (_, _, port):
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            declared = head + b"Content-Length: 100000000\r\n\r\n"
+            assert status_of(await say(port, declared, b" " * 1_000_000)) == (413, "body_too_large")
+            chunk = b"4000\r\n" + b" " * 0x4000 + b"\r\n"
+            answer = await say(port, head + b"Transfer-Encoding: chunked\r\n\r\n", *[chunk] * 20)
+            assert status_of(answer) == (413, "body_too_large")
+
+    run(main())
+
+
+def test_connections_that_break_in_every_state(model: str) -> None:
+    async def main() -> None:
+        async with listening(model) as (server, _, port):
+            want = (await server.complete("Hello"))["choices"][0]["text"]
+            for i in range(60):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(request(LONG | {"stream": i % 2 == 0, "n": 1 + i % 3}))
+                await writer.drain()
+                if i % 4:
+                    await asyncio.sleep(0.0007 * (i % 7))
+                if i % 3 == 0:
+                    writer.transport.abort()  # RST
+                elif i % 3 == 1:
+                    writer.close()
+                else:
+                    with contextlib.suppress(OSError):
+                        writer.write_eof()  # half closed
+                    await asyncio.wait_for(reader.read(), 50)
+                    writer.close()
+            await server.at_rest()
+            assert (await server.complete("Hello"))["choices"][0]["text"] == want
+
+    run(main())
+
+
+@pytest.mark.parametrize(("timeout", "finishes"), [(30.0, True), (0.0, False)])
+@pytest.mark.parametrize("pings", [0.0, 5.0])
+def test_a_drain(model: str, timeout: float, finishes: bool, pings: float) -> None:
+    async def main() -> None:
+        async with listening(model, shutdown_timeout=timeout, sse_keep_alive_interval=pings) as (server, http, port):
+            streams = [asyncio.ensure_future(say(port, request(LONG | {"stream": True}))) for _ in range(8)]
+            while server.app.service.admission.num_requests < 8:
+                await asyncio.sleep(0.002)
+            http.stop()  # what a signal calls
+            await asyncio.sleep(0.005)
+            if finishes:
+                assert status_of(await say(port, request(LONG))) == (503, "shutting_down")
+            for answer in await asyncio.gather(*streams):
+                text = answer.partition(b"\r\n\r\n")[2].decode()
+                frames = "".join(re.findall(r"^(?:data: .*)$", text, re.MULTILINE)).replace("data: ", "\n\ndata: ")
+                events = events_of(frames.strip() + "\n\n") if frames else []
+                if finishes:
+                    assert events[-1]["choices"][0]["finish_reason"] == "length"
+                else:
+                    assert '"shutting_down"' in text
+            for _ in range(5000):
+                if http.should_exit:
+                    break
+                await asyncio.sleep(0.01)
+            assert http.should_exit
+            await server.at_rest()
+
+    run(main())
+
+
+# -- as its users start it ---------------------------------------------------------------------------------------------
+
+
+class Process:
+    def __init__(self, model: str, *args: str, port: int = 0, max_files: int | None = None, **environment: str) -> None:
+        command = [sys.executable, "-m", "octavo.cli.main", "serve", model, "--port", str(port), *args]
+        if max_files is not None:
+            command = ["/bin/sh", "-c", f'ulimit -n {max_files}; exec "$@"', "sh", *command]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", **environment}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=env)
+        self.log = ""
+
+    def wait_ready(self) -> str:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log += line
+            if (found := re.search(r"serving on (http\S+)", line)) is not None:
+                return found[1]
+        raise AssertionError(f"it ended: {self.log}")
+
+    def wait(self) -> int:
+        assert self.process.stderr is not None
+        with self.process.stderr as stream:
+            self.log += "" if stream.closed else stream.read()
+        return self.process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def process(model: str) -> Iterator[tuple[Process, str]]:
+    told = ["--api-key", "one", "--served-model-name", "tiny", "--max-body-bytes", "1000000"]
+    process = Process(model, *told, OCTAVO_API_KEY="two")
+    try:
+        yield process, process.wait_ready()
+    finally:
+        process.process.kill()
+        if process.process.stderr is not None:
+            process.process.stderr.close()
+        process.process.wait()
+
+
+def call(url: str, body: dict[str, Any] | bytes | None = None, key: str | None = "two") -> tuple[int, bytes]:
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    data = json.dumps(body).encode() if isinstance(body, dict) else body
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def listening_ports(pid: int) -> list[int]:
+    """Of a process, over TCP."""
+    links = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+            links.append(os.readlink(path))
+    rows = [line.split() for n in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{n}").read_text().splitlines()[1:]]
+    listening = [(int(row[1].rpartition(":")[2], 16), row[9]) for row in rows if row[3] == "0A"]
+    return [port for port, inode in listening if f"socket:[{inode}]" in links]
+
+
+def test_a_body_of_more_than_256_kib_is_answered(process: tuple[Process, str]) -> None:
+    _, url = process
+    for prompt in ([65] * 100, "Hello"):
+        content = json.dumps({"prompt": prompt, "max_tokens": 2}).encode()
+        status, body = call(f"{url}/v1/completions", content + b" " * 300_000)
+        assert status == 200, body
+        assert json.loads(body)["usage"]["completion_tokens"] == 2
+    status, body = call(f"{url}/v1/completions", content[:-1] + b', "seed": NaN}' + b" " * 300_000)
+    assert (status, json.loads(body)["error"]["param"]) == (400, "seed")
+
+
+def test_a_string_without_an_end_holds_nobody_up(process: tuple[Process, str]) -> None:
+    _, url = process
+    deep = b"[" * 70 + b'"' + b'\\"' * 50_000
+    call_of = {"id": "a", "function": {"name": "f", "arguments": deep.decode()}}
+    item = {"type": "function_call", "name": "f", "arguments": deep.decode()}
+    begin = time.monotonic()
+    for path, body in (
+        ("completions", deep),
+        ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [call_of]}]}),
+        ("responses", {"input": [item]}),
+    ):
+        assert call(f"{url}/v1/{path}", body)[0] == 400
+    assert time.monotonic() - begin < 10  # it was 27 s of a frozen server for each
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_server_from_the_command_line(process: tuple[Process, str]) -> None:
+    server, url = process
+    assert "KV cache size: " in server.log and "Maximum concurrency for 128 tokens per request" in server.log
+    assert re.search(r"start-up: tokenizer [\d.]+ s, engine [\d.]+ s", server.log)
+    assert call(f"{url}/v1/models", key=None)[0] == 401
+    status, body = call(f"{url}/v1/completions", {"model": "tiny", "prompt": "Hello", "max_tokens": 4})
+    assert status == 200 and json.loads(body)["usage"]["completion_tokens"] == 4
+    assert b"vllm:prompt_tokens_total" in call(f"{url}/metrics", key="one")[1]
+    children = children_of(server.process.pid)  # the engine, and the reader of large bodies
+    port = int(url.rpartition(":")[2])
+    assert listening_ports(server.process.pid) == [port] and not any(map(listening_ports, children))
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+    assert "Traceback" not in server.log
+    assert children and not any(Path(f"/proc/{child}").exists() for child in children)
+    with pytest.raises(urllib.error.URLError):
+        call(f"{url}/health")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_is_stopped_while_it_starts(model: str, number: signal.Signals) -> None:
+    server = Process(model)
+    try:
+        while not (children := children_of(server.process.pid)):
+            assert server.process.poll() is None
+            time.sleep(0.02)
+        begin = time.monotonic()
+        server.process.send_signal(number)
+        code = server.wait()
+        assert time.monotonic() - begin < 60
+        assert code == (1 if number is signal.SIGTERM else 130)
+        assert "Traceback" not in server.log
+        while Path(f"/proc/{children[0]}").exists():
+            assert time.monotonic() - begin < 60
+            time.sleep(0.02)
+    finally:
+        server.process.kill()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+def test_of_two_servers_that_start_on_one_port_one_ends(model: str) -> None:
+    port = free_port()
+    servers = [Process(model, port=port) for _ in range(2)]
+    try:
+        begin = time.monotonic()
+        while not (ended := [s for s in servers if s.process.poll() is not None]):
+            assert time.monotonic() - begin < 60
+            time.sleep(0.02)
+        (second,) = ended
+        assert second.wait() == 1
+        error = f"error: address in use: 127.0.0.1:{port}; choose another port, 0 takes a free one"
+        assert second.log.strip().splitlines() == [error]
+        (first,) = (s for s in servers if s is not second)
+        assert first.wait_ready() == f"http://127.0.0.1:{port}"
+        assert call(f"http://127.0.0.1:{port}/health")[0] == 200
+    finally:
+        for server in servers:
+            if server.process.poll() is None:
+                server.process.send_signal(signal.SIGTERM)
+                server.wait()
+
+
+def test_a_server_that_loads_its_model_says_so(model: str) -> None:
+    port = free_port()
+    server = Process(model, port=port)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        begin = time.monotonic()
+        while True:
+            assert time.monotonic() - begin < 60
+            with contextlib.suppress(urllib.error.URLError):
+                status, body = call(f"{url}/ready")
+                break
+            time.sleep(0.02)
+        assert (status, json.loads(body)["error"]["code"]) == (503, "starting")
+        assert call(f"{url}/v1/completions", {"prompt": "Hello"})[0] == call(f"{url}/health")[0] == 503
+        server.wait_ready()
+        assert call(f"{url}/health")[0] == call(f"{url}/ready")[0] == 200
+    finally:
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+
+
+@pytest.mark.parametrize("max_files", [16, 32, 63])
+def test_too_few_open_files_are_said_at_once(model: str, max_files: int) -> None:
+    server = Process(model, max_files=max_files)
+    assert server.wait() == 1
+    needed = f"error: this process may have {max_files} open files, a server needs 64; raise the limit: ulimit -n 4096"
+    assert server.log.strip().splitlines() == [needed]
+
+
+def test_health_is_answered_where_few_files_may_be_open(model: str) -> None:
+    server = Process(model, "--max-body-bytes", "1000000", max_files=64)
+    try:
+        url = server.wait_ready()
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        with contextlib.ExitStack() as stack:
+            for _ in range(60):
+                stack.enter_context(socket.create_connection(address))
+            for _ in range(20):
+                assert call(f"{url}/health")[0] == 200
+            assert call(f"{url}/version")[0] == 503
+        body = b'{"prompt": "Hello", "max_tokens": 2}' + b" " * 300_000
+        begin = time.monotonic()
+        while call(f"{url}/v1/completions", body)[0] != 200:  # with a process to read it in
+            assert time.monotonic() - begin < 60
+    finally:
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+        assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "text"),
+    [
+        (["--port", "70000"], 2, "port is 70000"),
+        (["--host", "0.0.0.0"], 2, "insecure"),
+        (["--api-key", ""], 2, "api_key"),
+        (["--max-model-len", "0"], 2, "max_model_len"),
+        (["--tool-call-parser", "x"], 2, "tool-call-parser"),
+        (["--lora-modules", "x"], 2, "vLLM flag --lora-modules is not supported here"),
+    ],
+)
+def test_mistakes_on_the_command_line(
+    model: str, capsys: pytest.CaptureFixture[str], args: list[str], code: int, text: str
+) -> None:
+    from octavo.cli.main import run as command
+
+    assert command(["serve", model, *args]) == code
+    error = capsys.readouterr().err.strip().splitlines()
+    assert error[-1].startswith("error: ") and text in error[-1]
+
+
+def test_an_address_in_use_is_found_before_a_model_is_loaded(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from octavo.cli.main import run as command
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert command(["serve", model, "--port", str(port)]) == 1
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error == f"error: address in use: 127.0.0.1:{port}; choose another port, 0 takes a free one"
+    assert command(["serve", "/nonexistent/model", "--port", "0"]) == 1
+
+
+def test_a_path_in_use_stays_its_servers(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from octavo.cli.main import run as command
+
+    path = str(tmp_path / "octavo.sock")
+    with contextlib.closing(bind("", 0, path)) as sock:
+        sock.listen()
+        assert command(["serve", model, "--uds", path]) == 1
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error == f"error: address in use: {path}; choose another path"
+        with contextlib.closing(socket.socket(socket.AF_UNIX)) as caller:
+            caller.connect(path)
+    with contextlib.closing(bind("", 0, path)):  # what a server that died has left is taken
+        assert Path(path).is_socket()
+
+
+@pytest.mark.parametrize(
+    ("files", "text"),
+    [
+        (["--ssl-certfile", "none.pem", "--ssl-keyfile", "none.pem"], "ssl_certfile none.pem: No such file"),
+        (["--ssl-certfile", "junk.pem", "--ssl-keyfile", "none.pem"], "ssl_keyfile none.pem: No such file"),
+        (["--ssl-certfile", "junk.pem", "--ssl-keyfile", "junk.pem"], "ssl_certfile junk.pem: "),
+        (["--ssl-ca-certs", "junk.pem"], "ssl_ca_certs needs TLS"),
+    ],
+)
+def test_files_of_tls_are_read_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], files: list[str], text: str
+) -> None:
+    from octavo.cli.main import run as command
+
+    monkeypatch.chdir(tmp_path)
+    Path("junk.pem").write_text("junk")
+    assert command(["serve", "/nonexistent/model", "--port", "0", *files]) == 2
+    assert text in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_help_loads_no_server() -> None:
+    code = "import sys; sys.argv = ['octavo', 'serve', '--help']\nfrom octavo.cli.main import run\nrun(sys.argv[1:])\n"
+    code += "print([m for m in ('torch', 'fastapi', 'uvicorn', 'tokenizers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "--served-model-name" in done.stdout and done.stdout.strip().endswith("[]")

@@ -1,0 +1,159 @@
+"""/v1/responses: the same chat in other words, and its events."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from octavo.serve.openai.errors import bad
+from octavo.serve.openai.responses_api import blamed
+from tests.serve.http_lab import Server, good, run, serving
+from tests.serve.openai.test_tools import CALL, HERMES, answers
+
+R = "/v1/responses"
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+
+
+async def events(server: Server, **body: Any) -> list[dict[str, Any]]:
+    response = await server.client.post(R, json={**body, "stream": True})
+    assert response.status_code == 200, response.text
+    told = []
+    for frame in response.text.split("\n\n")[:-1]:
+        name, data = frame.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        told.append(event)
+    assert [event["sequence_number"] for event in told] == list(range(len(told)))
+    return told
+
+
+def test_a_response_is_the_chats(model: str) -> None:
+    async def main() -> None:
+        async with serving(model) as server:
+            chat = await server.chat("Hello")
+            body = good(await server.post(R, input="Hello", max_output_tokens=8, **GREEDY))
+            assert body["id"].startswith("resp_") and body["object"] == "response"
+            (item,) = body["output"]
+            assert item["type"] == "message" and item["role"] == "assistant"
+            text = chat["choices"][0]["message"]["content"]
+            assert item["content"][0] == {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+            assert body["status"] == item["status"] == "incomplete"  # it ended by its length
+            assert body["incomplete_details"] == {"reason": "max_output_tokens"}
+            assert body["usage"]["output_tokens"] == 8 and body["usage"]["input_tokens"] == len("user:Hello;a:")
+            parts = [{"role": "user", "content": [{"type": "input_text", "text": "Hello"}]}]
+            same = good(await server.post(R, input=parts, max_output_tokens=8, store=False, **GREEDY))
+            assert same["output"][0]["content"] == item["content"]
+            told = await events(server, input="Hello", max_output_tokens=8, **GREEDY)
+            names = [event["type"].removeprefix("response.") for event in told]
+            assert names[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+            assert names[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+            assert set(names[4:-4]) == {"output_text.delta"}
+            assert "".join(event.get("delta", "") for event in told) == text
+            assert told[-1]["response"]["output"][0]["content"] == item["content"]
+            await server.at_rest()
+
+    run(main())
+
+
+def test_reasoning_and_calls_are_items(model: str) -> None:
+    async def main() -> None:
+        async with serving(model, engine_options={"chat_template": HERMES}) as server:
+            answers(server, f"<think>hm</think>I see.{CALL}")
+            tools = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
+            body = good(await server.post(R, input="Hi", tools=tools))
+            assert [item["type"] for item in body["output"]] == ["reasoning", "message", "function_call"]
+            assert body["output"][0]["content"][0] == {"type": "reasoning_text", "text": "hm"}
+            call = body["output"][2]
+            assert call["name"] == "weather" and json.loads(call["arguments"]) == {"city": "Oslo"}
+            assert body["status"] == "completed"
+            assert (body["instructions"], body["tool_choice"]) == (None, "auto")
+            named = {"type": "function", "name": "weather"}
+            body = good(await server.post(R, input="Hi", tools=tools, tool_choice=named, instructions="Be brief."))
+            assert (body["instructions"], body["tool_choice"]) == ("Be brief.", named)
+            told = await events(server, input="Hi", tools=tools)
+            arguments = [e["delta"] for e in told if e["type"] == "response.function_call_arguments.delta"]
+            assert json.loads("".join(arguments)) == {"city": "Oslo"} and len(arguments) > 1
+            goes_on = [
+                {"role": "user", "content": "Hi"},
+                {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"},
+                {"type": "function_call", "call_id": "2", "name": "weather"},
+                {"type": "function_call_output", "call_id": "1", "output": "sun"},
+                {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "rain"}]},
+            ]
+            good(await server.post(R, input=goes_on, tools=tools))
+
+    run(main())
+
+
+def test_what_is_wrong_is_told_in_its_own_words(model: str) -> None:
+    async def main() -> None:
+        async with serving(model) as server:
+            for asked, code, param in (
+                ({}, "missing_required_parameter", "input"),
+                ({"input": []}, "empty_array", "input"),
+                ({"input": 7}, "invalid_type", "input"),
+                ({"input": [{"role": "king", "content": "a"}]}, "invalid_value", "input[0].role"),
+                ({"input": [{"type": "image_generation_call"}]}, "unsupported_content", "input[0].type"),
+                ({"input": "a" * 200}, "context_length_exceeded", "input"),
+                ({"input": "a", "max_output_tokens": 500}, "context_length_exceeded", "max_output_tokens"),
+                ({"input": "a", "previous_response_id": "resp_1"}, "unsupported_parameter", "previous_response_id"),
+                ({"input": "a", "tools": [{"type": "web_search"}]}, "unsupported_parameter", "tools"),
+                ({"input": "a", "temprature": 1}, "unknown_parameter", "temprature"),
+                ({"input": "a", "temperature": 3}, "decimal_out_of_range", "temperature"),
+                ({"input": "a", "temperature": 10**400}, "decimal_out_of_range", "temperature"),
+            ):
+                response = await server.post(R, **asked)
+                error = response.json()["error"]
+                assert (response.status_code, error["code"], error["param"]) == (400, code, param), asked
+
+    run(main())
+
+
+def test_what_is_wrong_is_told_of_its_own_place(model: str) -> None:
+    """Items are not the chat's messages: some are none, some are a part of one, and instructions come before."""
+    say, skipped = {"role": "user", "content": "a"}, {"type": "reasoning", "summary": []}
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "1", "output": "b"}
+    deep = '{"a":' * 900 + "1" + "}" * 900
+
+    async def main() -> None:
+        async with serving(model) as server:
+            for asked, param, begin in (
+                ({"input": [{"role": "king"}], "instructions": "b"}, "input[0].role", "input[0].role is 'king'"),
+                ({"input": [skipped, skipped, {"role": "king"}]}, "input[2].role", "input[2].role is 'king'"),
+                ({"input": [{"content": "x"}, call]}, "input[0].role", "input[0].role is None"),
+                ({"input": [say, call, call, {"role": "user"}]}, "input[3].content", "input[3].content must be"),
+                ({"input": [say, call | {"name": None}]}, "input[1].name", "input[1].name must be"),
+                ({"input": [say, call, call | {"arguments": "["}]}, "input[2].arguments", "input[2].arguments must be"),
+                ({"input": [say, call | {"arguments": deep}]}, "input[1].arguments", "input[1].arguments must be"),
+                ({"input": [say, call, output | {"output": 7}]}, "input[2].output", "input[2].output must be"),
+                ({"input": [skipped]}, "input", "input is reasoning alone"),
+                ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0"),
+                ({"input": "a", "max_tokens": 3}, "max_tokens", "max_tokens is not supported here: give max_output"),
+                (
+                    {"input": "a", "structured_outputs": {"regex": "a"}},
+                    "structured_outputs",
+                    "structured_outputs is not supported here: give text.format",
+                ),
+                ({"input": "a", "messages": [say]}, "messages", "messages is not supported"),
+                ({"input": "a", "text": {"format": {"type": "yaml"}}}, "text.format", "text.format.type is 'yaml'"),
+                ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format", "text.format.schema must"),
+                (
+                    {"input": "a", "text": {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}},
+                    "text.format",
+                    "text.format: ",
+                ),
+            ):
+                response = await server.post(R, **asked)
+                error = response.json()["error"]
+                assert (response.status_code, error["param"]) == (400, param), asked
+                assert error["message"].startswith(begin), error["message"]
+            await server.at_rest()
+
+    run(main())
+
+
+def test_a_remedy_has_its_own_words_too() -> None:
+    text = "the request needs 9 blocks; max_tokens of at most 5 fits"
+    told = blamed(bad("exceeds_kv_capacity", text, "prompt"))
+    assert (told.param, told.message) == ("input", text.replace("max_tokens", "max_output_tokens"))

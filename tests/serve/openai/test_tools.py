@@ -1,0 +1,214 @@
+"""Calls of tools and reasoning, over answers that are given: a random model calls nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from octavo.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from octavo.text.tokenizer import Tokenizer
+from tests.serve.http_lab import Server, good, run, serving
+
+H = "/v1/chat/completions"
+HERMES = (
+    "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}</think>"
+)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "d",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+
+
+def answers(server: Server, text: str, piece: int = 3) -> None:
+    """From now on every request is answered with `text`, in pieces."""
+
+    async def generate(prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+        pieces = [text[i : i + piece] for i in range(0, len(text), piece)]
+        for i, part in enumerate(pieces):
+            done = i == len(pieces) - 1
+            completion = CompletionOutput(0, part, [5], finish_reason="stop" if done else None)
+            metrics = RequestMetrics(0.0, num_generation_tokens=i + 1)
+            yield RequestOutput("x", None, prompt["prompt_token_ids"], [completion], done, metrics, is_delta=True)
+
+    server.engine.generate = generate  # type: ignore[assignment,method-assign]
+
+
+async def both_ways(server: Server, **body: Any) -> dict[str, Any]:
+    """The choice of a whole answer, after the streamed one was seen to add up to it."""
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL], **body}
+    whole = good(await server.client.post(H, json=asked))["choices"][0]
+    message: dict[str, Any] = {"content": "", "reasoning": "", "tool_calls": []}
+    reason = None
+    for chunk in await server.events(H, **asked):
+        for choice in chunk["choices"]:
+            delta, reason = choice["delta"], choice["finish_reason"] or reason
+            message["content"] += delta.get("content", "")
+            message["reasoning"] += delta.get("reasoning", "")
+            for call in delta.get("tool_calls", ()):
+                if call["index"] == len(message["tool_calls"]):
+                    assert call["id"].startswith("call_") and call["type"] == "function" and call["function"]["name"]
+                    message["tool_calls"].append(call)
+                else:
+                    assert set(call) == {"index", "function"}  # name and id in the first alone
+                    message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    assert message["content"] == (whole["message"]["content"] or "")
+    assert message["reasoning"] == whole["message"].get("reasoning", "")
+    streamed = [call["function"] for call in message["tool_calls"]]
+    assert streamed == [call["function"] for call in whole["message"].get("tool_calls", ())]
+    assert reason == whole["finish_reason"]
+    return dict(whole)
+
+
+def test_calls_and_reasoning(model: str) -> None:
+    async def main() -> None:
+        async with serving(model, engine_options={"chat_template": HERMES, "max_model_len": None}) as server:
+            answers(server, f"<think>hm</think>Let me see. {CALL}{CALL}")
+            choice = await both_ways(server)
+            assert choice["finish_reason"] == "tool_calls"
+            message = choice["message"]
+            assert (message["reasoning"], message["content"]) == ("hm", "Let me see. ")
+            assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [
+                {"city": "Oslo"}
+            ] * 2
+            assert len({call["id"] for call in message["tool_calls"]}) == 2
+            alone = await both_ways(server, parallel_tool_calls=False)
+            assert len(alone["message"]["tool_calls"]) == 1
+            quiet = await both_ways(server, include_reasoning=False)
+            assert "reasoning" not in quiet["message"]
+            answers(server, CALL)
+            assert (await both_ways(server))["message"]["content"] is None
+            told = await both_ways(server, tool_choice="none")
+            assert told["message"]["content"] == CALL and told["finish_reason"] == "stop"
+            answers(server, "<think>hm")
+            body = good(await server.post(H, messages=[{"role": "user", "content": "Hi"}]))
+            assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
+
+    run(main())
+
+
+def test_reasoning_that_the_prompt_opens(model: str) -> None:
+    """Also one whose beginning is cut off."""
+    template = HERMES + "{% if add_generation_prompt %}<think>\n{% endif %}"
+
+    async def main() -> None:
+        async with serving(model, engine_options={"chat_template": template, "max_model_len": None}) as server:
+            answers(server, "hm</think>Yes.")
+            for options in ({}, {"truncate_prompt_tokens": 16}):
+                message = (await both_ways(server, **options))["message"]
+                assert (message["reasoning"], message["content"]) == ("hm", "Yes.")
+            # A form is kept from the first word on: there is no reasoning, whatever the prompt has opened.
+            answers(server, '{"a": 1}')
+            for form in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"regex": ".*"}}):
+                message = (await both_ways(server, **form))["message"]
+                assert message["content"] == '{"a": 1}' and "reasoning" not in message
+            answers(server, "hm</think>Yes.")
+            both = (await both_ways(server, structured_outputs={"regex": "[a-z]+</think>(Yes|No)[.]"}))["message"]
+            assert (both["reasoning"], both["content"]) == ("hm", "Yes.")
+
+    run(main())
+
+
+@pytest.mark.parametrize("cuts", [(10,), (4, 6), (3, 7), (1,) * 10, (5, 5), (2, 2, 6)])
+def test_reasoning_is_counted_to_the_token_that_ends_it(
+    model: str, cuts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many tokens come at once."""
+    texts = ["<think>", "h", "m", "</think>", *"answer"]
+    encode = Tokenizer.encode
+
+    def encoded(self: Tokenizer, text: str, *args: Any, **words: Any) -> list[int]:
+        return [99] if text == "</think>" else encode(self, text, *args, **words)
+
+    async def generate(prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+        at = 0
+        for cut in cuts:
+            ids = [99 if text == "</think>" else 5 for text in texts[at : at + cut]]
+            done = at + cut == len(texts)
+            completion = CompletionOutput(0, "".join(texts[at : at + cut]), ids, finish_reason="stop" if done else None)
+            at += cut
+            metrics = RequestMetrics(0.0, num_generation_tokens=at)
+            yield RequestOutput("x", None, prompt["prompt_token_ids"], [completion], done, metrics, is_delta=True)
+
+    async def main() -> None:
+        async with serving(model, engine_options={"chat_template": HERMES, "max_model_len": None}) as server:
+            server.engine.generate = generate  # type: ignore[assignment,method-assign]
+            monkeypatch.setattr(Tokenizer, "encode", encoded)
+            body = good(await server.post(H, messages=[{"role": "user", "content": "Hi"}]))
+            assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 4}
+
+    run(main())
+
+
+def test_a_tool_that_must_be_called(model: str) -> None:
+    async def main() -> None:
+        template = "{% if tools %}<tool_call>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+        async with serving(model, engine_options={"chat_template": template}) as server:
+            other = {"type": "function", "function": {"name": "f"}}
+            named = {"type": "function", "function": {"name": "weather"}}
+            asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 90, "temperature": 0}
+            for tools, choice in (([TOOL, other], named), ([TOOL], "required")):
+                answer = good(await server.post(H, **asked, tools=tools, tool_choice=choice))["choices"][0]
+                assert answer["finish_reason"] == "tool_calls", answer
+                (call,) = answer["message"]["tool_calls"]
+                assert call["function"]["name"] == "weather"
+                assert json.loads(call["function"]["arguments"])["city"] in ("Oslo", "Rome")
+            # References are from each schema's own beginning, and none needs to say that it is an object.
+            schemas = [
+                {"properties": {"city": {"$ref": "#/$defs/C"}}, "required": ["city"], "$defs": {"C": {"const": city}}}
+                for city in ("Oslo", "Rome")
+            ]
+            tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": schemas[i]}} for i in range(2)]
+            for i, city in enumerate(("Oslo", "Rome")):
+                choice = {"type": "function", "function": {"name": f"f{i}"}}
+                answer = good(await server.post(H, **asked, tools=tools, tool_choice=choice))["choices"][0]
+                (call,) = answer["message"]["tool_calls"]
+                assert json.loads(call["function"]["arguments"])["city"] == city
+            answer = good(await server.post(H, **asked, tools=tools, tool_choice="required"))["choices"][0]
+            (call,) = answer["message"]["tool_calls"]
+            city = "Rome" if call["function"]["name"] == "f1" else "Oslo"
+            assert json.loads(call["function"]["arguments"])["city"] == city
+            form = {"type": "json_object"}
+            response = await server.post(H, **asked, tools=[TOOL], tool_choice=named, response_format=form)
+            assert response.status_code == 400 and response.json()["error"]["param"] == "tool_choice"
+            wrong = {"type": "function", "function": {"name": "x", "parameters": {"type": "object", "required": 3}}}
+            response = await server.post(H, **asked, tools=[wrong], tool_choice="required")
+            assert response.status_code == 400 and response.json()["error"]["param"] == "tools"
+            response = await server.post(H, **asked, tools=[other], tool_choice=named)
+            assert response.status_code == 400 and response.json()["error"]["param"] == "tool_choice"
+
+    run(main())
+
+
+def test_a_conversation_with_calls_in_it(model: str) -> None:
+    template = (
+        "{% if tools %}<tool_call>{% endif %}"
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}[{{ c.function.name }}({{ c.function.arguments.city }})]{% endfor %}"
+        "{% endfor %}"
+    )
+
+    async def main() -> None:
+        async with serving(model, engine_options={"chat_template": template}) as server:
+            call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Oslo"}'}}
+            messages = [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": []},
+                {"role": "tool", "tool_call_id": "1", "content": "b"},
+            ]
+            body = good(await server.post("/tokenize", messages=messages, return_token_strs=True))
+            assert "".join(body["token_strs"]) == "user:aassistant:[weather(Oslo)]tool:b"
+
+    run(main())

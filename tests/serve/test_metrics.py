@@ -1,0 +1,311 @@
+"""What /metrics and the log say, after work whose numbers are known."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from octavo import SamplingParams
+from octavo.core.kv_cache_manager import KVCache
+from octavo.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from octavo.engine.stats import BackendStats, EngineStats, Health
+from octavo.log_setup import JsonFormatter
+from octavo.serve.metrics import (
+    BETWEEN_TOKENS_S,
+    FIRST_TOKEN_S,
+    LATENCY_S,
+    STEP_TOKENS,
+    Metrics,
+    StatsLine,
+    token_buckets,
+)
+from tests.engine.process.engines import last_of, oracle_client
+from tests.serve.http_lab import run, serving
+
+
+def values_of(text: str) -> dict[str, float]:
+    """Every series, by its name and its labels but those that all have."""
+    found = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            name = re.sub(r'(engine|model_name)="[^"]*",?', "", name).replace(",}", "}").replace("{}", "")
+            found[name] = float(value)
+    return found
+
+
+def test_the_numbers_after_known_work(model: str) -> None:
+    async def main() -> None:
+        async with serving(model) as server:
+            for _ in range(2):
+                await server.complete("Hello,world", n=2)
+            await server.post("/v1/completions", prompt="")
+            await server.post("/v1/completions", prompt="Hi", temperature=9)
+            response = await server.client.get("/metrics")
+            assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+            got = values_of(response.text)
+            expected = {
+                "vllm:prompt_tokens_total": 22,
+                "vllm:prompt_tokens_cached_total": 8,
+                'vllm:prompt_tokens_by_source_total{source="local_compute"}': 14,
+                'vllm:prompt_tokens_by_source_total{source="local_cache_hit"}': 8,
+                'vllm:prompt_tokens_by_source_total{source="external_kv_transfer"}': 0,
+                "vllm:generation_tokens_total": 32,
+                'vllm:request_success_total{finished_reason="length"}': 2,
+                "vllm:num_requests_running": 0,
+                "vllm:num_requests_waiting": 0,
+                'vllm:num_requests_waiting_by_reason{reason="capacity"}': 0,
+                'vllm:num_requests_waiting_by_reason{reason="deferred"}': 0,
+                "vllm:kv_cache_usage_perc": 0,
+                "vllm:prefix_cache_queries_total": 22,
+                "vllm:prefix_cache_hits_total": 8,
+                "vllm:num_preemptions_total": 0,
+                "vllm:time_to_first_token_seconds_count": 2,
+                "vllm:e2e_request_latency_seconds_count": 2,
+                "vllm:inter_token_latency_seconds_count": 28,
+                "vllm:request_queue_time_seconds_count": 2,
+                "vllm:request_prompt_tokens_sum": 22,
+                "vllm:request_generation_tokens_sum": 32,
+                "vllm:request_params_n_sum": 4,
+                "vllm:request_params_max_tokens_sum": 16,
+                "vllm:request_prefill_kv_computed_tokens_sum": 14,
+                'http_requests_total{handler="/v1/completions",method="POST",status="200"}': 2,
+                'http_requests_total{handler="/v1/completions",method="POST",status="400"}': 2,
+                'octavo:blocks{state="used"}': 0,
+                "octavo:up": 1,
+            }
+            assert {name: got.get(name) for name in expected} == expected
+            assert sum(got[f'octavo:blocks{{state="{s}"}}'] for s in ("used", "cached", "free")) == 300
+            assert got["vllm:time_to_first_token_seconds_sum"] <= got["vllm:e2e_request_latency_seconds_sum"]
+            assert not any("_created" in name for name in got)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "gaps", "total"),
+    [
+        pytest.param([(1, 2, 0.0), (5, 2, 4.0)], 8, 8.0, id="told as they came"),
+        pytest.param([(4, 2, 3.0), (5, 2, 4.0)], 8, 8.0, id="the first ones told late"),
+        pytest.param([(5, 2, 4.0)], 8, 8.0, id="all at once"),
+        pytest.param([(1, 1, 0.0)], 0, 0.0, id="one token"),
+        pytest.param([(0, 1, None)], 0, 0.0, id="none"),
+    ],
+)
+def test_a_gap_before_every_token_but_the_first_of_a_sample(
+    monkeypatch: pytest.MonkeyPatch, tokens: list[tuple[int, int, float | None]], gaps: int, total: float
+) -> None:
+    """However the outputs were merged on their way, of (tokens of each sample so far, samples, when)."""
+    clock = [10.0]
+    monkeypatch.setattr("octavo.serve.metrics.time.monotonic", lambda: clock[0])
+    metrics = Metrics("tiny", 64)
+    watch = metrics.watch(SamplingParams(n=2), 3, arrival=9.0)
+    for so_far, samples, at in tokens:
+        told = RequestMetrics(9.0, 9.0, None if at is None else 10.0, None if at is None else 10.0 + at)
+        told.num_generation_tokens = so_far * samples
+        clock[0] = 10.0 + (at or 0.0)
+        outputs = [CompletionOutput(i, "", []) for i in range(samples)]
+        watch.take(RequestOutput("r", None, [1, 2, 3], outputs, False, told))
+    got = values_of(metrics.text(BackendStats(EngineStats(), None), Health("running", 0.0)).decode())
+    assert got["vllm:inter_token_latency_seconds_count"] == gaps
+    assert got["vllm:inter_token_latency_seconds_sum"] == pytest.approx(total)
+
+
+@pytest.mark.parametrize("shown", [[0, 1], [1]], ids=["all shown again", "only what is new"])
+def test_the_gaps_of_a_sample_that_goes_on_alone(monkeypatch: pytest.MonkeyPatch, shown: list[int]) -> None:
+    clock = [10.0]
+    monkeypatch.setattr("octavo.serve.metrics.time.monotonic", lambda: clock[0])
+    metrics = Metrics("tiny", 64)
+    watch = metrics.watch(SamplingParams(n=2), 3, arrival=9.0)
+    ended = CompletionOutput(0, "", [], finish_reason="stop")
+    for at, num_tokens, outputs in [
+        (10.0, 2, [ended, CompletionOutput(1, "", [])]),
+        (16.0, 5, [c for c in (ended, CompletionOutput(1, "", [])) if c.index in shown]),
+    ]:
+        clock[0], told = at, RequestMetrics(9.0, 9.0, 10.0, at, num_generation_tokens=num_tokens)
+        watch.take(RequestOutput("r", None, [1, 2, 3], outputs, False, told))
+    got = values_of(metrics.text(BackendStats(EngineStats(), None), Health("running", 0.0)).decode())
+    assert got["vllm:inter_token_latency_seconds_count"] == 3
+    assert got["vllm:inter_token_latency_seconds_sum"] == pytest.approx(6.0)
+
+
+def test_whom_the_door_turns_away_is_counted(model: str) -> None:
+    async def main() -> None:
+        async with serving(model, engine_options={"max_num_seqs": 1}, max_num_queued_reqs=0) as server:
+            got = values_of((await server.client.get("/metrics")).text)
+            assert got['vllm:admission_rejections_total{reason="queue_full"}'] == 0  # there before the first
+            with server.app.service.admission.admit(1, 1):
+                assert (await server.post("/v1/completions", prompt="a")).status_code == 429
+            await server.complete()
+            server.app.service.admission.draining = True
+            assert (await server.post("/v1/completions", prompt="a")).status_code == 503
+            got = values_of((await server.client.get("/metrics")).text)
+            assert got['vllm:admission_rejections_total{reason="queue_full"}'] == 1
+            assert got['vllm:admission_rejections_total{reason="shutting_down"}'] == 1
+            assert got['vllm:request_success_total{finished_reason="length"}'] == 1
+
+    run(main())
+
+
+def test_restarts_are_counted(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with serving(model) as server:
+            monkeypatch.setattr(server.engine, "health", lambda: Health("restarting", 1.0, None, 3))
+            got = values_of((await server.client.get("/metrics")).text)
+            assert (got["octavo:up"], got["octavo:engine_restarts_total"]) == (0, 3)
+
+    run(main())
+
+
+DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboard.json"
+
+
+def test_the_dashboard_asks_for_what_there_is(model: str) -> None:
+    queries = [target["expr"] for panel in json.loads(DASHBOARD.read_text())["panels"] for target in panel["targets"]]
+    asked = {name for query in queries for name in re.findall(r"(?:vllm|octavo):\w+|http_\w+", query)}
+    labels = {label for query in queries for label in re.findall(r"by \((\w+)\)", query)} - {"le"}
+
+    async def main() -> None:
+        async with serving(model) as server:
+            await server.complete()
+            text = (await server.client.get("/metrics")).text
+            text += (await server.client.get("/metrics")).text  # now with the first one among the answers
+            assert asked <= set(re.findall(r"^([\w:]+)[{ ]", text, re.MULTILINE))
+            assert all(f'{label}="' in text for label in labels)
+
+    run(main())
+    assert len(queries) > 30 and {"octavo:blocks", "octavo:waits_total", "http_requests_total"} <= asked
+
+
+def test_running_and_waiting_are_seen_while_they_are(model: str) -> None:
+    async def main() -> None:
+        async with serving(model, engine_options={"max_num_seqs": 2}) as server:
+            tasks = [asyncio.ensure_future(server.complete(max_tokens=100)) for _ in range(5)]
+            most: dict[str, float] = {}
+            while not all(task.done() for task in tasks):
+                for name, value in values_of((await server.client.get("/metrics")).text).items():
+                    most[name] = max(most.get(name, 0), value)
+            # Before the first step all five wait.
+            assert most["vllm:num_requests_running"] == 2 and 3 <= most["vllm:num_requests_waiting"] <= 5
+            assert most['vllm:num_requests_waiting_by_reason{reason="capacity"}'] == most["vllm:num_requests_waiting"]
+            assert most["vllm:kv_cache_usage_perc"] > 0 and most['octavo:waits_total{reason="rows"}'] >= 1
+
+    run(main())
+
+
+def test_how_many_tokens_a_step_is_about(model: str) -> None:
+    async def main() -> None:
+        metrics, prompt = Metrics("m", 128), [1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+        params = SamplingParams(max_tokens=5)
+        async with oracle_client(model) as client:
+            client.on_step = metrics.iteration_tokens.observe
+            await last_of(client, prompt, params)
+            got = values_of(metrics.text(await client.stats(), client.health()).decode())
+            name = "vllm:iteration_tokens_total"
+            assert (got[f"{name}_count"], got[f"{name}_sum"]) == (5, 11 + 5)
+            assert [got[f'{name}_bucket{{le="{le}.0"}}'] for le in (1, 8, 16)] == [4, 4, 5]  # the first has the prompt
+            again = await last_of(client, prompt, params)
+            assert again.num_cached_tokens == 8
+            got = values_of(metrics.text(await client.stats(), client.health()).decode())
+            assert (got[f"{name}_count"], got[f"{name}_sum"]) == (10, 16 + 3 + 5)
+
+    run(main())
+
+
+def test_who_waits_for_an_engine_does_not_wait_for_room(model: str, tmp_path: Path) -> None:
+    (hold := tmp_path / "hold").touch()
+
+    async def main() -> None:
+        metrics = Metrics("m", 128)
+        async with oracle_client(model, hold=str(hold)) as client:
+            first = asyncio.ensure_future(last_of(client, [1, 2], SamplingParams(max_tokens=20)))
+            while not any(stream.sent for stream in client._streams.values()):
+                await asyncio.sleep(0.002)
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGKILL)
+            while client._supervisor.is_up:
+                await asyncio.sleep(0.002)
+            late = asyncio.ensure_future(last_of(client, [3, 4], SamplingParams(max_tokens=2)))
+            await asyncio.sleep(0.05)
+            got = values_of(metrics.text(await client.stats(), client.health()).decode())
+            assert (got["vllm:num_requests_waiting"], got["octavo:up"]) == (2, 0)
+            by_reason = [got[f'vllm:num_requests_waiting_by_reason{{reason="{r}"}}'] for r in ("capacity", "deferred")]
+            assert by_reason == [0, 2]
+            hold.unlink()
+            await asyncio.gather(first, late)
+            got = values_of(metrics.text(await client.stats(), client.health()).decode())
+            assert got["vllm:num_requests_waiting"] == 0
+
+    run(main())
+
+
+def test_buckets_are_vllms() -> None:
+    assert STEP_TOKENS[0] == 1 and {8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384} < set(STEP_TOKENS)
+    assert (len(LATENCY_S), LATENCY_S[0], LATENCY_S[-1]) == (21, 0.3, 7680)
+    assert (len(FIRST_TOKEN_S), FIRST_TOKEN_S[0], FIRST_TOKEN_S[-1]) == (22, 0.001, 2560)
+    assert (len(BETWEEN_TOKENS_S), BETWEEN_TOKENS_S[0], BETWEEN_TOKENS_S[-1]) == (19, 0.01, 80)
+    for buckets in (LATENCY_S, FIRST_TOKEN_S, BETWEEN_TOKENS_S):
+        assert list(buckets) == sorted(set(buckets))
+    assert token_buckets(128) == [1, 2, 5, 10, 20, 50, 100] and token_buckets(1) == [1]
+
+
+def test_the_line_of_numbers_reads_as_vllms() -> None:
+    metrics = Metrics("m", 128)
+    line = StatsLine(metrics, "CPU")
+    kv = KVCache(100, 4).stats()
+    engine: dict[str, Any] = {"num_preemptions": 3}
+    assert line.tell(BackendStats(EngineStats(), kv)) is None
+    metrics.note_prompt(100, 60)
+    metrics.note_tokens(10)
+    text = line.tell(BackendStats(EngineStats(**engine), kv, num_running=8, num_waiting=1, num_swapped=1))
+    assert text is not None
+    pattern = (
+        r"Engine 000: Avg prompt throughput: [\d.]+ tokens/s, Avg generation throughput: [\d.]+ tokens/s, "
+        r"Running: 8 reqs, Waiting: 2 reqs, Preemptions: 3, CPU KV cache usage: 0.0%, Prefix cache hit rate: 60.0%"
+    )
+    assert re.fullmatch(pattern, text)
+    last = line.tell(BackendStats(EngineStats(**engine), kv))
+    assert last is not None and "Preemptions" not in last and "throughput: 0.0 tokens/s" in last
+    assert line.tell(BackendStats(EngineStats(**engine), kv)) is None  # nothing happens: nothing is said
+
+
+def test_paths_that_are_not_logged_are_the_routes_behind_a_proxy_too(
+    model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "octavo.access")
+
+    async def main() -> None:
+        async with serving(model, disable_access_log_for_endpoints=["/health"]) as server:
+            transport = httpx.ASGITransport(server.app.asgi, root_path="/api")  # as --root-path says it to uvicorn
+            async with httpx.AsyncClient(transport=transport, base_url="http://tiny/api") as client:
+                for path in ("/health", "/version"):
+                    assert (await client.get(path)).status_code == 200
+
+    run(main())
+    lines = [json.loads(record.message) for record in caplog.records if record.name == "octavo.access"]
+    assert [line["path"] for line in lines] == ["/api/version"]
+
+
+def test_every_line_of_a_log_may_be_an_object(model: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "octavo")
+
+    async def main() -> None:
+        async with serving(model, disable_access_log_for_endpoints=["/health"]) as server:
+            await server.client.get("/health")
+            await server.complete("secret")
+
+    run(main())
+    lines = [json.loads(JsonFormatter().format(record)) for record in caplog.records if record.name == "octavo.access"]
+    assert [(line["path"], line["status"], line["method"]) for line in lines] == [("/v1/completions", 200, "POST")]
+    assert lines[0]["level"] == "info" and "secret" not in caplog.text
+    plain = logging.LogRecord("octavo.serve", logging.WARNING, "", 0, "a %s", ("\n",), None)
+    assert json.loads(JsonFormatter().format(plain))["message"] == "a \n"

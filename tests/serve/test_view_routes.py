@@ -1,0 +1,216 @@
+"""The view of a running server: what it shows while it works, to whom, and what not."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import signal
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from octavo import SamplingParams
+from octavo.core.policy import PreemptionMode
+from octavo.view.live.hub import Hub
+from octavo.view.live.messages import Frame
+from octavo.view.live.state import Picture
+from tests.engine.process.engines import last_of, oracle_client
+from tests.serve.http_lab import Server, run, serving
+from tests.view.live.test_hub import frame_of
+
+KEY = "sk-secret"
+
+
+class Listener:
+    """A browser that listens to /view/events; `leave` is what it does when the tab is closed."""
+
+    def __init__(self, app: Any, headers: dict[str, str] | None = None) -> None:
+        self.parts: asyncio.Queue[bytes] = asyncio.Queue()
+        self.left = asyncio.Event()
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.picture: Picture | None = None
+        self.rest = b""
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "GET",
+            "scheme": "http",
+            "path": "/view/events",
+            "raw_path": b"/view/events",
+            "query_string": b"",
+            "headers": [(k.encode(), v.encode()) for k, v in ({"host": "localhost"} | (headers or {})).items()],
+        }
+        self.task = asyncio.create_task(app(scope, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, Any]:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.headers = {k.decode(): v.decode() for k, v in message["headers"]}
+        else:
+            self.parts.put_nowait(message["body"])
+
+    async def event(self) -> tuple[str, bytes]:
+        event = b":"
+        while event.startswith(b":"):  # a comment, to keep the connection
+            while b"\n\n" not in self.rest:
+                self.rest += await self.parts.get()
+            event, _, self.rest = self.rest.partition(b"\n\n")
+        kind, data = event.split(b"\n")
+        return kind.removeprefix(b"event: ").decode(), data.removeprefix(b"data: ")
+
+    async def read(self) -> Picture:
+        kind, data = await self.event()
+        frame = msgspec.json.decode(data, type=Frame)  # type: ignore[arg-type]
+        if self.picture is None:
+            assert kind == "snapshot"
+            self.picture = Picture(frame)
+        else:
+            self.picture.apply(frame)
+        return self.picture
+
+    async def leave(self) -> None:
+        self.left.set()
+        await self.task
+
+
+async def agrees(listener: Listener, server: Server) -> None:
+    """Reads on until the picture is the pool's, of an engine at rest."""
+    stats = (await server.engine.kv_stats()).as_dict()
+    picture = listener.picture or await listener.read()
+    while picture.stats != stats or picture.requests:
+        picture = await listener.read()
+    pool = server.built.engine.scheduler.cache.pool
+    assert np.array_equal(picture.words & 0x7FFF, np.array(pool.refs))
+    assert np.array_equal(picture.words >> 15 == 1, np.array(pool.seal_id) != 0)
+
+
+def test_a_server_is_seen_while_it_works(model: str) -> None:
+    async def main() -> None:
+        options = {"num_gpu_blocks_override": 40, "preemption_mode": PreemptionMode.RECOMPUTE.value}
+        async with serving(model, engine_options=options, view_text=True) as server:
+            listeners = server.built.engine.scheduler.events._listeners
+            num_listeners = len(listeners)
+            early, late = Listener(server.app.asgi), None
+            await early.read()
+            assert (early.status, early.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+            work = [asyncio.create_task(server.complete(f"Hello {i}", max_tokens=40)) for i in range(8)]
+            while early.picture is None or not early.picture.events:  # the requests may have left again by then
+                await early.read()
+            late = Listener(server.app.asgi)
+            await asyncio.gather(*work)
+            await server.at_rest()
+            for listener in (early, late):
+                await agrees(listener, server)
+            assert {e["event"] for e in early.picture.events} >= {"arrived", "admitted", "finished"}
+            sealed = int(np.nonzero(early.picture.words)[0][0])
+            found = (await server.client.get(f"/view/blocks/{sealed}")).json()
+            assert (found["id"], found["sealed"], len(found["token_ids"])) == (sealed, True, 4) and found["text"]
+            assert (await server.client.get("/view/blocks/x")).status_code == 404
+            await early.leave()
+            assert len(listeners) == num_listeners + 1
+            await late.leave()
+            while server.built.engine.scheduler.events.blocks:
+                await asyncio.sleep(0.01)
+            assert not server.app.running
+
+    run(main())
+
+
+def test_text_is_shown_only_where_the_server_allows_it(model: str) -> None:
+    async def main() -> None:
+        async with serving(model) as server:
+            assert (await server.client.get("/view/config")).json() == {
+                "uses": ["live"],
+                "title": "tiny",
+                "version": server.app.fastapi.version,
+                "text": False,
+                "only_own": False,
+            }
+            listener = Listener(server.app.asgi)
+            await listener.read()
+            await server.complete("Hello, hello, hello, hello")
+            await agrees(listener, server)
+            assert listener.picture is not None
+            sealed = int(np.nonzero(listener.picture.words)[0][0])
+            found = (await server.client.get(f"/view/blocks/{sealed}")).json()
+            assert found["token_ids"] is None and found["text"] is None and len(found["name"]) == 32
+            await listener.leave()
+
+    run(main())
+
+
+def test_nothing_without_the_key(model: str) -> None:
+    async def main() -> None:
+        async with serving(model, keys=(KEY,)) as server:
+            paths = ["", "/", "/config", "/play", "/events", "/blocks/1", "/static/index.html"]
+            for path in paths:
+                answer = await server.client.get(f"/view{path}", headers={"authorization": ""})
+                assert answer.status_code == 401, path
+                assert answer.headers["www-authenticate"] == 'Basic realm="octavo", charset="UTF-8"'
+            basic = lambda text: {"authorization": f"Basic {base64.b64encode(text.encode()).decode()}"}  # noqa: E731
+            for given, status in [
+                (basic(f"me:{KEY}"), 200),
+                (basic(f":{KEY}"), 200),
+                ({"authorization": f"Bearer {KEY}"}, 200),
+                (basic("me:sk-other"), 401),
+                (basic(KEY), 401),
+                ({"authorization": "Basic %%%"}, 401),
+                ({"authorization": f"Basic {KEY}"}, 401),
+            ]:
+                assert (await server.client.get("/view/config", headers=given)).status_code == status, given
+            for path in ("/v1/models", "/viewer", "/metrics", "/debug/kv"):  # browsers remember such keys: only here
+                answer = await server.client.get(path, headers=basic(f"me:{KEY}"))
+                assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer"), path
+
+    run(main())
+
+
+def test_a_name_that_no_file_can_have_is_no_file(model: str) -> None:
+    async def main() -> None:
+        async with serving(model) as server:
+            assert (await server.client.get("/view/static/index.html")).status_code == 200
+            for name in ("%00.js", "a%00.js", "x" * 5000 + ".js", "%C3%A9" * 200 + ".js", "a/" * 3000 + "b.js"):
+                answer = await server.client.get(f"/view/static/{name}")
+                assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found"), name[:20]
+
+    run(main())
+
+
+def test_an_engine_in_a_process_of_its_own_is_seen_and_so_is_its_successor(model: str) -> None:
+    """Its frames come over the channel; when it is killed, the next one's snapshot comes in the same stream."""
+
+    async def main() -> None:
+        client = oracle_client(model)
+        async with client:
+            hub = Hub(client.look)
+            stream = hub.watch()
+            picture = Picture(frame_of(await anext(stream)))
+            assert picture.num_blocks == 200
+
+            async def until(name: str) -> None:
+                while name not in {e.get("request_id") for e in picture.events if e["event"] == "finished"}:
+                    picture.apply(frame_of(await anext(stream)))
+
+            params = SamplingParams(max_tokens=30, ignore_eos=True)
+            await last_of(client, [1, 2, 3], params, request_id="first")
+            await until("first")
+            assert picture.num_used == 0 and picture.num_cached == 8  # of 33 tokens the last is never computed
+            epoch = picture.epoch
+            os.kill(client.pid or 0, signal.SIGKILL)
+            while picture.epoch == epoch:
+                picture.apply(frame_of(await anext(stream)))
+            assert picture.num_free == 200
+            await last_of(client, [1, 2, 3], params, request_id="second")
+            await until("second")
+            assert picture.stats == (await client.kv_stats()).as_dict()
+            await stream.aclose()
+
+    run(main())

@@ -1,0 +1,120 @@
+"""Answers taken apart: however the text is cut, the same pieces come out, and nothing shown is taken back."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from octavo.text.output_parser import AnswerParser, thinks, tool_format
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo \\"}{", "days": [1, {"a": 2}]}}\n</tool_call>'
+ARGUMENTS = {"city": 'Oslo "}{', "days": [1, {"a": 2}]}
+LLAMA = '{"name": "weather", "parameters": {"city": "Oslo"}}'
+
+
+def taken_apart(text: str, cuts: list[int], **options: Any) -> tuple[str, str, list[tuple[str, str]]]:
+    """(reasoning, content, [(name, arguments)])."""
+    parser = AnswerParser(**options)
+    parts = [part for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True) for part in parser.push(text[a:b])]
+    parts += parser.finish()
+    calls: list[tuple[str, str]] = []
+    for part in parts:
+        if part.kind == "call" and part.name is not None:
+            assert part.index == len(calls) and part.text == ""
+            calls.append((part.name, ""))
+        elif part.kind == "call":
+            assert part.index == len(calls) - 1
+            calls[-1] = (calls[-1][0], calls[-1][1] + part.text)
+    assert parser.num_calls == len(calls)
+    reasoning = "".join(p.text for p in parts if p.kind == "reasoning")
+    return reasoning, "".join(p.text for p in parts if p.kind == "content"), calls
+
+
+H: dict[str, Any] = {"tools": "hermes"}
+L: dict[str, Any] = {"tools": "llama3_json", "names": ["weather", "f"]}
+T: dict[str, Any] = {"think": True}
+WEATHER = ("weather", json.dumps(ARGUMENTS))
+CASES: list[tuple[str, dict[str, Any], tuple[str, str, list[tuple[str, Any]]]]] = [
+    ("Hello there", {}, ("", "Hello there", [])),
+    ("  Hello", {}, ("", "  Hello", [])),
+    ("<think>a</think>b", {}, ("", "<think>a</think>b", [])),
+    ("<think>I wonder</think>\n\nYes.", T, ("I wonder", "\n\nYes.", [])),
+    ("I wonder</think>Yes.", T | {"in_think": True}, ("I wonder", "Yes.", [])),
+    ("<think>never ends <b>", T, ("never ends <b>", "", [])),
+    ("<thin air", T, ("", "<thin air", [])),
+    ("I think </think> so", T, ("", "I think </think> so", [])),
+    (CALL, H, ("", "", [("weather", ARGUMENTS)])),
+    (f"Let me see. {CALL}", H, ("", "Let me see. ", [("weather", ARGUMENTS)])),
+    (f"{CALL}\n{CALL}", H, ("", "", [("weather", ARGUMENTS)] * 2)),
+    (f"<think>hm</think>\n{CALL}", T | H, ("hm", "", [("weather", ARGUMENTS)])),
+    ('<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', H, ("", "", [("f", {"a": 1})])),
+    ('<tool_call>{"name": "f"}</tool_call>', H, ("", "", [("f", {})])),
+    ('<tool_call>{"name": "f"}', H, ("", "", [("f", {})])),
+    ("<tool_call>no json</tool_call> ok", H, ("", "<tool_call>no json</tool_call> ok", [])),
+    ("a < b <tool_ cal", H, ("", "a < b <tool_ cal", [])),
+    ("<tool_call>{", H, ("", "<tool_call>{", [])),
+    (LLAMA, L, ("", "", [("weather", {"city": "Oslo"})])),
+    (f"<|python_tag|>{LLAMA}; {LLAMA}", L, ("", "", [("weather", {"city": "Oslo"})] * 2)),
+    ('{"name": "other", "parameters": {"a": 1}}', L, ("", '{"name": "other", "parameters": {"a": 1}}', [])),
+    ('{"answer": 42}', L, ("", '{"answer": 42}', [])),
+    ('\n {"answer": 42}', L, ("", '\n {"answer": 42}', [])),
+    (' <|python_tag|>{"answer": 42}', L, ("", ' <|python_tag|>{"answer": 42}', [])),
+    ('\n{"text": "' + "x" * 500 + '"}', L, ("", '\n{"text": "' + "x" * 500 + '"}', [])),
+    (f'\n{LLAMA}; {{"answer": 42}}', L, ("", ' {"answer": 42}', [("weather", {"city": "Oslo"})])),
+    (
+        '{"type": "function", "name": "f", "parameters": {"a": "' + "x" * 500 + '"}}',
+        L,
+        ("", "", [("f", {"a": "x" * 500})]),
+    ),
+    ('{"parameters": {"a": 1}, "name": "f"}', L, ("", "", [("f", {"a": 1})])),
+    (" <tool_call>hi", H, ("", " <tool_call>hi", [])),
+    ("\n<tool_call>hi</tool_call> ", H, ("", "\n<tool_call>hi</tool_call> ", [])),
+    (f"{LLAMA}<tool;{LLAMA} ", L, ("", "", [("weather", {"city": "Oslo"})])),
+    (LLAMA + "<think>;}</tool_call>}", L, ("", "", [("weather", {"city": "Oslo"})])),
+    (f"It is {LLAMA}", L, ("", f"It is {LLAMA}", [])),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_however_it_is_cut(number: int) -> None:
+    text, options, (reasoning, content, calls) = CASES[number]
+    rng = random.Random(number)
+    ways = [[], list(range(1, len(text)))]
+    ways += [sorted(rng.sample(range(1, len(text)), min(4, len(text) - 1))) for _ in range(40)]
+    for cuts in ways:
+        got = taken_apart(text, cuts, **options)
+        # White space before a call, or around calls, is nobody's; how much of it was seen depends on the cuts.
+        assert got[0] == reasoning and (got[1] == content or (calls and got[1].strip() == content.strip()))
+        assert [(name, json.loads(arguments)) for name, arguments in got[2]] == calls
+
+
+def test_arguments_stream_and_content_is_held_no_longer_than_it_must() -> None:
+    parser = AnswerParser(tools="hermes")
+    assert [p.text for p in parser.push("a <")] == ["a "]
+    assert [p.text for p in parser.push("b")] == ["<b"]
+    assert parser.push("<tool_call>") == [] and parser.push('{"name": "f", "arguments": ') == []
+    (begin, piece) = parser.push('{"a"')
+    assert (begin.name, piece.text, piece.name) == ("f", '{"a"', None)
+    assert [p.text for p in parser.push(": 1}} ")] == [": 1}"]
+    assert not parser.in_reasoning
+    assert AnswerParser(think=True, in_think=True).in_reasoning
+
+
+def test_what_a_template_tells() -> None:
+    assert tool_format(None) is None and tool_format("{{ messages }}") is None
+    assert tool_format("{% if tools %}<tool_call>{% endif %}") == "hermes"
+    assert tool_format("{% if tools %}<|python_tag|>{% endif %}") == "llama3_json"
+    assert tool_format("{% if tools %}Tools: {{ tools }}{% endif %}") is None
+    assert thinks("{% if '</think>' in m %}") and not thinks("a") and not thinks(None)
+
+
+def test_half_a_surrogate_pair_stays_an_escape() -> None:
+    """JSON can spell it; the answer that held it could not be sent."""
+    call = '{"arguments": {"a": "\\ud83d"}, "name": "f"}'
+    assert taken_apart(f"<tool_call>{call}</tool_call>", [], **H)[2] == [("f", '{"a": "\\ud83d"}')]
+    for call in ('{"name": "f", "arguments": "\\ud83d"}', '{"name": "\\ud83d", "arguments": {}}'):
+        text = f"<tool_call>{call}</tool_call>"
+        assert taken_apart(text, [], **H) == ("", text, [])

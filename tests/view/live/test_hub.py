@@ -1,0 +1,277 @@
+"""Viewers of one engine: late ones miss nothing, slow ones are sent away, and nobody costs nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections import Counter
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import pytest
+
+from octavo.errors import EngineError
+from octavo.view.live.hub import MOST_QUEUED, Hub, Message
+from octavo.view.live.messages import Delta, Frame, Snapshot
+from octavo.view.live.publisher import STOP, Tap, questions
+from octavo.view.live.state import FrameLostError, Picture
+from tests.core.lab import SWAP, Lab
+from tests.view.live.test_state import check
+
+T = TypeVar("T")
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    async def in_time() -> T:
+        return await asyncio.wait_for(main, 60)
+
+    return asyncio.run(in_time())
+
+
+class World:
+    """A scheduler that is moved by hand, and a hub on it that looks all the time."""
+
+    def __init__(self, *, plain: bool = False) -> None:
+        self.lab = Lab(40, 2, rows=4, host=8, policy=SWAP, listen=False)
+        self.questions = questions()
+        self.plain = plain
+        self.asked: Counter[str] = Counter()
+        self.error: EngineError | None = None
+        self.lose = False
+        self.hub = Hub(self.ask, interval_s=0, share=0)
+
+    async def ask(self, question: str, argument: str) -> Any:
+        await asyncio.sleep(0)
+        if self.error is not None:
+            raise self.error
+        self.asked[question if argument != STOP else STOP] += 1
+        engine: Any = type("Engine", (), {"scheduler": self.lab.scheduler})()
+        engine = self.__dict__.setdefault("engine", engine)
+        answer = self.questions[question](engine, argument)
+        if self.lose and isinstance(answer, Delta):
+            self.lose = False
+            answer.frame += 1
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(answer)) if self.plain else answer
+
+    def busy(self, name: str, num_prompt: int = 9) -> None:
+        self.lab.add(name, list(range(num_prompt)), 6)
+        self.lab.step()
+
+
+def frame_of(message: Message) -> Frame:
+    kind, data = message
+    frame: Frame = msgspec.json.decode(data, type=Frame)  # type: ignore[arg-type]
+    assert kind == json.loads(bytes(data))["kind"]
+    return frame
+
+
+class Reader:
+    def __init__(self, hub: Hub) -> None:
+        self.stream = hub.watch()
+        self.picture: Picture | None = None
+
+    async def read(self) -> None:
+        frame = frame_of(await anext(self.stream))
+        if self.picture is None:
+            assert isinstance(frame, Snapshot)
+            self.picture = Picture(frame)
+        else:
+            self.picture.apply(frame)
+
+    async def until(self, name: str) -> Picture:
+        """Reads on until it has heard of a request."""
+        while self.picture is None or name not in self.picture.requests:
+            await self.read()
+        return self.picture
+
+
+async def aclose(*streams: AsyncGenerator[Any, None]) -> None:
+    for stream in streams:
+        with contextlib.suppress(RuntimeError):
+            await stream.aclose()
+
+
+async def until(ready: Any) -> None:
+    while not ready():
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["same process", "another process"])
+def test_late_viewers_see_the_same_and_miss_nothing(plain: bool) -> None:
+    async def main() -> None:
+        world = World(plain=plain)
+        assert not world.lab.cache.events.active  # nobody looks: nothing is told
+        early = Reader(world.hub)
+        await early.read()
+        assert world.lab.cache.events.active and not world.lab.cache.events.blocks
+        world.busy("a")
+        check(await early.until("a"), world.lab.scheduler)
+        late = Reader(world.hub)
+        await late.read()
+        world.busy("b")
+        world.busy("c", 12)
+        for reader in (early, late):
+            check(await reader.until("c"), world.lab.scheduler)
+        assert world.hub.num_viewers == 2
+        await aclose(early.stream, late.stream)
+        await until(lambda: not world.lab.cache.events.active)
+        assert world.asked[STOP] == 1 and world.hub.num_viewers == 0
+        again = Reader(world.hub)
+        check(await again.until("c"), world.lab.scheduler)
+        await aclose(again.stream)
+
+    run(main())
+
+
+def test_who_does_not_read_is_sent_away_and_nobody_else() -> None:
+    async def main() -> None:
+        world = World()
+        slow, quick = Reader(world.hub), Reader(world.hub)
+        await slow.read()
+        await quick.read()
+        for i in range(2 * MOST_QUEUED):
+            if not world.lab.requests or not world.lab.scheduler.requests:
+                world.busy(f"r{i}", 1 + i % 7)
+            else:
+                world.lab.step()
+            step = world.lab.scheduler.num_steps
+            while quick.picture is None or quick.picture.step < step:
+                await quick.read()
+        check(quick.picture, world.lab.scheduler)
+        assert world.hub.num_viewers == 1
+        assert [message async for message in slow.stream] == [("bye", msgspec.Raw(b'{"reason":"slow"}'))]
+        await aclose(quick.stream)
+
+    run(main())
+
+
+def test_an_engine_that_ends_says_so_to_all() -> None:
+    async def main() -> None:
+        world = World()
+        reader = Reader(world.hub)
+        await reader.read()
+        world.error = EngineError("the engine is gone")
+        (message,) = [message async for message in reader.stream]
+        assert message == ("bye", msgspec.Raw(b'{"reason":"the engine is gone"}'))
+        world.error = None
+        back = world.hub.watch()
+        assert isinstance(frame_of(await anext(back)), Snapshot)
+        await aclose(back)
+
+    run(main())
+
+
+def test_a_frame_that_is_lost_costs_a_snapshot() -> None:
+    async def main() -> None:
+        world = World()
+        reader = Reader(world.hub)
+        await reader.read()
+        assert reader.picture is not None
+        epoch = reader.picture.epoch
+        world.lose = True
+        world.busy("a")
+        check(await reader.until("a"), world.lab.scheduler)
+        assert reader.picture.epoch != epoch
+        await aclose(reader.stream)
+
+    run(main())
+
+
+def test_a_block_in_detail() -> None:
+    async def main() -> None:
+        world = World(plain=True)
+        assert await world.hub.block(1) is None  # nobody looks
+        reader = Reader(world.hub)
+        await reader.read()
+        world.busy("a", 5)
+        await reader.until("a")
+        found = await world.hub.block(1)
+        assert found is not None and len(found["name"]) == 32
+        assert found["owners"] == [{"request_id": "a", "index": 0, "entry": 0}]
+        assert (found["references"], found["sealed"], found["num_filled"], found["token_ids"]) == (1, True, 2, [0, 1])
+        tail = await world.hub.block(3)
+        assert tail is not None and (tail["sealed"], tail["num_filled"], tail["name"]) == (False, 1, None)
+        assert await world.hub.block(0) is None and await world.hub.block(41) is None
+        await aclose(reader.stream)
+
+    run(main())
+
+
+def test_frames_count_what_is_told_and_nothing_is_told_of_nothing() -> None:
+    lab = Lab(8, 2)
+    tap = Tap(lab.scheduler)
+    assert not tap.is_listening
+    first = tap.frame()
+    assert isinstance(first, Snapshot) and first.frame == 0
+    assert tap.frame(tap.last) is None
+    lab.add("a", [1, 2, 3], 4)
+    delta = tap.frame(tap.last)
+    assert isinstance(delta, Delta) and delta.frame == 1
+    assert isinstance(tap.frame(f"{first.epoch}:0"), Snapshot)  # not the last one: from the beginning
+    tap.stop()
+    assert not tap.is_listening
+    picture = Picture(first)
+    with pytest.raises(FrameLostError, match="take a snapshot"):
+        picture.apply(Delta(first.epoch, 2, 0.0, 0, first.counts))
+
+
+def test_a_frame_tells_why_somebody_waits_and_how_a_step_went() -> None:
+    lab = Lab(4, 2, rows=4, listen=False)
+    tap = Tap(lab.scheduler)
+    tap.frame()
+    lab.add("a", [1, 2, 3, 4, 5], 2)
+    lab.add("b", [6, 7, 8, 9, 10], 2)
+    lab.step()
+    delta = tap.frame(tap.last)
+    assert isinstance(delta, Delta)
+    (b,) = [r for r in delta.requests if r.id == "b"]
+    assert b.waits is not None and (b.waits.reason, b.waits.needs, b.waits.free) == ("blocks", 3, 1)
+    (step,) = delta.steps
+    assert step[0] == 0 and step[2:] == [5, 1, 1, 1, 0, 3, 0, 1]  # five positions, one of them sampled
+    assert [e["event"] for e in delta.events] == ["arrived", "arrived", "admitted", "waiting"]
+    lab.run()
+    assert not tap._waits  # whoever has finished is forgotten
+
+
+def test_an_event_has_its_own_time_and_what_it_tells() -> None:
+    """Though it becomes part of a frame only later."""
+    now = 10.0
+    lab = Lab(4, 2, rows=4, listen=False)
+    tap = Tap(lab.scheduler, clock=lambda: now)
+    tap.frame()
+    known: dict[int, int] = {}
+    num_evicted = 0
+    for number in range(1, 6):
+        now = 10.0 + number
+        lab.add(f"r{number}", [number, number + 1, number + 2, number + 3, 0], 1)
+        lab.run()
+        now += 0.5
+        delta = tap.frame(tap.last)
+        assert isinstance(delta, Delta) and delta.seals is not None and delta.counts.tokens == 5 * number
+        assert {step[1] for step in delta.steps} == {number}
+        for event in delta.events:
+            if event["event"] == "evicted":  # which is found when the frame is made
+                assert event["time_s"] == number + 0.5 and known[event["block_id"]] == event["seal_id"]
+                num_evicted += event["seal_id"] != event["block_id"]
+            else:
+                assert event["time_s"] == number and event["request_id"] == f"r{number}"
+        finished = {"event": "finished", "time_s": number, "request_id": f"r{number}"}
+        assert finished | {"reason": "length", "num_tokens": 1} in delta.events
+        columns = np.frombuffer(delta.seals.block_ids, "<u4"), np.frombuffer(delta.seals.seal_ids, "<f8")
+        known |= dict(zip(*(column.tolist() for column in columns), strict=True))
+    assert num_evicted
+
+
+def test_a_frame_is_bounded_and_says_what_it_leaves_out() -> None:
+    lab = Lab(4, 2, rows=4, listen=False)
+    tap = Tap(lab.scheduler)
+    tap.frame()
+    for i in range(300):
+        lab.add(f"r{i}", [1], 1)
+    delta = tap.frame(tap.last)
+    assert isinstance(delta, Delta)
+    assert (len(delta.events), delta.num_left_out, len(delta.requests)) == (256, 44, 256)
+    assert delta.counts.waiting == 300

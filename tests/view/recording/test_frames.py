@@ -1,0 +1,272 @@
+"""Recordings: any moment of one is as it was, ranges are recordings, and what is damaged is said so."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from octavo.core.kv_cache_manager import KVCache
+from octavo.core.scheduler import Scheduler
+from octavo.engine.engine import Engine
+from octavo.errors import TraceError
+from octavo.params.sampling_params import SamplingParams
+from octavo.view.live.messages import Counts, Delta, Frame, RequestView, Seals, Snapshot
+from octavo.view.live.publisher import Tap
+from octavo.view.live.state import Picture
+from octavo.view.recording.frames import MOST_FRAMES_AT_ONCE, Replay, frames_of_flight, lines_of, read_frames
+from octavo.view.recording.recorder import FlightRecorder
+from tests.core.lab import SWAP, Lab
+from tests.proof.oracle import Oracle
+from tests.proof.workloads import World
+
+
+class RecordedWorld(World):
+    """A frame after each plan, on a clock of its own; with what the picture is then."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, Counter(), listen=True)
+        self.now = 100.0
+        self.tap = Tap(self.scheduler, clock=lambda: self.now)
+        self.frames: list[Frame] = []
+        self.picture: Picture | None = None
+        self.looks: list[tuple[float, bytes]] = []
+
+    def _land(self) -> None:
+        super()._land()
+        self.now += 0.25
+        frame = self.tap.frame(self.tap.last)
+        if frame is None:
+            return
+        self.frames.append(frame)
+        if isinstance(frame, Snapshot):
+            self.picture = Picture(frame)
+        else:
+            assert self.picture is not None
+            self.picture.apply(frame)
+        self.looks.append((frame.time_s, msgspec.json.encode(self.picture.snapshot())))
+
+
+def recorded(seed: int) -> tuple[list[Frame], list[tuple[float, bytes]]]:
+    """Frames, and what each leads to."""
+    world = RecordedWorld(seed)
+    world.run()
+    return world.frames, world.looks
+
+
+def copy_of(frames: list[Frame]) -> list[Frame]:
+    return [msgspec.json.decode(line, type=Frame) for line in lines_of(frames).splitlines()]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", [0, 2, 3, 4, 5])
+def test_every_moment_is_as_it_was(seed: int) -> None:
+    frames, looks = recorded(seed)
+    replay = Replay(copy_of(frames))
+    assert replay.duration_s == looks[-1][0] and len(looks) > 5, seed
+    for time_s, wanted in looks:
+        assert msgspec.json.encode(replay.at(time_s)) == wanted
+        assert msgspec.json.encode(replay.at(time_s + 0.1)) == wanted
+    assert msgspec.json.encode(replay.at(0)) == looks[0][1]
+    for (begin_s, _), (end_s, wanted) in zip(looks[::3], looks[2::3], strict=False):
+        picture = Picture(replay.at(begin_s))
+        told, until_s = replay.frames(begin_s, end_s)
+        assert until_s == end_s
+        for frame in told:
+            picture.apply(frame)
+        assert msgspec.json.encode(picture.snapshot()) == wanted
+
+
+def test_a_range_is_a_recording_of_its_own(tmp_path: Path) -> None:
+    frames, looks = recorded(1)
+    replay = Replay(copy_of(frames))
+    begin_s, end_s = looks[len(looks) // 4][0], looks[len(looks) // 2][0]
+    path = tmp_path / "range.frames"
+    path.write_bytes(replay.export(begin_s, end_s))
+    part = Replay(read_frames(path))
+    assert part.duration_s == pytest.approx(end_s - begin_s, abs=1e-6)
+    ours, theirs = Picture(part.at(part.duration_s)), Picture(replay.at(end_s))
+    assert (ours.words == theirs.words).all() and ours.requests == theirs.requests and ours.stats == theirs.stats
+
+
+def test_a_servers_stream_is_a_recording(tmp_path: Path) -> None:
+    """What curl writes; also over a restart of the engine, whose clock begins anew, and gzipped."""
+    one, looks = recorded(2)
+    two, _ = recorded(4)
+    text = b": hello\n\n"
+    for frame in (*one, *two):
+        kind = b"snapshot" if isinstance(frame, Snapshot) else b"delta"
+        text += b"event: " + kind + b"\ndata: " + msgspec.json.encode(frame) + b"\n\n: keep-alive\n\n"
+    text += b'event: bye\ndata: {"reason":"slow"}\n\n'
+    plain, packed = tmp_path / "busy.frames", tmp_path / "busy.frames.gz"
+    plain.write_bytes(text)
+    packed.write_bytes(gzip.compress(text))
+    for path in (plain, packed):
+        replay = Replay(read_frames(path))
+        assert replay.summary()["num_frames"] == len(one) + len(two)
+        first_s = looks[-1][0]
+        assert replay.duration_s == pytest.approx(first_s + two[-1].time_s - two[0].time_s)
+        told, _ = replay.frames(first_s - 0.3, replay.duration_s)
+        assert isinstance(told[-len(two)], Snapshot) or isinstance(told[0], Snapshot)
+        assert Picture(replay.at(replay.duration_s)).stats == Picture(Replay(copy_of(two)).at(1e9)).stats
+
+
+def test_the_summary_marks_what_is_worth_a_look() -> None:
+    lab = Lab(6, 2, rows=4, host=6, policy=SWAP, listen=False)
+    now = 0.0
+    tap = Tap(lab.scheduler, clock=lambda: now)
+    frames = [tap.frame()]
+    lab.add("a", [1, 2, 3, 4, 5], 6)
+    lab.add("b", [6, 7, 8, 9, 10], 6)
+    while lab.scheduler.has_work:
+        now += 1.0
+        lab.step()
+        if (frame := tap.frame(tap.last)) is not None:
+            frames.append(frame)
+    replay = Replay(f for f in frames if f is not None)
+    summary = replay.summary()
+    marks = [(mark["event"], mark["request_id"]) for mark in summary["marks"]]
+    assert ("preempted", "b") in marks
+    assert summary["num_steps"] == lab.scheduler.num_steps and summary["num_blocks"] == 6
+    assert len(summary["used"]) == summary["num_frames"] and max(look[1] for look in summary["used"]) == 6
+    spans = [e for e in replay.trace("b")["traceEvents"] if e["ph"] == "X"]
+    states = [span["name"] for span in spans]
+    assert states[0] == "waiting" and "swapped" in states and states[-1] == "running"
+    ends = [span["ts"] + span["dur"] for span in spans]
+    assert [span["ts"] for span in spans[1:]] == ends[:-1]  # one after the other, without a gap
+    rows = [e["args"]["name"] for e in replay.trace()["traceEvents"] if e["ph"] == "M"]
+    assert rows == ["a", "b"]
+    assert [e for e in replay.trace()["traceEvents"] if e["ph"] == "C"]
+
+
+def test_a_long_range_comes_in_pieces() -> None:
+    lab = Lab(4, 2, listen=False)
+    now = 0.0
+    tap = Tap(lab.scheduler, clock=lambda: now)
+    frames = [tap.frame()]
+    for i in range(MOST_FRAMES_AT_ONCE + 40):
+        now += 0.5
+        lab.add(f"r{i}", [1], 1)
+        frames.append(tap.frame(tap.last))
+    replay = Replay(f for f in frames if f is not None)
+    told, end_s = replay.frames(0.0, replay.duration_s)
+    assert (len(told), end_s) == (MOST_FRAMES_AT_ONCE, 250.0)
+    more, end_s = replay.frames(end_s, replay.duration_s)
+    assert (len(more), end_s) == (40, replay.duration_s)
+
+
+def test_a_flight_is_run_again(tmp_path: Path) -> None:
+    """The recorder's dump has no blocks in it; what they did comes of the same calls."""
+    cache = KVCache(24, 2, 8, num_rows=4)
+    engine = Engine(Scheduler(cache, policy=SWAP), Oracle(cache), vocab_size=9, max_model_len=64)
+    recorder = FlightRecorder(engine)
+    for i in range(6):
+        engine.add(f"r{i}", [1, 2, 3, 4, i], SamplingParams(max_tokens=12, seed=i, n=1 + i % 2, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    path = recorder.dump(path=tmp_path / "busy.flight")
+    recorder.detach()
+    replay = Replay(frames_of_flight(path, every_s=0.0))
+    picture = replay.picture_at(replay.duration_s)
+    assert picture.stats == cache.stats().as_dict() and picture.stats["num_swapped_out"] > 0
+    assert (picture.words & 0x7FFF).tolist() == list(cache.pool.refs)
+    finished = [e for f in replay.frames(-1, 1e9)[0] for e in f.events if e["event"] == "finished"]
+    assert len(finished) == 6
+    engine.close()
+
+
+def test_what_is_no_recording_is_said(tmp_path: Path) -> None:
+    frames, _ = recorded(0)
+    lines = lines_of(frames).splitlines()
+    first = json.loads(lines[0])
+    delta = json.loads(lines[1])
+    cases = {
+        "is empty": [],
+        "does not begin with a snapshot": lines[1:],
+        "frame 3 of the recording is not the next one": [lines[0], lines[1], lines[1]],
+        "line 2 of .* is no frame": [lines[0], b'{"kind": "delta"}'],
+        "line 1 of .* is no frame: .*kind": [b'{"kind": "film"}'],
+        "line 1 of .* is no frame; expected a JSON object": [b"PK\x03\x04"],
+        "frame 1 of the recording contradicts itself": [json.dumps(first | {"num_blocks": 3}).encode()],
+        "frame 2 of the recording contradicts itself": [lines[0], json.dumps(delta | {"gone": ["x"]}).encode()],
+        "^line 2 of .* is no frame": [lines[0], b'{"kind": "delta"}', lines[1]],
+        "^line 1 of .* is no frame: .*num_blocks": [json.dumps(first | {"num_blocks": 1 << 60}).encode()],
+        "^line 1 of .* is no frame: .*>= 1": [json.dumps(first | {"num_blocks": 0, "words": ""}).encode()],
+        "^frame 1 of the recording contradicts itself: TypeError": [
+            json.dumps(first | {"time_s": 1, "events": [{"event": "evicted", "time_s": "soon"}]}).encode()
+        ],
+    }
+    for match, wrong in cases.items():
+        path = tmp_path / "wrong.frames"
+        path.write_bytes(b"\n".join(wrong))
+        with pytest.raises(TraceError, match=match):
+            Replay(read_frames(path))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_recording_that_was_cut_is_read_up_to_there(
+    packed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a full disk, say, or by whoever ended curl."""
+    recording, _ = recorded(0)
+    whole = lines_of(recording)
+    path = tmp_path / "cut.frames"
+    path.write_bytes(gzip.compress(whole)[:-40] if packed else whole[:-20])
+    frames = list(read_frames(path))
+    assert 0 < len(frames) < len(recording) and lines_of(frames) == lines_of(recording[: len(frames)])
+    assert "is cut" in caplog.text
+
+
+def test_a_recording_that_was_damaged_is_said(tmp_path: Path) -> None:
+    """One byte of a gzipped one: of what is packed, and of its checksum."""
+    whole = gzip.compress(lines_of(recorded(0)[0]))
+    path = tmp_path / "wrong.frames.gz"
+    for data in (whole[:10] + b"\x07" + whole[11:], whole[:-8] + bytes([whole[-8] ^ 1]) + whole[-7:]):
+        path.write_bytes(data)
+        with pytest.raises(TraceError, match="is damaged"):
+            list(read_frames(path))
+
+
+def spans(replay: Replay) -> list[tuple[int, str, int, int]]:
+    return [(e["tid"], e["name"], e["ts"], e["dur"]) for e in replay.trace()["traceEvents"] if e["ph"] == "X"]
+
+
+@pytest.mark.parametrize("seed", [0, 3, 5])
+def test_nothing_happens_before_a_recording_begins(seed: int, tmp_path: Path) -> None:
+    """One that was begun in the middle has the last events from before in its snapshot."""
+    whole = Replay(recorded(seed)[0])
+    path = tmp_path / "range.frames"
+    path.write_bytes(whole.export(whole.duration_s / 2, whole.duration_s))
+    replay = Replay(read_frames(path))
+    assert replay.at(0).events, "nothing happened before"
+    events = replay.trace()["traceEvents"]
+    assert len(spans(replay)) > 3
+    assert not [e for e in events if e.get("ts", 0) < 0 or e.get("dur", 0) < 0]
+    assert not [mark for mark in replay.summary()["marks"] if mark["time_s"] < 0]
+
+
+def test_a_new_engine_ends_what_the_last_one_did() -> None:
+    """Its snapshot says who is there and what they do; of the others nothing more will be told."""
+    blocks = {"num_used": 0, "num_cached": 0}
+
+    def snapshot(epoch: str, **states: str) -> Snapshot:
+        requests = [RequestView(name, state, 1, 1, 1, 0, 0, 0, None, ()) for name, state in states.items()]
+        return Snapshot(epoch, 0, 0.0, 0, 4, 4, 0, bytes(8), Seals(), requests, [], blocks, Counts())
+
+    first = snapshot("a", gone="running", back="waiting", same="running")
+    frames: list[Frame] = [first, Delta("a", 1, 5.0, 1, Counts()), snapshot("b", back="running", same="running")]
+    assert spans(Replay([*frames, Delta("b", 1, 3.0, 1, Counts())])) == [
+        (1, "running", 0, 5_000_000),
+        (2, "waiting", 0, 5_000_000),
+        (3, "running", 0, 8_000_000),
+        (2, "running", 5_000_000, 3_000_000),
+    ]
+
+
+def test_frames_are_what_json_says_they_are() -> None:
+    frames, _ = recorded(0)
+    assert lines_of(copy_of(frames)) == lines_of(frames)
+    assert isinstance(frames[0], Snapshot) and all(isinstance(frame, Delta) for frame in frames[1:])
