@@ -134,16 +134,16 @@ def test_a_step_finds_what_neighbours_have_in_common() -> None:
     state.done[4] = True
     rows = torch.tensor([0, 1, 2, 3, 4, 5, 1, num_rows])
     starts = torch.tensor([1001, 1298, 1199, 1500, 1500, 1500, 9, 0])
-    ends, clock = starts + 5, torch.tensor([0, 1])
+    ends, step_counter = starts + 5, torch.tensor([0, 1])
     ends[5], ends[7] = 1501, 0  # the first has nothing left to do at the second pass
     found = []
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
-        tensors = [x.to(device) for x in (clock, rows, starts, ends)]
+        tensors = [x.to(device) for x in (step_counter, rows, starts, ends)]
         step = DecodeStep.over(*tensors, max_blocks=max_blocks, block_size=block_size).first(8, cascade=True)
         own = RowState(
             *(x.to(device, copy=True) for x in (state.block_tables, state.last_token, state.done, state.setup))
         )
-        ops.begin_decode(own, step, block_size)
+        ops.prepare_decode_inputs(own, step, block_size)
         assert step.batch.common_lens is not None
         found.append(step.batch.common_lens.tolist())
     # The last token of either is its own, even in a block of both. Row 3 begins with two blocks of row 2; rows 4 and 5

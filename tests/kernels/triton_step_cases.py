@@ -71,14 +71,14 @@ def same(mine: RowState, expected: RowState) -> None:
         assert torch.equal(getattr(mine, field.name).cpu(), getattr(expected, field.name)), field.name
 
 
-def test_begin_decode() -> None:
+def test_prepare_decode_inputs() -> None:
     rows, starts = torch.tensor([4, 2, 0, NUM_ROWS, 1]), torch.tensor([1100, 5, 7, 0, 0])
-    ends, clock = torch.tensor([1104, 9, 8, 0, 3]), torch.tensor([0, 1])  # row 0 has computed its only position
+    ends, step_counter = torch.tensor([1104, 9, 8, 0, 3]), torch.tensor([0, 1])  # row 0 has computed its only position
     state, steps = make_state(), []
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
-        tensors = [x.to(device) for x in (clock, rows, starts, ends)]
+        tensors = [x.to(device) for x in (step_counter, rows, starts, ends)]
         step = DecodeStep.over(*tensors, max_blocks=MAX_BLOCKS, block_size=BLOCK_SIZE).first(5)
-        ops.begin_decode(state if ops is reference else moved(state), step, BLOCK_SIZE)
+        ops.prepare_decode_inputs(state if ops is reference else moved(state), step, BLOCK_SIZE)
         steps.append(step)
     expected, mine = steps
     assert expected.live_rows.tolist() == [4, NUM_ROWS, NUM_ROWS, NUM_ROWS, 1]
@@ -97,7 +97,7 @@ def test_begin_decode() -> None:
         assert torch.equal(table[:used].cpu(), wanted[:used])
 
 
-def test_begin_chunks() -> None:
+def test_prepare_prefill_inputs() -> None:
     """A chunk, a decoding row, one that is done, and one that was and is given a chunk longer than a program's tile."""
     state = make_state()
     state.done[3] = True
@@ -109,7 +109,9 @@ def test_begin_chunks() -> None:
         own = moved(state) if ops is cuda else RowState(*(getattr(state, f.name).clone() for f in fields(RowState)))
         batch = RaggedBatch.from_lists(counts, counts, [[0] * 275] * 4, BLOCK_SIZE, device=device)
         token_ids = torch.empty(len(known), dtype=torch.int64, device=device)
-        ops.begin_chunks(own, rows.to(device), starts.to(device), known.to(device), batch, token_ids, BLOCK_SIZE)
+        ops.prepare_prefill_inputs(
+            own, rows.to(device), starts.to(device), known.to(device), batch, token_ids, BLOCK_SIZE
+        )
         results.append((own, batch, token_ids))
     (expected_state, expected, expected_tokens), (state, mine, tokens) = results
     same(state, expected_state)
@@ -125,7 +127,7 @@ def test_begin_chunks() -> None:
         assert torch.equal(table[:used].cpu(), wanted[:used])
 
 
-def test_settle() -> None:
+def test_commit_sampled_tokens() -> None:
     """A token, a stop token, none, what was no number, a row that was done, and two draws of one row, both heard."""
     state = make_state()
     rows, tokens = torch.tensor([0, 1, NUM_ROWS, 3, 2, 4, 4]), torch.tensor([60, -5, 61, -1, 62, -5, -5])
@@ -134,13 +136,13 @@ def test_settle() -> None:
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
         own = moved(state) if ops is cuda else RowState(*(getattr(state, f.name).clone() for f in fields(RowState)))
         ring = torch.full((3, 9), -7, dtype=torch.int32, device=device)
-        clock = torch.tensor([1, 5], device=device)
-        ops.settle(own, rows.to(device), tokens.to(device), ring, clock)
-        results.append((own, ring.cpu(), clock.cpu()))
-    (expected_state, expected_ring, expected_clock), (state, ring, clock) = results
+        step_counter = torch.tensor([1, 5], device=device)
+        ops.commit_sampled_tokens(own, rows.to(device), tokens.to(device), ring, step_counter)
+        results.append((own, ring.cpu(), step_counter.cpu()))
+    (expected_state, expected_ring, expected_counter), (state, ring, step_counter) = results
     same(state, expected_state)
-    assert torch.equal(ring, expected_ring) and torch.equal(clock, expected_clock)
-    assert clock.tolist() == [2, 6]
+    assert torch.equal(ring, expected_ring) and torch.equal(step_counter, expected_counter)
+    assert step_counter.tolist() == [2, 6]
     assert ring[1].tolist() == [60, int(tokens[1]), -1, -2, -1, int(tokens[5]), int(tokens[5]), -7, -7]
     assert state.done.cpu().tolist() == [False, True, True, True, True, False, True]
 
@@ -402,12 +404,12 @@ def test_what_the_model_thought_of_tokens(vocab: int, dtype: torch.dtype) -> Non
     state.setup[:, NUM_LOGPROBS] = torch.tensor(asked)
     rows = torch.tensor([0, 1, 5, 2, 4, 0, 3])
     tokens = torch.tensor([4, vocab - 1, 6, 5, 3, vocab // 2, -1])
-    clock = torch.tensor([1, 3])
+    step_counter = torch.tensor([1, 3])
     rings = [torch.full((3, 9, 2 + 2 * MAX_LOGPROBS), 77777, dtype=torch.int32) for _ in range(2)]
-    reference.write_logprobs(state, rows, logits, tokens, rings[0], clock)
+    reference.write_logprobs(state, rows, logits, tokens, rings[0], step_counter)
     args = [x.to(DEVICE) for x in (rows, logits, tokens)]
     mine = rings[1].to(DEVICE)
-    cuda.write_logprobs(moved(state), *args, mine, clock.to(DEVICE))
+    cuda.write_logprobs(moved(state), *args, mine, step_counter.to(DEVICE))
     found, expected = mine.cpu(), rings[0]
     bits = torch.zeros_like(found, dtype=torch.bool)
     bits[1, :6, 0] = bits[1, :6, 2 + MAX_LOGPROBS :] = True
