@@ -20,14 +20,14 @@ def same(mine: RowState, expected: RowState) -> None:
         assert torch.equal(getattr(mine, field.name).cpu(), getattr(expected, field.name)), field.name
 
 
-def test_begin_decode() -> None:
+def test_prepare_decode_inputs() -> None:
     rows, starts = torch.tensor([4, 2, 0, NUM_ROWS, 1]), torch.tensor([1100, 5, 7, 0, 0])
-    ends, clock = torch.tensor([1104, 9, 8, 0, 3]), torch.tensor([0, 1])  # row 0 has computed its only position
+    ends, step_counter = torch.tensor([1104, 9, 8, 0, 3]), torch.tensor([0, 1])  # row 0 has computed its only position
     state, steps = make_state(), []
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
-        tensors = [x.to(device) for x in (clock, rows, starts, ends)]
+        tensors = [x.to(device) for x in (step_counter, rows, starts, ends)]
         step = DecodeStep.over(*tensors, max_blocks=MAX_BLOCKS, block_size=BLOCK_SIZE).first(5)
-        ops.begin_decode(state if ops is reference else moved(state), step, BLOCK_SIZE)
+        ops.prepare_decode_inputs(state if ops is reference else moved(state), step, BLOCK_SIZE)
         steps.append(step)
     expected, mine = steps
     assert expected.live_rows.tolist() == [4, NUM_ROWS, NUM_ROWS, NUM_ROWS, 1]
@@ -46,7 +46,7 @@ def test_begin_decode() -> None:
         assert torch.equal(table[:used].cpu(), wanted[:used])
 
 
-def test_begin_chunks() -> None:
+def test_prepare_prefill_inputs() -> None:
     """A chunk, a decoding row, one that is done, and one that was and is given a chunk longer than a program's tile."""
     state = make_state()
     state.done[3] = True
@@ -58,7 +58,9 @@ def test_begin_chunks() -> None:
         own = moved(state) if ops is cuda else RowState(*(getattr(state, f.name).clone() for f in fields(RowState)))
         batch = RaggedBatch.from_lists(counts, counts, [[0] * 275] * 4, BLOCK_SIZE, device=device)
         token_ids = torch.empty(len(known), dtype=torch.int64, device=device)
-        ops.begin_chunks(own, rows.to(device), starts.to(device), known.to(device), batch, token_ids, BLOCK_SIZE)
+        ops.prepare_prefill_inputs(
+            own, rows.to(device), starts.to(device), known.to(device), batch, token_ids, BLOCK_SIZE
+        )
         results.append((own, batch, token_ids))
     (expected_state, expected, expected_tokens), (state, mine, tokens) = results
     same(state, expected_state)
@@ -74,7 +76,7 @@ def test_begin_chunks() -> None:
         assert torch.equal(table[:used].cpu(), wanted[:used])
 
 
-def test_settle() -> None:
+def test_commit_sampled_tokens() -> None:
     """A token, a stop token, none, what was no number, a row that was done, and two draws of one row, both heard."""
     state = make_state()
     rows, tokens = torch.tensor([0, 1, NUM_ROWS, 3, 2, 4, 4]), torch.tensor([60, -5, 61, -1, 62, -5, -5])
@@ -83,13 +85,13 @@ def test_settle() -> None:
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
         own = moved(state) if ops is cuda else RowState(*(getattr(state, f.name).clone() for f in fields(RowState)))
         ring = torch.full((3, 9), -7, dtype=torch.int32, device=device)
-        clock = torch.tensor([1, 5], device=device)
-        ops.settle(own, rows.to(device), tokens.to(device), ring, clock)
-        results.append((own, ring.cpu(), clock.cpu()))
-    (expected_state, expected_ring, expected_clock), (state, ring, clock) = results
+        step_counter = torch.tensor([1, 5], device=device)
+        ops.commit_sampled_tokens(own, rows.to(device), tokens.to(device), ring, step_counter)
+        results.append((own, ring.cpu(), step_counter.cpu()))
+    (expected_state, expected_ring, expected_counter), (state, ring, step_counter) = results
     same(state, expected_state)
-    assert torch.equal(ring, expected_ring) and torch.equal(clock, expected_clock)
-    assert clock.tolist() == [2, 6]
+    assert torch.equal(ring, expected_ring) and torch.equal(step_counter, expected_counter)
+    assert step_counter.tolist() == [2, 6]
     assert ring[1].tolist() == [60, int(tokens[1]), -1, -2, -1, int(tokens[5]), int(tokens[5]), -7, -7]
     assert state.done.cpu().tolist() == [False, True, True, True, True, False, True]
 
@@ -103,16 +105,16 @@ def test_a_step_finds_what_neighbours_have_in_common() -> None:
     state.done[4] = True
     rows = torch.tensor([0, 1, 2, 3, 4, 5, 1, num_rows])
     starts = torch.tensor([1001, 1298, 1199, 1500, 1500, 1500, 9, 0])
-    ends, clock = starts + 5, torch.tensor([0, 1])
+    ends, step_counter = starts + 5, torch.tensor([0, 1])
     ends[5], ends[7] = 1501, 0  # the first has nothing left to do at the second pass
     found = []
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
-        tensors = [x.to(device) for x in (clock, rows, starts, ends)]
+        tensors = [x.to(device) for x in (step_counter, rows, starts, ends)]
         step = DecodeStep.over(*tensors, max_blocks=max_blocks, block_size=block_size).first(8, cascade=True)
         own = RowState(
             *(x.to(device, copy=True) for x in (state.block_tables, state.last_token, state.done, state.setup))
         )
-        ops.begin_decode(own, step, block_size)
+        ops.prepare_decode_inputs(own, step, block_size)
         assert step.batch.common_lens is not None
         found.append(step.batch.common_lens.tolist())
     # The last token of either is its own, even in a block of both. Row 3 begins with two blocks of row 2; rows 4 and 5

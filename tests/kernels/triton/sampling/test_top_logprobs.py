@@ -64,12 +64,12 @@ def test_what_the_model_thought_of_tokens(vocab: int, dtype: torch.dtype) -> Non
     state.setup[:, NUM_LOGPROBS] = torch.tensor(asked)
     rows = torch.tensor([0, 1, 5, 2, 4, 0, 3])
     tokens = torch.tensor([4, vocab - 1, 6, 5, 3, vocab // 2, -1])
-    clock = torch.tensor([1, 3])
+    step_counter = torch.tensor([1, 3])
     rings = [torch.full((3, 9, 2 + 2 * MAX_LOGPROBS), 77777, dtype=torch.int32) for _ in range(2)]
-    reference.write_logprobs(state, rows, logits, tokens, rings[0], clock)
+    reference.write_logprobs(state, rows, logits, tokens, rings[0], step_counter)
     args = [x.to(DEVICE) for x in (rows, logits, tokens)]
     mine = rings[1].to(DEVICE)
-    cuda.write_logprobs(moved(state), *args, mine, clock.to(DEVICE))
+    cuda.write_logprobs(moved(state), *args, mine, step_counter.to(DEVICE))
     found, expected = mine.cpu(), rings[0]
     bits = torch.zeros_like(found, dtype=torch.bool)
     bits[1, :6, 0] = bits[1, :6, 2 + MAX_LOGPROBS :] = True
