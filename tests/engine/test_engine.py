@@ -19,13 +19,13 @@ from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence
 from octavo.core.scheduler import Scheduler
 from octavo.engine import oom_backoff as step_limit
-from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.engine import MOST_PRIORITY, Engine
 from octavo.engine.executor import Masks
 from octavo.engine.oom_backoff import StepLimit, pass_size
 from octavo.engine.outputs import RequestOutput, RequestState, failure
 from octavo.engine.timeline import describe_kv
 from octavo.errors import ContextLengthError, EngineError, ParameterError, PromptError, StepError, StepMemoryError
+from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
 from tests.proof import oracle as o
 

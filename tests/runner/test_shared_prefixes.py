@@ -82,11 +82,13 @@ class Checked(SimpleNamespace):
     """The reference's operations; what a step says to be common is looked for in its tables."""
 
     def __init__(self) -> None:
-        super().__init__(**{name: x for name, x in vars(reference).items() if name not in ("begin_decode", "__name__")})
+        super().__init__(
+            **{name: x for name, x in vars(reference).items() if name not in ("prepare_decode_inputs", "__name__")}
+        )
         self.most, self.num_looked = 0, 0
 
-    def begin_decode(self, state: RowState, step: DecodeStep, block_size: int) -> None:
-        reference.begin_decode(state, step, block_size)
+    def prepare_decode_inputs(self, state: RowState, step: DecodeStep, block_size: int) -> None:
+        reference.prepare_decode_inputs(state, step, block_size)
         batch = step.batch
         if batch.common_lens is not None:
             self.num_looked += 1

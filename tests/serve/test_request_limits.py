@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from octavo.engine.beam_search import BeamSearchParams
 from octavo.errors import ParameterError
+from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
 from octavo.serve.admission import Admission
 from octavo.serve.args import ServeArgs

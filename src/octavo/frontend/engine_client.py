@@ -22,7 +22,6 @@ from octavo.checkpoint.generation_config import sampling_defaults
 from octavo.checkpoint.resolve import open_checkpoint
 from octavo.config import EngineArgs
 from octavo.core.kv_cache_manager import KVStats
-from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.engine import PIN_PARAMS, check_priority, check_prompt, draw_seed, pin_id
 from octavo.engine.failure_search import Halving
 from octavo.engine.outputs import RequestOutput, failure
@@ -48,6 +47,7 @@ from octavo.frontend.client_request import Mirror, TokensLostError
 from octavo.frontend.input_processor import Messages, Prompt, Prompts
 from octavo.frontend.interface import ClientStats
 from octavo.frontend.time_slices import BREATH, done
+from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind, SamplingParams
 from octavo.text import chat_template
 from octavo.text.tokenizer import Tokenizer

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 
-from octavo.engine.beam_search import BeamSearchParams
 from octavo.errors import ContextLengthError, ParameterError, PromptError, UnknownOptionError
+from octavo.params.beam_search_params import BeamSearchParams
 from octavo.text.detokenizer import Detokenizer
 from octavo.text.stop_strings import StopStrings
 from octavo.text.tokenizer import Tokenizer

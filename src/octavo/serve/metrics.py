@@ -15,11 +15,11 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.outputs import RequestOutput
 from octavo.engine.stats import BackendStats, Health
 from octavo.frontend.interface import ClientStats
 from octavo.integers import cdiv
+from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
 from octavo.serve.openai.response import api_finish_reason
 

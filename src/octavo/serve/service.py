@@ -12,11 +12,11 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.outputs import RequestOutput
 from octavo.errors import RequestFailedError, TemplateError, UsageError
 from octavo.frontend.input_processor import Prompts
 from octavo.frontend.interface import Backend
+from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
 from octavo.serve.admission import Admission
 from octavo.serve.args import ServeArgs

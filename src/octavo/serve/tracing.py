@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import octavo
-from octavo.engine.beam_search import BeamSearchParams
 from octavo.errors import ParameterError
+from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
 from octavo.serve.metrics import FinishedPrompt
 

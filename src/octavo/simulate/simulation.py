@@ -19,10 +19,10 @@ from octavo.config import DEFAULT_SWAP_BYTES, GIB, GPU_MEMORY_UTILIZATION, Engin
 from octavo.core import events as ev
 from octavo.core.kv_cache_manager import KVCache
 from octavo.core.scheduler import Scheduler
-from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.engine import Engine
 from octavo.engine.outputs import RequestOutput
 from octavo.errors import EngineError, MemoryBudgetError, UsageError
+from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
 from octavo.simulate.allocators import MemorySplit, split_of
 from octavo.simulate.clock import VirtualClock

@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from octavo import SamplingParams
-from octavo.engine.beam_search import BeamSearchParams, Hypothesis
+from octavo.engine.beam_search import Hypothesis
 from octavo.engine.process.ipc import (
     Abort,
     Add,
@@ -42,6 +42,7 @@ from octavo.engine.process.supervisor import EngineProcess
 from octavo.errors import EngineError, ParameterError, PromptError, RequestFailedError
 from octavo.frontend.client_request import Mirror
 from octavo.frontend.engine_client import MAX_LOSSES, EngineClient
+from octavo.params.beam_search_params import BeamSearchParams
 from tests.engine.process.engines import (  # noqa: F401
     answers,
     last_of,

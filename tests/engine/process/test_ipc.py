@@ -19,7 +19,7 @@ import pytest
 from octavo import SamplingParams
 from octavo.core import events as ev
 from octavo.core.plan import TokenLogprobs
-from octavo.engine.beam_search import BeamSearchParams, Hypothesis
+from octavo.engine.beam_search import Hypothesis
 from octavo.engine.outputs import failure
 from octavo.engine.process.ipc import (
     HERE,
@@ -52,6 +52,7 @@ from octavo.engine.process.server import FIRST_STEPS, PATIENCE, WARM_UP_S, Engin
 from octavo.engine.process.supervisor import error_of
 from octavo.errors import CapacityError, EngineError, ParameterError, RequestFailedError, UnknownOptionError
 from octavo.frontend.client_request import Mirror
+from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind
 from octavo.serve.openai import errors
 from tests.engine.process.engines import own_directory, run  # noqa: F401

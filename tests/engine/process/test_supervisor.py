@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 
 from octavo import SamplingParams
-from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.process.ipc import Lifeline
 from octavo.engine.process.supervisor import Limits
 from octavo.errors import (
@@ -34,6 +33,7 @@ from octavo.errors import (
 )
 from octavo.frontend import engine_client as client_module
 from octavo.frontend.engine_client import EngineClient
+from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind
 from tests.engine.models import make_talking_checkpoint
 from tests.engine.process.engines import (

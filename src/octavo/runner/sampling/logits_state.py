@@ -29,7 +29,7 @@ from octavo.runner.sampling.sampler import RowRules, Sampler, to_device
 Masked = tuple[Tensor, Tensor]
 """`which` mask each draw has, and their `words`: see `reference.mask_tokens`."""
 NO_TOKEN = -2
-"""Of a draw for which all tokens were ruled out; see `reference.settle`."""
+"""Of a draw for which all tokens were ruled out; see `reference.commit_sampled_tokens`."""
 
 
 class DeviceRules:

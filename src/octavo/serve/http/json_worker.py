@@ -24,7 +24,7 @@ from octavo.serve.openai.errors import ApiError, bad_request
 
 logger = logging.getLogger("octavo.serve")
 
-LARGE_BYTES = 256 * 1024
+LARGE_BYTES = 64 * 1024
 MAX_PARSE_S = 10.0
 """A body that takes longer is refused, and the worker with it."""
 LENGTH = struct.Struct(">I")

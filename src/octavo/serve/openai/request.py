@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.engine import MOST_PRIORITY
 from octavo.errors import UsageError
 from octavo.frontend.time_slices import BREATH
+from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind, SamplingParams
 from octavo.params.structured_outputs import MOST_CHARS, StructuredOutputsParams
 from octavo.params.validation import INT32

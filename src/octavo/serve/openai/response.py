@@ -172,8 +172,6 @@ class CompletionResponseBuilder(_ResponseBuilderBase):
         if first := index not in self._offsets:
             skip, echo = getattr(self.request.params, "skip_special_tokens", True), self.request.echo
             self._offsets[index] = _TextOffsets(self.tokenizer, output, echo=echo, skip_special_tokens=skip)
-                self.tokenizer, output, echo=self.request.echo, skip_special_tokens=skip
-            )
         logprobs = None
         if c.logprobs is not None:
             logprobs = yield from self._logprobs(c.token_ids, c.logprobs, self._offsets[index])

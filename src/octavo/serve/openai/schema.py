@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.engine.beam_search import MOST_LENGTH_PENALTY
+from octavo.params.beam_search_params import MAX_LENGTH_PENALTY
 from octavo.params.validation import INT32
 from octavo.serve.openai.errors import bad_request
 
@@ -72,7 +72,7 @@ SHARED: dict[str, Schema] = SAMPLING | {
     "echo": FLAG,
     "use_beam_search": FLAG,
     "beam_width": _of(INTEGER, 1, 128),
-    "length_penalty": _of(NUMBER, -MOST_LENGTH_PENALTY, MOST_LENGTH_PENALTY),
+    "length_penalty": _of(NUMBER, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
     "early_stopping": ANYTHING,
     "priority": INTEGER,
     "cache_salt": {"type": "string", "minLength": 1, "maxLength": 256},
