@@ -94,7 +94,7 @@ def lose(runner: CudaModelRunner, where: str, after: int = 0) -> None:
 
 def make_executor() -> CudaExecutor:
     kv = torch.zeros(9, 1, 2, 1, SIZE, 1)
-    sizes = {"num_rows": 4, "max_model_len": 8, "max_num_tokens": 16, "max_window": 4, "vocab_size": 11}
+    sizes = {"num_rows": 4, "max_model_len": 8, "max_num_tokens": 16, "max_decode_steps": 4, "vocab_size": 11}
     return CudaExecutor(CudaModelRunner(Counting(), kv, torch.zeros_like(kv), ops=reference, graphs=False, **sizes))
 
 

@@ -114,7 +114,7 @@ def test_who_does_not_fit_alone_is_told_what_would_help(model: str, rows: bool) 
 
 def test_what_the_step_had_made_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     found, kv = Hungry(Counting(), room=2), torch.zeros(9, 1, 2, 1, SIZE, 1)
-    sizes = {"num_rows": 4, "max_model_len": 8, "max_num_tokens": 16, "max_window": 4, "vocab_size": 11}
+    sizes = {"num_rows": 4, "max_model_len": 8, "max_num_tokens": 16, "max_decode_steps": 4, "vocab_size": 11}
     runner = CudaModelRunner(found, kv, torch.zeros_like(kv), ops=reference, graphs=False, **sizes)
     is_freed: list[bool] = []
     monkeypatch.setattr(runner, "release_memory", lambda: is_freed.append(all(made() is None for made in found.made)))
@@ -129,7 +129,7 @@ def test_what_the_step_had_made_is_let_go(monkeypatch: pytest.MonkeyPatch) -> No
     assert told_of.value.code == "out_of_memory" and is_freed == [True]
     with pytest.raises(StepError, match="a step before it failed") as other:
         behind.result()
-    assert not isinstance(other.value, StepMemoryError) and len(release_memory) == 2
+    assert not isinstance(other.value, StepMemoryError) and len(is_freed) == 2
     assert executor.submit(Plan().give(0, (1, 2)).slice(0, 0, 2, 1, [3, 4])).result().tokens == [[5]]
 
 
