@@ -261,11 +261,11 @@ def _ops(device: torch.device) -> ModuleType:
 def _rehearse(
     args: EngineArgs, spec: ModelSpec, dtype: torch.dtype, device: torch.device, model_len: int, starting: ExitStack
 ) -> Rehearse:
-    """What compiles kernels ahead, on a GPU alone. Its processes start now, while files are read."""
-    from octavo.kernels.triton.precompile import Ahead  # as in `_ops`
+    """The function that precompiles kernels; GPU only. Its processes start now, while files are read."""
+    from octavo.kernels.triton.precompile import Precompiler  # as in `_ops`
 
     sizes = args.block_size, args.max_num_seqs, args.max_num_batched_tokens, args.enforce_eager, model_len
-    return starting.enter_context(Ahead(f"{spec} {dtype} {sizes}", device)).rehearse
+    return starting.enter_context(Precompiler(f"{spec} {dtype} {sizes}", device)).precompile
 
 
 def _load(

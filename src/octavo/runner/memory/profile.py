@@ -19,7 +19,7 @@ from octavo.runner.prefill_batch import PrefillSizes
 from octavo.runner.recorded_graphs import Model
 
 Rehearse = Callable[..., None]
-"""`kernels.ahead.Ahead.rehearse`."""
+"""`kernels.triton.precompile.Precompiler.precompile`."""
 GRAPH_BYTES = 8 << 20
 """Of device memory for each captured graph: its nodes and their arguments, not the tensors that all of them share."""
 SPARE_BYTES = 256 << 20
