@@ -11,13 +11,13 @@ what a block holds as the name of its content; who thaws says which tokens to ta
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from octavo.core.block_pool import BlockPool
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan
-from octavo.core.policy import Policy, PreemptionMode, VictimChoice
+from octavo.core.policy import Policy, PreemptionMode, VictimPolicy
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.scheduler import Scheduler
 from octavo.core.tenants import Tenant
@@ -40,29 +40,29 @@ CACHE = (
     "num_corrupt",
     "num_pinned",
 )
-SCHEDULER = ("num_rows_taken", "num_steps", "num_preemptions", "_num_arrivals", "step_limit")
+SCHEDULER = ("num_rows_taken", "num_steps", "num_preemptions", "_num_arrivals", "max_num_scheduled_tokens")
 COSTS = ("token_s", "move_s", "step_s", "kept")
 REQUEST = (
     "arrival",
-    "constrained",
+    "use_structured_output",
     "forked",
     "max_tokens",
-    "must_wait",
+    "needs_result",
     "num_cached_tokens",
-    "num_draws",
+    "num_samples",
     "num_preemptions",
-    "newest_found",
+    "newest_prefix_seal",
     "pin",
     "priority",
-    "rank",
+    "index_in_call",
     "tenant",
-    "waits_for",
+    "wait_reason",
     "width",
 )
 SEQUENCE = (
     "finish_reason",
     "index",
-    "limit",
+    "max_length",
     "num_computed",
     "num_dropped",
     "num_pending",
@@ -71,8 +71,30 @@ SEQUENCE = (
     "row_has_last",
     "seal_at",
 )
-PLAN = ("step", "rows", "starts", "counts", "samples", "masked", "seal_mark")
+PLAN = ("step", "rows", "starts", "counts", "num_sampled", "bitmask_slices", "seal_mark")
 """Of a plan in flight: what is to come of it. Its work on memory is done, as far as the host is concerned."""
+SAVED_AS = {
+    "use_structured_output": "constrained",
+    "needs_result": "must_wait",
+    "num_samples": "num_draws",
+    "newest_prefix_seal": "newest_found",
+    "index_in_call": "rank",
+    "wait_reason": "waits_for",
+    "max_length": "limit",
+    "max_num_scheduled_tokens": "step_limit",
+    "num_sampled": "samples",
+    "bitmask_slices": "masked",
+}
+"""Attributes whose key in recordings differs from their name."""
+
+
+def _save(owner: object, names: Iterable[str]) -> State:
+    return {SAVED_AS.get(name, name): getattr(owner, name) for name in names}
+
+
+def _load(owner: object, names: Iterable[str], state: State) -> None:
+    for name in names:
+        setattr(owner, name, state[SAVED_AS.get(name, name)])
 
 
 def freeze(
@@ -89,9 +111,9 @@ def freeze(
     plans = list(scheduler.in_flight)
     requests = dict.fromkeys(scheduler.requests.values())
     requests |= dict.fromkeys(seq.request for plan in plans for seq in plan.sequences)
-    requests |= dict.fromkeys(request for plan in plans for request in plan.swapped)
+    requests |= dict.fromkeys(request for plan in plans for request in plan.swapped_requests)
     requests |= dict.fromkeys(seq.request for seq in cache.pins.values())
-    sequences = dict.fromkeys(seq for request in requests for seq in (*request.sequences, *request.done))
+    sequences = dict.fromkeys(seq for request in requests for seq in (*request.sequences, *request.finished_sequences))
     sequences |= dict.fromkeys(seq for plan in plans for seq in plan.sequences)
     sequences |= dict.fromkeys(cache.pins.values())
     place = {request: i for i, request in enumerate(requests)}
@@ -99,21 +121,21 @@ def freeze(
     return {
         "pool": {
             **{name: getattr(pool, name).tobytes() for name in POOL_ARRAYS},
-            **{name: getattr(pool, name) for name in POOL},
+            **_save(pool, POOL),
             "freed": list(pool._freed),
         },
         "keys": list(pool._packed_of),
         "host": {
-            **{name: getattr(host, name) for name in HOST},
+            **_save(host, HOST),
             "refs": host.refs.tobytes(),
             "freed": list(host._freed),
         },
         "free_rows": list(cache.rows._free),
-        "cache": {name: getattr(cache, name) for name in CACHE},
-        "scheduler": {name: getattr(scheduler, name) for name in SCHEDULER},
+        "cache": _save(cache, CACHE),
+        "scheduler": _save(scheduler, SCHEDULER),
         "counted": list(scheduler._counted),
         "served": [(tenant.number, tenant.served) for tenant in scheduler.tenants.present.values()],
-        "costs": {name: getattr(scheduler.policy.costs, name) for name in COSTS},
+        "costs": _save(scheduler.policy.costs, COSTS),
         "requests": [_frozen_request(request, number_of(request), seat) for request in requests],
         "sequences": [_frozen_sequence(seq, place) | {"said": said_by(seq)} for seq in sequences],
         "known": [place[request] for request in scheduler.requests.values()],
@@ -128,23 +150,23 @@ def freeze(
 
 def _frozen_request(request: Request, number: int, seat: dict[Sequence, int]) -> State:
     return {
-        **{name: getattr(request, name) for name in REQUEST},
+        **_save(request, REQUEST),
         "number": number,
         "order": list(request.order),
         "status": request.status.value,
-        "decides": request.decide is not None,
+        "decides": request.select_beams is not None,
         "num_prompt": len(request.prompt_token_ids),
         "skips": request.sampling_params.skip_reading_prefix_cache,
         "sequences": [seat[seq] for seq in request.sequences],
-        "done": [seat[seq] for seq in request.done],
-        "solo": -1 if request.solo is None else seat[request.solo],
-        "left_behind": list(request.left_behind.items()),
+        "done": [seat[seq] for seq in request.finished_sequences],
+        "solo": -1 if request.only_sequence is None else seat[request.only_sequence],
+        "left_behind": list(request.shared_on_device.items()),
     }
 
 
 def _frozen_sequence(seq: Sequence, place: dict[Request, int]) -> State:
     return {
-        **{name: getattr(seq, name) for name in SEQUENCE},
+        **_save(seq, SEQUENCE),
         "request": place[seq.request],
         "num_tokens": len(seq.token_ids),
         "stopped": seq.stop_token is not None,
@@ -155,14 +177,14 @@ def _frozen_sequence(seq: Sequence, place: dict[Request, int]) -> State:
 
 def _frozen_plan(plan: StepPlan, place: dict[Request, int], seat: dict[Sequence, int]) -> State:
     return {
-        **{name: getattr(plan, name) for name in PLAN},
-        "outstanding": None if plan.outstanding is None else list(plan.outstanding),
-        "draws": list(plan.draws.items()),
+        **_save(plan, PLAN),
+        "outstanding": None if plan.num_outstanding is None else list(plan.num_outstanding),
+        "draws": list(plan.num_samples.items()),
         "given": list(plan.host_tokens),
         "sequences": [seat[seq] for seq in plan.sequences],
-        "swapped": [place[request] for request in plan.swapped],
-        "returning": [(block, place[request]) for block, request in plan.returning.items()],
-        "void": sorted(plan.void),
+        "swapped": [place[request] for request in plan.swapped_requests],
+        "returning": [(block, place[request]) for block, request in plan.swap_in_requests.items()],
+        "void": sorted(plan.void_slices),
     }
 
 
@@ -190,7 +212,7 @@ def settings_of(scheduler: Scheduler) -> State:
 
 def new_scheduler(settings: State) -> Scheduler:
     """An empty one of such settings."""
-    cache = KVCache(
+    cache = KVCacheManager(
         settings["num_blocks"],
         settings["block_size"],
         settings["num_host_blocks"],
@@ -208,7 +230,7 @@ def new_scheduler(settings: State) -> Scheduler:
             by_priority=settings["by_priority"],
             ageing=settings["ageing"],
             mode=None if mode is None else PreemptionMode(mode),
-            victims=VictimChoice(settings["victims"]),
+            victims=VictimPolicy(settings["victims"]),
             long_prefill_token_threshold=settings["long_prefill_token_threshold"],
             max_long_partial_prefills=settings["max_long_partial_prefills"],
         ),
@@ -234,34 +256,28 @@ def thaw(
         request = requests[said["request"]]
         tokens = tokens_of(state["requests"][said["request"]], said)
         seq = Sequence(request, said["index"], tokens, said["limit"])
-        for name in SEQUENCE:
-            setattr(seq, name, said[name])
+        _load(seq, SEQUENCE, said)
         seq.block_ids, seq.seal_ids = list(said["block_ids"]), list(said["seal_ids"])
         seq.stop_token = next(iter(request.stop_ids)) if said["stopped"] else None
         sequences.append(seq)
     for request, said in zip(requests, state["requests"], strict=True):
-        for name in REQUEST:
-            setattr(request, name, said[name])
+        _load(request, REQUEST, said)
         first, second = said["order"]
         request.order, request.status = (first, second), Status(said["status"])
         request.sequences = [sequences[i] for i in said["sequences"]]
-        request.done = [sequences[i] for i in said["done"]]
-        request.solo = None if said["solo"] < 0 else sequences[said["solo"]]
-        request.left_behind = dict(said["left_behind"])
+        request.finished_sequences = [sequences[i] for i in said["done"]]
+        request.only_sequence = None if said["solo"] < 0 else sequences[said["solo"]]
+        request.shared_on_device = dict(said["left_behind"])
     _fill_pool(cache.pool, state)
     host = cache.swap_space
-    for name in HOST:
-        setattr(host, name, state["host"][name])
+    _load(host, HOST, state["host"])
     host.refs, host._freed = array("i", state["host"]["refs"]), list(state["host"]["freed"])
     cache.rows._free = list(state["free_rows"])
-    for name in CACHE:
-        setattr(cache, name, state["cache"][name])
+    _load(cache, CACHE, state["cache"])
     cache._holders = dict.fromkeys(sequences[i] for i in state["holders"])
     cache.pins = {sequences[i].request.request_id: sequences[i] for i in state["pins"]}
-    for name in SCHEDULER:
-        setattr(scheduler, name, state["scheduler"][name])
-    for name in COSTS:
-        setattr(scheduler.policy.costs, name, state["costs"][name])
+    _load(scheduler, SCHEDULER, state["scheduler"])
+    _load(scheduler.policy.costs, COSTS, state["costs"])
     hits, misses, evicted, copied, swapped_out, swapped_in, sealed = state["counted"]
     scheduler._counted = hits, misses, evicted, copied, swapped_out, swapped_in, sealed
     scheduler.requests = {requests[i].request_id: requests[i] for i in state["known"]}
@@ -276,15 +292,14 @@ def thaw(
         tenants.wait(request)
     for said in state["in_flight"]:
         plan = StepPlan()
-        for name in PLAN:
-            setattr(plan, name, said[name])
-        plan.outstanding = said["outstanding"]
-        plan.draws = dict(said["draws"])
+        _load(plan, PLAN, said)
+        plan.num_outstanding = said["outstanding"]
+        plan.num_samples = dict(said["draws"])
         plan.host_tokens = {i: array("i") for i in said["given"]}
         plan.sequences = [sequences[i] for i in said["sequences"]]
-        plan.swapped = [requests[i] for i in said["swapped"]]
-        plan.returning = {block: requests[i] for block, i in said["returning"]}
-        plan.void = frozenset(said["void"])
+        plan.swapped_requests = [requests[i] for i in said["swapped"]]
+        plan.swap_in_requests = {block: requests[i] for block, i in said["returning"]}
+        plan.void_slices = frozenset(said["void"])
         scheduler.in_flight.append(plan)
     return scheduler
 
@@ -292,8 +307,7 @@ def thaw(
 def _fill_pool(pool: BlockPool, state: State) -> None:
     for name in POOL_ARRAYS:
         setattr(pool, name, array(getattr(pool, name).typecode, state["pool"][name]))
-    for name in POOL:
-        setattr(pool, name, state["pool"][name])
+    _load(pool, POOL, state["pool"])
     pool._freed = list(state["pool"]["freed"])
     pool._packed_of = list(state["keys"])
     for block, packed in enumerate(pool._packed_of):
@@ -301,7 +315,9 @@ def _fill_pool(pool: BlockPool, state: State) -> None:
             pool._shard(packed)[packed] = block
 
 
-def bare_request(request_id: str, prompt: array[int], said: State, *, stop: int, salt: bytes, decide: Any) -> Request:
+def bare_request(
+    request_id: str, prompt: array[int], said: State, *, stop: int, salt: bytes, select_beams: Any
+) -> Request:
     """A request of what was told of one, whether frozen or on its arrival."""
     return Request(
         request_id,
@@ -312,10 +328,10 @@ def bare_request(request_id: str, prompt: array[int], said: State, *, stop: int,
         priority=said["priority"],
         salt=salt,
         width=said["width"],
-        num_draws=said["num_draws"],
-        decide=decide,
-        constrained=said["constrained"],
+        num_samples=said["num_draws"],
+        select_beams=select_beams,
+        use_structured_output=said["constrained"],
         pin=said["pin"],
         tenant=said["tenant"],
-        rank=said["rank"],
+        index_in_call=said["rank"],
     )

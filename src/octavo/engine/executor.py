@@ -39,9 +39,9 @@ class Running(Protocol):
         for one. None when there is nothing of the kind: then either nothing has landed, or all has."""
 
     def put(self, masks: Masks | None) -> None:
-        """What the plan's `masked` slices wait for before they sample: once for each of its first `num_masked` columns,
-        when all of those slices' tokens before that are in, and before the plan after it is submitted. A slice that is
-        left out is sampled from all tokens, with None all are."""
+        """What the plan's `bitmask_slices` wait for before they sample: once for each of its first
+        `num_bitmask_columns` columns, when all of those slices' tokens before that are in, and before the plan
+        after it is submitted. A slice that is left out is sampled from all tokens, with None all are."""
 
     def result(self) -> StepResult:
         """Wait for the rest: all that `poll` has not given yet.

@@ -239,7 +239,7 @@ class Replay:
             return Turn(op, time_s, scheduler.schedule())
         if op in (Op.RESULT, Op.UNEVEN, Op.PART):
             plan = scheduler.in_flight[0]
-            lengths, failed = plan.samples, []
+            lengths, failed = plan.num_sampled, []
             if op is not Op.RESULT:
                 lengths = [next(numbers) for _ in range(next(numbers))]
                 failed = [next(numbers) for _ in range(next(numbers))]
@@ -269,7 +269,7 @@ class Replay:
         elif op is Op.CONFINE:
             scheduler.confine([scheduler.requests[str(next(numbers))] for _ in range(next(numbers))])
         elif op is Op.LIMIT:
-            scheduler.step_limit = next(numbers)
+            scheduler.max_num_scheduled_tokens = next(numbers)
         elif op is Op.CORRUPT:
             self._corrupt = [next(numbers) for _ in range(next(numbers))]
         return Turn(op, time_s)
@@ -283,7 +283,7 @@ class Replay:
     def _tokens(self, plan: StepPlan, lengths: list[int]) -> list[Any]:
         tokens: list[Any] = []
         for i, (seq, length) in enumerate(zip(plan.sequences, lengths, strict=True)):
-            if i in plan.draws and seq.request.decide is None:
+            if i in plan.num_samples and seq.request.select_beams is None:
                 first = len(seq.request.prompt_token_ids)
                 tokens.append([self._next(seq.request, index, first, 1)[0] for index in range(length)])
             else:
@@ -315,7 +315,7 @@ class Replay:
         request = self._make(said, arrival)
         if arrival.resumed:
             request.resume = {i: self._output(arrival, i, length) for i, length in arrival.resumed.items()}
-            request.forked, request.must_wait = True, False
+            request.forked, request.needs_result = True, False
         return request
 
     def _output(self, arrival: Arrival, index: int, length: int) -> array[int]:
@@ -325,7 +325,7 @@ class Replay:
     def _make(self, said: State, arrival: Arrival) -> Request:
         decide = self._decide(arrival) if arrival.decides else None
         prompt = self.flight.prompt(arrival)
-        return bare_request(str(arrival.number), prompt, said, stop=STOP, salt=arrival.salt, decide=decide)
+        return bare_request(str(arrival.number), prompt, said, stop=STOP, salt=arrival.salt, select_beams=decide)
 
     def _frozen_tokens(self, request: State, said: State) -> array[int]:
         """Those of a sequence that was there when a leg began."""

@@ -36,7 +36,7 @@ from octavo.core import events as ev
 from octavo.core.block_pool import _unpack
 from octavo.core.kv_cache_manager import common
 from octavo.core.plan import StepPlan, StepResult
-from octavo.core.request import Decide, Request, Sequence
+from octavo.core.request import Request, SelectBeams, Sequence
 from octavo.core.scheduler import Scheduler
 from octavo.core.snapshot import State, freeze, settings_of
 from octavo.engine.engine import Engine
@@ -222,7 +222,7 @@ class FlightRecorder:
         self._tails: dict[bytes, dict[bytes, array[int]]] = {}  # name before -> tails of pins; few, once each, and stay
         self._ends: dict[tuple[Request, bytes], bytes] = {}  # full blocks of beams -> the last one's name
         self._last_step: ev.Step | None = None
-        self._limit = self._scheduler.step_limit  # as the recording has it
+        self._limit = self._scheduler.max_num_scheduled_tokens  # as the recording has it
         self._legs: deque[_OpenLeg] = deque()
         self._stand_before(self._scheduler)
         self._unsubscribe = self._scheduler.events.subscribe(self._listen)
@@ -237,8 +237,8 @@ class FlightRecorder:
 
         def noted_add(request: Request) -> None:
             now = self._clock()
-            if request.decide is not None:
-                request.decide = self._noted_decide(request)
+            if request.select_beams is not None:
+                request.select_beams = self._noted_decide(request)
             add(request)  # first: who is refused has not been here
             self._arrived(request)
             self._note(Op.ADD, now)
@@ -270,8 +270,8 @@ class FlightRecorder:
                 leg = self._new_leg(now)
                 if scheduler.confined_to:  # which the beginning of a leg does not hold
                     self._note_confined(scheduler.confined_to)
-            if scheduler.step_limit != self._limit:
-                self._limit = scheduler.step_limit
+            if scheduler.max_num_scheduled_tokens != self._limit:
+                self._limit = scheduler.max_num_scheduled_tokens
                 self._note(Op.LIMIT, now, self._limit)
             costs = scheduler.policy.costs
             leg.costs.extend((costs.token_s, costs.step_s, costs.move_s))
@@ -284,7 +284,7 @@ class FlightRecorder:
             lengths = list(map(len, result.tokens))
             if result.corrupt:
                 self._note(Op.CORRUPT, self._clock(), len(result.corrupt), *result.corrupt)
-            if last and lengths == plan.samples and not result.errors:
+            if last and lengths == plan.num_sampled and not result.errors:
                 self._note(Op.RESULT, self._clock())
             else:
                 numbers = (len(lengths), *lengths, len(result.errors), *result.errors)
@@ -361,9 +361,9 @@ class FlightRecorder:
             len(request.prompt_token_ids),
             request.max_tokens,
             request.width,
-            request.num_draws,
-            request.decide is not None,
-            request.constrained,
+            request.num_samples,
+            request.select_beams is not None,
+            request.use_structured_output,
             request.pin,
             request.priority,
             request.sampling_params.skip_reading_prefix_cache,
@@ -371,7 +371,7 @@ class FlightRecorder:
             names,
             {index: len(list(output)) for index, output in (request.resume or {}).items()},
             tenant=request.tenant,
-            rank=request.rank,
+            rank=request.index_in_call,
         )
         arrival.samples, arrival.choices, arrival.marks = {}, [], {}
         tail = request.prompt_token_ids[len(names) // NAME_BYTES * self._size :]
@@ -394,7 +394,7 @@ class FlightRecorder:
             arrival.marks[num_full] = self._marks(end, prompt[num_full * self._size :])
             return
         arrival.samples = {}
-        for seq in (*request.sequences, *request.done):
+        for seq in (*request.sequences, *request.finished_sequences):
             names = self._all_names(request, seq.token_ids)
             arrival.samples[seq.index] = Sample(
                 len(seq.token_ids) - arrival.num_prompt,
@@ -432,8 +432,8 @@ class FlightRecorder:
     def _digest(self, parent: bytes, data: bytes) -> bytes:
         return blake2b(parent + data, digest_size=NAME_BYTES, key=self._key).digest()
 
-    def _noted_decide(self, request: Request) -> Decide:
-        decide = request.decide
+    def _noted_decide(self, request: Request) -> SelectBeams:
+        decide = request.select_beams
         assert decide is not None
 
         def noted(parents: list[tuple[Sequence, Any]]) -> list[tuple[Sequence, int]]:
@@ -483,7 +483,7 @@ class FlightRecorder:
             return arrival.number
 
         def said_by(seq: Sequence) -> bytes | None:
-            if seq.request.decide is None:
+            if seq.request.select_beams is None:
                 return None
             names = self._all_names(seq.request, seq.token_ids)
             end = names[-NAME_BYTES:] or self._root(seq.request.salt)
