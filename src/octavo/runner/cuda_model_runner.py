@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.plan import RowSetup, StepPlan, StepResult, TableWrite
-from octavo.engine.executor import Masks
+from octavo.engine.executor import GrammarBitmask
 from octavo.integers import cdiv
 from octavo.kernels.metadata import SamplingTensors
 from octavo.kernels.row_state import (
@@ -54,7 +54,7 @@ from octavo.runner.sampling.host_sampling import CarefulRunner, Logits
 from octavo.runner.sampling.logits_state import DeviceRules
 from octavo.runner.shared_prefixes import Beginnings
 
-Finish = Callable[[Masks | None], Landing]
+Finish = Callable[[GrammarBitmask | None], Landing]
 MOST_CANDIDATES = 64
 """Of a beam, that a graph finds."""
 NO_WORDS = np.empty(0, dtype=np.int64)
@@ -227,7 +227,7 @@ class CudaRunner:
         draw = self._launch_logits(size, words, len(again), kind)
 
         @torch.inference_mode()
-        def finish(masks: Masks | None) -> Landing:
+        def finish(masks: GrammarBitmask | None) -> Landing:
             nonlocal draw, slices
             self.masks.fill(masks, slices)
             goes_on = len(landing.events) + 1 < num_masked
@@ -301,7 +301,7 @@ class CudaRunner:
         careful, columns, num_columns = self.careful, list[StepResult](), max(plan.samples, default=0)
         if careful.tells_prompts(plan):
 
-            def work(masks: Masks | None) -> None:
+            def work(masks: GrammarBitmask | None) -> None:
                 columns.append(careful.column(plan, len(columns), masks))
                 self.rules.note(*careful.went_on(plan, columns))
 
@@ -315,7 +315,7 @@ class CudaRunner:
             else:
                 made, slices = self._decode_logits(len(again)), list(again)
 
-            def work(masks: Masks | None) -> None:
+            def work(masks: GrammarBitmask | None) -> None:
                 nonlocal made, slices
                 drawn = careful.draw(plan, made, careful.draws(plan, slices, len(columns)), masks)
                 self.rules.note(drawn.rows, drawn.positions, drawn.tokens)
@@ -325,7 +325,7 @@ class CudaRunner:
                     made, slices = self._decode_logits(len(again)), list(again)
 
         @torch.inference_mode()
-        def finish(masks: Masks | None) -> Landing:
+        def finish(masks: GrammarBitmask | None) -> Landing:
             work(masks)
             while plan.num_masked <= len(columns) < num_columns:
                 work(None)

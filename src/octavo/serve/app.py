@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 import octavo
 from octavo.errors import UsageError
-from octavo.frontend.time_slices import done, sliced
+from octavo.frontend.cooperative import iter_cooperatively, run_cooperatively
 from octavo.serve.debug_queries import SharedAnswer, Turns
 from octavo.serve.http.allowed_hosts import Hosts
 from octavo.serve.http.endpoint import Endpoint, Exchange, Handler, Reply, Running, Stream, as_json
@@ -109,7 +109,7 @@ class App:
         text_of: Callable[[list[int]], str] | None = None
         if service.settings.view_text:
             text_of = functools.partial(service.tokenizer.decode, skip_special_tokens=False)
-        hub = Hub(service.backend.look)
+        hub = Hub(service.backend.view_rpc)
         return View(service.names[0], hub=hub, text_of=text_of, turns=self._turns, playground=False)
 
     def _add(self, app: FastAPI, method: str, path: str, handler: Handler, *, streams: bool = False) -> None:
@@ -149,7 +149,7 @@ class App:
         return await self._generate(exchange, ask, name, prompts, self.service.completion_answer(ask, name))
 
     async def chat_completions(self, exchange: Exchange) -> Reply | Stream:
-        await done(protocol.read_arguments(exchange.body))
+        await run_cooperatively(protocol.read_arguments(exchange.body))
         ask = self.service.rules.chat(exchange.body)
         name = f"chatcmpl-{exchange.request_id}"
         prompt = await self.service.encode_chat(ask.messages, ask.template, ask.truncate)
@@ -169,7 +169,7 @@ class App:
             async for chunk in events:
                 for choice in chunk["choices"]:
                     answer.fold(choice)
-        (whole,) = await done(answer.whole())
+        (whole,) = await run_cooperatively(answer.whole())
         return as_json(whole)
 
     async def _chunks(
@@ -178,14 +178,14 @@ class App:
         run = self.service.run(ask, prompts, name, exchange.salt, exchange.trace, exchange.tenant.number)
         async with contextlib.aclosing(run) as outputs:
             async for i, output in outputs:
-                async for choice in sliced(answer.take(i, output)):
+                async for choice in iter_cooperatively(answer.take(i, output)):
                     yield answer.chunk([choice])
         if ask.include_usage:
             yield answer.usage_chunk()
 
     async def responses(self, exchange: Exchange) -> Reply | Stream:
         service, name = self.service, f"resp_{exchange.request_id}"
-        await done(protocol.read_arguments(exchange.body))
+        await run_cooperatively(protocol.read_arguments(exchange.body))
         chat = to_chat(exchange.body, warn=service.rules.warn_of_unknown)
         try:
             ask = service.rules.chat(chat)
@@ -216,7 +216,7 @@ class App:
                         has_begun = True
                         for event in making.begin():
                             yield event
-                    async for choice in sliced(answer.take(i, output)):
+                    async for choice in iter_cooperatively(answer.take(i, output)):
                         reason = choice["finish_reason"] or reason
                         for event in making.take(choice["delta"]):
                             yield event
@@ -232,7 +232,7 @@ class App:
         given = parameters.read(exchange.body, parameters.TOKENIZE, warn=service.rules.warn_of_unknown)
         service.rules.model_of(exchange.body)
         if "messages" in given:
-            await done(protocol.read_arguments(given))
+            await run_cooperatively(protocol.read_arguments(given))
             messages = protocol.messages_of(given["messages"])
             template = service.rules.template_of(given)
             if given.get("tools"):

@@ -79,7 +79,7 @@ def run_calls(engine: Engine, calls: Sequence[Call], clock: Stopwatch | Recorded
 def _make(engine: Engine, call: Call) -> RequestOutput | None:
     if call.params is None:
         return engine.abort(call.request_id)
-    engine.add(call.request_id, call.prompt_token_ids, call.params)
+    engine.add_request(call.request_id, call.prompt_token_ids, call.params)
     return None
 
 

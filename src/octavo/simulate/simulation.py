@@ -196,7 +196,7 @@ class Replica:
         self.clock.advance_to(arrival.time_s)
         name = str(index)
         try:
-            self.engine.add(name, arrival.prompt(), _params(arrival, index if self._seeded else None))
+            self.engine.add_request(name, arrival.prompt(), _params(arrival, index if self._seeded else None))
         except UsageError as error:
             count, message = self.records.refused.get(type(error).__name__, (0, str(error)))
             self.records.refused[type(error).__name__] = (count + 1, message)
@@ -280,7 +280,7 @@ def simulate(
     replicas = [Replica(setup, records, answers=answers, sample_s=sample_s) for _ in range(setup.num_replicas)]
     with ExitStack() as stack:
         for replica in replicas:
-            stack.enter_context(replica.engine.garbage)
+            stack.enter_context(replica.engine.gc_pause)
         for index, arrival in enumerate(arrivals):
             if arrival.time_s >= until_s:
                 break

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.plan import StepPlan, StepResult
-from octavo.engine.executor import Masks
+from octavo.engine.executor import GrammarBitmask
 from octavo.kernels.metadata import RaggedBatch, SamplingTensors
 from octavo.kernels.row_state import RowState
 from octavo.runner.executor import append
@@ -149,7 +149,9 @@ class CarefulRunner(ModelRunner):
             self.rows.done = self._state.done[:-1].tolist()
             self.is_behind = False
 
-    def draw(self, plan: StepPlan, made: Logits, wanted: list[Draw | None], masks: Masks | None) -> DrawnColumn:
+    def draw(
+        self, plan: StepPlan, made: Logits, wanted: list[Draw | None], masks: GrammarBitmask | None
+    ) -> DrawnColumn:
         """Waits for the logits."""
         told: list[list[Any]] = [[] for _ in plan.rows]
         column = StepResult(told)
@@ -183,7 +185,7 @@ class CarefulRunner(ModelRunner):
         return rows, positions, told
 
     @torch.inference_mode()
-    def column(self, plan: StepPlan, number: int, masks: Masks | None) -> StepResult:
+    def column(self, plan: StepPlan, number: int, masks: GrammarBitmask | None) -> StepResult:
         """Of a step that tells of prompts. The rows are read before and written after."""
         state, rows = self._state, self.rows
         rows.block_tables = state.block_tables[:-1].cpu()
