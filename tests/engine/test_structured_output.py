@@ -228,19 +228,19 @@ class Word:
     def fork(self) -> Word:
         return Word(self.word, self.at)
 
-    def advance(self, token_ids: Any) -> None:
+    def accept_tokens(self, token_ids: Any) -> None:
         for token in token_ids:
             assert token == self.word[self.at]
             self.at += 1
 
     @property
-    def may_end(self) -> bool:
+    def is_accepting(self) -> bool:
         return self.at == len(self.word)
 
     error = ""
 
-    def masks(self, matchers: list[Word]) -> np.ndarray:
-        left = [0 if m.may_end else 1 << m.word[m.at] for m in matchers]
+    def bitmasks(self, matchers: list[Word]) -> np.ndarray:
+        left = [0 if m.is_accepting else 1 << m.word[m.at] for m in matchers]
         return np.array(left, dtype=np.uint32).view(np.int32).reshape(-1, 1)
 
 

@@ -45,8 +45,8 @@ def takes(prompts: Prompts, most: int, body: dict[str, Any], text: str) -> bool:
     grammar = prompts.grammar(ask.params)
     assert grammar is not None
     matcher = grammar.start()
-    matcher.advance(prompts.tokenizer.encode(text, add_special_tokens=False, parse_special=False))
-    return matcher.may_end and not matcher.error
+    matcher.accept_tokens(prompts.tokenizer.encode(text, add_special_tokens=False, parse_special=False))
+    return matcher.is_accepting and not matcher.error
 
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)

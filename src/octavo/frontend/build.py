@@ -51,7 +51,7 @@ NO_SWAP = "lower swap_space, or set it to 0"
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """An engine and what was settled on the way."""
+    """An engine and what was resolved on the way."""
 
     engine: Engine
     config: EngineConfig
@@ -95,7 +95,7 @@ def _build(args: EngineArgs, starting: ExitStack) -> Built:
         logger.info("%s", defaults)
     tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_checkpoint(checkpoint, chat_template=template)
     device = _device(args)
-    args = args.settled(device.type)
+    args = args.resolved(device.type)
     dtype = _dtype(args, spec, checkpoint, device)
     _check_quantization(args, dtype, device)
     ops = _ops(device)
@@ -154,7 +154,7 @@ def _build(args: EngineArgs, starting: ExitStack) -> Built:
         overlap=args.async_scheduling,
         seed=args.seed,
     )
-    if args.kv_events().is_on:
+    if args.kv_events().is_enabled:
         engine.on_close.append(KVEvents(scheduler.cache, args.kv_events()).close)
     if args.flight_recorder is not None:
         engine.recorder = FlightRecorder(engine, Path(args.flight_recorder))
@@ -191,7 +191,7 @@ def _config(
 def make_scheduler(config: EngineConfig) -> Scheduler:
     """The core that a configuration describes."""
     args = config.args
-    assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # settled
+    assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # resolved
     cache = KVCache(
         config.num_blocks,
         args.block_size,
@@ -301,7 +301,7 @@ def _executor(
     """On a CPU. block is the shape and dtype of one block of K and V."""
     shape, dtype = block
     args = config.args
-    assert args.max_num_seqs  # settled
+    assert args.max_num_seqs  # resolved
     try:
         kv = _lazy_zeros((config.num_blocks + 1, *shape), dtype)
         host_kv = _lazy_zeros((config.num_host_blocks + 1, *shape), dtype)
@@ -334,7 +334,7 @@ def _gpu_executor(
 ) -> CudaExecutor:
     """On a GPU, likewise."""
     (shape, dtype), args, device = block, config.args, torch.device("cuda")
-    assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # settled
+    assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # resolved
     with starting_on(device, "pinning memory of the host for swap space", lambda _: NO_SWAP):
         host_kv = torch.empty((config.num_host_blocks + 1, *shape), dtype=dtype, pin_memory=True)
     with starting_on(device, "making the KV pool and CUDA graphs", partial(gpu.smaller_pool, args, budget)):

@@ -188,7 +188,7 @@ def limits_of(args: EngineArgs, summary: Mapping[str, Any], num_kv_tokens: int) 
     """What the engine's options come to on its device."""
     device = str(summary.get("device", "cpu"))
     return Limits(
-        max_num_seqs=args.settled(device).max_num_seqs,
+        max_num_seqs=args.resolved(device).max_num_seqs,
         max_logprobs=args.max_logprobs,
         by_priority=args.scheduling_policy == "priority",
         device="CPU" if device == "cpu" else "GPU",

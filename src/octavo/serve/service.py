@@ -26,7 +26,14 @@ from octavo.serve.openai.request import MAX_PROMPTS, Ask, Rules, renamed
 from octavo.serve.openai.response import ChatAnswer, CompletionAnswer
 from octavo.serve.text_worker import TextWorkers
 from octavo.serve.tracing import Tracing
-from octavo.text.output_parser import END_THINK, THINK, AnswerParser, ToolFormat, thinks, tool_format
+from octavo.text.output_parser import (
+    END_THINK,
+    THINK,
+    OutputParser,
+    ToolFormat,
+    detect_tool_format,
+    has_reasoning_format,
+)
 from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo.serve")
@@ -89,8 +96,10 @@ class Service:
         self.request_limits = settings.request_limits(limits.max_num_seqs, backend.max_model_len, limits.num_kv_tokens)
         self.started = int(time.time())
         template = self.tokenizer.chat_templates.get("tool_use") or self.tokenizer.chat_template
-        self.tools: ToolFormat | None = _chosen(settings.tool_call_parser, tool_format(template))
-        self.thinks = _chosen(settings.reasoning_parser, "think" if thinks(template) else None) is not None
+        self.tools: ToolFormat | None = _chosen(settings.tool_call_parser, detect_tool_format(template))
+        self.thinks = (
+            _chosen(settings.reasoning_parser, "think" if has_reasoning_format(template) else None) is not None
+        )
         self.rules = Rules(
             model_names=self.names,
             defaults=backend.get_default_sampling_params(),
@@ -279,11 +288,11 @@ class Service:
         in_think = text.rstrip().endswith(THINK) and (form is None or END_THINK in repr(form))
         names = [tool["function"]["name"] for tool in ask.tools]
 
-        def make_parser() -> AnswerParser:
+        def make_parser() -> OutputParser:
             if ask.forced_tool is not None:  # the answer is the call, whatever the model's own way to write it
-                return AnswerParser(tools="llama3_json", names=names)
+                return OutputParser(tools="llama3_json", names=names)
             tools = self.tools if ask.tools else None
-            return AnswerParser(think=self.thinks, in_think=in_think, tools=tools, names=names)
+            return OutputParser(think=self.thinks, starts_in_reasoning=in_think, tools=tools, names=names)
 
         return ChatAnswer(
             ask,

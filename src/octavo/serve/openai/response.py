@@ -19,7 +19,7 @@ from octavo.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, R
 from octavo.frontend.time_slices import BREATH
 from octavo.serve.openai.request import Ask
 from octavo.text.detokenizer import Detokenizer
-from octavo.text.output_parser import END_THINK, AnswerParser
+from octavo.text.output_parser import END_THINK, OutputParser
 from octavo.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0
@@ -269,14 +269,14 @@ class ChatAnswer(_Answer):
         tokenizer: Tokenizer,
         fingerprint: str,
         *,
-        make_parser: Callable[[], AnswerParser],
+        make_parser: Callable[[], OutputParser],
         reasons: bool,
         new_call_id: Callable[[], str],
     ) -> None:
         super().__init__(ask, name, tokenizer, fingerprint)
         self.reasons = reasons
         self._make_parser = make_parser
-        self._parsers: dict[int, AnswerParser] = {}
+        self._parsers: dict[int, OutputParser] = {}
         self._new_call_id = new_call_id
 
     def take(self, i: int, output: RequestOutput) -> Iterator[Json]:
