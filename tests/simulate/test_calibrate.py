@@ -16,9 +16,9 @@ from octavo.simulate.calibrate import (
     TERMS,
     MeasuredStep,
     TimedExecutor,
-    error,
     fit,
     measure,
+    median_error,
     nonnegative,
     rounds_of,
 )
@@ -62,13 +62,13 @@ def test_the_terms_are_found_again() -> None:
     found = fit(steps())
     for name in (*TERMS, *HOST_TERMS):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=1e-6), name
-    assert error(found, steps()) < 1e-9
+    assert median_error(found, steps()) < 1e-9
 
 
 def test_noise_is_evened_out() -> None:
     found = fit(steps(noise=0.2), move_s=7e-4)
     assert found.pass_s == pytest.approx(TRUE.pass_s, rel=0.1) and found.move_s == 7e-4
-    assert error(found, steps()) < 0.05 < error(LinearCost(4e-3, 0, 0), steps())
+    assert median_error(found, steps()) < 0.05 < median_error(LinearCost(4e-3, 0, 0), steps())
 
 
 def test_steps_that_were_held_up_count() -> None:
@@ -102,7 +102,7 @@ def test_an_engine_is_measured_by_its_own_clock() -> None:
     assert len(said) == 2 * len(ROUNDS) and len(found) > 100
     found = [MeasuredStep(s.work, s.step_s - submitting_s(s.work), s.host_s) for s in found]  # part of a step here
     cost = fit(found)
-    assert error(cost, found) < 0.01
+    assert median_error(cost, found) < 0.01
     assert cost.new_s == pytest.approx(TRUE.new_s, rel=0.02) and cost.kv_s == pytest.approx(TRUE.kv_s, rel=0.02)
 
 
