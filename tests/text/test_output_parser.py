@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from octavo.text.output_parser import OutputParser, detect_tool_format, has_reasoning_format
+from octavo.text.output_parser import OutputParser, detect_tool_format, has_reasoning
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo \\"}{", "days": [1, {"a": 2}]}}\n</tool_call>'
 ARGUMENTS = {"city": 'Oslo "}{', "days": [1, {"a": 2}]}
@@ -108,11 +108,7 @@ def test_what_a_template_tells() -> None:
     assert detect_tool_format("{% if tools %}<tool_call>{% endif %}") == "hermes"
     assert detect_tool_format("{% if tools %}<|python_tag|>{% endif %}") == "llama3_json"
     assert detect_tool_format("{% if tools %}Tools: {{ tools }}{% endif %}") is None
-    assert (
-        has_reasoning_format("{% if '</think>' in m %}")
-        and not has_reasoning_format("a")
-        and not has_reasoning_format(None)
-    )
+    assert has_reasoning("{% if '</think>' in m %}") and not has_reasoning("a") and not has_reasoning(None)
 
 
 def test_half_a_surrogate_pair_stays_an_escape() -> None:

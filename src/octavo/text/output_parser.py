@@ -53,7 +53,7 @@ def detect_tool_format(template: str | None) -> ToolFormat | None:
     return None
 
 
-def has_reasoning_format(template: str | None) -> bool:
+def has_reasoning(template: str | None) -> bool:
     """Whether a model sets its reasoning apart, as its chat template has it."""
     return template is not None and END_THINK in template
 
