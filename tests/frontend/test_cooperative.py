@@ -15,7 +15,7 @@ from octavo.engine.process import ipc
 from octavo.engine.process.ipc import Channel, endpoint_in
 from octavo.frontend import cooperative as slices
 from octavo.frontend.cooperative import YIELD_POINT, iter_cooperatively, run_cooperatively
-from tests.serve.loop import run
+from tests.serve.event_loop import run
 
 
 class Log(list[Any]):

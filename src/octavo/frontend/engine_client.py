@@ -42,7 +42,7 @@ from octavo.engine.process.ipc import (
 from octavo.engine.process.supervisor import ENGINE_COMMAND, EngineTimeouts, Supervisor, rebuild_error
 from octavo.engine.process.thread import again
 from octavo.engine.stats import EngineStats, Health, StatsSnapshot
-from octavo.errors import AnswerError, EngineError, OctavoError, ParameterError, RequestFailedError
+from octavo.errors import EngineError, EngineQueryError, OctavoError, ParameterError, RequestFailedError
 from octavo.frontend.client_request import ClientRequest, TokensLostError
 from octavo.frontend.cooperative import YIELD_POINT, run_cooperatively
 from octavo.frontend.input_processor import InputProcessor, Messages, Prompt
@@ -413,7 +413,7 @@ class EngineClient:
             finally:
                 self._asked.pop(number, None)
             if answer.error:
-                raise AnswerError(answer.error)
+                raise EngineQueryError(answer.error)
             return answer.value
 
     def shutdown(self) -> None:
