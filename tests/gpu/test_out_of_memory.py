@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo import LLM
-from octavo.engine.outputs import failure
+from octavo.engine.outputs import request_failed_error
 from tests.models.tiny import make_tiny_checkpoint
 from tests.proof.ways import OPTIONS
 from tests.runner.test_cuda_model_runner import mixture, told
@@ -29,7 +29,7 @@ class Hog:
     def __init__(self, llm: LLM, never: int = -1) -> None:
         runner: Any = llm.engine.executor.runner  # type: ignore[attr-defined]
         self.inner, self.never = runner.model, never
-        runner.model = runner.careful.model.model = self
+        runner.model = runner.host_sampling.model.model = self
 
     def forward(self, token_ids: Tensor, *rest: Any) -> Tensor:
         tokens = 1 << 20 if bool((token_ids == self.never).any()) else len(token_ids)
@@ -63,7 +63,7 @@ def test_smaller_steps_give_the_same_tokens(tmp_path: Path, little_memory: Any, 
         little_memory()
         assert told(llm.generate(prompts(len(params)), params, use_tqdm=False)) == expected
         assert llm.engine.stats.num_failed_steps > 0
-        llm.engine.executor.runner.let_go()  # type: ignore[attr-defined]
+        llm.engine.executor.runner.release_memory()  # type: ignore[attr-defined]
         assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < ROOM // 4  # all that passes took is back
 
 
@@ -80,4 +80,4 @@ def test_who_does_not_fit_alone_is_given_up_and_nobody_else(tmp_path: Path, litt
         outputs = llm.generate(few, params, use_tqdm=False)
     assert told([outputs[0], outputs[2]]) == [expected[0], expected[2]]
     assert outputs[1].outputs[0].finish_reason == "error"
-    assert failure(outputs[1]).code == "out_of_memory"
+    assert request_failed_error(outputs[1]).code == "out_of_memory"

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo import LLM, SamplingParams
-from octavo.engine.process.supervisor import Limits
+from octavo.engine.process.supervisor import EngineTimeouts
 from octavo.errors import OctavoError
 from octavo.frontend.engine_client import EngineClient
 from tests.engine.models import make_talking_checkpoint
@@ -38,7 +38,7 @@ from tests.engine.process.engines import answers, children_of, is_alive, oracle_
 from tests.proof import server_trials
 from tests.proof.oracle_engine import HOOKS, PHASES
 from tests.proof.tally import LONG_S, PROMPTS, Tally, World, oracle_prompt, params_of
-from tests.serve.loop import run
+from tests.serve.event_loop import run
 
 NOTICED_S, BACK_S, SILENCE_S = 1.0, 10.0, 11.0
 """A killed engine is noticed within the first and serves again within the second; a stopped one is noticed within the
@@ -82,7 +82,7 @@ async def strike(tally: Tally, client: EngineClient, number: int, noticed_s: flo
     tally.back_s = max(tally.back_s, back)
 
 
-async def streams_under_fire(tally: Tally, world: World, number: int, times: int, limits: Limits) -> None:
+async def streams_under_fire(tally: Tally, world: World, number: int, times: int, limits: EngineTimeouts) -> None:
     """16 streams without end, and a signal every now and then."""
     chance, over = random.Random(0), asyncio.Event()
 
@@ -111,11 +111,11 @@ def num_told(client: EngineClient) -> int:
 
 
 async def killed(tally: Tally, world: World) -> None:
-    await streams_under_fire(tally, world, signal.SIGKILL, world.times(100), Limits())
+    await streams_under_fire(tally, world, signal.SIGKILL, world.times(100), EngineTimeouts())
 
 
 async def stopped(tally: Tally, world: World) -> None:
-    await streams_under_fire(tally, world, signal.SIGSTOP, world.times(5), Limits())
+    await streams_under_fire(tally, world, signal.SIGSTOP, world.times(5), EngineTimeouts())
 
 
 ORACLE_PARAMS = SamplingParams(max_tokens=40, seed=1)
@@ -184,7 +184,7 @@ async def orphans(tally: Tally, world: World) -> None:
     program = f"""
 import asyncio
 from tests.engine.process.engines import last_of, oracle_client
-from tests.serve.loop import run
+from tests.serve.event_loop import run
 from octavo import SamplingParams
 
 async def main():

@@ -17,7 +17,7 @@ from octavo.view.live.hub import Hub
 from octavo.view.live.messages import Frame
 from octavo.view.live.state import Picture
 from tests.engine.process.engines import last_of, oracle_client
-from tests.serve.http_lab import Server, run, serving
+from tests.serve.in_process_server import Server, run, serving
 from tests.view.live.test_hub import frame_of
 
 KEY = "sk-secret"
@@ -190,7 +190,7 @@ def test_an_engine_in_a_process_of_its_own_is_seen_and_so_is_its_successor(model
     async def main() -> None:
         client = oracle_client(model)
         async with client:
-            hub = Hub(client.look)
+            hub = Hub(client.view_rpc)
             stream = hub.watch()
             picture = Picture(frame_of(await anext(stream)))
             assert picture.num_blocks == 200

@@ -15,19 +15,19 @@ if TYPE_CHECKING:  # clients, too, import what imports this
     import numpy as np
 
 
-class Masks(NamedTuple):
+class GrammarBitmask(NamedTuple):
     """Which tokens may come next in slices.
 
     slices   those that have a mask
-    words    [len(slices), num_words] int32, contiguous: token t is bit t % 32 of word t // 32. What is past the
+    bitmask  [len(slices), num_words] int32, contiguous: token t is bit t % 32 of word t // 32. What is past the
              vocabulary, whole words too, means nothing
     """
 
     slices: Seq[int]
-    words: np.ndarray
+    bitmask: np.ndarray
 
 
-class Running(Protocol):
+class StepHandle(Protocol):
     """A plan that was submitted."""
 
     @property
@@ -38,10 +38,12 @@ class Running(Protocol):
         """The columns of tokens that have landed since the last call, before the last of them; waits at most that long
         for one. None when there is nothing of the kind: then either nothing has landed, or all has."""
 
-    def put(self, masks: Masks | None) -> None:
-        """What the plan's `bitmask_slices` wait for before they sample: once for each of its first
-        `num_bitmask_columns` columns, when all of those slices' tokens before that are in, and before the plan
-        after it is submitted. A slice that is left out is sampled from all tokens, with None all are."""
+    def put_bitmask(self, masks: GrammarBitmask | None) -> None:
+        """Pass the bitmask that the next column of the plan's `bitmask_slices` waits for.
+
+        Called once for each of the first `num_bitmask_columns` columns, when all earlier tokens of those slices are in,
+        and before the next plan is submitted. Slices without an entry, and all with None, sample from all tokens.
+        """
 
     def result(self) -> StepResult:
         """Wait for the rest: all that `poll` has not given yet.
@@ -53,7 +55,7 @@ class Running(Protocol):
 
 
 class Executor(Protocol):
-    def submit(self, plan: StepPlan) -> Running:
+    def submit(self, plan: StepPlan) -> StepHandle:
         """Queue a plan behind those submitted before, and return at once."""
 
     def close(self) -> None:

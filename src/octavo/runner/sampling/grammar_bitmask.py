@@ -7,13 +7,13 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from octavo.engine.executor import Masks
+from octavo.engine.executor import GrammarBitmask
 from octavo.integers import cdiv
-from octavo.runner.sampling.sampler import which_of
+from octavo.runner.sampling.sampler import mask_indices
 from octavo.runner.streams import SideStream
 
 
-class MaskSpace:
+class BitmaskBuffer:
     """Memory on the device for the masks of one pass. It stays where it is, because captured graphs read it there.
 
     which   [num_lines] int32, words [num_lines, num_words] int32: see `reference.mask_tokens`
@@ -35,16 +35,16 @@ class MaskSpace:
         self.which.fill_(-1)
         self._is_read = False
 
-    def fill(self, masks: Masks | None, slices: Seq[int]) -> None:
+    def fill(self, masks: GrammarBitmask | None, slices: Seq[int]) -> None:
         """Queue a copy of the masks of draws for these slices, beside the pass that they draw behind. Nothing here
         waits: who has made them knows the tokens that were drawn behind the last ones, so those have been copied, and
         read."""
         numbers, end, num_words = self._staging.numpy(), self._head, self.words.shape[1]
         numbers[:end] = -1
         if masks is not None:
-            numbers[: len(slices)] = which_of(masks, slices)
+            numbers[: len(slices)] = mask_indices(masks, slices)
             end += len(masks.slices) * num_words
-            np.copyto(numbers[self._head : end].reshape(-1, num_words), masks.words[:, :num_words])
+            np.copyto(numbers[self._head : end].reshape(-1, num_words), masks.bitmask[:, :num_words])
         with self._copies.apart() if self._is_read else self._copies:
             self._all[:end].copy_(self._staging[:end], non_blocking=True)
         self._copies.join()
