@@ -619,7 +619,7 @@ def test_a_group_is_swapped_whole_each_block_once() -> None:
     parent.request.status = Status.SWAPPED
     assert len(plan.copies) == 1
     assert out.swap_outs == [SwapOut(1, 1), SwapOut(2, 2), SwapOut(3, 3), SwapOut(4, 4)]
-    assert out.swapped == [parent.request]
+    assert out.swapped_requests == [parent.request]
     assert (parent.block_ids, child.block_ids) == ([1, 2], [1, 3, 4])
     assert list(cache.swap_space.refs) == [0, 2, 1, 1, 1, 0, 0, 0, 0]
     assert cache.pool.num_used == 0 and cache.pool.num_cached == 1 and not cache._holders
@@ -631,7 +631,7 @@ def test_a_group_is_swapped_whole_each_block_once() -> None:
     assert cache.blocks_needed([(parent, 1), (child, 1)], swapped=True) == 0
     back = StepPlan()
     cache.swap_in(parent.request, found, back)
-    assert [s.src for s in back.swap_ins] == [1, 2, 3, 4] and back.swapped == [parent.request]
+    assert [s.src for s in back.swap_ins] == [1, 2, 3, 4] and back.swapped_requests == [parent.request]
     assert all(isinstance(s, SwapIn) for s in back.swap_ins)
     to = dict(back.swap_ins)
     assert (parent.block_ids, child.block_ids) == ([to[1], to[2]], [to[1], to[3], to[4]])

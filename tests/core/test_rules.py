@@ -697,7 +697,7 @@ def test_a_step_that_preempts_brings_nobody_in() -> None:
     lab.step()
     lab.step()
     assert group.status is Status.SWAPPED and lab.pool.num_available == 0
-    a.sequences[0].limit = 7  # all its positions are planned: it is B who asks
+    a.sequences[0].max_length = 7  # all its positions are planned: it is B who asks
     plan = lab.plan()
     assert b.status is Status.WAITING and lab.pool.num_available == 3
     assert group.status is Status.SWAPPED and not plan
@@ -715,7 +715,7 @@ def test_self_preemption_counts_as_preemption(mode: PreemptionMode) -> None:
     for _ in range(3):
         lab.step()
     small = lab.add("small", [9], 1)
-    lab.scheduler.running[0].sequences[0].limit = 7  # A has all its positions planned: B is the one who asks
+    lab.scheduler.running[0].sequences[0].max_length = 7  # A has all its positions planned: B is the one who asks
     plan = lab.plan()
     assert b.status is not Status.RUNNING and small.status is Status.WAITING
     assert not plan.rows

@@ -519,7 +519,7 @@ def test_a_window_shrinks_to_one_while_somebody_could_come_in() -> None:
     lab = Lab(40, window=4, budget=6)
     lab.add("A", [1, 2], 20)
     lab.step()
-    assert lab.step().samples == [4]
+    assert lab.step().num_sampled == [4]
     lab.add("B", list(range(10, 22)), 2)
     assert lab.plan().counts == [1, 5]
     lab.run()
@@ -531,10 +531,10 @@ def test_a_window_does_not_shrink_for_those_who_wait_for_others_to_end() -> None
         lab.add("A", [1, 2], 24)
         lab.step()
         lab.add("B", list(range(10, 36)), 3)
-        assert lab.step().samples == [1]
+        assert lab.step().num_sampled == [1]
         assert lab.told(ev.Waiting)
         assert lab.requests["B"].wait_reason == reason
-        assert lab.plan().samples == [4]
+        assert lab.plan().num_sampled == [4]
         lab.run()
 
 
@@ -568,8 +568,8 @@ def test_a_chunk_draws_nothing() -> None:
     for options in ({"width": 2}, {"beam": 2}):
         lab = Lab(20, budget=2, rows=2)
         lab.add("A", [1, 2, 3], 3, **options)
-        assert lab.step().draws == {}
-        assert lab.step().draws == {0: 2}
+        assert lab.step().num_samples == {}
+        assert lab.step().num_samples == {0: 2}
         lab.run()
 
 
@@ -579,7 +579,7 @@ def test_constrained_sequences_are_planned_as_others_are(width: int) -> None:
     them."""
     lab = Lab(40, window=2)
     request = lab.add("A", [1, 2, 3], 6, width=width, use_structured_output=True)
-    assert lab.step().masked == [0]
+    assert lab.step().bitmask_slices == [0]
     first, second = lab.plan(), lab.plan()
     every = list(range(width))
     assert first.num_sampled == second.num_sampled == [2] * width
@@ -593,8 +593,8 @@ def test_constrained_sequences_are_planned_as_others_are(width: int) -> None:
 def test_candidates_of_a_beam_are_drawn_from_every_sequence() -> None:
     lab = Lab(40)
     lab.add("A", [1, 2, 3], 4, beam=2)
-    assert lab.step().draws == {0: 2}
-    assert lab.step().draws == {0: 2, 1: 2}
+    assert lab.step().num_samples == {0: 2}
+    assert lab.step().num_samples == {0: 2, 1: 2}
     lab.run()
     assert make("b", [1], 1, width=3, select_beams=o.keep_best(3)).num_samples == 6  # twice its width unless told
 
@@ -607,7 +607,7 @@ def test_a_result_is_cut_at_the_first_stop_token(stops: bool) -> None:
     lab = Lab(20, window=8, habits=o.Habits(stops=stops))
     request = lab.add("A", [1, 2], 8, stop_ids=[stop, 777])
     lab.step()
-    assert lab.plan().samples == [7]
+    assert lab.plan().num_sampled == [7]
     assert lab.land() == ["A"]
     (seq,) = request.finished_sequences
     assert seq.token_ids[2:].tolist() == said[: said.index(stop) + 1]

@@ -63,11 +63,11 @@ def executor(runner: FakeRunner) -> Any:
 def test_plans_run_in_order_and_submit_does_not_wait(executor: LocalExecutor, runner: FakeRunner) -> None:
     runner.gate[0] = threading.Event()
     runs = [executor.submit(plan_of(i)) for i in range(5)]
-    assert not any(r.finished_sequences for r in runs)
+    assert not any(r.done for r in runs)
     assert runs[0].poll() is None
     runner.gate[0].set()
     assert [r.result().tokens for r in reversed(runs)] == [[[4]], [[3]], [[2]], [[1]], [[0]]]
-    assert runner.ran == list(range(5)) and all(r.finished_sequences for r in runs)
+    assert runner.ran == list(range(5)) and all(r.done for r in runs)
 
 
 def test_columns_land_one_by_one(executor: LocalExecutor, runner: FakeRunner) -> None:

@@ -167,9 +167,7 @@ class RecordedTokens:
         self._whole: dict[tuple[int, int], array[int]] = {}
 
     def samples(self, setup: RowSetup, position: int, count: int) -> Seq[Any]:
-        if (
-            setup.returns_candidates
-        ):  # beam candidates are not recorded: as many as there were
+        if setup.returns_candidates:  # beam candidates are not recorded: as many as there were
             return [(-1.0 - i, OUTPUT_TOKEN + i) for i in range(count)]
         return [self._at(setup.seed, i, position + 1, 1)[0] for i in range(count)]
 
