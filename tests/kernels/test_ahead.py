@@ -18,7 +18,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 
-from octavo.kernels.reference import Stream
+from octavo.kernels.reference import NormedResidual
 from octavo.kernels.triton import precompile as ahead
 from octavo.kernels.triton.linear import skinny as thin_linear
 from octavo.kernels.triton.linear import skinny_hopper as stream_linear
@@ -43,7 +43,7 @@ def hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With an empty cache on disk, also for other processes, and nothing in memory."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton.runtime.driver, "_active", FakeDriver())
-    for kernel in (stream_linear._stream_linear, thin_linear._begin_stream):
+    for kernel in (stream_linear._stream_linear, thin_linear._make_normed_residual):
         monkeypatch.setattr(kernel, "device_caches", type(kernel.device_caches)(kernel.create_binder))
 
 
@@ -51,8 +51,8 @@ def work() -> None:
     """Two kernels, one of them in Gluon, which is launched twice; in two forms."""
     x, norm = torch.zeros(5, 256, dtype=torch.bfloat16), torch.ones(256, dtype=torch.bfloat16)
     weight = torch.zeros(128, 256, dtype=torch.bfloat16)
-    stream = Stream(x, x, torch.zeros(3, 16))
-    thin_linear.begin_stream(x, norm)
+    stream = NormedResidual(x, x, torch.zeros(3, 16))
+    thin_linear.make_normed_residual(x, norm)
     for tuning in (StreamTuning(128, 64, 1, 3), StreamTuning(128, 64, 1, 3), StreamTuning(64, 64, 2, 2)):
         thin_linear.norm_linear(stream, 1e-6, weight, tuning=tuning)
 
@@ -79,7 +79,7 @@ def test_what_a_rehearsal_lists_is_found_later(monkeypatch: pytest.MonkeyPatch) 
     for line in lines[:2]:
         ahead.compile_line(line)
     assert launch_for_real(monkeypatch) == [
-        ("_begin_stream", True),
+        ("_make_normed_residual", True),
         ("_stream_linear", True),
         ("_stream_linear", False),
     ]

@@ -15,23 +15,23 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import reference
-from octavo.kernels.metadata import PER_ROW, RaggedBatch, SamplingTensors
-from octavo.kernels.reference import Stream
+from octavo.kernels.metadata import PER_ROW_FIELDS, RaggedBatch, SamplingTensors
+from octavo.kernels.reference import NormedResidual
 from octavo.kernels.row_state import (
-    BIASED,
+    ALLOWED_TOKENS,
     FIRST_STOP_ID,
-    LIMITED,
+    LOGIT_BIAS,
     MAX_LOGPROBS,
     MIN_P,
+    MIN_TOKENS,
     NUM_COLUMNS,
     NUM_LOGPROBS,
-    PATIENT,
-    PENALIZED,
+    PENALTIES,
     TEMPERATURE,
     TOP_P,
-    DecodeStep,
+    DecodeInputs,
+    LogitsProcessorState,
     RowState,
-    RuleState,
 )
 from octavo.kernels.triton import ops as cuda
 from octavo.kernels.triton.linear.skinny import ThinTuning
@@ -55,10 +55,10 @@ def make_state() -> RowState:
     state.block_tables[:-1] = torch.arange(1, NUM_ROWS * MAX_BLOCKS + 1, dtype=torch.int32).view(NUM_ROWS, MAX_BLOCKS)
     state.last_token[:] = torch.randint(0, 50, (NUM_ROWS + 1,))
     state.done[2] = True
-    state.setup.random_(-(1 << 62), 1 << 62)
-    state.setup[:, 3] = torch.arange(NUM_ROWS + 1)  # top_k
-    state.setup.view(torch.float64)[:, [TEMPERATURE, TOP_P, MIN_P]] = torch.rand(NUM_ROWS + 1, 3).double()
-    state.setup[:, FIRST_STOP_ID:] = torch.randint(0, 50, (NUM_ROWS + 1, NUM_COLUMNS - FIRST_STOP_ID))
+    state.sampling_params.random_(-(1 << 62), 1 << 62)
+    state.sampling_params[:, 3] = torch.arange(NUM_ROWS + 1)  # top_k
+    state.sampling_params.view(torch.float64)[:, [TEMPERATURE, TOP_P, MIN_P]] = torch.rand(NUM_ROWS + 1, 3).double()
+    state.sampling_params[:, FIRST_STOP_ID:] = torch.randint(0, 50, (NUM_ROWS + 1, NUM_COLUMNS - FIRST_STOP_ID))
     return state
 
 
@@ -73,12 +73,12 @@ def same(mine: RowState, expected: RowState) -> None:
 
 def test_begin_decode() -> None:
     rows, starts = torch.tensor([4, 2, 0, NUM_ROWS, 1]), torch.tensor([1100, 5, 7, 0, 0])
-    ends, clock = torch.tensor([1104, 9, 8, 0, 3]), torch.tensor([0, 1])  # row 0 has computed its only position
+    ends, step_counter = torch.tensor([1104, 9, 8, 0, 3]), torch.tensor([0, 1])  # row 0 has computed its only position
     state, steps = make_state(), []
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
-        tensors = [x.to(device) for x in (clock, rows, starts, ends)]
-        step = DecodeStep.over(*tensors, max_blocks=MAX_BLOCKS, block_size=BLOCK_SIZE).first(5)
-        ops.begin_decode(state if ops is reference else moved(state), step, BLOCK_SIZE)
+        tensors = [x.to(device) for x in (step_counter, rows, starts, ends)]
+        step = DecodeInputs.allocate(*tensors, max_blocks=MAX_BLOCKS, block_size=BLOCK_SIZE).first(5)
+        ops.prepare_decode_inputs(state if ops is reference else moved(state), step, BLOCK_SIZE)
         steps.append(step)
     expected, mine = steps
     assert expected.live_rows.tolist() == [4, NUM_ROWS, NUM_ROWS, NUM_ROWS, 1]
@@ -88,7 +88,7 @@ def test_begin_decode() -> None:
         assert torch.equal(getattr(mine, name).cpu(), getattr(expected, name)), name
     for name in ("positions", "slot_mapping", "seq_lens"):
         assert torch.equal(getattr(mine.batch, name).cpu(), getattr(expected.batch, name)), name
-    for name in PER_ROW:
+    for name in PER_ROW_FIELDS:
         assert torch.equal(getattr(mine.sampling, name).cpu(), getattr(expected.sampling, name)), name
     for table, wanted, length in zip(
         mine.batch.block_tables, expected.batch.block_tables, [1102, 0, 0, 0, 2], strict=True
@@ -109,7 +109,9 @@ def test_begin_chunks() -> None:
         own = moved(state) if ops is cuda else RowState(*(getattr(state, f.name).clone() for f in fields(RowState)))
         batch = RaggedBatch.from_lists(counts, counts, [[0] * 275] * 4, BLOCK_SIZE, device=device)
         token_ids = torch.empty(len(known), dtype=torch.int64, device=device)
-        ops.begin_chunks(own, rows.to(device), starts.to(device), known.to(device), batch, token_ids, BLOCK_SIZE)
+        ops.prepare_prefill_inputs(
+            own, rows.to(device), starts.to(device), known.to(device), batch, token_ids, BLOCK_SIZE
+        )
         results.append((own, batch, token_ids))
     (expected_state, expected, expected_tokens), (state, mine, tokens) = results
     same(state, expected_state)
@@ -129,18 +131,22 @@ def test_settle() -> None:
     """A token, a stop token, none, what was no number, a row that was done, and two draws of one row, both heard."""
     state = make_state()
     rows, tokens = torch.tensor([0, 1, NUM_ROWS, 3, 2, 4, 4]), torch.tensor([60, -5, 61, -1, 62, -5, -5])
-    tokens[1], tokens[5], tokens[6] = state.setup[1, FIRST_STOP_ID], state.setup[4, -1], state.setup[4, -1]
+    tokens[1], tokens[5], tokens[6] = (
+        state.sampling_params[1, FIRST_STOP_ID],
+        state.sampling_params[4, -1],
+        state.sampling_params[4, -1],
+    )
     results = []
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
         own = moved(state) if ops is cuda else RowState(*(getattr(state, f.name).clone() for f in fields(RowState)))
         ring = torch.full((3, 9), -7, dtype=torch.int32, device=device)
-        clock = torch.tensor([1, 5], device=device)
-        ops.settle(own, rows.to(device), tokens.to(device), ring, clock)
-        results.append((own, ring.cpu(), clock.cpu()))
-    (expected_state, expected_ring, expected_clock), (state, ring, clock) = results
+        step_counter = torch.tensor([1, 5], device=device)
+        ops.commit_sampled_tokens(own, rows.to(device), tokens.to(device), ring, step_counter)
+        results.append((own, ring.cpu(), step_counter.cpu()))
+    (expected_state, expected_ring, expected_step_counter), (state, ring, step_counter) = results
     same(state, expected_state)
-    assert torch.equal(ring, expected_ring) and torch.equal(clock, expected_clock)
-    assert clock.tolist() == [2, 6]
+    assert torch.equal(ring, expected_ring) and torch.equal(step_counter, expected_step_counter)
+    assert step_counter.tolist() == [2, 6]
     assert ring[1].tolist() == [60, int(tokens[1]), -1, -2, -1, int(tokens[5]), int(tokens[5]), -7, -7]
     assert state.done.cpu().tolist() == [False, True, True, True, True, False, True]
 
@@ -148,11 +154,11 @@ def test_settle() -> None:
 # -- products of few tokens -------------------------------------------------------------------------------------------
 
 
-def wide(stream: Stream) -> Stream:
-    return Stream(stream.x.double(), stream.weighted.double(), stream.squares.double())
+def wide(stream: NormedResidual) -> NormedResidual:
+    return NormedResidual(stream.x.double(), stream.weighted.double(), stream.squares.double())
 
 
-def check_stream(mine: Stream, expected: Stream, num_tokens: int) -> None:
+def check_stream(mine: NormedResidual, expected: NormedResidual, num_tokens: int) -> None:
     assert relative_error(mine.x, expected.x) < 1e-3
     assert relative_error(mine.weighted, expected.weighted) < 2e-3  # of a rounded x
     assert relative_error(mine.squares.sum(0)[:num_tokens], expected.squares.sum(0)) < 1e-3
@@ -167,7 +173,10 @@ def test_products_of_few_tokens(num_tokens: int, size: int, num_in: int, splits:
     norm = torch.rand(size, device=DEVICE).half()
     tuning = ThinTuning(rows=16, columns=128, splits=splits, num_warps=2, num_stages=3)
     begin = torch.randn(num_tokens, size, device=DEVICE).half()
-    stream, expected = cuda.begin_stream(begin, norm), reference.begin_stream(begin.double(), norm.double())
+    stream, expected = (
+        cuda.make_normed_residual(begin, norm),
+        reference.make_normed_residual(begin.double(), norm.double()),
+    )
     check_stream(stream, expected, num_tokens)
     for b in (None, bias, bias):
         wide_bias = None if b is None else b.double()
@@ -184,7 +193,7 @@ def test_a_gate_in_its_product(gate: Any, biased: bool) -> None:
     """With a norm's weight that is wider than the rest."""
     x, weight = torch.randn(5, 96, device=DEVICE).half(), torch.randn(2 * 40, 96, device=DEVICE).half() / 4
     norm, bias = torch.rand(96, device=DEVICE), torch.randn(2 * 40, device=DEVICE).half() if biased else None
-    stream = cuda.begin_stream(x, norm)
+    stream = cuda.make_normed_residual(x, norm)
     wide_bias = None if bias is None else bias.double()
     expected = reference.norm_linear(wide(stream), 1e-5, weight.double(), wide_bias, gate)
     assert relative_error(cuda.norm_linear(stream, 1e-5, weight, bias, gate), expected) < 2e-3
@@ -198,11 +207,13 @@ def test_heads_of_few_tokens_are_projected_turned_and_written() -> None:
     norms = [torch.rand(head_dim, device=DEVICE).half() for _ in range(2)]
     batch = RaggedBatch.from_lists([1] * 5, [3, 30, 17, 1, 9], [[4, 7], [1, 5], [3, 6], [2], [8]], 16, device=DEVICE)
     table = reference.rope_table(head_dim, 64, 10000.0, device=DEVICE)
-    stream = cuda.begin_stream(torch.randn(5, size, device=DEVICE).half(), torch.rand(size, device=DEVICE).half())
+    stream = cuda.make_normed_residual(
+        torch.randn(5, size, device=DEVICE).half(), torch.rand(size, device=DEVICE).half()
+    )
     kv = torch.zeros(9, 2, num_kv_heads, 16, head_dim, device=DEVICE, dtype=torch.float16)
     wide_kv = kv.double()
-    q = cuda.project_heads(stream, 0.5, weight, bias, kv, batch, table, q_norm=norms[0], k_norm=norms[1], norm_eps=0.1)
-    expected = reference.project_heads(
+    q = cuda.project_qkv(stream, 0.5, weight, bias, kv, batch, table, q_norm=norms[0], k_norm=norms[1], norm_eps=0.1)
+    expected = reference.project_qkv(
         wide(stream), 0.5, weight.double(), bias.double(), wide_kv, batch, table.double(),
         q_norm=norms[0].double(), k_norm=norms[1].double(), norm_eps=0.1,
     )  # fmt: skip
@@ -262,8 +273,8 @@ def test_a_row_that_is_not_finite_is_marked_and_no_other() -> None:
     for row, (column, value) in {1: (5002, math.nan), 3: (0, math.inf), 5: (2500, -math.inf)}.items():
         logits[row, column] = value
     expected[[1, 3, 5]] = -1
-    assert torch.equal(cuda.draw(logits.to(DEVICE), params).cpu(), expected)
-    assert torch.equal(reference.draw(logits, on_cpu(params)), expected)
+    assert torch.equal(cuda.sample_checked(logits.to(DEVICE), params).cpu(), expected)
+    assert torch.equal(reference.sample_checked(logits, on_cpu(params)), expected)
 
 
 @pytest.mark.parametrize("vocab", [50, 3003])
@@ -271,26 +282,28 @@ def test_what_rows_ask_of_their_logits(vocab: int) -> None:
     """Told tokens and noted ones, in turns, some of them twice; one draw is padding, one row asks for nothing."""
     num_rows, max_len = 5, 4000
     state, there = RowState.empty(num_rows, 1, "cpu"), RowState.empty(num_rows, 1, DEVICE)
-    rules = RuleState.empty(num_rows, vocab, torch.zeros(num_rows + 1, max_len, dtype=torch.int32))
-    rules.asks[:num_rows] = torch.tensor([PENALIZED, PENALIZED | BIASED, LIMITED | PATIENT, 15, 0])
+    rules = LogitsProcessorState.empty(num_rows, vocab, torch.zeros(num_rows + 1, max_len, dtype=torch.int32))
+    rules.enabled[:num_rows] = torch.tensor([PENALTIES, PENALTIES | LOGIT_BIAS, ALLOWED_TOKENS | MIN_TOKENS, 15, 0])
     rules.num_prompt[:num_rows] = torch.tensor([5, 1500, 3, 20, 7])
     rules.min_length[:num_rows] = torch.tensor([0, 0, 9, 30, 0])
     rules.penalties[:num_rows] = torch.tensor([1.3, 0.4, -0.2]) + 0.1 * torch.rand(num_rows, 3)
     rules.bias_ids.fill_(-1)
     for row in (1, 3):
         rules.bias_ids[row, :40] = torch.randperm(vocab)[:40].int()
-        rules.bias[row, :40] = 5 * torch.randn(40)
-    rules.allowed.random_(-(1 << 31), 1 << 31)
+        rules.bias_values[row, :40] = 5 * torch.randn(40)
+    rules.allowed_bitmask.random_(-(1 << 31), 1 << 31)
     for tensors in (state, there):
-        tensors.setup[2, FIRST_STOP_ID : FIRST_STOP_ID + 3] = torch.tensor([7, 0, vocab - 1])
-        tensors.setup[3, FIRST_STOP_ID] = 11
-    mine = RuleState(**{f.name: getattr(rules, f.name).clone().to(DEVICE) for f in fields(RuleState)})
+        tensors.sampling_params[2, FIRST_STOP_ID : FIRST_STOP_ID + 3] = torch.tensor([7, 0, vocab - 1])
+        tensors.sampling_params[3, FIRST_STOP_ID] = 11
+    mine = LogitsProcessorState(
+        **{f.name: getattr(rules, f.name).clone().to(DEVICE) for f in fields(LogitsProcessorState)}
+    )
 
     def tell(rows: list[int], starts: list[int], lengths: list[int]) -> None:
         begins = torch.tensor([0, *lengths]).cumsum(0)
         told = [torch.tensor(rows), torch.tensor(starts), begins, torch.randint(0, vocab, (int(begins[-1]),))]
-        reference.tell_tokens(rules, *told)
-        cuda.tell_tokens(mine, *(x.to(DEVICE) for x in told))
+        reference.init_token_counts(rules, *told)
+        cuda.init_token_counts(mine, *(x.to(DEVICE) for x in told))
 
     tell([0, 3, 1], [0, 0, 0], [9, 20, 1503])
     tell([3, 1], [18, 1400], [6, 104])  # most of them once more
@@ -298,17 +311,21 @@ def test_what_rows_ask_of_their_logits(vocab: int) -> None:
     for _ in range(3):
         tokens = torch.randint(0, vocab, (6,))
         tokens[1] = -1
-        reference.note_tokens(rules, rows, positions, tokens)
-        cuda.note_tokens(mine, *(x.to(DEVICE) for x in (rows, positions, tokens)))
+        reference.update_token_counts(rules, rows, positions, tokens)
+        cuda.update_token_counts(mine, *(x.to(DEVICE) for x in (rows, positions, tokens)))
         positions = positions + 1
         logits = 3 * torch.randn(6, vocab)
         changed = logits.clone().to(DEVICE)
-        cuda.apply_row_rules(changed, rows.to(DEVICE), positions.to(DEVICE), there, mine)
-        reference.apply_row_rules(logits, rows, positions, state, rules)
+        cuda.apply_row_logits_processors(changed, rows.to(DEVICE), positions.to(DEVICE), there, mine)
+        reference.apply_row_logits_processors(logits, rows, positions, state, rules)
         assert torch.allclose(changed.cpu(), logits, rtol=1e-5, atol=1e-5)
-    for f in fields(RuleState):
+    for f in fields(LogitsProcessorState):
         assert torch.equal(getattr(mine, f.name).cpu(), getattr(rules, f.name)), f.name
-    assert int(rules.counted[0]) == 9 and int(rules.counted[1]) == 1507 and int(rules.history[3, 26]) == int(tokens[0])
+    assert (
+        int(rules.num_counted[0]) == 9
+        and int(rules.num_counted[1]) == 1507
+        and int(rules.history[3, 26]) == int(tokens[0])
+    )
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 20, 300, 5003])
@@ -331,16 +348,16 @@ def test_masked_tokens_are_never_drawn(num_left: int) -> None:
     """Of a vocabulary in several pieces, some of which have no token left; two of the rows have no mask."""
     vocab = 9003
     logits, params = torch.randn(8, vocab), make_params()
-    which = torch.tensor([1, -1, 5, 2, -1, 3, 0, 3], dtype=torch.int32)  # two share one, one is nobody's
-    words = torch.zeros(6, -(-vocab // 32), dtype=torch.int32)
-    for line in range(len(words)):
+    mask_index = torch.tensor([1, -1, 5, 2, -1, 3, 0, 3], dtype=torch.int32)  # two share one, one is nobody's
+    bitmask = torch.zeros(6, -(-vocab // 32), dtype=torch.int32)
+    for line in range(len(bitmask)):
         for token in torch.randperm(vocab)[:num_left].tolist():
-            words[line, token // 32] |= (1 << token % 32) - ((1 << 32) if token % 32 == 31 else 0)
+            bitmask[line, token // 32] |= (1 << token % 32) - ((1 << 32) if token % 32 == 31 else 0)
     masked, mine = logits.clone(), logits.to(DEVICE)
-    reference.mask_tokens(masked, which, words)
-    cuda.mask_tokens(mine, which.to(DEVICE), words.to(DEVICE))
+    reference.apply_token_bitmask(masked, mask_index, bitmask)
+    cuda.apply_token_bitmask(mine, mask_index.to(DEVICE), bitmask.to(DEVICE))
     assert torch.equal(mine.cpu(), masked)
-    assert (masked > -math.inf).sum(1).tolist() == [vocab if i < 0 else num_left for i in which.tolist()]
+    assert (masked > -math.inf).sum(1).tolist() == [vocab if i < 0 else num_left for i in mask_index.tolist()]
     assert torch.equal(cuda.sample(mine, params).cpu(), reference.sample(masked, on_cpu(params)))
 
 
@@ -349,19 +366,19 @@ def test_draws_behind_masks(num_left: int) -> None:
     """One mask leaves nothing; a row that is not finite says so, also where the number is masked."""
     vocab = 9003
     logits, params = torch.randn(8, vocab), make_params()
-    which = torch.tensor([1, -1, 0, 2, 4, 3, 0, 3], dtype=torch.int32)
-    words = torch.zeros(5, -(-vocab // 32), dtype=torch.int32)
+    mask_index = torch.tensor([1, -1, 0, 2, 4, 3, 0, 3], dtype=torch.int32)
+    bitmask = torch.zeros(5, -(-vocab // 32), dtype=torch.int32)
     for line in range(4):
         for token in torch.randperm(vocab)[:num_left].tolist():
-            words[line, token // 32] |= (1 << token % 32) - ((1 << 32) if token % 32 == 31 else 0)
+            bitmask[line, token // 32] |= (1 << token % 32) - ((1 << 32) if token % 32 == 31 else 0)
     masked = logits.clone()
-    reference.mask_tokens(masked, which, words)
+    reference.apply_token_bitmask(masked, mask_index, bitmask)
     expected = reference.sample(masked, on_cpu(params))
     logits[5, int((masked[5] == -math.inf).nonzero()[7])] = math.nan
     expected[4], expected[5] = -2, -1
-    for draw, device in ((reference.draw, "cpu"), (cuda.draw, DEVICE)):
+    for draw, device in ((reference.sample_checked, "cpu"), (cuda.sample_checked, DEVICE)):
         mine = logits.to(device, copy=True)
-        found = draw(mine, params if device == DEVICE else on_cpu(params), (which.to(device), words.to(device)))
+        found = draw(mine, params if device == DEVICE else on_cpu(params), (mask_index.to(device), bitmask.to(device)))
         assert torch.equal(found.cpu(), expected)
         good = [0, 1, 2, 3, 4, 6, 7]
         assert torch.equal(mine.cpu()[good], masked[good])
@@ -377,8 +394,8 @@ def test_the_best_tokens_of_each_row(vocab: int, num: int, dtype: torch.dtype) -
     logits = logits.to(dtype)
     logits[3, vocab - 1] = math.nan
     logits[4, 0] = math.inf
-    expected = reference.best_tokens(logits, num)
-    found = cuda.best_tokens(logits.to(DEVICE), num).cpu()
+    expected = reference.packed_top_logprobs(logits, num)
+    found = cuda.packed_top_logprobs(logits.to(DEVICE), num).cpu()
     ids = slice(2, 2 + num)
     assert found[:, 1].tolist() == expected[:, 1].tolist() == [1, 1, 1, 0, 0]
     assert torch.equal(found[:3, ids], expected[:3, ids])
@@ -399,15 +416,15 @@ def test_what_the_model_thought_of_tokens(vocab: int, dtype: torch.dtype) -> Non
     logits[5, 1:] = -0.0
     logits = logits.to(dtype)
     state, asked = make_state(), (20, 0, 3, 1, -1, 7, -1)
-    state.setup[:, NUM_LOGPROBS] = torch.tensor(asked)
+    state.sampling_params[:, NUM_LOGPROBS] = torch.tensor(asked)
     rows = torch.tensor([0, 1, 5, 2, 4, 0, 3])
     tokens = torch.tensor([4, vocab - 1, 6, 5, 3, vocab // 2, -1])
-    clock = torch.tensor([1, 3])
+    step_counter = torch.tensor([1, 3])
     rings = [torch.full((3, 9, 2 + 2 * MAX_LOGPROBS), 77777, dtype=torch.int32) for _ in range(2)]
-    reference.write_logprobs(state, rows, logits, tokens, rings[0], clock)
+    reference.write_logprobs(state, rows, logits, tokens, rings[0], step_counter)
     args = [x.to(DEVICE) for x in (rows, logits, tokens)]
     mine = rings[1].to(DEVICE)
-    cuda.write_logprobs(moved(state), *args, mine, clock.to(DEVICE))
+    cuda.write_logprobs(moved(state), *args, mine, step_counter.to(DEVICE))
     found, expected = mine.cpu(), rings[0]
     bits = torch.zeros_like(found, dtype=torch.bool)
     bits[1, :6, 0] = bits[1, :6, 2 + MAX_LOGPROBS :] = True

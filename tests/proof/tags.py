@@ -27,7 +27,7 @@ from octavo.core.request import Request
 from octavo.engine.executor import Running
 from octavo.errors import CapacityError
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.row_state import DecodeStep, RowState
+from octavo.kernels.row_state import DecodeInputs, RowState
 from octavo.runner.cuda_executor import CudaExecutor
 from octavo.runner.cuda_model_runner import CudaRunner
 from octavo.runner.executor import LocalExecutor
@@ -154,12 +154,12 @@ class TaggedOps:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.ops, name)
 
-    def begin_decode(self, state: RowState, step: DecodeStep, block_size: int) -> None:
-        self.ops.begin_decode(state, step, block_size)
+    def prepare_decode_inputs(self, state: RowState, step: DecodeInputs, block_size: int) -> None:
+        self.ops.prepare_decode_inputs(state, step, block_size)
         self.tags.rows = step.live_rows
 
-    def begin_chunks(self, state: RowState, rows: Tensor, *rest: Any) -> None:
-        self.ops.begin_chunks(state, rows, *rest)
+    def prepare_prefill_inputs(self, state: RowState, rows: Tensor, *rest: Any) -> None:
+        self.ops.prepare_prefill_inputs(state, rows, *rest)
         self.tags.rows = torch.where(state.done[rows], state.null_row, rows)
 
 
@@ -221,7 +221,7 @@ def tag(llm: LLM, ops: Any, *, rows_on_device: bool, graphs: bool | Callable[[Te
     """Give an engine that has done nothing yet a pool with tags, and a runner that looks at them.
 
     rows_on_device  the GPU's runner, whatever the device is, else the CPU's
-    graphs          with its graphs; or what plays their part, made of its clock
+    graphs          with its graphs; or what plays their part, made of its step_counter
     """
     engine, args = llm.engine, llm.config.args
     old: Any = engine.executor.runner  # type: ignore[attr-defined]
@@ -246,7 +246,7 @@ def tag(llm: LLM, ops: Any, *, rows_on_device: bool, graphs: bool | Callable[[Te
             graphs=graphs is True,
         )
         if callable(graphs):
-            runner.graphs = graphs(runner.inbox.clock)
+            runner.graphs = graphs(runner.inbox.step_counter)
         careful, executor = runner.careful, CudaExecutor(runner)
     else:
         careful = ModelRunner(model, kv, host_kv, num_rows=num_rows, max_model_len=max_len, ops=ops)

@@ -52,8 +52,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 class Recorded:
     """What graphs do, without a GPU: work that is done once for nothing, and then again whenever it is replayed."""
 
-    def __init__(self, clock: Tensor) -> None:
-        self.clock = clock
+    def __init__(self, step_counter: Tensor) -> None:
+        self.step_counter = step_counter
         self.work: dict[Any, Callable[[], None]] = {}
         self.num_replays = 0
 
@@ -61,9 +61,9 @@ class Recorded:
         return name in self.work
 
     def capture(self, name: Any, work: Callable[[], None]) -> None:
-        clock = self.clock.clone()
+        step_counter = self.step_counter.clone()
         work()
-        self.clock.copy_(clock)
+        self.step_counter.copy_(step_counter)
         self.work[name] = work
 
     def replay(self, name: Any) -> None:
@@ -87,7 +87,7 @@ def on_rows(llm: LLM, *, recorded: bool = False) -> LLM:
         graphs=False,
     )
     if recorded:
-        runner.graphs = Recorded(runner.inbox.clock)  # type: ignore[assignment]
+        runner.graphs = Recorded(runner.inbox.step_counter)  # type: ignore[assignment]
     llm.engine.executor.close()
     llm.engine.executor = CudaExecutor(runner)
     return llm
@@ -363,7 +363,7 @@ def test_candidates_of_lines_that_are_broken_or_short() -> None:
     logits[1, 4] = math.nan
     plan = StepPlan()
     plan.rows, plan.draws = [4, 9], {0: 2, 1: 8}
-    found = CarefulRunner.candidates(None, plan, reference.best_tokens(logits.bfloat16(), 8))  # type: ignore[arg-type]
+    found = CarefulRunner.candidates(None, plan, reference.packed_top_logprobs(logits.bfloat16(), 8))  # type: ignore[arg-type]
     expected = logits[0].bfloat16().float().log_softmax(0).topk(2)
     assert found.tokens[0] == list(zip(expected.values.tolist(), expected.indices.tolist(), strict=True))
     assert found.errors == {1: NOT_FINITE} and len(found.tokens) == 2 and len(found.tokens[1]) == 6

@@ -25,14 +25,14 @@ class Graphs:
     """Work that was captured, by name. All graphs share one pool of memory, because only one of them runs at a time:
     capture the largest first, and the others live in what it took.
 
-    clock   see `octavo.kernels.row_state.DecodeStep`: what the work moves on, and capturing must not
+    step_counter   see `octavo.kernels.row_state.DecodeInputs`: what the work moves on, and capturing must not
     """
 
-    def __init__(self, clock: Tensor) -> None:
-        self._clock = clock
+    def __init__(self, step_counter: Tensor) -> None:
+        self._step_counter = step_counter
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._side = SideStream(clock.device)
+        self._side = SideStream(step_counter.device)
 
     def __contains__(self, name: Hashable) -> bool:
         return name in self._graphs
@@ -43,9 +43,9 @@ class Graphs:
     def capture(self, name: Hashable, work: Callable[[], None]) -> None:
         """Capture what `work` launches. It is done twice, the first time for the compiler: there must be nothing in it
         that does harm, and nothing that looks at a tensor's values."""
-        clock = self._clock.clone()
+        step_counter = self._step_counter.clone()
         work()
-        self._clock.copy_(clock)
+        self._step_counter.copy_(step_counter)
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph: that collects garbage each time, which takes longer than the capture.
         with self._side:

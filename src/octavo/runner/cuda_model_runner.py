@@ -37,7 +37,7 @@ from octavo.kernels.row_state import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
-    DecodeStep,
+    DecodeInputs,
     RowState,
 )
 from octavo.runner.checksums import NO_CHECK
@@ -113,15 +113,15 @@ class CudaRunner:
         self.check = NO_CHECK  # of the plan that was launched last
         self.careful = CarefulRunner(model, self.state, kv, max_model_len=max_model_len, ops=ops)
         self.rules = DeviceRules(self.state, self.careful.sampler, vocab_size, ops)
-        self._step = DecodeStep.over(
-            self.inbox.clock,
+        self._step = DecodeInputs.allocate(
+            self.inbox.step_counter,
             self.inbox.rows,
             self.inbox.starts,
             self.inbox.ends,
             max_blocks=max_blocks,
             block_size=self.block_size,
         )
-        self.graphs = Graphs(self.inbox.clock) if graphs else None
+        self.graphs = Graphs(self.inbox.step_counter) if graphs else None
         self._decode_sizes, self._cascade_sizes = decode_sizes(num_rows), cascade_sizes(num_rows)
         self._chunk_sizes = ChunkSizes(num_rows, max_num_tokens, max_model_len)
         self._chunk_words: dict[ChunkSize, Tensor] = {}  # where graphs read them
@@ -319,7 +319,9 @@ class CudaRunner:
                 nonlocal made, slices
                 drawn = careful.draw(plan, made, careful.draws(plan, slices, len(columns)), masks)
                 self.rules.note(drawn.rows, drawn.positions, drawn.tokens)
-                self.ops.settle(self.state, drawn.rows, drawn.tokens, self.ring.columns, self.inbox.clock)
+                self.ops.commit_sampled_tokens(
+                    self.state, drawn.rows, drawn.tokens, self.ring.columns, self.inbox.step_counter
+                )
                 columns.append(drawn.column)
                 if len(columns) < num_columns:
                     made, slices = self._decode_logits(len(again)), list(again)
@@ -361,7 +363,7 @@ class CudaRunner:
         """What the plan does to rows and blocks."""
         setup_rows, setups, places, block_ids, copy_src, copy_dst, told_rows, told = words
         if len(setup_rows):
-            self.state.setup.index_copy_(0, setup_rows, setups.view(-1, NUM_COLUMNS))
+            self.state.sampling_params.index_copy_(0, setup_rows, setups.view(-1, NUM_COLUMNS))
         if len(places):
             self.state.block_tables.view(-1).index_copy_(0, places, block_ids.int())
         if len(told_rows):
@@ -386,7 +388,7 @@ class CudaRunner:
         self.graphs.replay((size, kind))
 
     def _decode_logits(self, num_slices: int) -> Logits:
-        """Those of a pass that nothing is drawn after, until `settle` says what was."""
+        """Those of a pass that nothing is drawn after, until `commit_sampled_tokens` says what was."""
         if self.graphs is None:
             step = self._step.first(num_slices)
             return Logits(self._forward_decode(step).float(), step.live_rows, step.sampling)
@@ -400,12 +402,12 @@ class CudaRunner:
         return Logits(self._kept, step.live_rows, step.sampling)
 
     def _best_tokens(self, num_slices: int, num: int) -> Tensor:
-        """`best_tokens` of such a pass, to be read before the next one."""
+        """`packed_top_logprobs` of such a pass, to be read before the next one."""
         size = num_slices if self.graphs is None else self._decode_size(num_slices)
         name = ("best", size, num)
 
         def work() -> None:
-            self._best[name] = self.ops.best_tokens(self._forward_decode(self._step.first(size)), num)
+            self._best[name] = self.ops.packed_top_logprobs(self._forward_decode(self._step.first(size)), num)
 
         if self.graphs is None:
             work()
@@ -451,8 +453,8 @@ class CudaRunner:
         step = self._step.first(num_slices, cascade=kind.cascade)
         self._sample(Logits(self._forward_decode(step), step.live_rows, step.sampling), kind)
 
-    def _forward_decode(self, step: DecodeStep) -> Tensor:
-        self.ops.begin_decode(self.state, step, self.block_size)
+    def _forward_decode(self, step: DecodeInputs) -> Tensor:
+        self.ops.prepare_decode_inputs(self.state, step, self.block_size)
         return self.model.forward(step.token_ids, step.batch, self.kv, None)
 
     def _sample(self, made: Logits, kind: Kind, masks: MaskSpace | None = None) -> None:
@@ -464,15 +466,15 @@ class CudaRunner:
         if kind.ruled:
             tokens = self.rules.draw(logits, rows, sampling, masked, keep=kind.telling)
         else:
-            tokens = self.ops.draw(logits, sampling, masked)
+            tokens = self.ops.sample_checked(logits, sampling, masked)
         if kind.telling:
-            self.ops.write_logprobs(self.state, rows, logits, tokens, self.ring.logprobs, self.inbox.clock)
+            self.ops.write_logprobs(self.state, rows, logits, tokens, self.ring.logprobs, self.inbox.step_counter)
         if kind.ruled:
             noted = tokens
             if made.indices is not None:
                 noted = torch.where((made.indices < 0) & ~self.state.done[rows], tokens, -1)
             self.rules.note(rows, sampling.position, noted)
-        self.ops.settle(self.state, rows, tokens, self.ring.columns, self.inbox.clock)
+        self.ops.commit_sampled_tokens(self.state, rows, tokens, self.ring.columns, self.inbox.step_counter)
 
     def _keep(self, logits: Tensor) -> None:
         """In memory that no other graph writes to, as all do to each other's. Made when it is first needed."""
@@ -526,7 +528,9 @@ class CudaRunner:
         """A batch of its own each time: what kernels derive from it belongs to the graph."""
         step = ChunkStep(*split(words, size))
         batch, token_ids = step.batch(size, self.block_size), torch.zeros_like(step.known)
-        self.ops.begin_chunks(self.state, step.rows, step.starts, step.known, batch, token_ids, self.block_size)
+        self.ops.prepare_prefill_inputs(
+            self.state, step.rows, step.starts, step.known, batch, token_ids, self.block_size
+        )
         return self.model.forward(token_ids, batch, self.kv, step.draw_tokens)
 
     def _sampling(self, step: ChunkStep) -> SamplingTensors:
@@ -548,7 +552,7 @@ def _tokens_told(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _setups(setups: Seq[RowSetup], telling: Mapping[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """(rows [num], lines [num * NUM_COLUMNS]): see `RowState.setup`, and `DeviceRules.telling`."""
+    """(rows [num], lines [num * NUM_COLUMNS]): see `RowState.sampling_params`, and `DeviceRules.telling`."""
     if not setups:
         return NO_WORDS, NO_WORDS
     last = {setup.row: setup for setup in setups}  # the device writes in any order: one line a row

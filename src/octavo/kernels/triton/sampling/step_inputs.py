@@ -19,31 +19,31 @@ from octavo.kernels.row_state import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
-    DecodeStep,
+    DecodeInputs,
     RowState,
 )
 from octavo.kernels.triton.launch import given
 
 
-def begin_decode(state: RowState, step: DecodeStep, block_size: int) -> None:
-    """See `reference.begin_decode`."""
-    batch, sampling = step.batch, step.sampling
-    _begin_decode[(len(step.rows),)](
+def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int) -> None:
+    """See `reference.prepare_decode_inputs`."""
+    batch, sampling = inputs.batch, inputs.sampling
+    _prepare_decode_inputs[(len(inputs.rows),)](
         state.block_tables,
         state.last_token,
         state.done,
-        state.setup,
-        step.clock,
-        step.rows,
-        step.starts,
-        step.ends,
-        step.live_rows,
-        step.token_ids,
+        state.sampling_params,
+        inputs.step_counter,
+        inputs.rows,
+        inputs.starts,
+        inputs.ends,
+        inputs.live_rows,
+        inputs.token_ids,
         batch.positions,
         batch.slot_mapping,
         batch.seq_lens,
         batch.block_tables,
-        *given(step.clock, batch.common_lens),
+        *given(inputs.step_counter, batch.common_prefix_lens),
         sampling.temperature,
         sampling.top_k,
         sampling.top_p,
@@ -57,17 +57,17 @@ def begin_decode(state: RowState, step: DecodeStep, block_size: int) -> None:
         COLUMNS=NUM_COLUMNS,
         BLOCK_SIZE=block_size,
         TILE=256,
-        COMPARING=batch.common_lens is not None,
+        COMPARING=batch.common_prefix_lens is not None,
         num_warps=2,
     )
 
 
-def begin_chunks(
+def prepare_prefill_inputs(
     state: RowState, rows: Tensor, starts: Tensor, known: Tensor, batch: RaggedBatch, token_ids: Tensor, block_size: int
 ) -> None:
-    """See `reference.begin_chunks`."""
+    """See `reference.prepare_prefill_inputs`."""
     tile = 256
-    _begin_chunks[(len(rows), triton.cdiv(batch.max_query_len, tile))](
+    _prepare_prefill_inputs[(len(rows), triton.cdiv(batch.max_query_len, tile))](
         state.block_tables,
         state.last_token,
         state.done,
@@ -89,16 +89,16 @@ def begin_chunks(
     )
 
 
-def settle(state: RowState, rows: Tensor, tokens: Tensor, ring: Tensor, clock: Tensor) -> None:
-    """See `reference.settle`."""
-    _settle[(1,)](
+def commit_sampled_tokens(state: RowState, rows: Tensor, tokens: Tensor, ring: Tensor, step_counter: Tensor) -> None:
+    """See `reference.commit_sampled_tokens`."""
+    _commit_sampled_tokens[(1,)](
         state.last_token,
         state.done,
-        state.setup,
+        state.sampling_params,
         rows,
         tokens,
         ring,
-        clock,
+        step_counter,
         len(rows),
         ring.stride(0),
         COLUMNS=NUM_COLUMNS,
@@ -109,12 +109,12 @@ def settle(state: RowState, rows: Tensor, tokens: Tensor, ring: Tensor, clock: T
 
 # What the host counts up from step to step is not specialised on: every variant of a kernel is a compilation.
 @triton.jit(do_not_specialize=["null_row", "table_stride", "own_table_stride"])
-def _begin_decode(
+def _prepare_decode_inputs(
     block_tables,
     last_token,
     done,
-    setup,
-    clock,
+    sampling_params,
+    step_counter,
     rows,
     starts,
     ends,
@@ -124,7 +124,7 @@ def _begin_decode(
     slot_mapping,
     seq_lens,
     own_tables,
-    common_lens,
+    common_prefix_lens,
     temperature,
     top_k,
     top_p,
@@ -142,7 +142,7 @@ def _begin_decode(
 ):
     """One slice."""
     i = tl.program_id(0)
-    num_passes = tl.load(clock + 1)
+    num_passes = tl.load(step_counter + 1)
     row, live, position = _place(rows, starts, ends, done, i, num_passes)
     seq_len = tl.where(live, position + 1, 0).to(tl.int32)
     block = tl.load(block_tables + row * table_stride + position // BLOCK_SIZE).to(tl.int64)
@@ -152,7 +152,7 @@ def _begin_decode(
     tl.store(slot_mapping + i, tl.where(live, block * BLOCK_SIZE + position % BLOCK_SIZE, 0))
     tl.store(seq_lens + i, seq_len)
 
-    line = setup + row * COLUMNS
+    line = sampling_params + row * COLUMNS
     tl.store(temperature + i, tl.load(line + TEMPERATURE_AT).to(tl.float64, bitcast=True).to(tl.float32))
     tl.store(top_p + i, tl.load(line + TOP_P_AT).to(tl.float64, bitcast=True).to(tl.float32))
     tl.store(min_p + i, tl.load(line + MIN_P_AT).to(tl.float64, bitcast=True).to(tl.float32))
@@ -178,7 +178,7 @@ def _begin_decode(
             other_ids = tl.load(block_tables + other * table_stride + column, mask=column < most)
             differ = (ids != other_ids) & (column < most)
             common = tl.minimum(common, tl.min(tl.where(differ, column, most), 0))
-        tl.store(common_lens + i, common * BLOCK_SIZE)
+        tl.store(common_prefix_lens + i, common * BLOCK_SIZE)
 
 
 @triton.jit
@@ -191,7 +191,7 @@ def _place(rows, starts, ends, done, i, num_passes):
 
 
 @triton.jit(do_not_specialize=["table_stride", "own_table_stride", "width"])
-def _begin_chunks(
+def _prepare_prefill_inputs(
     block_tables,
     last_token,
     done,
@@ -243,14 +243,14 @@ def _begin_chunks(
 
 
 @triton.jit(do_not_specialize=["num_draws", "ring_stride"])
-def _settle(
+def _commit_sampled_tokens(
     last_token,
     done,
-    setup,
+    sampling_params,
     rows,
     tokens,
     ring,
-    clock,
+    step_counter,
     num_draws,
     ring_stride,
     COLUMNS: tl.constexpr,
@@ -262,19 +262,19 @@ def _settle(
     row = tl.load(rows + i, mask=here, other=0)
     token = tl.load(tokens + i, mask=here, other=0)
     alive = here & (tl.load(done + row, mask=here, other=1).to(tl.int32) == 0)
-    column = tl.load(clock)
-    num_passes = tl.load(clock + 1)
+    column = tl.load(step_counter)
+    num_passes = tl.load(step_counter + 1)
     is_number = token >= 0
     stops = token < 0
     for k in tl.static_range(STOP_IDS):
-        stops |= tl.load(setup + row * COLUMNS + STOPS_AT + k, mask=here, other=-1) == token
+        stops |= tl.load(sampling_params + row * COLUMNS + STOPS_AT + k, mask=here, other=-1) == token
     told = tl.where(alive, tl.where(is_number, token, token + (NOT_FINITE_MARK + 1)), NOTHING_MARK)
     tl.debug_barrier()  # all of this program's threads have read
     tl.store(ring + column * ring_stride + i, told.to(ring.dtype.element_ty), mask=here)
     tl.store(last_token + row, token, mask=alive & is_number)
     tl.store(done + row, stops, mask=alive & stops)
-    tl.store(clock, column + 1)
-    tl.store(clock + 1, num_passes + 1)
+    tl.store(step_counter, column + 1)
+    tl.store(step_counter + 1, num_passes + 1)
 
 
 TEMPERATURE_AT = tl.constexpr(TEMPERATURE)
