@@ -133,7 +133,7 @@ class ChunkStep(NamedTuple):
     draw_positions: Tensor
 
     def batch(self, size: ChunkSize, block_size: int) -> RaggedBatch:
-        """The ragged batch, for `prepare_prefill_inputs` to fill in. Zeroed where a rehearsal reads it unfilled."""
+        """The ragged batch that `prepare_prefill_inputs` fills in. Of a rehearsal, it has positions, too."""
         device, width = self.known.device, cdiv(size.max_seq_len, block_size)
         return RaggedBatch(
             positions=torch.zeros_like(self.known),
