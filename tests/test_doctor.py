@@ -24,7 +24,7 @@ from octavo.models.loading.loader import empty_model
 from octavo.models.param_count import num_params, weight_bytes
 from octavo.runner.cuda_graphs import cascade_sizes, decode_sizes
 from octavo.runner.memory import profile as runner_gpu
-from octavo.runner.prefill_batch import ChunkSizes
+from octavo.runner.prefill_batch import PrefillSizes
 from tests.cli.conftest import Call, call
 from tests.test_project import loaded_by
 
@@ -159,7 +159,7 @@ def test_what_is_said_of_graphs_is_true() -> None:
     assert [doctor.num_decode_graphs(n) for n in (1, 4, 100, 256, 600)] == [
         len(decode_sizes(n) + cascade_sizes(n)) for n in (1, 4, 100, 256, 600)
     ]
-    assert len(ChunkSizes.TOKENS_OF_FEW) + len(ChunkSizes.TOKENS_OF_MANY) == doctor.NUM_CHUNK_GRAPHS
+    assert len(PrefillSizes.TOKENS_OF_FEW) + len(PrefillSizes.TOKENS_OF_MANY) == doctor.NUM_CHUNK_GRAPHS
     assert (doctor.SPARE_BYTES, doctor.GRAPH_BYTES) == (runner_gpu.SPARE_BYTES, runner_gpu.GRAPH_BYTES)
 
 

@@ -23,7 +23,7 @@ from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.integers import cdiv
 from octavo.models.config import DecoderSpec, ModelSpec, spec_from_config
 from octavo.models.param_count import num_params, weight_bytes
-from octavo.runner.memory.budget import Budget, free_memory, plan_memory, see_doctor
+from octavo.runner.memory.budget import MemoryBudget, doctor_hint, free_memory, plan_memory
 
 GPUS = {"h200": 139.8, "h100": 79.1, "a100-80": 79.1, "a100-40": 39.4, "l4": 22.0}
 """GiB, as CUDA reports them: less than what the data sheet calls GB."""
@@ -32,7 +32,7 @@ CONTEXT_BYTES = 512 << 20
 SPARE_BYTES = 256 << 20
 GRAPH_BYTES = 8 << 20
 NUM_CHUNK_GRAPHS = 17
-"""As `runner.gpu` and `runner.chunks` have them, which need torch to be read; a test compares."""
+"""As `runner.memory.profile` and `runner.prefill_batch` have them, which need torch to be read; a test compares."""
 LENGTHS = (1024, 4096, 16384, 65536)
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -82,7 +82,7 @@ class Report:
     machine: Machine
     args: EngineArgs
     need: Need
-    budget: Budget | None
+    budget: MemoryBudget | None
     problem: str | None = None
     remedy: tuple[str, ...] = ()
     advice: str = ""
@@ -136,15 +136,15 @@ def examine(args: EngineArgs, gpu: str | None = None) -> Report:
     name = Path(args.model).name or args.model
     _check_quantization(args, machine)
 
-    def plan(args: EngineArgs) -> Budget:
+    def plan(args: EngineArgs) -> MemoryBudget:
         return _plan(args, spec, need_of(args, spec, checkpoint, machine), machine)
 
     problem, remedy, advice = None, cast("tuple[str, ...]", ()), ""
-    budget: Budget | None
+    budget: MemoryBudget | None
     try:
         budget = plan(args)
     except MemoryBudgetError as error:
-        problem = str(error).removesuffix(f"; {see_doctor(args)}")  # this is it
+        problem = str(error).removesuffix(f"; {doctor_hint(args)}")  # this is it
         args, remedy, budget = next(_remedies(args, machine, spec, plan), (args, (), None))
         if budget is None:
             advice = _where_instead(args, spec, checkpoint)
@@ -252,7 +252,7 @@ def _nvidia_gpu() -> tuple[str, int, int] | None:
 # -- whether it fits ---------------------------------------------------------------------------------------------------
 
 
-def _plan(args: EngineArgs, spec: ModelSpec, need: Need, machine: Machine) -> Budget:
+def _plan(args: EngineArgs, spec: ModelSpec, need: Need, machine: Machine) -> MemoryBudget:
     device_bytes = None
     free_bytes = machine.free_bytes - need.weights
     if machine.device_bytes is not None:
@@ -277,12 +277,12 @@ def _plan(args: EngineArgs, spec: ModelSpec, need: Need, machine: Machine) -> Bu
 
 def _remedies(
     args: EngineArgs, machine: Machine, spec: ModelSpec, plan: Any
-) -> Iterator[tuple[EngineArgs, tuple[str, ...], Budget]]:
+) -> Iterator[tuple[EngineArgs, tuple[str, ...], MemoryBudget]]:
     """Settings that fit, the smallest change first, with the flags that say them."""
     for changes in _changes(args, machine):
         changed = replace(args, **changes)
         try:
-            budget: Budget = plan(changed)
+            budget: MemoryBudget = plan(changed)
         except (MemoryBudgetError, ParameterError):
             continue
         if changes.get("max_model_len") == -1:  # a number says more than "as long as fits"
@@ -335,7 +335,7 @@ def _where_instead(args: EngineArgs, spec: ModelSpec, checkpoint: Checkpoint) ->
     return "no flag makes it fit here, and no one GPU that is known holds it; take a smaller model"
 
 
-def _at_once(budget: Budget, spec: ModelSpec) -> dict[int, float]:
+def _at_once(budget: MemoryBudget, spec: ModelSpec) -> dict[int, float]:
     """How many requests of so many tokens each the pool holds; where every layer has a window, blocks that no layer
     looks at any more are given back."""
     lengths = [n for n in LENGTHS if n < budget.max_model_len] + [budget.max_model_len]

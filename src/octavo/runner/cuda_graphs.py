@@ -21,7 +21,7 @@ def cascade_sizes(most: int) -> list[int]:
     return [size for size in decode_sizes(most) if size in (8, 16) or size % 32 == 0 or size == most >= 8]
 
 
-class Graphs:
+class CudaGraphs:
     """Work that was captured, by name. All graphs share one pool of memory, because only one of them runs at a time:
     capture the largest first, and the others live in what it took.
 

@@ -12,11 +12,11 @@ from octavo.config import GIB, EngineArgs
 from octavo.errors import MemoryBudgetError
 from octavo.runner.memory import profile as gpu
 from octavo.runner.memory.budget import plan_memory
-from octavo.runner.memory.profile import GPUMemory
+from octavo.runner.memory.profile import GPUMemoryProfile
 
 ARGS = EngineArgs(model="m").settled("cuda")
 BLOCK = 1 << 20
-MEMORY = GPUMemory(
+MEMORY = GPUMemoryProfile(
     total=80 * GIB,
     utilization=0.9,
     foreign=1 * GIB,
