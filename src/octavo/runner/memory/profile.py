@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-from octavo.config import GIB, GPU_MEMORY_UTILIZATION, EngineArgs
+from octavo.config import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, EngineArgs
 from octavo.errors import MemoryBudgetError
 from octavo.integers import cdiv
 from octavo.kernels.metadata import RaggedBatch, SamplingTensors
@@ -155,7 +155,7 @@ def measure(
     torch.cuda.empty_cache()
     return GPUMemoryProfile(
         total=torch.cuda.mem_get_info()[1],
-        utilization=args.gpu_memory_utilization or GPU_MEMORY_UTILIZATION,
+        utilization=args.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION,
         foreign=foreign,
         weights=before,
         activations=activations,
