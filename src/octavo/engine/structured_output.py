@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from octavo.core.request import Sequence
-from octavo.engine.executor import Masks
+from octavo.engine.executor import GrammarBitmask
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,10 +22,10 @@ class Matcher(Protocol):
 
     def fork(self) -> Matcher: ...
 
-    def advance(self, token_ids: list[int]) -> None: ...
+    def accept_tokens(self, token_ids: list[int]) -> None: ...
 
     @property
-    def may_end(self) -> bool: ...
+    def is_accepting(self) -> bool: ...
 
     @property
     def error(self) -> str: ...
@@ -36,8 +36,8 @@ class Grammar(Protocol):
 
     def start(self) -> Matcher: ...
 
-    def masks(self, matchers: Seq[Any]) -> np.ndarray:
-        """What may come next of each, of this grammar or another of the same model's: `Masks.words`."""
+    def bitmasks(self, matchers: Seq[Any]) -> np.ndarray:
+        """What may come next of each, of this grammar or another of the same model's: `GrammarBitmask.bitmask`."""
 
 
 class _Place:
@@ -85,11 +85,11 @@ class Constraint:
         """
         if error := matcher.error:
             raise ValueError(error)
-        may_end = matcher.may_end
-        _put(mask, self._stop_ids, may_end)
+        is_accepting = matcher.is_accepting
+        _put(mask, self._stop_ids, is_accepting)
         if self._ignored_ids:
             _put(mask, self._ignored_ids, False)
-            if may_end and not any(mask):
+            if is_accepting and not any(mask):
                 _put(mask, self._ignored_ids, True)
 
     def _begin(self, sequence: Sequence) -> _Place:
@@ -108,7 +108,7 @@ class Constraint:
             place.num_known += len(new)
             if self._ignored_ids:
                 new = [token for token in new if token not in self._ignored_ids]
-            place.matcher.advance(new)
+            place.matcher.accept_tokens(new)
 
 
 class Wanted(NamedTuple):
@@ -119,7 +119,7 @@ class Wanted(NamedTuple):
     constraint: Constraint
 
 
-def work_out(wanted: Seq[Wanted]) -> tuple[Masks | None, dict[int, Exception]]:
+def work_out(wanted: Seq[Wanted]) -> tuple[GrammarBitmask | None, dict[int, Exception]]:
     """The masks, and why there is none: slice -> what is wrong with its request alone."""
     followed: set[Constraint] = set()
     found: list[tuple[Wanted, Matcher]] = []
@@ -134,7 +134,7 @@ def work_out(wanted: Seq[Wanted]) -> tuple[Masks | None, dict[int, Exception]]:
             errors[want.slice_index] = error
     if not found:
         return None, errors
-    words = found[0][0].constraint.grammar.masks([matcher for _, matcher in found])
+    words = found[0][0].constraint.grammar.bitmasks([matcher for _, matcher in found])
     octets = memoryview(words).cast("B")  # type: ignore[arg-type]
     size = len(octets) // len(found)
     for i, (want, matcher) in enumerate(found):
@@ -142,7 +142,7 @@ def work_out(wanted: Seq[Wanted]) -> tuple[Masks | None, dict[int, Exception]]:
             want.constraint.finish(matcher, octets[i * size : (i + 1) * size])
         except Exception as error:
             errors[want.slice_index] = error
-    return Masks([want.slice_index for want, _ in found], words), errors
+    return GrammarBitmask([want.slice_index for want, _ in found], words), errors
 
 
 def _put(mask: memoryview, token_ids: Iterable[int], allowed: bool) -> None:

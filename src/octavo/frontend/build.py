@@ -26,7 +26,7 @@ from octavo.config import GIB, EngineArgs, EngineConfig
 from octavo.core.kv_cache_manager import KVCache
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
-from octavo.engine.kv_events import KVEvents
+from octavo.engine.kv_events import KVEventPublisher
 from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.kernels.cpu import native
 from octavo.kernels.cpu import ops as cpu_ops
@@ -50,8 +50,8 @@ NO_SWAP = "lower swap_space, or set it to 0"
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
-    """An engine and what was settled on the way."""
+class BuiltEngine:
+    """An engine and what was resolved on the way."""
 
     engine: Engine
     config: EngineConfig
@@ -76,7 +76,7 @@ class _Stopwatch:
         return f"ready in {self._last - self._began:.1f} s: {', '.join(self._laps)}"
 
 
-def build(args: EngineArgs) -> Built:
+def build(args: EngineArgs) -> BuiltEngine:
     """Load the model, plan the memory, and put the engine together. Raises `ModelError` or `MemoryBudgetError`."""
     if args.flight_recorder is not None:
         check_folder(args.flight_recorder)
@@ -84,7 +84,7 @@ def build(args: EngineArgs) -> Built:
         return _build(args, starting)
 
 
-def _build(args: EngineArgs, starting: ExitStack) -> Built:
+def _build(args: EngineArgs, starting: ExitStack) -> BuiltEngine:
     """starting: what is left when the engine has started, or has not."""
     watch = _Stopwatch()
     checkpoint = open_checkpoint(args.model, revision=args.revision, weights=args.load_format != "dummy")
@@ -95,7 +95,7 @@ def _build(args: EngineArgs, starting: ExitStack) -> Built:
         logger.info("%s", defaults)
     tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_checkpoint(checkpoint, chat_template=template)
     device = _device(args)
-    args = args.settled(device.type)
+    args = args.resolved(device.type)
     dtype = _dtype(args, spec, checkpoint, device)
     _check_quantization(args, dtype, device)
     ops = _ops(device)
@@ -154,12 +154,12 @@ def _build(args: EngineArgs, starting: ExitStack) -> Built:
         overlap=args.async_scheduling,
         seed=args.seed,
     )
-    if args.kv_events().is_on:
-        engine.on_close.append(KVEvents(scheduler.cache, args.kv_events()).close)
+    if args.kv_events().is_enabled:
+        engine.on_close.append(KVEventPublisher(scheduler.cache, args.kv_events()).close)
     if args.flight_recorder is not None:
         engine.recorder = FlightRecorder(engine, Path(args.flight_recorder))
     logger.info("%s", watch)
-    return Built(engine, config, spec, tokenizer, defaults)
+    return BuiltEngine(engine, config, spec, tokenizer, defaults)
 
 
 def check_folder(flight_recorder: str) -> None:
@@ -191,7 +191,7 @@ def _config(
 def make_scheduler(config: EngineConfig) -> Scheduler:
     """The core that a configuration describes."""
     args = config.args
-    assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # settled
+    assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # resolved
     cache = KVCache(
         config.num_blocks,
         args.block_size,
@@ -301,7 +301,7 @@ def _executor(
     """On a CPU. block is the shape and dtype of one block of K and V."""
     shape, dtype = block
     args = config.args
-    assert args.max_num_seqs  # settled
+    assert args.max_num_seqs  # resolved
     try:
         kv = _lazy_zeros((config.num_blocks + 1, *shape), dtype)
         host_kv = _lazy_zeros((config.num_host_blocks + 1, *shape), dtype)
@@ -334,7 +334,7 @@ def _gpu_executor(
 ) -> CudaExecutor:
     """On a GPU, likewise."""
     (shape, dtype), args, device = block, config.args, torch.device("cuda")
-    assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # settled
+    assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # resolved
     with startup_errors(device, "pinning memory of the host for swap space", lambda _: NO_SWAP):
         host_kv = torch.empty((config.num_host_blocks + 1, *shape), dtype=dtype, pin_memory=True)
     with startup_errors(device, "making the KV pool and CUDA graphs", partial(gpu.smaller_pool, args, budget)):

@@ -168,7 +168,7 @@ def _dump_on_signal(backend: EngineClient) -> None:
 
     async def dump() -> None:
         try:
-            told = await backend.look("dump_flight", "asked")
+            told = await backend.view_rpc("dump_recording", "asked")
         except OctavoError as error:
             told = {"error": str(error)}
         if "path" in told:
@@ -188,7 +188,7 @@ def engine_limits(args: EngineArgs, summary: Mapping[str, Any], num_kv_tokens: i
     """What the engine's options come to on its device."""
     device = str(summary.get("device", "cpu"))
     return EngineLimits(
-        max_num_seqs=args.settled(device).max_num_seqs,
+        max_num_seqs=args.resolved(device).max_num_seqs,
         max_logprobs=args.max_logprobs,
         priority_scheduling=args.scheduling_policy == "priority",
         device="CPU" if device == "cpu" else "GPU",

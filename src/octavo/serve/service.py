@@ -14,8 +14,8 @@ from typing import Any
 
 from octavo.engine.outputs import RequestOutput
 from octavo.errors import RequestFailedError, TemplateError, UsageError
-from octavo.frontend.input_processor import Prompts
-from octavo.frontend.interface import Backend
+from octavo.frontend.input_processor import InputProcessor
+from octavo.frontend.interface import EngineInterface
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
 from octavo.serve.admission import Admission
@@ -26,7 +26,7 @@ from octavo.serve.openai.request import MAX_PROMPTS, ParsedRequest, RequestParse
 from octavo.serve.openai.response import ChatResponseBuilder, CompletionResponseBuilder
 from octavo.serve.text_worker import TextWorkerPool
 from octavo.serve.tracing import Tracing
-from octavo.text.output_parser import END_THINK, THINK, AnswerParser, ToolFormat, thinks, tool_format
+from octavo.text.output_parser import END_THINK, THINK, OutputParser, ToolFormat, detect_tool_format, has_reasoning
 from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo.serve")
@@ -65,7 +65,7 @@ class Service:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: EngineInterface,
         settings: ServeArgs,
         model: str,
         limits: EngineLimits,
@@ -77,7 +77,7 @@ class Service:
         self.limits = limits
         self.names = tuple(settings.served_model_name) or (model,)
         self.tokenizer: Tokenizer = backend.get_tokenizer()
-        self.prompts = Prompts(self.tokenizer, max_model_len=backend.max_model_len)
+        self.prompts = InputProcessor(self.tokenizer, max_model_len=backend.max_model_len)
         self.texts = TextWorkerPool(self.tokenizer)
         self.metrics = Metrics(self.names[0], backend.max_model_len)
         self.admission = Admission(
@@ -89,8 +89,8 @@ class Service:
         self.request_limits = settings.request_limits(limits.max_num_seqs, backend.max_model_len, limits.num_kv_tokens)
         self.started = int(time.time())
         template = self.tokenizer.chat_templates.get("tool_use") or self.tokenizer.chat_template
-        self.tools: ToolFormat | None = _chosen(settings.tool_call_parser, tool_format(template))
-        self.thinks = _chosen(settings.reasoning_parser, "think" if thinks(template) else None) is not None
+        self.tools: ToolFormat | None = _chosen(settings.tool_call_parser, detect_tool_format(template))
+        self.thinks = _chosen(settings.reasoning_parser, "think" if has_reasoning(template) else None) is not None
         self.request_parser = RequestParser(
             model_names=self.names,
             defaults=backend.get_default_sampling_params(),
@@ -279,11 +279,11 @@ class Service:
         in_think = text.rstrip().endswith(THINK) and (form is None or END_THINK in repr(form))
         names = [tool["function"]["name"] for tool in request.tools]
 
-        def make_parser() -> AnswerParser:
+        def make_parser() -> OutputParser:
             if request.required_tool is not None:  # the answer is the call, whatever the model's own way to write it
-                return AnswerParser(tools="llama3_json", names=names)
+                return OutputParser(tools="llama3_json", names=names)
             tools = self.tools if request.tools else None
-            return AnswerParser(think=self.thinks, in_think=in_think, tools=tools, names=names)
+            return OutputParser(think=self.thinks, starts_in_reasoning=in_think, tools=tools, names=names)
 
         return ChatResponseBuilder(
             request,

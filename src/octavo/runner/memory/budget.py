@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from octavo.config import CPU_KV_BYTES, DEFAULT_SWAP_BYTES, GIB, EngineArgs
+from octavo.config import DEFAULT_CPU_KV_BYTES, DEFAULT_SWAP_BYTES, GIB, EngineArgs
 from octavo.errors import MemoryBudgetError
 from octavo.integers import cdiv
 
@@ -81,8 +81,8 @@ def plan_memory(
     elif device_bytes is not None:
         num_blocks = device_bytes // per_block - 1
     else:
-        most = (args.settled("cpu").max_num_seqs or 0) * cdiv(wanted_len, size)
-        pool = min(CPU_KV_BYTES, free // 4)
+        most = (args.resolved("cpu").max_num_seqs or 0) * cdiv(wanted_len, size)
+        pool = min(DEFAULT_CPU_KV_BYTES, free // 4)
         if args.gpu_memory_utilization is not None:
             pool = int(args.gpu_memory_utilization * (free + weight_bytes)) - weight_bytes
         num_blocks = min(pool // per_block - 1, most)

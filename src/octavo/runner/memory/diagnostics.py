@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from octavo.config import GIB, GPU_MEMORY_UTILIZATION, EngineArgs
+from octavo.config import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, EngineArgs
 from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.runner.executor import clear_tracebacks, device_lost, is_out_of_memory
 from octavo.runner.memory.budget import ceil_2, doctor_hint
@@ -49,7 +49,7 @@ def _why_not() -> str:
 def check_weights(weight_bytes: int, args: EngineArgs) -> None:
     """Raises `MemoryBudgetError` before anything is loaded where not even the weights fit."""
     free, total = _free()
-    room = min(free, int(total * (args.gpu_memory_utilization or GPU_MEMORY_UTILIZATION)))
+    room = min(free, int(total * (args.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION)))
     if weight_bytes > room:
         needed = weight_bytes + SPARE_BYTES + MIN_KV_BYTES
         if (share := ceil_2(needed / total)) <= MAX_UTILIZATION and needed <= free:

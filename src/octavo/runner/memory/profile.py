@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-from octavo.config import GIB, GPU_MEMORY_UTILIZATION, EngineArgs
+from octavo.config import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, EngineArgs
 from octavo.errors import MemoryBudgetError
 from octavo.integers import cdiv
 from octavo.kernels.metadata import RaggedBatch, SamplingTensors
@@ -155,7 +155,7 @@ def measure(
     torch.cuda.empty_cache()
     return GPUMemoryProfile(
         total=torch.cuda.mem_get_info()[1],
-        utilization=args.gpu_memory_utilization or GPU_MEMORY_UTILIZATION,
+        utilization=args.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION,
         foreign=foreign,
         weights=before,
         activations=activations,
@@ -193,7 +193,7 @@ def _pass(model: Model, kv: torch.Tensor, counts: list[int], ops: ModuleType) ->
     )
     logits = model.forward(torch.zeros(num_tokens, dtype=torch.int64, device="cuda"), batch, kv, ends[1:] - 1)
     zeros = [0] * num_seqs
-    ops.draw(logits, SamplingTensors.from_lists(*[zeros] * 7, device="cuda"))
+    ops.sample_checked(logits, SamplingTensors.from_lists(*[zeros] * 7, device="cuda"))
 
 
 def gib(num_bytes: float) -> str:

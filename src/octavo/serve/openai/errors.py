@@ -13,9 +13,9 @@ import re
 from typing import Any
 
 from octavo.errors import (
-    AnswerError,
     CapacityError,
     EngineError,
+    EngineQueryError,
     ParameterError,
     RequestFailedError,
     TemplateError,
@@ -167,7 +167,7 @@ def to_api_error(error: BaseException, request_id: str) -> ApiError:
         if error.code == RequestFailedError.code:
             return ApiError(500, error.code, "the model's numbers for this request are not finite; no other is touched")
         return internal(request_id)
-    if isinstance(error, EngineError) and not isinstance(error, AnswerError):
+    if isinstance(error, EngineError) and not isinstance(error, EngineQueryError):
         return unavailable()
     return internal(request_id)
 
