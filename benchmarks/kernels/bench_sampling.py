@@ -53,7 +53,7 @@ def compare_asking(ops: ModuleType, logits: Tensor) -> None:
     num_rows, vocab_size = logits.shape
     device = logits.device
     state, rows = RowState.empty(num_rows, 1, device), torch.arange(num_rows)
-    tokens, clock = torch.randint(vocab_size, (num_rows,)), torch.tensor([0, 0])
+    tokens, step_counter = torch.randint(vocab_size, (num_rows,)), torch.tensor([0, 0])
     ring = torch.zeros(1, num_rows, 2 + 2 * MAX_LOGPROBS, dtype=torch.int32, device="cpu", pin_memory=True)
     on_device = ring.to(device)  # the reference's
     for asking, num in ((0, -1), (1, 5), (num_rows, 0), (num_rows, 5), (num_rows, MAX_LOGPROBS)):
@@ -61,8 +61,8 @@ def compare_asking(ops: ModuleType, logits: Tensor) -> None:
         state.setup[:asking, NUM_LOGPROBS] = num
         compare(
             f"logprobs {num} of {asking} of {num_rows} rows",
-            lambda: ops.write_logprobs(state, rows, logits, tokens, ring, clock),
-            lambda: reference.write_logprobs(state, rows, logits, tokens, on_device, clock),
+            lambda: ops.write_logprobs(state, rows, logits, tokens, ring, step_counter),
+            lambda: reference.write_logprobs(state, rows, logits, tokens, on_device, step_counter),
         )
     for num in (8, 64):
         compare(

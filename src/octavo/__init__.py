@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from octavo.engine.beam_search import BeamSearchParams
     from octavo.engine.outputs import CompletionOutput, RequestOutput
     from octavo.frontend.async_llm import AsyncEngine
     from octavo.frontend.llm import LLM
+    from octavo.params.beam_search_params import BeamSearchParams
     from octavo.params.sampling_params import RequestOutputKind, SamplingParams
     from octavo.params.structured_outputs import StructuredOutputsParams
 
@@ -32,7 +32,7 @@ __all__ = [
 _HOME = {
     "LLM": "octavo.frontend.llm",
     "AsyncEngine": "octavo.frontend.async_llm",
-    "BeamSearchParams": "octavo.engine.beam_search",
+    "BeamSearchParams": "octavo.params.beam_search_params",
     "SamplingParams": "octavo.params.sampling_params",
     "StructuredOutputsParams": "octavo.params.structured_outputs",
     "RequestOutput": "octavo.engine.outputs",

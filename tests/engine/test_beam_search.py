@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from octavo.core.request import Request, Sequence
-from octavo.engine.beam_search import MOST_LENGTH_PENALTY, BeamSearch, BeamSearchParams, Candidate
+from octavo.engine.beam_search import BeamSearch, Candidate
 from octavo.errors import ParameterError, UnknownOptionError
+from octavo.params.beam_search_params import MAX_LENGTH_PENALTY, BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
 from octavo.params.validation import INT32
 from tests.models.tiny import make_tiny_checkpoint, random_prompts
@@ -166,7 +167,7 @@ def test_what_is_out_of_range_is_refused(options: dict[str, Any], param: str) ->
     assert error.value.param == param
 
 
-@pytest.mark.parametrize("penalty", [-MOST_LENGTH_PENALTY, MOST_LENGTH_PENALTY])
+@pytest.mark.parametrize("penalty", [-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY])
 def test_every_length_has_a_score(penalty: float) -> None:
     params = BeamSearchParams(beam_width=1, max_tokens=INT32, length_penalty=penalty)
     search = BeamSearch(params, 1, frozenset())

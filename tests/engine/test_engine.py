@@ -19,13 +19,13 @@ from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence
 from octavo.core.scheduler import Scheduler
 from octavo.engine import oom_backoff as step_limit
-from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.engine import MOST_PRIORITY, Engine
 from octavo.engine.executor import Masks
 from octavo.engine.oom_backoff import StepLimit, pass_size
 from octavo.engine.outputs import RequestOutput, RequestState, failure
 from octavo.engine.timeline import describe_kv
 from octavo.errors import ContextLengthError, EngineError, ParameterError, PromptError, StepError, StepMemoryError
+from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
 from tests.proof import oracle as o
 
@@ -60,7 +60,7 @@ class Letters:
 class Counting:
     """A grammar, and a place in it, that allows everything; its masks say which tokens they are of."""
 
-    may_end, error = True, ""
+    is_accepting, error = True, ""
 
     def __init__(self, tokens: tuple[int, ...] = ()) -> None:
         self.tokens = tokens
@@ -71,10 +71,10 @@ class Counting:
     def fork(self) -> Counting:
         return Counting(self.tokens)
 
-    def advance(self, token_ids: Any) -> None:
+    def accept_tokens(self, token_ids: Any) -> None:
         self.tokens += tuple(token_ids)
 
-    def masks(self, matchers: Any) -> np.ndarray:
+    def bitmasks(self, matchers: Any) -> np.ndarray:
         return np.array([[0, *self._words(m.tokens)] for m in matchers], dtype=np.int32)
 
     @staticmethod

@@ -17,7 +17,7 @@ import pytest
 from octavo import LLM, AsyncEngine, SamplingParams
 from octavo.config import EngineArgs
 from octavo.core.request import Request, Sequence
-from octavo.engine.beam_search import BeamSearch, BeamSearchParams
+from octavo.engine.beam_search import BeamSearch
 from octavo.engine.engine import Engine
 from octavo.engine.gc_control import QuietGarbage
 from octavo.engine.outputs import RequestState
@@ -28,6 +28,7 @@ from octavo.errors import RequestFailedError
 from octavo.frontend.build import build
 from octavo.frontend.client_request import Mirror
 from octavo.frontend.input_processor import Prompts
+from octavo.params.beam_search_params import BeamSearchParams
 from tests.engine.models import WrappedModel, make_talking_checkpoint
 from tests.engine.process.engines import last_of, oracle_client, own_directory, run, serving  # noqa: F401
 

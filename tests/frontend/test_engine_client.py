@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from octavo import LLM, RequestOutput, SamplingParams
-from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.outputs import CompletionOutput
 from octavo.errors import ParameterError
 from octavo.frontend.engine_client import EngineClient
+from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind
 from tests.engine.models import make_talking_checkpoint
 from tests.engine.process.engines import OPTIONS, own_directory, real_client, run, serving, until  # noqa: F401

@@ -143,13 +143,13 @@ Plant: TypeAlias = Callable[[pytest.MonkeyPatch, ModuleType, ModuleType], None]
 
 def shift_a_row(monkeypatch: pytest.MonkeyPatch, ops: ModuleType, row_ops: ModuleType) -> None:
     """The first row that decodes is turned, or embedded, as if it were a position further on."""
-    begin = row_ops.begin_decode
+    begin = row_ops.prepare_decode_inputs
 
     def wrong(state: RowState, step: DecodeStep, block_size: int) -> None:
         begin(state, step, block_size)
         step.batch.positions[:1] += 1
 
-    monkeypatch.setattr(row_ops, "begin_decode", wrong)
+    monkeypatch.setattr(row_ops, "prepare_decode_inputs", wrong)
 
 
 def lose_a_block_of_values(monkeypatch: pytest.MonkeyPatch, ops: ModuleType, row_ops: ModuleType) -> None:

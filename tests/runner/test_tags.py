@@ -105,14 +105,14 @@ def write_one_slot_off(tags: t.Tags, runner: Any) -> None:
 
 def share_what_is_not_its_own(tags: t.Tags, runner: Any) -> None:
     """A table whose first block is another's."""
-    begin = runner.ops.begin_decode
+    begin = runner.ops.prepare_decode_inputs
 
     def wrong(state: Any, step: Any, block_size: int) -> None:
         begin(state, step, block_size)
         if len(step.rows) > 1:
             step.batch.block_tables[0, 0] = step.batch.block_tables[1, 0]
 
-    runner.ops.begin_decode = wrong
+    runner.ops.prepare_decode_inputs = wrong
 
 
 PLANTS: list[Plant] = [lose_a_copy, swap_to_the_wrong_block, write_one_slot_off, share_what_is_not_its_own]

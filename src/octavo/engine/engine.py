@@ -16,7 +16,7 @@ from octavo.core import events as ev
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import Request, Sequence
 from octavo.core.scheduler import Scheduler
-from octavo.engine.beam_search import BeamSearch, BeamSearchParams
+from octavo.engine.beam_search import BeamSearch
 from octavo.engine.executor import Executor, Masks, Running
 from octavo.engine.failure_search import Halving
 from octavo.engine.gc_control import QuietGarbage
@@ -34,6 +34,7 @@ from octavo.errors import (
     StepError,
     StepMemoryError,
 )
+from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import INT64, RequestOutputKind, SamplingParams
 
 logger = logging.getLogger("octavo.engine")

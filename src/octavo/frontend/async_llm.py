@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from octavo.core.kv_cache_manager import KVStats
-from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.engine import Engine, pin_id
 from octavo.engine.outputs import RequestOutput, failure
 from octavo.engine.process.thread import EngineThread
@@ -20,6 +19,7 @@ from octavo.engine.stats import BackendStats, Health
 from octavo.engine.timeline import describe_kv, describe_request
 from octavo.errors import OctavoError
 from octavo.frontend.input_processor import Messages, Prompt, Prompts
+from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind, SamplingParams
 from octavo.text.tokenizer import Tokenizer
 from octavo.view.live import publisher

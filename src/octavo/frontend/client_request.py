@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from octavo.core.request import Request, Sequence
-from octavo.engine.beam_search import BeamSearch, BeamSearchParams
+from octavo.engine.beam_search import BeamSearch
 from octavo.engine.outputs import MakeDetokenizer, RequestMetrics, RequestOutput, RequestState
 from octavo.engine.process.ipc import Add, Sample, Update, pack, params_to_wire
+from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
 from octavo.params.validation import INT32
 

@@ -22,7 +22,6 @@ from octavo.checkpoint.generation_config import sampling_defaults
 from octavo.checkpoint.resolve import open_checkpoint
 from octavo.config import EngineArgs
 from octavo.core.kv_cache_manager import KVStats
-from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.engine import PIN_PARAMS, check_priority, check_prompt, draw_seed, pin_id
 from octavo.engine.failure_search import Halving
 from octavo.engine.outputs import RequestOutput, failure
@@ -43,11 +42,12 @@ from octavo.engine.process.ipc import (
 from octavo.engine.process.supervisor import ENGINE, Limits, Supervisor, error_of
 from octavo.engine.process.thread import again
 from octavo.engine.stats import BackendStats, EngineStats, Health
-from octavo.errors import AnswerError, EngineError, OctavoError, ParameterError, RequestFailedError
+from octavo.errors import EngineError, EngineQueryError, OctavoError, ParameterError, RequestFailedError
 from octavo.frontend.client_request import Mirror, TokensLostError
 from octavo.frontend.input_processor import Messages, Prompt, Prompts
 from octavo.frontend.interface import ClientStats
 from octavo.frontend.time_slices import BREATH, done
+from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind, SamplingParams
 from octavo.text import chat_template
 from octavo.text.tokenizer import Tokenizer
@@ -408,7 +408,7 @@ class EngineClient:
             finally:
                 self._asked.pop(number, None)
             if answer.error:
-                raise AnswerError(answer.error)
+                raise EngineQueryError(answer.error)
             return answer.value
 
     def shutdown(self) -> None:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from octavo.core.kv_cache_manager import KVStats
-from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.outputs import RequestOutput
 from octavo.engine.stats import BackendStats, Health
 from octavo.frontend.input_processor import Messages, Prompt
+from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
 from octavo.text.tokenizer import Tokenizer
 

@@ -14,7 +14,6 @@ from typing import Any, cast
 
 from octavo.config import EngineArgs
 from octavo.core.kv_cache_manager import KVStats
-from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.outputs import RequestOutput, failure
 from octavo.engine.process.thread import joined
 from octavo.engine.sigint import BetweenSteps
@@ -22,6 +21,7 @@ from octavo.engine.stats import EngineStats
 from octavo.errors import EngineError, ParameterError
 from octavo.frontend.build import build
 from octavo.frontend.input_processor import Messages, Prompt, Prompts, list_of
+from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
 from octavo.text.tokenizer import Tokenizer
 

@@ -132,11 +132,11 @@ class RuleState:
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """One position of up to `len(rows)` rows. The first part is said by the host once a plan; `begin_decode` makes the
-    second from it and from the rows, once a pass. All tensors stay where they are: graphs know their addresses.
+    """One position of up to `len(rows)` rows. The host writes the first part once a plan; `prepare_decode_inputs` makes
+    the second from it and from the rows, once a pass. All tensors stay where they are: graphs know their addresses.
 
-    clock         [2] int64: the ring's column that this pass fills, and how many passes of its plan were before it.
-                  `settle` moves both on, which is what makes one captured graph another step at each replay
+    step_counter  [2] int64: the ring's column that this pass fills, and how many passes of its plan were before it.
+                  `commit_sampled_tokens` advances both, so that one captured graph is another step at each replay
     rows          [num_slices] int64, the null row for padding
     starts, ends  [num_slices] int64: pass p computes position starts + p, unless that is ends or beyond
 
@@ -146,7 +146,7 @@ class DecodeStep:
     sampling      of the token after it
     """
 
-    clock: Tensor
+    step_counter: Tensor
     rows: Tensor
     starts: Tensor
     ends: Tensor
@@ -157,7 +157,7 @@ class DecodeStep:
 
     @classmethod
     def over(
-        cls, clock: Tensor, rows: Tensor, starts: Tensor, ends: Tensor, *, max_blocks: int, block_size: int
+        cls, step_counter: Tensor, rows: Tensor, starts: Tensor, ends: Tensor, *, max_blocks: int, block_size: int
     ) -> DecodeStep:
         """A step with buffers of its own for what the device makes."""
 
@@ -177,7 +177,7 @@ class DecodeStep:
         )
         sampling = SamplingTensors.from_lists(*([[0] * n] * 7), device=rows.device)
         sampling = replace(sampling, all_greedy=False, any_filter=True)
-        return cls(clock, rows, starts, ends, make(n), make(n), batch, sampling)
+        return cls(step_counter, rows, starts, ends, make(n), make(n), batch, sampling)
 
     def first(self, num_slices: int, *, cascade: bool = False) -> DecodeStep:
         """The same step, cut to fewer slices: a view, but for what kernels derive from a batch.
@@ -197,4 +197,4 @@ class DecodeStep:
         )
         sampling = self.sampling.first(n)
         rows, starts, ends = self.rows[:n], self.starts[:n], self.ends[:n]
-        return DecodeStep(self.clock, rows, starts, ends, self.live_rows[:n], self.token_ids[:n], part, sampling)
+        return DecodeStep(self.step_counter, rows, starts, ends, self.live_rows[:n], self.token_ids[:n], part, sampling)

@@ -12,10 +12,10 @@ WORDS = 1 << 17
 """Of 8 bytes, which the device keeps for what most plans bring; a larger one takes memory of its own for a moment."""
 
 
-class Inbox:
+class InputBuffers:
     """Words of int64 on the device. The first ones stay in their places, because captured graphs read them there:
 
-    | clock | rows of all slices | starts of all slices | ends of all slices | whatever else the plan brings, in parts |
+    | step counter | rows of slices | starts of slices | ends of slices | the other parts of the plan |
 
     See `octavo.kernels.row_state.DecodeStep` for what these are.
     """
@@ -28,7 +28,7 @@ class Inbox:
         self.words = torch.zeros(self.head + WORDS, dtype=torch.int64, device=device)
         self._staging = torch.empty(2, len(self.words), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._turn = 0
-        self.clock = self.words[:2]
+        self.step_counter = self.words[:2]
         self.rows, self.starts, self.ends = self.words[2 : self.head].view(3, stride)[:, :num_slices]
 
     def send(

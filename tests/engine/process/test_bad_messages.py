@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from octavo import SamplingParams
-from octavo.engine.beam_search import BeamSearchParams, Hypothesis
+from octavo.engine.beam_search import Hypothesis
 from octavo.engine.process.ipc import (
     Abort,
     Add,
@@ -42,6 +42,7 @@ from octavo.engine.process.supervisor import EngineProcess
 from octavo.errors import EngineError, ParameterError, PromptError, RequestFailedError
 from octavo.frontend.client_request import Mirror
 from octavo.frontend.engine_client import MAX_LOSSES, EngineClient
+from octavo.params.beam_search_params import BeamSearchParams
 from tests.engine.process.engines import (  # noqa: F401
     answers,
     last_of,
@@ -53,7 +54,7 @@ from tests.engine.process.engines import (  # noqa: F401
     until,
 )
 from tests.engine.process.test_supervisor import PARAMS, expected, many, prompt
-from tests.serve.loop import run
+from tests.serve.event_loop import run
 
 LONGER = SamplingParams(max_tokens=100, seed=1)
 encode = msgspec.msgpack.encode

@@ -19,7 +19,7 @@ import pytest
 from octavo import SamplingParams
 from octavo.core import events as ev
 from octavo.core.plan import TokenLogprobs
-from octavo.engine.beam_search import BeamSearchParams, Hypothesis
+from octavo.engine.beam_search import Hypothesis
 from octavo.engine.outputs import failure
 from octavo.engine.process.ipc import (
     HERE,
@@ -52,8 +52,9 @@ from octavo.engine.process.server import FIRST_STEPS, PATIENCE, WARM_UP_S, Engin
 from octavo.engine.process.supervisor import error_of
 from octavo.errors import CapacityError, EngineError, ParameterError, RequestFailedError, UnknownOptionError
 from octavo.frontend.client_request import Mirror
+from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind
-from octavo.serve.openai import errors as problems
+from octavo.serve.openai import errors
 from tests.engine.process.engines import own_directory, run  # noqa: F401
 
 OTHER: dict[str, Any] = {
@@ -173,7 +174,7 @@ def test_a_grammar_that_no_process_tries_fails_its_request_alone() -> None:
     host._add_compiled()
     (refusal,) = host._refusals
     error = error_of(refusal.error, refusal.message, refusal.param, refusal.code)
-    problem = problems.of(error, refusal.request_id)
+    problem = errors.to_api_error(error, refusal.request_id)
     assert (problem.status, problem.code, str(problem)) == (503, "grammar_unavailable", "no process")
 
 

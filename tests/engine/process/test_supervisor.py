@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 
 from octavo import SamplingParams
-from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.process.ipc import Lifeline
 from octavo.engine.process.supervisor import Limits
 from octavo.errors import (
@@ -34,6 +33,7 @@ from octavo.errors import (
 )
 from octavo.frontend import engine_client as client_module
 from octavo.frontend.engine_client import EngineClient
+from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind
 from tests.engine.models import make_talking_checkpoint
 from tests.engine.process.engines import (
@@ -400,7 +400,7 @@ def test_no_engine_outlives_its_parent(model: str) -> None:
 import sys
 sys.path.insert(0, {str(Path(__file__).parents[3])!r})
 from tests.engine.process.engines import last_of, oracle_client
-from tests.serve.loop import run
+from tests.serve.event_loop import run
 from octavo import SamplingParams
 
 async def main():

@@ -30,10 +30,11 @@ import zmq
 from msgspec import Meta
 
 from octavo.core.plan import TokenLogprobs
-from octavo.engine.beam_search import BeamSearchParams, Hypothesis
+from octavo.engine.beam_search import Hypothesis
 from octavo.engine.stats import BackendStats
 from octavo.errors import ParameterError, PromptError
 from octavo.log_setup import LogSettings
+from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import INT64, RequestOutputKind, SamplingParams
 from octavo.params.validation import INT32
 

@@ -16,7 +16,6 @@ from octavo.core import events as ev
 from octavo.core.plan import TokenLogprobs
 from octavo.core.request import Sequence
 from octavo.engine import timeline as inspect
-from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.engine import Engine, pin_id
 from octavo.engine.outputs import MakeDetokenizer, RequestState
 from octavo.engine.process.ipc import (
@@ -48,6 +47,7 @@ from octavo.engine.process.ipc import (
 from octavo.engine.stats import BackendStats
 from octavo.engine.structured_output import Grammar
 from octavo.errors import OctavoError, UsageError
+from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
 
 logger = logging.getLogger("octavo.engine")

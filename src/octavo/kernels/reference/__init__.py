@@ -628,10 +628,10 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Ten
 # -- decoding without the host ----------------------------------------------------------------------------------------
 
 
-def begin_decode(state: RowState, step: DecodeStep, block_size: int) -> None:
+def prepare_decode_inputs(state: RowState, step: DecodeStep, block_size: int) -> None:
     """From the rows to the inputs of one pass that computes one position of each: fill the step's second part."""
     batch, sampling = step.batch, step.sampling
-    position = step.starts + step.clock[1]
+    position = step.starts + step.step_counter[1]
     live = (position < step.ends) & ~state.done[step.rows]
     position = torch.where(live, position, 0)
     tables = state.block_tables[step.rows, : batch.block_tables.shape[1]]  # [num_slices, max_blocks]
@@ -653,7 +653,7 @@ def begin_decode(state: RowState, step: DecodeStep, block_size: int) -> None:
         getattr(sampling, name).copy_(getattr(own, name))
 
 
-def begin_chunks(
+def prepare_prefill_inputs(
     state: RowState, rows: Tensor, starts: Tensor, known: Tensor, batch: RaggedBatch, token_ids: Tensor, block_size: int
 ) -> None:
     """From the rows to the inputs of one pass over slices of any length.
@@ -748,37 +748,40 @@ def apply_row_rules(logits: Tensor, rows: Tensor, positions: Tensor, state: RowS
             mask_tokens(line.unsqueeze(0), torch.zeros(1, dtype=torch.int32), rules.allowed[row].unsqueeze(0))
 
 
-def write_logprobs(state: RowState, rows: Tensor, logits: Tensor, tokens: Tensor, ring: Tensor, clock: Tensor) -> None:
-    """What the model thought of tokens, for the host, where their rows ask for it; before `settle`.
+def write_logprobs(
+    state: RowState, rows: Tensor, logits: Tensor, tokens: Tensor, ring: Tensor, step_counter: Tensor
+) -> None:
+    """What the model thought of tokens, for the host, where their rows ask for it; before `commit_sampled_tokens`.
 
     rows    [num_draws] int64
     logits  [num_draws, vocab_size], as the model gave them
     tokens  [num_draws] int64; of a negative one nothing is told
-    ring    [num_columns, at least num_draws, 2 + 2 * MAX_LOGPROBS] int32; in column clock[0] each gets a line of words,
-            see `best_tokens`: of as many tokens as the row asks for, the bits at 2 + MAX_LOGPROBS
+    ring    [num_columns, at least num_draws, 2 + 2 * MAX_LOGPROBS] int32; in column step_counter[0] each gets a line of
+            words, see `best_tokens`: of as many tokens as the row asks for, the bits at 2 + MAX_LOGPROBS
     """
     for i, num in enumerate(state.setup[rows, NUM_LOGPROBS].tolist()):
         if num < 0 or tokens[i] < 0:
             continue
         chosen, rank, ids, best = token_logprobs(logits[i : i + 1].float(), tokens[i : i + 1], num)
-        line = ring[clock[0], i]
+        line = ring[step_counter[0], i]
         line[0], line[1] = chosen.view(torch.int32), rank
         line[2 : 2 + num] = ids
         line[2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + num] = best.contiguous().view(torch.int32)
 
 
-def settle(state: RowState, rows: Tensor, tokens: Tensor, ring: Tensor, clock: Tensor) -> None:
-    """From the tokens of a pass to the rows, and into the ring for the host; moves the clock on.
+def commit_sampled_tokens(state: RowState, rows: Tensor, tokens: Tensor, ring: Tensor, step_counter: Tensor) -> None:
+    """From the tokens of a pass to the rows, and into the ring for the host; advances the step counter.
 
     rows    [num_draws] int64, whose each token is; several draws may be of one row, which the host goes on with
     tokens  [num_draws] int64 from `draw`; -2 where all were ruled out
-    ring    [num_columns, at least num_draws] int32; column clock[0] is filled: the token, or a mark of `kernels.rows`
+    ring    [num_columns, at least num_draws] int32; column step_counter[0] is filled: the token, or a mark of
+            `kernels.row_state`
     """
     alive = ~state.done[rows]
     told = torch.where(tokens < 0, tokens + (NOT_FINITE + 1), tokens)
-    ring[clock[0], : len(rows)] = torch.where(alive, told, NOTHING_SAMPLED).to(ring.dtype)
+    ring[step_counter[0], : len(rows)] = torch.where(alive, told, NOTHING_SAMPLED).to(ring.dtype)
     stops = (tokens < 0) | (state.setup[rows, FIRST_STOP_ID:] == tokens.unsqueeze(1)).any(1)
     good = alive & (tokens >= 0)
     state.last_token[rows[good]] = tokens[good]
     state.done[rows[alive & stops]] = True
-    clock += 1
+    step_counter += 1

@@ -20,7 +20,11 @@ from octavo.kernels.triton.linear.skinny import add_linear, begin_stream, max_th
 from octavo.kernels.triton.norms import add_rms_norm, rms_norm
 from octavo.kernels.triton.sampling.logits_processors import apply_row_rules, note_tokens, tell_tokens
 from octavo.kernels.triton.sampling.sample import draw, mask_tokens, sample
-from octavo.kernels.triton.sampling.step_inputs import begin_chunks, begin_decode, settle
+from octavo.kernels.triton.sampling.step_inputs import (
+    commit_sampled_tokens,
+    prepare_decode_inputs,
+    prepare_prefill_inputs,
+)
 from octavo.kernels.triton.sampling.top_logprobs import best_tokens, token_logprobs, write_logprobs
 
 __all__ = [
@@ -28,11 +32,10 @@ __all__ = [
     "add_rms_norm",
     "apply_row_rules",
     "apply_rules",
-    "begin_chunks",
-    "begin_decode",
     "begin_stream",
     "best_tokens",
     "block_copy",
+    "commit_sampled_tokens",
     "draw",
     "finite_rows",
     "gelu_mul",
@@ -43,12 +46,13 @@ __all__ = [
     "norm_linear",
     "note_tokens",
     "paged_attention",
+    "prepare_decode_inputs",
+    "prepare_prefill_inputs",
     "project_heads",
     "rms_norm",
     "rope_kv_write",
     "rope_table",
     "sample",
-    "settle",
     "silu_mul",
     "swap_in",
     "swap_out",

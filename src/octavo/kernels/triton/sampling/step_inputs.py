@@ -25,15 +25,15 @@ from octavo.kernels.row_state import (
 from octavo.kernels.triton.launch import given
 
 
-def begin_decode(state: RowState, step: DecodeStep, block_size: int) -> None:
-    """See `reference.begin_decode`."""
+def prepare_decode_inputs(state: RowState, step: DecodeStep, block_size: int) -> None:
+    """See `reference.prepare_decode_inputs`."""
     batch, sampling = step.batch, step.sampling
-    _begin_decode[(len(step.rows),)](
+    _prepare_decode_inputs[(len(step.rows),)](
         state.block_tables,
         state.last_token,
         state.done,
         state.setup,
-        step.clock,
+        step.step_counter,
         step.rows,
         step.starts,
         step.ends,
@@ -43,7 +43,7 @@ def begin_decode(state: RowState, step: DecodeStep, block_size: int) -> None:
         batch.slot_mapping,
         batch.seq_lens,
         batch.block_tables,
-        *given(step.clock, batch.common_lens),
+        *given(step.step_counter, batch.common_lens),
         sampling.temperature,
         sampling.top_k,
         sampling.top_p,
@@ -62,12 +62,12 @@ def begin_decode(state: RowState, step: DecodeStep, block_size: int) -> None:
     )
 
 
-def begin_chunks(
+def prepare_prefill_inputs(
     state: RowState, rows: Tensor, starts: Tensor, known: Tensor, batch: RaggedBatch, token_ids: Tensor, block_size: int
 ) -> None:
-    """See `reference.begin_chunks`."""
+    """See `reference.prepare_prefill_inputs`."""
     tile = 256
-    _begin_chunks[(len(rows), triton.cdiv(batch.max_query_len, tile))](
+    _prepare_prefill_inputs[(len(rows), triton.cdiv(batch.max_query_len, tile))](
         state.block_tables,
         state.last_token,
         state.done,
@@ -89,16 +89,16 @@ def begin_chunks(
     )
 
 
-def settle(state: RowState, rows: Tensor, tokens: Tensor, ring: Tensor, clock: Tensor) -> None:
-    """See `reference.settle`."""
-    _settle[(1,)](
+def commit_sampled_tokens(state: RowState, rows: Tensor, tokens: Tensor, ring: Tensor, step_counter: Tensor) -> None:
+    """See `reference.commit_sampled_tokens`."""
+    _commit_sampled_tokens[(1,)](
         state.last_token,
         state.done,
         state.setup,
         rows,
         tokens,
         ring,
-        clock,
+        step_counter,
         len(rows),
         ring.stride(0),
         COLUMNS=NUM_COLUMNS,
@@ -109,12 +109,12 @@ def settle(state: RowState, rows: Tensor, tokens: Tensor, ring: Tensor, clock: T
 
 # What the host counts up from step to step is not specialised on: every variant of a kernel is a compilation.
 @triton.jit(do_not_specialize=["null_row", "table_stride", "own_table_stride"])
-def _begin_decode(
+def _prepare_decode_inputs(
     block_tables,
     last_token,
     done,
     setup,
-    clock,
+    step_counter,
     rows,
     starts,
     ends,
@@ -142,7 +142,7 @@ def _begin_decode(
 ):
     """One slice."""
     i = tl.program_id(0)
-    num_passes = tl.load(clock + 1)
+    num_passes = tl.load(step_counter + 1)
     row, live, position = _place(rows, starts, ends, done, i, num_passes)
     seq_len = tl.where(live, position + 1, 0).to(tl.int32)
     block = tl.load(block_tables + row * table_stride + position // BLOCK_SIZE).to(tl.int64)
@@ -191,7 +191,7 @@ def _place(rows, starts, ends, done, i, num_passes):
 
 
 @triton.jit(do_not_specialize=["table_stride", "own_table_stride", "width"])
-def _begin_chunks(
+def _prepare_prefill_inputs(
     block_tables,
     last_token,
     done,
@@ -243,14 +243,14 @@ def _begin_chunks(
 
 
 @triton.jit(do_not_specialize=["num_draws", "ring_stride"])
-def _settle(
+def _commit_sampled_tokens(
     last_token,
     done,
     setup,
     rows,
     tokens,
     ring,
-    clock,
+    step_counter,
     num_draws,
     ring_stride,
     COLUMNS: tl.constexpr,
@@ -262,8 +262,8 @@ def _settle(
     row = tl.load(rows + i, mask=here, other=0)
     token = tl.load(tokens + i, mask=here, other=0)
     alive = here & (tl.load(done + row, mask=here, other=1).to(tl.int32) == 0)
-    column = tl.load(clock)
-    num_passes = tl.load(clock + 1)
+    column = tl.load(step_counter)
+    num_passes = tl.load(step_counter + 1)
     is_number = token >= 0
     stops = token < 0
     for k in tl.static_range(STOP_IDS):
@@ -273,8 +273,8 @@ def _settle(
     tl.store(ring + column * ring_stride + i, told.to(ring.dtype.element_ty), mask=here)
     tl.store(last_token + row, token, mask=alive & is_number)
     tl.store(done + row, stops, mask=alive & stops)
-    tl.store(clock, column + 1)
-    tl.store(clock + 1, num_passes + 1)
+    tl.store(step_counter, column + 1)
+    tl.store(step_counter + 1, num_passes + 1)
 
 
 TEMPERATURE_AT = tl.constexpr(TEMPERATURE)

@@ -31,10 +31,12 @@ def best_tokens(logits: Tensor, num: int) -> Tensor:
     return best
 
 
-def write_logprobs(state: RowState, rows: Tensor, logits: Tensor, tokens: Tensor, ring: Tensor, clock: Tensor) -> None:
+def write_logprobs(
+    state: RowState, rows: Tensor, logits: Tensor, tokens: Tensor, ring: Tensor, step_counter: Tensor
+) -> None:
     """See `reference.write_logprobs`; logits of any float dtype, rows contiguous. A row that does not ask costs next to
     nothing. Captures into a graph."""
-    _find(logits, (state.setup, rows, tokens, clock), ring, MAX_LOGPROBS)
+    _find(logits, (state.setup, rows, tokens, step_counter), ring, MAX_LOGPROBS)
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -55,14 +57,14 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Ten
 
 
 def _find(logits: Tensor, asked: tuple[Tensor, Tensor, Tensor, Tensor] | None, out: Tensor, num: int) -> None:
-    """asked: (setup, rows, tokens, clock) of rows that ask themselves, for `num` at most; None: all for as many."""
+    """asked: (setup, rows, tokens, step_counter) where rows ask themselves, for `num` at most; None: all for `num`."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and out.stride(-1) == 1, (logits.stride(), out.stride())
     if not num_rows:
         return
     pieces = triton.cdiv(vocab_size, PIECE)
     found = logits.new_empty(num_rows, 3, pieces, dtype=torch.float32)
-    setup, rows, tokens, clock = asked or (logits,) * 4
+    setup, rows, tokens, step_counter = asked or (logits,) * 4
     asking = {"ASKED": asked is not None, "PIECE": PIECE, "num_warps": 4}
     _look[(num_rows, pieces)](logits, setup, rows, tokens, found, vocab_size, logits.stride(0), **asking)
     _tell[(num_rows,)](
@@ -70,7 +72,7 @@ def _find(logits: Tensor, asked: tuple[Tensor, Tensor, Tensor, Tensor] | None, o
         setup,
         rows,
         tokens,
-        clock,
+        step_counter,
         found,
         out,
         vocab_size,
@@ -135,7 +137,7 @@ def _tell(
     setup,
     rows,
     tokens,
-    clock,
+    step_counter,
     found,
     out,
     vocab_size,
@@ -157,7 +159,7 @@ def _tell(
     if ASKED:
         own_num, own = _asked_for(setup, rows, tokens, row)
         num = own_num.to(tl.int32)
-        told += tl.load(clock) * column_stride
+        told += tl.load(step_counter) * column_stride
     if num >= 0:
         piece = tl.arange(0, PIECES_PADDED)
         here = piece < PIECES
