@@ -190,7 +190,7 @@ def test_an_engine_in_a_process_of_its_own_is_seen_and_so_is_its_successor(model
     async def main() -> None:
         client = oracle_client(model)
         async with client:
-            hub = Hub(client.look)
+            hub = Hub(client.view_rpc)
             stream = hub.watch()
             state = PoolState(frame_of(await anext(stream)))
             assert state.num_blocks == 200

@@ -20,7 +20,7 @@ import zmq
 from octavo.config import KVEventsConfig
 from octavo.core import events as ev
 from octavo.engine import kv_events
-from octavo.engine.kv_events import Batch, BlockStored, KVEvents, Ledger
+from octavo.engine.kv_events import Batch, BlockStored, KVEventPublisher, Ledger
 from octavo.errors import ParameterError
 from octavo.view.live import external as attach
 from octavo.view.live.external import FIRST_BLOCKS, ExternalPool
@@ -272,11 +272,11 @@ class Lossy:
 
 
 @pytest.fixture
-def publishing() -> Iterator[tuple[Lab, KVEvents, str, str]]:
+def publishing() -> Iterator[tuple[Lab, KVEventPublisher, str, str]]:
     """A scheduler with what an engine publishes of it, in vLLM's format, and the two addresses."""
     lab = Lab(24, SIZE, rows=4, listen=False)
     config = KVEventsConfig(endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*")
-    publisher = KVEvents(lab.cache, config)
+    publisher = KVEventPublisher(lab.cache, config)
     assert publisher._replay is not None
     yield (
         lab,
@@ -294,7 +294,7 @@ def look_until(watcher: Watcher, done: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def work(lab: Lab, rnd: random.Random, first: int, num: int, publisher: KVEvents) -> None:
+def work(lab: Lab, rnd: random.Random, first: int, num: int, publisher: KVEventPublisher) -> None:
     """Requests one after the other, each of them told in a message of its own or more."""
     for i in range(first, first + num):
         lab.add(f"r{i}", [rnd.randrange(2) for _ in range(rnd.randint(1, 12))], rnd.randint(1, 6))
@@ -306,7 +306,7 @@ def work(lab: Lab, rnd: random.Random, first: int, num: int, publisher: KVEvents
 
 
 @pytest.mark.parametrize("loses", [True, False])
-def test_what_was_missed_is_told_again(publishing: tuple[Lab, KVEvents, str, str], loses: bool) -> None:
+def test_what_was_missed_is_told_again(publishing: tuple[Lab, KVEventPublisher, str, str], loses: bool) -> None:
     """What was stored before we came, and what was lost on the way."""
     lab, publisher, endpoint, replay = publishing
     rnd = random.Random(7)

@@ -164,7 +164,9 @@ def test_a_flight_is_run_again(tmp_path: Path) -> None:
     engine = Engine(Scheduler(cache, policy=SWAP), Oracle(cache), vocab_size=9, max_model_len=64)
     recorder = FlightRecorder(engine)
     for i in range(6):
-        engine.add(f"r{i}", [1, 2, 3, 4, i], SamplingParams(max_tokens=12, seed=i, n=1 + i % 2, ignore_eos=True))
+        engine.add_request(
+            f"r{i}", [1, 2, 3, 4, i], SamplingParams(max_tokens=12, seed=i, n=1 + i % 2, ignore_eos=True)
+        )
     while engine.has_work:
         engine.step()
     path = recorder.dump(path=tmp_path / "busy.flight")

@@ -25,7 +25,7 @@ from octavo.core import snapshot
 from octavo.core.plan import StepPlan
 from octavo.core.request import Request, Sequence
 from octavo.core.scheduler import Scheduler
-from octavo.engine.process.server import dump_flight
+from octavo.engine.process.server import dump_recording
 from octavo.engine.process.thread import EngineThread
 from octavo.errors import EngineError, TraceError
 from octavo.params.sampling_params import SamplingParams
@@ -339,7 +339,7 @@ def test_there_is_no_token_in_it_and_keys_differ(tmp_path: Path) -> None:
     for number in range(2):
         replica = replica_of()
         recorder = FlightRecorder(replica.engine, clock=replica.clock, segment_s=0.1)
-        replica.engine.add(
+        replica.engine.add_request(
             "a secret name", secret, SamplingParams(max_tokens=30, ignore_eos=True), salt=b"a secret salt"
         )
         while replica.engine.has_work:
@@ -375,7 +375,7 @@ def test_a_recorder_can_come_late_and_leave(tmp_path: Path) -> None:
     assert exact.records.num_preempted["recompute"] > 0
     recorded.recorder.detach()
     num_bytes = recorded.recorder.num_bytes
-    replica.engine.add("late", [1, 2], SamplingParams(max_tokens=2))
+    replica.engine.add_request("late", [1, 2], SamplingParams(max_tokens=2))
     while replica.engine.has_work:
         replica.engine.step()
     assert recorded.recorder.num_bytes == num_bytes and "schedule" not in vars(replica.scheduler)
@@ -411,13 +411,13 @@ def test_old_dumps_make_room(tmp_path: Path) -> None:
 def test_a_dump_that_cannot_be_written_is_no_second_death(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     engine = replica_of().engine
-    assert "no flight recorder" in dump_flight(engine, "asked")["error"]
+    assert "no flight recorder" in dump_recording(engine, "asked")["error"]
     engine.recorder = FlightRecorder(engine, tmp_path / "file" / "folder")
-    assert "cannot be written" in dump_flight(engine, "asked")["error"]
+    assert "cannot be written" in dump_recording(engine, "asked")["error"]
     engine.recorder.dump_last("crash")
     assert "could not be written" in caplog.text
     engine.recorder = FlightRecorder(engine, tmp_path)
-    assert Path(dump_flight(engine, "asked")["path"]).exists()
+    assert Path(dump_recording(engine, "asked")["path"]).exists()
 
 
 def test_a_dump_that_is_not_finished_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,7 +461,7 @@ def test_an_engine_that_dies_of_a_bug_dies_of_it_again(
         thread = EngineThread(replica.engine)
         mail = thread.open("a")
         params = SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False)
-        await asyncio.wrap_future(thread.call(lambda engine: engine.add("a", [1, 2, 3], params)))
+        await asyncio.wrap_future(thread.call(lambda engine: engine.add_request("a", [1, 2, 3], params)))
         with pytest.raises(EngineError, match="PlantedError: step 7"):
             await mail.read()
         thread.close()

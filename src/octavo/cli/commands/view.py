@@ -147,7 +147,7 @@ def simulated_frames(setup: SimConfig, arrivals: Iterator[Arrival]) -> Iterator[
             next_s = max(next_s + FRAME_INTERVAL_S, replica.clock.now if replica.num_requests else time_s)
         replica.run_until(time_s)
 
-    with replica.engine.garbage:
+    with replica.engine.gc_pause:
         for index, arrival in enumerate(arrivals):
             yield from frames_until(arrival.time_s)
             replica.offer(index, arrival)
