@@ -81,9 +81,7 @@ def test_readme_cpu_figures_match_the_performance_page() -> None:
     """Tokens a second, and ratios, rounded: each stands in a row of docs/performance.md."""
     measured = rows("docs/performance.md")
     found = [
-        row
-        for row in rows("README.md")
-        if len(row) == 4 and row[3].endswith((" x", "' one")) and ", to " not in row[0]
+        row for row in rows("README.md") if len(row) == 4 and row[3].endswith((" x", "' one")) and ", to " not in row[0]
     ]
     assert len(found) == 5
     for what, ours, theirs, ratio in found:
