@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from octavo import SamplingParams
 from octavo.core.request import Request
-from octavo.frontend.input_processor import Prompts
+from octavo.frontend.input_processor import InputProcessor
 from octavo.text.stop_strings import ROOT, StopStrings
 from octavo.text.tokenizer import Tokenizer
 from tests.text.conftest import train_byte_level
@@ -32,7 +32,7 @@ def test_the_automaton_finds_and_holds_what_plain_comparison_does(texts: list[st
 def test_samples_of_a_request_share_one_automaton() -> None:
     tokenizer = Tokenizer(train_byte_level())
     request = Request("r", [5], SamplingParams(n=3, stop=["one", "two"]))
-    make = Prompts(tokenizer).make_detokenizer
+    make = InputProcessor(tokenizer).make_detokenizer
     assert make is not None
     assert len({id(make(request)._stops) for _ in range(3)}) == 1
 
