@@ -148,12 +148,12 @@ def random_steps(seed: int) -> list[list[int]]:
 
 
 class Thin(ModuleType):
-    """The reference, told that layers of up to 6 tokens are faster as `DecoderLayer.thin`."""
+    """The reference, told that layers of up to 6 tokens are faster as `DecoderLayer.forward_small_batch`."""
 
     def __init__(self) -> None:
         super().__init__("thin")
         self.__dict__.update(vars(reference))
-        self.max_thin_tokens = lambda weight: 6
+        self.max_small_batch_tokens = lambda weight: 6
 
 
 @pytest.mark.parametrize("ops", [reference, cpu, Thin()], ids=["reference", "cpu", "thin"])

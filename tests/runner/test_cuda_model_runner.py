@@ -363,7 +363,7 @@ def test_candidates_of_lines_that_are_broken_or_short() -> None:
     logits[1, 4] = math.nan
     plan = StepPlan()
     plan.rows, plan.num_samples = [4, 9], {0: 2, 1: 8}
-    found = HostSamplingRunner.candidates(None, plan, reference.best_tokens(logits.bfloat16(), 8))  # type: ignore[arg-type]
+    found = HostSamplingRunner.candidates(None, plan, reference.packed_top_logprobs(logits.bfloat16(), 8))  # type: ignore[arg-type]
     expected = logits[0].bfloat16().float().log_softmax(0).topk(2)
     assert found.tokens[0] == list(zip(expected.values.tolist(), expected.indices.tolist(), strict=True))
     assert found.errors == {1: NOT_FINITE} and len(found.tokens) == 2 and len(found.tokens[1]) == 6

@@ -24,7 +24,7 @@ from octavo.core.scheduler import Scheduler
 from octavo.engine.gc_control import GCPause
 from octavo.engine.stats import EngineStats
 from octavo.params.sampling_params import SamplingParams
-from octavo.view.recording.event_log import Recorder
+from octavo.view.recording.event_log import EventLog
 
 BLOCK_SIZE = 16
 CASES = (  # requests, context, window
@@ -62,7 +62,7 @@ def measure(requests: int, context: int, window: int, num_rounds: int = NUM_ROUN
     num_blocks = requests * ((context + output) // BLOCK_SIZE + 2)
     cache = KVCacheManager(num_blocks, BLOCK_SIZE, num_rows=requests)
     cache.events.subscribe(EngineStats())
-    cache.events.subscribe(Recorder())
+    cache.events.subscribe(EventLog())
     scheduler = Scheduler(cache, max_num_batched_tokens=1 << 40, decode_window=window)
     params = SamplingParams(max_tokens=output)
     for i in range(requests):

@@ -236,7 +236,7 @@ def _check_quantization(args: EngineArgs, dtype: torch.dtype, device: torch.devi
     if args.quantization is None:
         return
     if device.type != "cpu":
-        raise ParameterError(f"quantization {args.quantization!r} is for CPUs; leave it out", param="quantization")
+        raise ParameterError(f"quantization {args.quantization!r} is for CPUs; remove it", param="quantization")
     if dtype != torch.bfloat16:
         raise ParameterError(
             f"quantization {args.quantization!r} computes beside it in bfloat16, not in {args.dtype}; use dtype auto",

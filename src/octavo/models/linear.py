@@ -47,7 +47,7 @@ class TensorParallel:
         return total // self.size
 
 
-ALONE = TensorParallel()
+SINGLE_RANK = TensorParallel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def _empty_like(weight: Tensor, device: torch.device | str) -> Tensor:
     return torch.empty(weight.shape, dtype=weight.dtype, device=device)
 
 
-class Matrix:
+class PackableWeight:
     """A weight [num_out, num_in] and what it is multiplied as: itself, or packed by `kernels.packed`."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -94,7 +94,7 @@ class Matrix:
         return packed_bytes(self.weight, quantization)
 
 
-class Linear(Matrix):
+class Linear(PackableWeight):
     """y = x @ weight.T + bias, with several projections of the same input merged into one product.
 
         split "out": a rank has rows of each projection    split "in": a rank has columns, and results are summed
@@ -144,7 +144,7 @@ class Linear(Matrix):
                 yield Weight(f"{name}.bias", (out_size,), bias, (first_row,))
 
 
-class Vocabulary(Matrix):
+class VocabEmbedding(PackableWeight):
     """Tokens in and logits out: the table of embeddings [vocab_size, width], and the head of the same shape. In tied
     models these are one table, read forwards and backwards; also when it is packed, there is one."""
 

@@ -37,7 +37,7 @@ from octavo.kernels.row_state import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
-    DecodeStep,
+    DecodeInputs,
     RowState,
 )
 from octavo.runner.checksums import NO_SWAP_IN_CHECK
@@ -112,7 +112,7 @@ class CudaModelRunner:
         self.check = NO_SWAP_IN_CHECK  # of the plan that was launched last
         self.host_sampling = HostSamplingRunner(model, self.state, kv, max_model_len=max_model_len, ops=ops)
         self.rules = DeviceLogitsProcessors(self.state, self.host_sampling.sampler, vocab_size, ops)
-        self._step = DecodeStep.over(
+        self._step = DecodeInputs.allocate(
             self.input_buffers.step_counter,
             self.input_buffers.rows,
             self.input_buffers.starts,
@@ -364,7 +364,7 @@ class CudaModelRunner:
         """What the plan does to rows and blocks."""
         setup_rows, setups, places, block_ids, copy_src, copy_dst, told_rows, told = words
         if len(setup_rows):
-            self.state.setup.index_copy_(0, setup_rows, setups.view(-1, NUM_COLUMNS))
+            self.state.sampling_params.index_copy_(0, setup_rows, setups.view(-1, NUM_COLUMNS))
         if len(places):
             self.state.block_tables.view(-1).index_copy_(0, places, block_ids.int())
         if len(told_rows):
@@ -403,12 +403,12 @@ class CudaModelRunner:
         return Logits(self._kept, step.live_rows, step.sampling)
 
     def _best_tokens(self, num_slices: int, num: int) -> Tensor:
-        """`best_tokens` of such a pass, to be read before the next one."""
+        """`packed_top_logprobs` of such a pass, to be read before the next one."""
         size = num_slices if self.graphs is None else self._decode_size(num_slices)
         name = ("best", size, num)
 
         def work() -> None:
-            self._best[name] = self.ops.best_tokens(self._forward_decode(self._step.first(size)), num)
+            self._best[name] = self.ops.packed_top_logprobs(self._forward_decode(self._step.first(size)), num)
 
         if self.graphs is None:
             work()
@@ -454,7 +454,7 @@ class CudaModelRunner:
         step = self._step.first(num_slices, cascade=kind.cascade)
         self._sample(Logits(self._forward_decode(step), step.live_rows, step.sampling), kind)
 
-    def _forward_decode(self, step: DecodeStep) -> Tensor:
+    def _forward_decode(self, step: DecodeInputs) -> Tensor:
         self.ops.prepare_decode_inputs(self.state, step, self.block_size)
         return self.model.forward(step.token_ids, step.batch, self.kv, None)
 
@@ -467,7 +467,7 @@ class CudaModelRunner:
         if kind.logits_processors:
             tokens = self.rules.sample(logits, rows, sampling, masked, keep=kind.logprobs)
         else:
-            tokens = self.ops.draw(logits, sampling, masked)
+            tokens = self.ops.sample_checked(logits, sampling, masked)
         if kind.logprobs:
             self.ops.write_logprobs(
                 self.state, rows, logits, tokens, self.ring.logprobs, self.input_buffers.step_counter
@@ -555,7 +555,7 @@ def _tokens_told(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _setups(setups: Seq[RowSetup], telling: Mapping[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """(rows [num], lines [num * NUM_COLUMNS]): see `RowState.setup`, and `DeviceLogitsProcessors.telling`."""
+    """(rows [num], lines [num * NUM_COLUMNS]): see `RowState.sampling_params`, and `DeviceLogitsProcessors.telling`."""
     if not setups:
         return NO_WORDS, NO_WORDS
     last = {setup.row: setup for setup in setups}  # the device writes in any order: one line a row

@@ -172,7 +172,7 @@ def test_int8_of_onednn_is_used_only_where_its_sums_fit(monkeypatch: pytest.Monk
 
 MULTIPLY = """
 import torch
-from octavo.kernels import native, packed
+from octavo.kernels.cpu import native, packed_linear as packed
 for quantization in (None, "int8"):
     for use in (packed.pack, packed.pack_head):
         made = use(torch.randn(96, 64).bfloat16(), quantization)

@@ -25,7 +25,7 @@ from torch import Tensor
 from octavo.integers import cdiv
 from octavo.kernels import reference
 from octavo.kernels.cpu import native
-from octavo.kernels.metadata import LogitRules, RaggedBatch, SamplingTensors
+from octavo.kernels.metadata import LogitsProcessorParams, RaggedBatch, SamplingTensors
 from octavo.kernels.reference import (
     GOLDEN,
     MIX_1,
@@ -33,7 +33,7 @@ from octavo.kernels.reference import (
     block_copy,
     kv_write,
     layer_norm,
-    max_thin_tokens,
+    max_small_batch_tokens,
     noise_keys,
     rope_table,
     swap_in,
@@ -42,14 +42,14 @@ from octavo.kernels.reference import (
 
 __all__ = [
     "add_rms_norm",
-    "apply_rules",
+    "apply_logits_processors",
+    "apply_token_bitmask",
     "block_copy",
     "finite_rows",
     "gelu_mul",
     "kv_write",
     "layer_norm",
-    "mask_tokens",
-    "max_thin_tokens",
+    "max_small_batch_tokens",
     "paged_attention",
     "rms_norm",
     "rope_kv_write",
@@ -254,7 +254,7 @@ def paged_attention(
             return reference.paged_attention(q, kv_layer, batch, scale=scale, window=window, return_lse=return_lse)
         plan = batch.derived[key] = _make_plan(batch, q, kv_layer, window)
     out = torch.empty_like(q) if plan.covers_all else torch.zeros_like(q)
-    lse = q.new_full(q.shape[:2], -math.inf, dtype=reference.wide_dtype(q.dtype)) if return_lse else None
+    lse = q.new_full(q.shape[:2], -math.inf, dtype=reference.accumulation_dtype(q.dtype)) if return_lse else None
     if plan.singles is not None and (library := native.library()) is not None:
         library.decode_attention(q, kv_layer, plan.singles, out, lse, scale=scale, window=window)
     if plan.groups or plan.chunks:
@@ -462,25 +462,25 @@ def _tiles(span: _Span, staircase: Tensor, window: int) -> Iterator[tuple[slice,
 # -- before sampling: rules for some tokens, and what the model thought -----------------------------------------------
 
 
-def mask_tokens(logits: Tensor, which: Tensor, words: Tensor) -> None:
-    """See `reference.mask_tokens`; in numpy, which has an instruction's worth of code for bits."""
-    octets = words.numpy().view(np.uint8)
+def apply_token_bitmask(logits: Tensor, mask_index: Tensor, bitmask: Tensor) -> None:
+    """See `reference.apply_token_bitmask`; in numpy, which has an instruction's worth of code for bits."""
+    octets = bitmask.numpy().view(np.uint8)
     forbidden = np.unpackbits(~octets, axis=1, count=logits.shape[1], bitorder="little").view(np.bool_)
-    for row, mask in zip(logits, which.tolist(), strict=True):
+    for row, mask in zip(logits, mask_index.tolist(), strict=True):
         if mask >= 0:
             row.masked_fill_(torch.from_numpy(forbidden[mask]), -torch.inf)
 
 
-def apply_rules(logits: Tensor, rules: LogitRules) -> None:
-    """See `reference.apply_rules`: penalties are worked out for the tokens that came up, not for the vocabulary."""
-    reference.apply_rules(logits, replace(rules, repetition=None))
-    if rules.repetition is not None:
-        _apply_penalties(logits, rules)
+def apply_logits_processors(logits: Tensor, params: LogitsProcessorParams) -> None:
+    """See `reference.apply_logits_processors`. Penalties are computed only for tokens that occurred before."""
+    reference.apply_logits_processors(logits, replace(params, repetition=None))
+    if params.repetition is not None:
+        _apply_penalties(logits, params)
 
 
-def _apply_penalties(logits: Tensor, rules: LogitRules) -> None:
+def _apply_penalties(logits: Tensor, params: LogitsProcessorParams) -> None:
     """By sorting (row, token) of all that came before; in numpy, which sorts and looks up ten times as fast."""
-    history, repetition, presence, frequency = rules.history, rules.repetition, rules.presence, rules.frequency
+    history, repetition, presence, frequency = params.history, params.repetition, params.presence, params.frequency
     assert history is not None and repetition is not None and presence is not None and frequency is not None
     vocab_size, table = logits.shape[1], logits.numpy()  # the same memory
     token_ids = history.token_ids.numpy()  # [num, max_len]
@@ -506,7 +506,7 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Ten
     """See `reference.token_logprobs`. Nothing is sorted but what is at least as likely as the last of the top."""
     if num_top > CANDIDATES or num_top > logits.shape[1]:
         return reference.token_logprobs(logits, token_ids, num_top)
-    wide = logits.to(reference.wide_dtype(logits.dtype))
+    wide = logits.to(reference.accumulation_dtype(logits.dtype))
     chosen = wide.gather(1, token_ids.unsqueeze(1))
     last = wide.topk(num_top, sorted=False).values.amin(1) if num_top else chosen
     ranks, top_ids = [], []
@@ -553,7 +553,7 @@ def _sample_all(logits: Tensor, params: SamplingTensors) -> Tensor:
     keys = noise_keys(params.seed, params.sample_index, params.position)
     if (library := _native_for(logits)) is not None:
         return library.race(logits, params.temperature.float().contiguous(), keys.contiguous())
-    wide = reference.wide_dtype(logits.dtype)
+    wide = reference.accumulation_dtype(logits.dtype)
     counters = torch.arange(1, logits.shape[1] + 1).mul_(GOLDEN)
     bits, scratch = torch.empty_like(counters), torch.empty_like(counters)
     tokens = torch.empty(len(logits), dtype=torch.int64)
@@ -579,11 +579,11 @@ def _sample_filtered(logits: Tensor, params: SamplingTensors) -> Tensor:
     """Rows with a temperature and a filter."""
     if logits.shape[1] <= CANDIDATES:
         return reference.sample(logits, params)
-    scaled = logits.to(reference.wide_dtype(logits.dtype)) / params.temperature.unsqueeze(1)
+    scaled = logits.to(reference.accumulation_dtype(logits.dtype)) / params.temperature.unsqueeze(1)
     token_ids = scaled.topk(CANDIDATES, sorted=False).indices.sort().values  # so that equals stay in the order of ids
     likely, order = scaled.gather(1, token_ids).sort(descending=True, stable=True)
     token_ids = token_ids.gather(1, order)
-    keep = reference.keep_of_ordered(
+    keep = reference.keep_mask(
         likely, params.top_k, params.top_p, params.min_p, log_total=scaled.logsumexp(1, keepdim=True)
     )
     keys = noise_keys(params.seed, params.sample_index, params.position)
@@ -604,7 +604,7 @@ def _sample_filtered(logits: Tensor, params: SamplingTensors) -> Tensor:
 
 def argmax(logits: Tensor) -> Tensor:
     """[...] int64, the first of equals. numpy's search runs at memory speed, torch's at a tenth of it."""
-    wide = logits.to(reference.wide_dtype(logits.dtype))
+    wide = logits.to(reference.accumulation_dtype(logits.dtype))
     return torch.as_tensor(wide.numpy(force=True).argmax(-1))
 
 

@@ -136,7 +136,7 @@ class HostSamplingRunner(ModelRunner):
         return max(plan.num_samples.values()) if free else 0
 
     def candidates(self, plan: StepPlan, best: Tensor) -> StepResult:
-        """best [num_slices, 2 + 2 * num]: see `reference.best_tokens`. Waits for it."""
+        """best [num_slices, 2 + 2 * num]: see `reference.packed_top_logprobs`. Waits for it."""
         words = best.cpu()[: len(plan.rows)]  # graphs draw for padding, too
         half = 1 + words.shape[1] // 2
         tokens, logprobs = words[:, 2:half].tolist(), words[:, half:].view(torch.float32).tolist()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from octavo.core.plan import RowSetup, StepPlan, TokenLogprobs
 from octavo.engine.executor import GrammarBitmask
-from octavo.kernels.metadata import LogitRules, SamplingTensors, TokenHistory
+from octavo.kernels.metadata import LogitsProcessorParams, SamplingTensors, TokenHistory
 
 NOT_FINITE = "the model gave numbers that are not finite for this request"
 NO_ALLOWED_TOKEN = (
@@ -59,7 +59,7 @@ class SamplerOutput(NamedTuple):
 class RowLogitsProcessors:
     """What a row's request asks beyond noise, temperature and filters, as tensors that are made once.
 
-    words   [num_words, longest] int64, see `LogitRules`; None: no bad words
+    words   [num_words, longest] int64, see `LogitsProcessorParams`; None: no bad words
     stops   what min_tokens rules out; None: nothing
     """
 
@@ -163,9 +163,9 @@ class Sampler:
             which = mask_indices(masks, [draw.slice_index for draw in draws])
             masked = np.flatnonzero(which >= 0).tolist()
             on_device = [to_device(torch.from_numpy(words), self.device) for words in (which, masks.bitmask)]
-            self.ops.mask_tokens(logits, *on_device)
+            self.ops.apply_token_bitmask(logits, *on_device)
         if ruled:
-            self.ops.apply_rules(logits, self._gathered(draws, ruled))
+            self.ops.apply_logits_processors(logits, self._gathered(draws, ruled))
         chosen: Tensor = self.ops.sample(logits, sampling or self._tensors(draws))
         self._remember(draws, ruled, chosen)
         # Of draws that tokens are ruled out for, those that all are: then even the one that was sampled is.
@@ -208,17 +208,17 @@ class Sampler:
 
     # -- rules ---------------------------------------------------------------------------------------------------------
 
-    def _gathered(self, draws: Seq[SampleSpec], ruled: list[tuple[int, RowLogitsProcessors]]) -> LogitRules:
+    def _gathered(self, draws: Seq[SampleSpec], ruled: list[tuple[int, RowLogitsProcessors]]) -> LogitsProcessorParams:
         """The rules of all rows, as the kernels want them."""
         allowed = [(i, r.allowed) for i, r in ruled if r.allowed is not None]
         banned = [(i, r.stops) for i, r in ruled if r.stops is not None and draws[i].position < r.min_length]
         bias = [(i, r.bias) for i, r in ruled if r.bias is not None]
         values = [r.bias_values for _, r in ruled if r.bias_values is not None]
-        rules = LogitRules(
-            limited=self._ids([i for i, _ in allowed]) if allowed else None,
-            allowed=self._pairs(allowed),
-            banned=self._pairs(banned),
-            bias=self._pairs(bias),
+        rules = LogitsProcessorParams(
+            allowed_rows=self._ids([i for i, _ in allowed]) if allowed else None,
+            allowed_tokens=self._pairs(allowed),
+            banned_tokens=self._pairs(banned),
+            bias_tokens=self._pairs(bias),
             bias_values=torch.cat(values) if values else None,
         )
         back = [(i, r) for i, r in ruled if r.has_penalties or r.words is not None]
@@ -227,7 +227,7 @@ class Sampler:
         return rules
 
     def _look_back(
-        self, rules: LogitRules, draws: Seq[SampleSpec], back: list[tuple[int, RowLogitsProcessors]]
+        self, rules: LogitsProcessorParams, draws: Seq[SampleSpec], back: list[tuple[int, RowLogitsProcessors]]
     ) -> None:
         """The part of the rules that reads the tokens so far."""
         num_tokens = [draws[i].position for i, _ in back]
@@ -243,8 +243,8 @@ class Sampler:
         words = [(j, r.words) for j, (_, r) in enumerate(back) if r.words is not None]
         if words:
             longest = max(w.shape[1] for _, w in words)
-            rules.words = torch.cat([F.pad(w, (longest - w.shape[1], 0), value=-1) for _, w in words])
-            rules.word_rows = self._ids([j for j, w in words for _ in range(len(w))])
+            rules.bad_words = torch.cat([F.pad(w, (longest - w.shape[1], 0), value=-1) for _, w in words])
+            rules.bad_word_rows = self._ids([j for j, w in words for _ in range(len(w))])
 
     def _pairs(self, lists: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor] | None:
         """(row, token) of every token of every row's list; None without any."""
