@@ -70,7 +70,7 @@ bench: $(DEV) ## the core's cost, the attention ladder, and this CPU beside Tran
 # numpy's products are OpenBLAS's, which rounds differently on each processor, and Triton's interpreter uses them.
 blas: $(DEV) ## the tests that multiply with numpy, as OpenBLAS rounds on Haswell and Zen
 	@echo '== tests of products, as OpenBLAS computes them on Haswell'
-	@OPENBLAS_CORETYPE=Haswell $(PYTEST) -n $(WORKERS) -q tests/kernels/test_triton_interpreter.py $(ARGS)
+	@OPENBLAS_CORETYPE=Haswell $(PYTEST) -n $(WORKERS) -q tests/kernels/triton/test_interpreter.py $(ARGS)
 
 coverage: $(DEV)
 	@echo '== coverage: every branch of octavo.core'

@@ -24,7 +24,7 @@ from octavo.models.loading.loader import empty_model
 from octavo.models.param_count import num_params, weight_bytes
 from octavo.runner.cuda_graphs import cascade_sizes, decode_sizes
 from octavo.runner.memory import profile as runner_gpu
-from octavo.runner.prefill_batch import ChunkSizes
+from octavo.runner.prefill_batch import PrefillSizes
 from tests.cli.conftest import Call, call
 from tests.test_project import loaded_by
 
@@ -122,14 +122,14 @@ def test_the_engine_settles_on_what_was_foretold(
     args: dict[str, Any] = {"model": made(tmp_path, config, num_hidden_layers=3), "load_format": "dummy"}
     report = examine(EngineArgs(**args, device="cpu"))
     with LLM(**args, device="cpu", skip_tokenizer_init=True) as llm:
-        settled = llm.config
+        resolved = llm.config
     assert report.fits and report.budget is not None
-    assert abs(report.budget.num_blocks / settled.num_blocks - 1) < 0.02
-    assert report.budget.num_blocks == settled.num_blocks and report.budget.num_host_blocks == settled.num_host_blocks
-    assert (report.need.dtype, report.need.weights) == (settled.dtype, settled.weight_bytes)
+    assert abs(report.budget.num_blocks / resolved.num_blocks - 1) < 0.02
+    assert report.budget.num_blocks == resolved.num_blocks and report.budget.num_host_blocks == resolved.num_host_blocks
+    assert (report.need.dtype, report.need.weights) == (resolved.dtype, resolved.weight_bytes)
     assert (report.budget.bytes_per_block, report.budget.max_model_len) == (
-        settled.bytes_per_block,
-        settled.max_model_len,
+        resolved.bytes_per_block,
+        resolved.max_model_len,
     )
 
 
@@ -159,7 +159,7 @@ def test_what_is_said_of_graphs_is_true() -> None:
     assert [doctor.num_decode_graphs(n) for n in (1, 4, 100, 256, 600)] == [
         len(decode_sizes(n) + cascade_sizes(n)) for n in (1, 4, 100, 256, 600)
     ]
-    assert len(ChunkSizes.TOKENS_OF_FEW) + len(ChunkSizes.TOKENS_OF_MANY) == doctor.NUM_CHUNK_GRAPHS
+    assert len(PrefillSizes.TOKENS_OF_FEW) + len(PrefillSizes.TOKENS_OF_MANY) == doctor.NUM_CHUNK_GRAPHS
     assert (doctor.SPARE_BYTES, doctor.GRAPH_BYTES) == (runner_gpu.SPARE_BYTES, runner_gpu.GRAPH_BYTES)
 
 
@@ -235,7 +235,7 @@ def test_requests_at_once() -> None:
     """1,000 blocks of 16, of which one that is begun is taken."""
     spec = spec_from_config(SMOLLM2)
     budget = doctor.plan_memory(
-        EngineArgs(model="m", num_gpu_blocks_override=1000).settled("cpu"),
+        EngineArgs(model="m", num_gpu_blocks_override=1000).resolved("cpu"),
         bytes_per_token=1,
         weight_bytes=1,
         model_len=8192,

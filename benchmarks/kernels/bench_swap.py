@@ -4,7 +4,7 @@
     PYTHONPATH=src python benchmarks/kernels/bench_swap.py --sweep      the kernel, over how it can be spread
 
 GB/s each way, medians of rounds by turns: `plain` is one copy to or from pinned memory, `engine` is a copy for each
-block, `kernel` is `swap_out` and `swap_in`, and `swap` is what `Swapper.move` makes of it. Blocks are in shuffled
+block, `kernel` is `swap_out` and `swap_in`, and `swap` is what `KVSwapper.move` makes of it. Blocks are in shuffled
 order, so that every block is a move of its own; they hold 16 tokens of all layers and heads.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from octavo.kernels.triton import ops as cuda
 from octavo.kernels.triton.kv import swap
 from octavo.kernels.triton.kv.swap import Grid
-from octavo.runner.kv_swap import Swapper
+from octavo.runner.kv_swap import KVSwapper
 
 MODELS = {  # layers, heads of K and V, their size: from small blocks to large ones
     "Qwen2.5-0.5B": (24, 2, 64),
@@ -65,7 +65,7 @@ def each(source: Tensor, target: Tensor, pairs: list[tuple[int, int]]) -> None:
 def compare(kv: Tensor, host_kv: Tensor, pairs: list[tuple[int, int]]) -> None:
     back = [(host, device) for device, host in pairs]
     ids = torch.tensor(pairs, device="cuda").T.contiguous()
-    swapper, num_bytes = Swapper(kv, host_kv, cuda), host_kv.nbytes
+    swapper, num_bytes = KVSwapper(kv, host_kv, cuda), host_kv.nbytes
     found = gb_per_s(
         {
             "plain out": lambda: host_kv.copy_(kv, non_blocking=True),

@@ -1,7 +1,7 @@
 """What an engine can be told, its defaults, and how they are resolved: once, here.
 
 `EngineArgs` is what a caller says; None stands for "work it out". `EngineConfig` is what an engine runs with, when the
-model and the machine are known: every number settled.
+model and the machine are known: every number resolved.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from octavo.errors import ParameterError
 from octavo.params.validation import Checked, wrong
 
 GIB = 1 << 30
-CPU_KV_BYTES = 4 * GIB
+DEFAULT_CPU_KV_BYTES = 4 * GIB
 """The largest KV pool that a CPU engine takes unasked; also at most a quarter of the free memory."""
 DEFAULT_SWAP_BYTES = 4 * GIB
 """The largest swap space taken unasked; never larger than the pool."""
 
-GPU_MEMORY_UTILIZATION = 0.92
+DEFAULT_GPU_MEMORY_UTILIZATION = 0.92
 """The share of a GPU's memory that an engine takes unasked."""
 
 STEP_SIZES = {
@@ -77,7 +77,7 @@ class KVEventsConfig(Checked):
             self._integer(name, 1, 1 << 30)
 
     @property
-    def is_on(self) -> bool:
+    def is_enabled(self) -> bool:
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
     @property
@@ -226,7 +226,7 @@ class EngineArgs(Checked):
             raise wrong("kv_events_config", f"must be a mapping, not {self.kv_events_config!r}", "invalid_type")
         self.kv_events()
 
-    def settled(self, device: str) -> EngineArgs:
+    def resolved(self, device: str) -> EngineArgs:
         """The same, with a number in the place of every None that the device alone decides."""
         sizes = STEP_SIZES[device].items()
         unsaid: dict[str, Any] = {name: value for name, value in sizes if getattr(self, name) is None}

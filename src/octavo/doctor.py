@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from octavo.checkpoint.resolve import Checkpoint, open_checkpoint
-from octavo.config import GIB, GPU_MEMORY_UTILIZATION, EngineArgs
+from octavo.config import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, EngineArgs
 from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.integers import cdiv
 from octavo.models.config import DecoderSpec, ModelSpec, spec_from_config
 from octavo.models.param_count import num_params, weight_bytes
-from octavo.runner.memory.budget import Budget, free_memory, plan_memory, see_doctor
+from octavo.runner.memory.budget import MemoryBudget, doctor_hint, free_memory, plan_memory
 
 GPUS = {"h200": 139.8, "h100": 79.1, "a100-80": 79.1, "a100-40": 39.4, "l4": 22.0}
 """GiB, as CUDA reports them: less than what the data sheet calls GB."""
@@ -32,7 +32,7 @@ CONTEXT_BYTES = 512 << 20
 SPARE_BYTES = 256 << 20
 GRAPH_BYTES = 8 << 20
 NUM_CHUNK_GRAPHS = 17
-"""As `runner.gpu` and `runner.chunks` have them, which need torch to be read; a test compares."""
+"""As `runner.memory.profile` and `runner.prefill_batch` have them, which need torch to be read; a test compares."""
 LENGTHS = (1024, 4096, 16384, 65536)
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -56,7 +56,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class MemoryNeeds:
     """What a model takes, in bytes, before any K and V."""
 
     dtype: str
@@ -81,8 +81,8 @@ class Report:
     spec: ModelSpec
     machine: Machine
     args: EngineArgs
-    need: Need
-    budget: Budget | None
+    need: MemoryNeeds
+    budget: MemoryBudget | None
     problem: str | None = None
     remedy: tuple[str, ...] = ()
     advice: str = ""
@@ -132,19 +132,19 @@ def examine(args: EngineArgs, gpu: str | None = None) -> Report:
     if gpu is not None and args.device == "cpu":
         raise ParameterError(f"device is cpu, and the GPU {gpu}; leave one of them out", param="device")
     machine = this_machine(args.device) if gpu is None else machine_with(gpu)
-    args = args.settled(machine.device)
+    args = args.resolved(machine.device)
     name = Path(args.model).name or args.model
     _check_quantization(args, machine)
 
-    def plan(args: EngineArgs) -> Budget:
+    def plan(args: EngineArgs) -> MemoryBudget:
         return _plan(args, spec, need_of(args, spec, checkpoint, machine), machine)
 
     problem, remedy, advice = None, cast("tuple[str, ...]", ()), ""
-    budget: Budget | None
+    budget: MemoryBudget | None
     try:
         budget = plan(args)
     except MemoryBudgetError as error:
-        problem = str(error).removesuffix(f"; {see_doctor(args)}")  # this is it
+        problem = str(error).removesuffix(f"; {doctor_hint(args)}")  # this is it
         args, remedy, budget = next(_remedies(args, machine, spec, plan), (args, (), None))
         if budget is None:
             advice = _where_instead(args, spec, checkpoint)
@@ -156,7 +156,7 @@ def examine(args: EngineArgs, gpu: str | None = None) -> Report:
 # -- what it needs -----------------------------------------------------------------------------------------------------
 
 
-def need_of(args: EngineArgs, spec: ModelSpec, checkpoint: Checkpoint, machine: Machine) -> Need:
+def need_of(args: EngineArgs, spec: ModelSpec, checkpoint: Checkpoint, machine: Machine) -> MemoryNeeds:
     dtype = dtype_of(args, spec, checkpoint, machine.device)
     size = ITEMSIZE[dtype]
     activations = activation_bytes(args, spec, size)
@@ -165,7 +165,7 @@ def need_of(args: EngineArgs, spec: ModelSpec, checkpoint: Checkpoint, machine: 
         graphs = activations + (num_decode_graphs(args.max_num_seqs or 1) + NUM_CHUNK_GRAPHS) * GRAPH_BYTES
     per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * size
     weights = weight_bytes(spec, size, int8=args.quantization == "int8")
-    return Need(dtype, weights, activations, graphs, per_token)
+    return MemoryNeeds(dtype, weights, activations, graphs, per_token)
 
 
 def dtype_of(args: EngineArgs, spec: ModelSpec, checkpoint: Checkpoint, device: str) -> str:
@@ -252,12 +252,12 @@ def _nvidia_gpu() -> tuple[str, int, int] | None:
 # -- whether it fits ---------------------------------------------------------------------------------------------------
 
 
-def _plan(args: EngineArgs, spec: ModelSpec, need: Need, machine: Machine) -> Budget:
+def _plan(args: EngineArgs, spec: ModelSpec, need: MemoryNeeds, machine: Machine) -> MemoryBudget:
     device_bytes = None
     free_bytes = machine.free_bytes - need.weights
     if machine.device_bytes is not None:
         free_bytes = machine.free_bytes
-        share = int(machine.device_bytes * (args.gpu_memory_utilization or GPU_MEMORY_UTILIZATION))
+        share = int(machine.device_bytes * (args.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION))
         device_bytes = share - need.all - machine.held_bytes - SPARE_BYTES
         if device_bytes <= 0:
             raise MemoryBudgetError(
@@ -277,12 +277,12 @@ def _plan(args: EngineArgs, spec: ModelSpec, need: Need, machine: Machine) -> Bu
 
 def _remedies(
     args: EngineArgs, machine: Machine, spec: ModelSpec, plan: Any
-) -> Iterator[tuple[EngineArgs, tuple[str, ...], Budget]]:
+) -> Iterator[tuple[EngineArgs, tuple[str, ...], MemoryBudget]]:
     """Settings that fit, the smallest change first, with the flags that say them."""
     for changes in _changes(args, machine):
         changed = replace(args, **changes)
         try:
-            budget: Budget = plan(changed)
+            budget: MemoryBudget = plan(changed)
         except (MemoryBudgetError, ParameterError):
             continue
         if changes.get("max_model_len") == -1:  # a number says more than "as long as fits"
@@ -296,7 +296,7 @@ def _changes(args: EngineArgs, machine: Machine) -> Iterator[dict[str, Any]]:
     as_comes = {name: None for name in sorted(asked) if getattr(args, name) is not None}
     smaller: list[dict[str, Any]] = []
     if machine.device == "cuda":
-        now = args.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
+        now = args.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
         smaller += [{"gpu_memory_utilization": share} for share in (0.95, 0.98) if share > now]
         fewer = {"max_num_batched_tokens": 2048, "max_num_seqs": 64}
         fewer = {name: most for name, most in fewer.items() if (getattr(args, name) or 0) > most}
@@ -335,7 +335,7 @@ def _where_instead(args: EngineArgs, spec: ModelSpec, checkpoint: Checkpoint) ->
     return "no flag makes it fit here, and no one GPU that is known holds it; take a smaller model"
 
 
-def _at_once(budget: Budget, spec: ModelSpec) -> dict[int, float]:
+def _at_once(budget: MemoryBudget, spec: ModelSpec) -> dict[int, float]:
     """How many requests of so many tokens each the pool holds; where every layer has a window, blocks that no layer
     looks at any more are given back."""
     lengths = [n for n in LENGTHS if n < budget.max_model_len] + [budget.max_model_len]
@@ -354,7 +354,7 @@ def _check_quantization(args: EngineArgs, machine: Machine) -> None:
 # -- for people --------------------------------------------------------------------------------------------------------
 
 
-def lines(report: Report) -> list[str]:
+def format_report(report: Report) -> list[str]:
     spec, need, budget, machine = report.spec, report.need, report.budget, report.machine
     heads = f"{spec.num_layers} layers, {spec.num_heads} heads over {spec.num_kv_heads} of K and V"
     out = [

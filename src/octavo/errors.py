@@ -19,7 +19,7 @@ OctavoError                       anything that Octavo raises on purpose
     │   └── StepMemoryError       it took more memory than there is; those after it are smaller
     ├── DeviceLostError           the device does not answer this process any more: the engine is dead, whoever waits
     ├── RequestFailedError        one request failed (numbers that are not finite, ...); no other was touched
-    └── AnswerError               the engine has no answer to a question about it, and goes on
+    └── EngineQueryError               the engine has no answer to a question about it, and goes on
 
 "No room now" is no exception but a value: the scheduler says what a request waits for (see `core.events.Waiting`).
 A broken invariant is our own bug and an `assert`.
@@ -147,5 +147,8 @@ class RequestFailedError(EngineError):
     code = "numerical_error"
 
 
-class AnswerError(EngineError):
+class EngineQueryError(EngineError):
     code = "no_answer"
+
+
+AnswerError = EngineQueryError  # the name until 0.1; kept for one release

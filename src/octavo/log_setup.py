@@ -19,7 +19,7 @@ class LogSettings(NamedTuple):
 _settings: LogSettings | None = None
 
 
-def told() -> LogSettings | None:
+def current_settings() -> LogSettings | None:
     """What `set_up` was told, for a process that this one starts; None where logs are the program's own affair."""
     return _settings
 

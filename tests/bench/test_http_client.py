@@ -8,7 +8,7 @@ import pytest
 
 from octavo.bench.http_client import HTTPClient, LostConnectionError
 from tests.bench.servers import chunked, read_request, scripted, whole
-from tests.serve.http_lab import run
+from tests.serve.in_process_server import run
 
 
 def test_a_connection_is_used_again_and_pieces_come_as_they_are_sent() -> None:

@@ -13,7 +13,7 @@ import pytest
 from octavo.bench.args import BenchArgs
 from octavo.bench.samples import Count, Sample, Vocabulary, make_samples
 from octavo.errors import OctavoError, ParameterError
-from tests.serve.http_lab import run
+from tests.serve.in_process_server import run
 
 
 def counter(rule: Callable[[str], int]) -> Count:

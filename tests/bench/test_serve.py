@@ -22,7 +22,7 @@ from octavo.errors import OctavoError, ParameterError
 from tests.bench.servers import Canned, chunked, completion, event, scripted, whole
 from tests.engine.models import make_talking_checkpoint
 from tests.serve.http.test_server import listening
-from tests.serve.http_lab import NAME, run
+from tests.serve.in_process_server import NAME, run
 
 ASKED = Sample("x", 5, 3)
 

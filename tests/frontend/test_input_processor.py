@@ -197,7 +197,7 @@ def test_without_a_tokenizer_ids_are_all() -> None:
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    most = llm.engine.max_model_len * llm.get_tokenizer().most_chars
+    most = llm.engine.max_model_len * llm.get_tokenizer().max_token_chars
     with pytest.raises(ContextLengthError, match="you requested"):
         llm.generate("a" * most, ONE, use_tqdm=False)
     monkeypatch.setattr(type(llm.get_tokenizer()), "encode", lambda *_, **__: pytest.fail("tokenised"))

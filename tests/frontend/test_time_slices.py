@@ -15,7 +15,7 @@ from octavo.engine.process import ipc
 from octavo.engine.process.ipc import Channel, endpoint_in
 from octavo.frontend import time_slices as slices
 from octavo.frontend.time_slices import BREATH, done, sliced
-from tests.serve.loop import run
+from tests.serve.event_loop import run
 
 
 class Log(list[Any]):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.runner.cuda_model_runner import CudaRunner, Kind
+from octavo.runner.cuda_model_runner import CudaModelRunner, GraphKey
 from tests.models.tiny import make_tiny_checkpoint
 
 OPTIONS: dict[str, Any] = {
@@ -52,18 +52,18 @@ def test_rows_that_begin_alike_give_the_tokens_that_they_give_alone(
 ) -> None:
     """In passes from graphs and without, in windows, behind chunks of prompts, and forked."""
     model = str(make_tiny_checkpoint("llama", tmp_path / "llama", max_position_embeddings=400))
-    monkeypatch.setattr("octavo.runner.shared_prefixes.LEAST_BYTES", 10**12)  # never
+    monkeypatch.setattr("octavo.runner.shared_prefixes.MIN_SAVED_BYTES", 10**12)  # never
     with LLM(model, **(OPTIONS | options)) as llm:
         expected = tokens_of(llm)
-    monkeypatch.setattr("octavo.runner.shared_prefixes.LEAST_BYTES", -(10**12))  # wherever two begin alike
+    monkeypatch.setattr("octavo.runner.shared_prefixes.MIN_SAVED_BYTES", -(10**12))  # wherever two begin alike
     ways: Counter[bool] = Counter()
-    run = CudaRunner._run_decode
+    run = CudaModelRunner._run_decode
 
-    def counted(self: CudaRunner, num_slices: int, kind: Kind) -> None:
+    def counted(self: CudaModelRunner, num_slices: int, kind: GraphKey) -> None:
         ways[kind.cascade] += 1
         run(self, num_slices, kind)
 
-    monkeypatch.setattr(CudaRunner, "_run_decode", counted)
+    monkeypatch.setattr(CudaModelRunner, "_run_decode", counted)
     with LLM(model, **(OPTIONS | options)) as llm:
         found = tokens_of(llm)
         runner = llm.engine.executor.runner  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
-from octavo.runner.sampling.host_sampling import CarefulRunner
+from octavo.runner.sampling.host_sampling import HostSamplingRunner
 from tests.engine.models import make_talking_checkpoint
 from tests.models.tiny import KINDS, make_tiny_checkpoint
 from tests.proof.ways import OPTIONS, WAYS, runs
@@ -62,7 +62,7 @@ def both(
     found = []
     for device, more in (("cpu", {}), ("cuda", WAYS[way])):
         if device == "cuda":
-            monkeypatch.delattr(CarefulRunner, "draw")
+            monkeypatch.delattr(HostSamplingRunner, "sample")
         with LLM(str(directory), device=device, **(OPTIONS | more)) as llm:
             found.append(llm.generate(prompts, params, use_tqdm=False))
     return found
@@ -90,7 +90,7 @@ def test_grammars_that_need_no_host(way: str, tmp_path: Path, monkeypatch: pytes
     options = OPTIONS | {"skip_tokenizer_init": False, "num_gpu_blocks_override": 40, "preemption_mode": "swap"}
     with LLM(directory, device="cpu", **(options | WAYS[way])) as llm:
         expected = told(llm.generate(prompts, params, use_tqdm=False))
-    monkeypatch.delattr(CarefulRunner, "draw")
+    monkeypatch.delattr(HostSamplingRunner, "sample")
     with LLM(directory, device="cuda", **(options | WAYS[way] | {"enable_prefix_caching": False})) as llm:
         for _ in range(4):
             assert told(llm.generate(prompts, params, use_tqdm=False)) == expected

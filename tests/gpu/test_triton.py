@@ -16,11 +16,27 @@ from octavo.kernels.reference import NormedResidual
 from octavo.kernels.triton import ops as cuda
 from octavo.kernels.triton.attention.prefill_hopper import can_prefill
 from octavo.kernels.triton.linear.skinny_hopper import StreamTuning
-from tests.kernels.cascade_cases import *  # noqa: F403
 from tests.kernels.pool import Case, make_case, norm_error, relative_error
-from tests.kernels.triton_cases import *  # noqa: F403
-from tests.kernels.triton_cases import attend, check
-from tests.kernels.triton_step_cases import *  # noqa: F403
+from tests.kernels.triton.attention.checks import attend, check
+from tests.kernels.triton.attention.test_cascade import *  # noqa: F403
+from tests.kernels.triton.attention.test_decode import *  # noqa: F403
+from tests.kernels.triton.attention.test_decode_schedule import *  # noqa: F403
+from tests.kernels.triton.attention.test_paged_attention import *  # noqa: F403
+from tests.kernels.triton.attention.test_prefill import *  # noqa: F403
+from tests.kernels.triton.attention.test_prefill_hopper import *  # noqa: F403
+from tests.kernels.triton.attention.test_query_tiles import *  # noqa: F403
+from tests.kernels.triton.conftest import seed  # noqa: F401
+from tests.kernels.triton.kv.test_block_copy import *  # noqa: F403
+from tests.kernels.triton.kv.test_swap import *  # noqa: F403
+from tests.kernels.triton.kv.test_write import *  # noqa: F403
+from tests.kernels.triton.linear.test_skinny import *  # noqa: F403
+from tests.kernels.triton.sampling.test_logits_processors import *  # noqa: F403
+from tests.kernels.triton.sampling.test_sample import *  # noqa: F403
+from tests.kernels.triton.sampling.test_step_inputs import *  # noqa: F403
+from tests.kernels.triton.sampling.test_top_logprobs import *  # noqa: F403
+from tests.kernels.triton.test_activation import *  # noqa: F403
+from tests.kernels.triton.test_norms import *  # noqa: F403
+from tests.kernels.triton.test_ops import *  # noqa: F403
 
 
 def test_a_captured_graph_replays_with_other_lengths() -> None:

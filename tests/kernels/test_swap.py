@@ -53,7 +53,7 @@ def test_long_runs_are_copies_and_the_rest_is_one_move(
     kv, host = torch.randn(10, 2, 2, 2, 4, 8), torch.zeros(11, 2, 2, 2, 4, 8)
     monkeypatch.setattr(swap, "COPY_ENGINE_BYTES", blocks_for_the_engine * kv[0].nbytes)
     spy, original = Spy(), kv.clone()
-    swapper = swap.Swapper(kv, host, spy)  # type: ignore[arg-type]
+    swapper = swap.KVSwapper(kv, host, spy)  # type: ignore[arg-type]
     outs = [(1, 10), (4, 1), (5, 2), (6, 3), (8, 5), (9, 6)]
     ins = [(5, 1), (10, 9)]  # what has just gone out
     swapper.move(outs, ins)

@@ -20,8 +20,8 @@ from typing import Any
 
 from tests.engine.models import make_talking_checkpoint
 from tests.proof.tally import LONG_S, Tally, World
-from tests.serve.loop import run
-from tests.serve.wire import Wire, ask_once
+from tests.serve.event_loop import run
+from tests.serve.raw_client import RawClient, request_once
 
 HOSTILE_KEY = "hostile"
 NUM_STREAMS, PACE_S = 64, 0.025
@@ -129,10 +129,10 @@ async def attack(name: str, port: int) -> None:
     path, body = requests()[name]
 
     async def connection() -> None:
-        wire = Wire(port, key=HOSTILE_KEY)
+        client = RawClient(port, key=HOSTILE_KEY)
         while True:
             try:
-                answer = await wire.ask(path=path, raw=body)
+                answer = await client.ask(path=path, raw=body)
                 print(answer.status, answer.code or "", flush=True)
             except OSError:
                 print("closed", flush=True)
@@ -154,7 +154,7 @@ class Neighbours:
     health_s: list[float] = field(default_factory=list)
 
     async def stream(self, number: int) -> None:
-        wire = Wire(self.port)
+        client = RawClient(self.port)
         while True:
             self.tally.runs += 1
             body = {
@@ -164,7 +164,7 @@ class Neighbours:
                 "ignore_eos": True,
                 "return_token_ids": True,
             }
-            answer = await asyncio.wait_for(wire.ask(body, on_data=self._count), LONG_S)
+            answer = await asyncio.wait_for(client.ask(body, on_data=self._count), LONG_S)
             if answer.status != 200 or not answer.is_whole:
                 self.tally.lost += 1
                 self.tally.notes.append(f"a stream got {answer.status} {answer.code}: {answer.body[-200:]!r}")
@@ -179,7 +179,7 @@ class Neighbours:
     async def probe(self) -> None:
         while True:
             begin = time.monotonic()
-            answer = await asyncio.wait_for(ask_once(self.port, path="/health"), LONG_S)
+            answer = await asyncio.wait_for(request_once(self.port, path="/health"), LONG_S)
             self.health_s.append(time.monotonic() - begin)
             if answer.status != 200:
                 self.tally.miss(f"/health answered {answer.status}")

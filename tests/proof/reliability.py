@@ -38,7 +38,7 @@ from tests.engine.process.engines import answers, children_of, is_alive, oracle_
 from tests.proof import server_trials
 from tests.proof.oracle_engine import HOOKS, PHASES
 from tests.proof.tally import LONG_S, PROMPTS, Tally, World, oracle_prompt, params_of
-from tests.serve.loop import run
+from tests.serve.event_loop import run
 
 NOTICED_S, BACK_S, SILENCE_S = 1.0, 10.0, 11.0
 """A killed engine is noticed within the first and serves again within the second; a stopped one is noticed within the
@@ -184,7 +184,7 @@ async def orphans(tally: Tally, world: World) -> None:
     program = f"""
 import asyncio
 from tests.engine.process.engines import last_of, oracle_client
-from tests.serve.loop import run
+from tests.serve.event_loop import run
 from octavo import SamplingParams
 
 async def main():

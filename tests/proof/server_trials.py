@@ -25,7 +25,7 @@ from octavo import SamplingParams
 from tests.engine.process.engines import answers, children_of, is_alive, residue
 from tests.proof.hostile_clients import hostile
 from tests.proof.tally import LONG_S, PROMPTS, Tally, World, oracle_prompt, params_of
-from tests.serve.wire import KEY, Answer, Wire, ask_once
+from tests.serve.raw_client import KEY, RawClient, RawResponse, request_once
 
 Found = TypeVar("Found")
 
@@ -82,14 +82,14 @@ class Server:
 
     async def load(self) -> int:
         """Requests that are being answered; -1 where it does not say."""
-        answer = await ask_once(self.port, path="/load")
+        answer = await request_once(self.port, path="/load")
         return int(json.loads(answer.body)["server_load"]) if answer.status == 200 else -1
 
     async def at_rest(self) -> bool:
         """Whether nothing of any request is left, some time soon."""
         begin = time.monotonic()
         while time.monotonic() - begin < LONG_S:
-            held = json.loads((await ask_once(self.port, path="/debug/kv")).body)
+            held = json.loads((await request_once(self.port, path="/debug/kv")).body)
             if not held["num_used"] and not await self.load():
                 return True
             await asyncio.sleep(0.05)
@@ -162,7 +162,7 @@ def asked(number: int, max_tokens: int) -> dict[str, Any]:
     }
 
 
-def check(tally: Tally, answer: Answer, number: int, max_tokens: int, *, refusal: str | None = None) -> None:
+def check(tally: Tally, answer: RawResponse, number: int, max_tokens: int, *, refusal: str | None = None) -> None:
     """A stream that must be whole; or that may have been refused, or cut short, with that code."""
     wanted = right(number, max_tokens)
     if answer.status == 200 and answer.is_whole:
@@ -210,12 +210,12 @@ async def drains(tally: Tally, world: World) -> None:
             sizes = [(i % 50, 150 + i % 60) for i in range(STREAMS)]
             begun: list[float] = []
 
-            async def stream(number: int, max_tokens: int, begun: list[float], port: int) -> Answer:
-                wire = Wire(port)
+            async def stream(number: int, max_tokens: int, begun: list[float], port: int) -> RawResponse:
+                client = RawClient(port)
                 try:
-                    return await wire.ask(asked(number, max_tokens), on_head=lambda: begun.append(time.monotonic()))
+                    return await client.ask(asked(number, max_tokens), on_head=lambda: begun.append(time.monotonic()))
                 finally:
-                    wire.close()
+                    client.close()
 
             streams = [asyncio.ensure_future(stream(*size, begun, server.port)) for size in sizes]
             while await server.load() < STREAMS or not begun:
@@ -250,12 +250,12 @@ async def drains(tally: Tally, world: World) -> None:
 async def turned_away(tally: Tally, server: Server) -> None:
     """While it drains."""
     begin = time.monotonic()
-    while (await ask_once(server.port, path="/ready")).status != 503 and time.monotonic() - begin < LONG_S:
+    while (await request_once(server.port, path="/ready")).status != 503 and time.monotonic() - begin < LONG_S:
         await asyncio.sleep(0.01)
     tally.runs += 1
-    answer = await ask_once(server.port, asked(0, 5))
+    answer = await request_once(server.port, asked(0, 5))
     tally.wrong += (answer.status, answer.code) != (503, "shutting_down") or "retry-after" not in answer.headers
-    tally.wrong += (await ask_once(server.port, path="/health")).status != 200
+    tally.wrong += (await request_once(server.port, path="/health")).status != 200
 
 
 # -- hanging up --------------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ async def hang_ups(tally: Tally, world: World) -> None:
                     elif number % 10:
                         await asyncio.wait_for(hang_up(chance, number, port), LONG_S)
                     else:
-                        answer = await asyncio.wait_for(ask_once(port, asked(number % 50, 40)), LONG_S)
+                        answer = await asyncio.wait_for(request_once(port, asked(number % 50, 40)), LONG_S)
                         check(tally, answer, number % 50, 40)
                 except TimeoutError:
                     tally.hung += 1
@@ -287,7 +287,7 @@ async def hang_ups(tally: Tally, world: World) -> None:
                     tally.notes.append(str(error))
 
         await asyncio.gather(*(one(number, server.port) for number in range(world.times(10_000))))
-        told = (await ask_once(server.port, path="/metrics")).body.decode()
+        told = (await request_once(server.port, path="/metrics")).body.decode()
     if (num_late := sum(end != "abort" for end in ends)) > len(ends) // 10:
         tally.miss(f"{num_late} of {len(ends)} requests went on though their clients had gone")
     counts = {
@@ -308,7 +308,7 @@ async def end_of(number: int, port: int) -> str:
         if not line:
             raise ConnectionError("the server hung up before the first token")
     writer.transport.abort()
-    while (state := json.loads((await ask_once(port, path=f"/debug/requests/{name}")).body)).get("status") in LIVE:
+    while (state := json.loads((await request_once(port, path=f"/debug/requests/{name}")).body)).get("status") in LIVE:
         await asyncio.sleep(0.02)
     return str(state["timeline"][-1]["reason"]) if "timeline" in state else "forgotten"
 
@@ -372,14 +372,14 @@ async def crowd(tally: Tally, world: World) -> None:
             refused = [0]
             expected = min(number, queue + SEATS)
 
-            async def one(i: int, port: int, refused: list[int]) -> tuple[int, Answer]:
-                wire = Wire(port)
+            async def one(i: int, port: int, refused: list[int]) -> tuple[int, RawResponse]:
+                client = RawClient(port)
                 try:
-                    answer = await wire.ask(asked(i % 50, 8))
+                    answer = await client.ask(asked(i % 50, 8))
                     refused[0] += answer.status != 200
                     return i, answer
                 finally:
-                    wire.close()
+                    client.close()
 
             begin = time.monotonic()
             tasks = [asyncio.ensure_future(one(i, server.port, refused)) for i in range(number)]
@@ -389,7 +389,7 @@ async def crowd(tally: Tally, world: World) -> None:
                     break
                 await asyncio.sleep(0.1)
             arrived_s, begin = time.monotonic() - begin, time.monotonic()
-            health = await ask_once(server.port, path="/health")
+            health = await request_once(server.port, path="/health")
             health_ms = 1000 * (time.monotonic() - begin)
             if health.status != 200 or here != expected:
                 tally.miss(f"{here} of {number} are here and {refused[0]} are refused, where {expected} should be here")
@@ -422,7 +422,7 @@ class Crush:
     def __init__(self, tally: Tally, port: int) -> None:
         self._tally = tally
         self._port = port
-        self._idle: list[Wire] = []
+        self._idle: list[RawClient] = []
         self._number = 0
         self.good_at: list[float] = []
         self.first_s: list[float] = []
@@ -432,12 +432,12 @@ class Crush:
         tally, number = self._tally, self._number % 50
         self._number += 1
         tally.runs += 1
-        wire = self._idle.pop() if self._idle else Wire(self._port)
-        if time.monotonic() - wire.idle_since > 3:  # the server is about to hang up, or has
-            wire.close()
+        client = self._idle.pop() if self._idle else RawClient(self._port)
+        if time.monotonic() - client.idle_since > 3:  # the server is about to hang up, or has
+            client.close()
         begin = time.monotonic()
         try:
-            answer = await asyncio.wait_for(wire.ask(asked(number, LENGTH)), LONG_S)
+            answer = await asyncio.wait_for(client.ask(asked(number, LENGTH)), LONG_S)
         except TimeoutError:
             tally.hung += 1
             return
@@ -445,7 +445,7 @@ class Crush:
             tally.lost += 1
             tally.notes.append(str(error))
             return
-        self._idle.append(wire)
+        self._idle.append(client)
         check(tally, answer, number, LENGTH, refusal="queue_full")
         if answer.status == 200:
             first_s = answer.head_at - begin
@@ -460,8 +460,8 @@ class Crush:
         return sum(since < at <= to for at in self.good_at) / (to - since)
 
     def close(self) -> None:
-        for wire in self._idle:
-            wire.close()
+        for client in self._idle:
+            client.close()
 
 
 async def overload(tally: Tally, world: World) -> None:
@@ -477,7 +477,7 @@ async def overload(tally: Tally, world: World) -> None:
             got, offered = await open_loop(crush, times * peak, seconds)
             p99_s = statistics.quantiles(crush.first_s, n=100)[98] if len(crush.first_s) > 1 else 0.0
             begin = time.monotonic()
-            while (await ask_once(server.port, asked(0, 1))).status != 200:
+            while (await request_once(server.port, asked(0, 1))).status != 200:
                 if time.monotonic() - begin > LONG_S:
                     break
                 await asyncio.sleep(0.1)
@@ -576,7 +576,7 @@ async def no_asserts(tally: Tally, world: World) -> None:
             for path, body in BAD:
                 tally.runs += 1
                 raw = body if isinstance(body, bytes) else None
-                answer = await ask_once(server.port, body, path, raw=raw)
+                answer = await request_once(server.port, body, path, raw=raw)
                 refused.append((answer.status, answer.code))
             refusals.append(refused)
             if interpreter:
@@ -595,7 +595,7 @@ async def tell_all(tally: Tally, world: World, server: Server) -> None:
         p = params_of(prompt)
         body = {"prompt": prompt, "return_token_ids": True, "stream": True, "n": p.n, "max_tokens": p.max_tokens}
         body |= {"temperature": p.temperature, "seed": p.seed, "stop": p.stop, "ignore_eos": p.ignore_eos}
-        answer = await ask_once(server.port, body | {"repetition_penalty": p.repetition_penalty})
+        answer = await request_once(server.port, body | {"repetition_penalty": p.repetition_penalty})
         return answer.token_ids if answer.is_whole else [[-1]]
 
     await asyncio.gather(*(tally.check(told(prompt), world.wanted[prompt]) for prompt in PROMPTS))

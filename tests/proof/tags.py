@@ -29,9 +29,9 @@ from octavo.errors import CapacityError
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.row_state import DecodeInputs, RowState
 from octavo.runner.cuda_executor import CudaExecutor
-from octavo.runner.cuda_model_runner import CudaRunner
+from octavo.runner.cuda_model_runner import CudaModelRunner
 from octavo.runner.executor import LocalExecutor
-from octavo.runner.model_runner import ModelRunner, Part
+from octavo.runner.model_runner import ModelRunner, SlicePart
 from octavo.runner.recorded_graphs import Model
 from tests.proof.oracle import ReadBack
 from tests.proof.workloads import World
@@ -202,7 +202,7 @@ class TaggedExecutor:
         self.close = executor.close
         self._losses = losses
         self._notes: dict[int, Note] = {}
-        way = "launch" if isinstance(executor.runner, CudaRunner) else "run"
+        way = "launch" if isinstance(executor.runner, CudaModelRunner) else "run"
         run = getattr(executor.runner, way)
 
         def begin(plan: StepPlan, *rest: Any) -> Any:
@@ -221,43 +221,43 @@ def tag(llm: LLM, ops: Any, *, rows_on_device: bool, graphs: bool | Callable[[Te
     """Give an engine that has done nothing yet a pool with tags, and a runner that looks at them.
 
     rows_on_device  the GPU's runner, whatever the device is, else the CPU's
-    graphs          with its graphs; or what plays their part, made of its step_counter
+    graphs          with its graphs; or what plays their part, made of its step counter
     """
     engine, args = llm.engine, llm.config.args
     old: Any = engine.executor.runner  # type: ignore[attr-defined]
     kv = _with_tags(old.kv)
-    host_kv = _with_tags(old.swapper.host_kv if isinstance(old, CudaRunner) else old.host_kv)
+    host_kv = _with_tags(old.swapper.host_kv if isinstance(old, CudaModelRunner) else old.host_kv)
     num_rows, max_len = args.max_num_seqs or 1, llm.config.max_model_len
     tags = Tags(kv, num_rows, max_len + 1)
     model = TaggedModel(old.model, tags)
     executor: CudaExecutor | LocalExecutor
-    careful: ModelRunner
+    host_sampling: ModelRunner
     if rows_on_device:
-        runner = CudaRunner(
+        runner = CudaModelRunner(
             model,
             kv,
             host_kv,
             num_rows=num_rows,
             max_model_len=max_len,
             max_num_tokens=args.max_num_batched_tokens or 1,
-            max_window=args.decode_window or 1,
+            max_decode_steps=args.decode_window or 1,
             vocab_size=engine.vocab_size,
             ops=TaggedOps(ops, tags),  # type: ignore[arg-type]
             graphs=graphs is True,
         )
         if callable(graphs):
-            runner.graphs = graphs(runner.inbox.step_counter)
-        careful, executor = runner.careful, CudaExecutor(runner)
+            runner.graphs = graphs(runner.input_buffers.step_counter)
+        host_sampling, executor = runner.host_sampling, CudaExecutor(runner)
     else:
-        careful = ModelRunner(model, kv, host_kv, num_rows=num_rows, max_model_len=max_len, ops=ops)
-        executor = LocalExecutor(careful)
-    run_pass = careful._pass
+        host_sampling = ModelRunner(model, kv, host_kv, num_rows=num_rows, max_model_len=max_len, ops=ops)
+        executor = LocalExecutor(host_sampling)
+    run_pass = host_sampling._pass
 
-    def noted(plan: StepPlan, parts: list[Part], *rest: Any) -> None:
+    def noted(plan: StepPlan, parts: list[SlicePart], *rest: Any) -> None:
         tags.rows = torch.tensor([part.row for part in parts], device=kv.device)
         run_pass(plan, parts, *rest)
 
-    setattr(careful, "_pass", noted)  # noqa: B010 (mypy refuses the plain way)
+    setattr(host_sampling, "_pass", noted)  # noqa: B010 (mypy refuses the plain way)
     losses, schedule = Losses(), engine.scheduler.schedule
 
     def next_turn() -> StepPlan:

@@ -26,7 +26,7 @@ from octavo.core.plan import StepPlan
 from octavo.errors import EngineError
 from octavo.frontend.build import Built, build
 from octavo.frontend.input_processor import Prompts
-from octavo.runner.cuda_model_runner import CudaRunner, Finish
+from octavo.runner.cuda_model_runner import CudaModelRunner, Finish
 from tests.runner.test_cuda_model_runner import on_rows
 
 OPTIONS: dict[str, Any] = {
@@ -54,7 +54,7 @@ def options_for(harm: str) -> dict[str, Any]:
     return OPTIONS | {"device": "cpu" if harm == "told" else "cuda"}
 
 
-def lose(runner: CudaRunner, harm: str) -> None:
+def lose(runner: CudaModelRunner, harm: str) -> None:
     """From now on `AT` steps are launched as they should be."""
     launch, num_launched = runner.launch, 0
 

@@ -23,10 +23,10 @@ from octavo.kernels.row_state import IN_PROMPT, MAX_STOP_IDS
 from octavo.runner import model_runner as runner
 from octavo.runner.cuda_executor import CudaExecutor
 from octavo.runner.cuda_graphs import cascade_sizes, decode_sizes
-from octavo.runner.cuda_model_runner import CudaRunner, table_writes
+from octavo.runner.cuda_model_runner import CudaModelRunner, table_writes
 from octavo.runner.kv_swap import runs
-from octavo.runner.prefill_batch import ChunkSize, ChunkSizes
-from octavo.runner.sampling.host_sampling import CarefulRunner
+from octavo.runner.prefill_batch import PrefillSize, PrefillSizes
+from octavo.runner.sampling.host_sampling import HostSamplingRunner
 from octavo.runner.sampling.sampler import NO_ALLOWED_TOKEN, NOT_FINITE
 from tests.engine.models import make_talking_checkpoint
 
@@ -74,20 +74,20 @@ class Recorded:
 def on_rows(llm: LLM, *, recorded: bool = False) -> LLM:
     """The engine, with the GPU's runner in the place of its own."""
     old = llm.engine.executor.runner  # type: ignore[attr-defined]
-    runner = CudaRunner(
+    runner = CudaModelRunner(
         old.model,
         old.kv,
         old.host_kv,
         num_rows=len(old.rows.done),
         max_model_len=llm.config.max_model_len,
         max_num_tokens=llm.config.args.max_num_batched_tokens or 0,
-        max_window=llm.config.args.decode_window or 1,
+        max_decode_steps=llm.config.args.decode_window or 1,
         vocab_size=llm.engine.vocab_size,
         ops=reference,
         graphs=False,
     )
     if recorded:
-        runner.graphs = Recorded(runner.inbox.step_counter)  # type: ignore[assignment]
+        runner.graphs = Recorded(runner.input_buffers.step_counter)  # type: ignore[assignment]
     llm.engine.executor.close()
     llm.engine.executor = CudaExecutor(runner)
     return llm
@@ -203,7 +203,7 @@ def test_constrained_requests(model: str, case: str, recorded: bool, monkeypatch
     """Beside the others. Their steps wait for what may come next, and the host for no token."""
     params, options = [*mixture(), *constrained(), *ruled()], CASES[case]
     _, expected = generate(model, params, rows=False, **options)
-    monkeypatch.delattr(CarefulRunner, "draw")
+    monkeypatch.delattr(HostSamplingRunner, "sample")
     llm, outputs = generate(model, params, rows=True, recorded=recorded, **options)
     assert told(outputs) == told(expected)
     assert re.fullmatch("[a-f]{5,9}", outputs[len(mixture())].outputs[0].text)
@@ -261,16 +261,16 @@ def test_log_probabilities_need_no_host(model: str, case: str, recorded: bool, m
     of a prompt is the host's, while the prompt is computed."""
     params, options = [*mixture(), *telling(), *telling()], CASES[case]
     _, expected = generate(model, params, rows=False, **options)
-    monkeypatch.delattr(CarefulRunner, "draw")
+    monkeypatch.delattr(HostSamplingRunner, "sample")
     columns: list[int] = []
-    column = CarefulRunner.column
+    column = HostSamplingRunner.column
 
-    def counted(self: CarefulRunner, plan: StepPlan, *rest: Any) -> Any:
+    def counted(self: HostSamplingRunner, plan: StepPlan, *rest: Any) -> Any:
         assert self.tells_prompts(plan)
         columns.append(plan.step)
         return column(self, plan, *rest)
 
-    monkeypatch.setattr(CarefulRunner, "column", counted)
+    monkeypatch.setattr(HostSamplingRunner, "column", counted)
     llm, outputs = generate(model, params, rows=True, recorded=recorded, **options)
     assert told(outputs) == told(expected) and same_numbers(outputs, expected, 700)
     assert 0 < len(set(columns)) < 0.6 * llm.stats().num_steps
@@ -293,7 +293,7 @@ def test_rules_that_need_no_host(model: str, case: str, recorded: bool, monkeypa
     """Beside others; rows that kept rules go to some that have none, and back."""
     params, options = [*ruled(), *mixture(), *ruled()], CASES[case]
     _, expected = generate(model, params, rows=False, **options)
-    monkeypatch.delattr(CarefulRunner, "draw")
+    monkeypatch.delattr(HostSamplingRunner, "sample")
     llm, outputs = generate(model, params, rows=True, recorded=recorded, **options)
     assert told(outputs) == told(expected)
     assert all(reason in ("length", "stop") for _, reason, *_ in told(outputs))
@@ -363,7 +363,7 @@ def test_candidates_of_lines_that_are_broken_or_short() -> None:
     logits[1, 4] = math.nan
     plan = StepPlan()
     plan.rows, plan.draws = [4, 9], {0: 2, 1: 8}
-    found = CarefulRunner.candidates(None, plan, reference.packed_top_logprobs(logits.bfloat16(), 8))  # type: ignore[arg-type]
+    found = HostSamplingRunner.candidates(None, plan, reference.packed_top_logprobs(logits.bfloat16(), 8))  # type: ignore[arg-type]
     expected = logits[0].bfloat16().float().log_softmax(0).topk(2)
     assert found.tokens[0] == list(zip(expected.values.tolist(), expected.indices.tolist(), strict=True))
     assert found.errors == {1: NOT_FINITE} and len(found.tokens) == 2 and len(found.tokens[1]) == 6
@@ -436,14 +436,14 @@ def counting() -> Counting:
 def executor(counting: Counting) -> Iterator[CudaExecutor]:
     kv = torch.zeros(9, 1, 2, 1, SIZE, 1)  # 8 usable blocks
     executor = CudaExecutor(
-        CudaRunner(
+        CudaModelRunner(
             counting,
             kv,
             torch.zeros_like(kv),
             num_rows=4,
             max_model_len=8,
             max_num_tokens=16,
-            max_window=4,
+            max_decode_steps=4,
             vocab_size=VOCAB,
             ops=reference,
             graphs=False,
@@ -459,16 +459,16 @@ def tokens_of(executor: CudaExecutor, plan: Plan) -> list[list[int]]:
 
 def test_candidates_are_all_that_a_step_is_for(executor: CudaExecutor) -> None:
     """Of decode steps whose rows all leave the choice to the host, and have no rules that it would have to apply."""
-    careful = executor.runner.careful
+    host_sampling = executor.runner.host_sampling
     plain = [RowSetup(row, SamplingParams(), 0, 0, frozenset(), 1, None, True) for row in range(3)]
     other = [RowSetup(3, SamplingParams(logit_bias={1: 2.0}), 0, 0, frozenset(), 1, None, True)]
     plan = StepPlan()
     plan.row_setups = [*plain, *other]
-    careful.apply(plan)
+    host_sampling.apply(plan)
 
     def wanted(rows: list[int], draws: dict[int, int], masked: tuple[int, ...] = ()) -> int:
         plan.rows, plan.draws, plan.masked = rows, draws, list(masked)
-        return careful.candidates_wanted(plan)
+        return host_sampling.candidates_wanted(plan)
 
     assert wanted([0, 2], {0: 4, 1: 6}) == 6
     assert wanted([0, 2], {0: 4}) == wanted([0, 3], {0: 4, 1: 4}) == wanted([0], {0: 4}, masked=(0,)) == 0
@@ -651,34 +651,34 @@ class Never:
 
 
 def test_a_plan_larger_than_the_inbox(executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    inbox = executor.runner.inbox
-    inbox.words = inbox.words[: inbox.head + 3]
+    input_buffers = executor.runner.input_buffers
+    input_buffers.words = input_buffers.words[: input_buffers.head + 3]
     assert tokens_of(executor, Plan().give(0, (3, 1)).slice(0, 0, 3, 1, [4, 5, 6])) == [[7]]
     assert tokens_of(executor, Plan().slice(0, 3, 1, 1)) == [[8]]
 
 
 def test_of_graphs_for_chunks_the_smallest_that_holds_a_pass() -> None:
-    sizes = ChunkSizes(20, 300, 1000)
+    sizes = PrefillSizes(20, 300, 1000)
 
     def found(num_tokens: int, num_slices: int, num_draws: int) -> tuple[int, int] | None:
-        size = sizes.holding(ChunkSize(num_tokens, num_slices, num_draws, num_tokens, num_tokens))
+        size = sizes.holding(PrefillSize(num_tokens, num_slices, num_draws, num_tokens, num_tokens))
         return None if size is None else (size.num_tokens, size.num_slices)
 
     assert found(16, 7, 7) == (16, 8)
     assert found(17, 1, 1) == (32, 8)
     assert found(17, 8, 1) == found(17, 1, 9) == (64, 22)  # one slice is for padding
     assert found(257, 1, 1) == (300, 22) and found(301, 1, 1) is None and found(16, 22, 1) is None
-    assert ChunkSizes(20, 300, 3).holding(ChunkSize(8, 7, 1, 2, 2)) is None  # 8 tokens of padding in one slice
-    large = ChunkSizes(20, 4096, 1000)
-    assert large.holding(ChunkSize(3584, 9, 9, 600, 900)) == large.sizes[-1]
-    assert large.holding(ChunkSize(3583, 9, 9, 600, 900)) is None
+    assert PrefillSizes(20, 300, 3).holding(PrefillSize(8, 7, 1, 2, 2)) is None  # 8 tokens of padding in one slice
+    large = PrefillSizes(20, 4096, 1000)
+    assert large.holding(PrefillSize(3584, 9, 9, 600, 900)) == large.sizes[-1]
+    assert large.holding(PrefillSize(3583, 9, 9, 600, 900)) is None
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 6, 7, 30])
 def test_no_graph_for_chunks_is_made_for_nothing(num_rows: int) -> None:
-    sizes = ChunkSizes(num_rows, 3000, 4000)
+    sizes = PrefillSizes(num_rows, 3000, 4000)
     passes = [(tokens, slices) for tokens in range(1, 3001) for slices in {1, min(tokens, num_rows, 8), num_rows + 1}]
-    found = {sizes.holding(ChunkSize(tokens, slices, slices, tokens, tokens)) for tokens, slices in passes}
+    found = {sizes.holding(PrefillSize(tokens, slices, slices, tokens, tokens)) for tokens, slices in passes}
     assert found - {None} == set(sizes.sizes) and len(set(sizes.sizes)) == len(sizes.sizes)
 
 

@@ -10,7 +10,7 @@ import torch
 from octavo.core.plan import RowSetup, StepPlan, TableWrite
 from octavo.kernels.metadata import RaggedBatch
 from octavo.params.sampling_params import SamplingParams
-from octavo.runner.input_batch import Rows, make_batch
+from octavo.runner.input_batch import InputBatch, make_batch
 
 
 def setup(row: int, seed: int) -> RowSetup:
@@ -18,7 +18,7 @@ def setup(row: int, seed: int) -> RowSetup:
 
 
 def test_table_writes_append_and_a_new_owner_starts_over() -> None:
-    rows = Rows(num_rows=3, max_blocks=6)
+    rows = InputBatch(num_rows=3, max_blocks=6)
     plan = StepPlan()
     plan.row_setups = [setup(1, 7)]
     plan.table_writes = [TableWrite(1, 0, (5, 3)), TableWrite(1, 2, (9,)), TableWrite(0, 0, (4,))]
@@ -41,7 +41,7 @@ def test_a_batch_says_where_every_token_lies(seed: int) -> None:
     size, num_rows = rng.choice([1, 2, 8, 16]), rng.randint(1, 9)
     max_blocks = rng.randint(1, 12)
     ids = rng.sample(range(1, 500), num_rows * max_blocks)
-    rows = Rows(num_rows, max_blocks)
+    rows = InputBatch(num_rows, max_blocks)
     tables = [[ids.pop() for _ in range(max_blocks)] for _ in range(num_rows)]
     plan = StepPlan()
     plan.table_writes = [TableWrite(r, 0, tuple(t)) for r, t in enumerate(tables)]
@@ -79,7 +79,7 @@ def test_a_batch_says_where_every_token_lies(seed: int) -> None:
 
 def test_a_batch_outlives_the_next_plan() -> None:
     """Its tables are a copy: a step that is still being computed does not see the rows change hands."""
-    rows = Rows(2, 4)
+    rows = InputBatch(2, 4)
     plan = StepPlan()
     plan.table_writes = [TableWrite(0, 0, (3, 4))]
     rows.apply(plan)

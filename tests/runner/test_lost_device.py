@@ -22,8 +22,8 @@ from octavo.core.plan import StepPlan
 from octavo.errors import DeviceLostError, StepError
 from octavo.kernels import reference
 from octavo.runner.cuda_executor import CudaExecutor
-from octavo.runner.cuda_model_runner import CudaRunner, Finish
-from octavo.runner.output_buffers import Landing
+from octavo.runner.cuda_model_runner import CudaModelRunner, Finish
+from octavo.runner.output_buffers import StepOutput
 from tests.engine.models import make_talking_checkpoint
 from tests.runner.lose_device import PARAMS, PROMPTS, WORDS, check_engine_process, check_process
 from tests.runner.test_cuda_model_runner import SIZE, Counting, Plan, on_rows
@@ -61,7 +61,7 @@ class Broken:
         cuda_says()
 
 
-def lose(runner: CudaRunner, where: str, after: int = 0) -> None:
+def lose(runner: CudaModelRunner, where: str, after: int = 0) -> None:
     """The device is lost after so many steps, and that is noticed there; `afterwards`: another error was first."""
     launch, num_launched = runner.launch, 0
 
@@ -77,7 +77,7 @@ def lose(runner: CudaRunner, where: str, after: int = 0) -> None:
             raise ValueError("a bug")
         finish = launch(plan)
 
-        def goes_on(masks: Any) -> Landing:
+        def goes_on(masks: Any) -> StepOutput:
             if where == "finish":
                 cuda_says()
             landing = finish(masks)
@@ -94,8 +94,8 @@ def lose(runner: CudaRunner, where: str, after: int = 0) -> None:
 
 def make_executor() -> CudaExecutor:
     kv = torch.zeros(9, 1, 2, 1, SIZE, 1)
-    sizes = {"num_rows": 4, "max_model_len": 8, "max_num_tokens": 16, "max_window": 4, "vocab_size": 11}
-    return CudaExecutor(CudaRunner(Counting(), kv, torch.zeros_like(kv), ops=reference, graphs=False, **sizes))
+    sizes = {"num_rows": 4, "max_model_len": 8, "max_num_tokens": 16, "max_decode_steps": 4, "vocab_size": 11}
+    return CudaExecutor(CudaModelRunner(Counting(), kv, torch.zeros_like(kv), ops=reference, graphs=False, **sizes))
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -131,10 +131,10 @@ def test_a_device_that_answers_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     num_told = 1
-    runner.let_go()
+    runner.release_memory()
     runner.probe()
     num_told = 100
-    runner.let_go()
+    runner.release_memory()
     with pytest.raises(RuntimeError, match="illegal"):
         runner.probe()
 

@@ -17,7 +17,7 @@ from octavo.engine.outputs import failure
 from octavo.errors import StepError, StepMemoryError
 from octavo.kernels import reference
 from octavo.runner.cuda_executor import CudaExecutor
-from octavo.runner.cuda_model_runner import CudaRunner
+from octavo.runner.cuda_model_runner import CudaModelRunner
 from octavo.runner.executor import LocalExecutor, step_error
 from tests.models.tiny import make_tiny_checkpoint
 from tests.runner.test_cuda_model_runner import SIZE, Counting, Plan, mixture, on_rows, told
@@ -58,8 +58,8 @@ def hungry(llm: LLM, room: int, never: int = -1) -> Hungry:
     runner: Any = llm.engine.executor.runner  # type: ignore[attr-defined]
     found = Hungry(runner.model, room, never)
     runner.model = found
-    if hasattr(runner, "careful"):
-        runner.careful.model.model = found
+    if hasattr(runner, "host_sampling"):
+        runner.host_sampling.model.model = found
     return found
 
 
@@ -114,10 +114,10 @@ def test_who_does_not_fit_alone_is_told_what_would_help(model: str, rows: bool) 
 
 def test_what_the_step_had_made_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     found, kv = Hungry(Counting(), room=2), torch.zeros(9, 1, 2, 1, SIZE, 1)
-    sizes = {"num_rows": 4, "max_model_len": 8, "max_num_tokens": 16, "max_window": 4, "vocab_size": 11}
-    runner = CudaRunner(found, kv, torch.zeros_like(kv), ops=reference, graphs=False, **sizes)
-    let_go: list[bool] = []
-    monkeypatch.setattr(runner, "let_go", lambda: let_go.append(all(made() is None for made in found.made)))
+    sizes = {"num_rows": 4, "max_model_len": 8, "max_num_tokens": 16, "max_decode_steps": 4, "vocab_size": 11}
+    runner = CudaModelRunner(found, kv, torch.zeros_like(kv), ops=reference, graphs=False, **sizes)
+    is_freed: list[bool] = []
+    monkeypatch.setattr(runner, "release_memory", lambda: is_freed.append(all(made() is None for made in found.made)))
     executor = CudaExecutor(runner)
     assert executor.submit(Plan().give(0, (1, 2)).slice(0, 0, 2, 1, [3, 4])).result().tokens == [[5]]
     failed = executor.submit(Plan().give(1, (3, 4)).slice(1, 0, 3, 1, [3, 4, 5]))
@@ -126,10 +126,10 @@ def test_what_the_step_had_made_is_let_go(monkeypatch: pytest.MonkeyPatch) -> No
         StepMemoryError, match=r"^OutOfMemoryError: CUDA out of memory.*GiB\. Advice follows$"
     ) as told_of:
         failed.result()
-    assert told_of.value.code == "out_of_memory" and let_go == [True]
+    assert told_of.value.code == "out_of_memory" and is_freed == [True]
     with pytest.raises(StepError, match="a step before it failed") as other:
         behind.result()
-    assert not isinstance(other.value, StepMemoryError) and len(let_go) == 2
+    assert not isinstance(other.value, StepMemoryError) and len(is_freed) == 2
     assert executor.submit(Plan().give(0, (1, 2)).slice(0, 0, 2, 1, [3, 4])).result().tokens == [[5]]
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from octavo.kernels.row_state import NOTHING_SAMPLED
-from octavo.runner.output_buffers import Landing, Ring, Seen
+from octavo.runner.output_buffers import ColumnWritten, OutputBuffers, StepOutput
 
 
-class Point:
+class DeviceEvent:
     """An event that is reached when somebody says so."""
 
     def __init__(self) -> None:
@@ -29,10 +29,10 @@ class Point:
         raise NotImplementedError
 
 
-def land_within(num: int) -> tuple[Ring, Landing, Point]:
+def land_within(num: int) -> tuple[OutputBuffers, StepOutput, DeviceEvent]:
     """A column of so many draws, which nobody has filled yet."""
-    ring = Ring(3, 8, torch.device("cpu"))
-    points = [Point() for _ in ring._events]
+    ring = OutputBuffers(3, 8, torch.device("cpu"))
+    points = [DeviceEvent() for _ in ring._events]
     ring._events = list(points)
     ring.columns.fill_(5)  # of earlier plans
     first = ring.begin()
@@ -62,8 +62,8 @@ def test_what_goes_on_behind_a_column_may_break() -> None:
 
 def test_whoever_has_come_to_the_end_has_filled_it() -> None:
     """Should a column hold what nobody writes."""
-    point = Point()
-    seen = Seen(np.full(3, -99, dtype=np.int32), point)
+    point = DeviceEvent()
+    seen = ColumnWritten(np.full(3, -99, dtype=np.int32), point)
     assert not seen.query()
     point.reached = True
     assert seen.query()

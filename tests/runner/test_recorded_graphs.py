@@ -16,7 +16,7 @@ from octavo.kernels.cpu import ops as cpu
 from octavo.kernels.cpu.packed_linear import FEW_ROWS
 from octavo.kernels.metadata import RaggedBatch
 from octavo.models.decoder import Decoder
-from octavo.runner.recorded_graphs import BLOCKS_AHEAD, Replays
+from octavo.runner.recorded_graphs import BLOCKS_AHEAD, RecordedModel
 from tests.models.tiny import make_tiny_checkpoint, read_decoder
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
@@ -58,7 +58,7 @@ def random_step(rng: random.Random, num_seqs: int, longest: int) -> tuple[Tensor
 def test_steps_of_all_sizes_and_lengths(decoder: Decoder) -> None:
     rng = random.Random(0)
     model = Counting(decoder)
-    replays = Replays(model)
+    replays = RecordedModel(model)
     kv, expected_kv = pool(decoder), pool(decoder)
     sizes = [(n, longest) for n in (1, 2, 4) for longest in (9, 2 * BLOCKS_AHEAD - 1)] * 4
     rng.shuffle(sizes)
@@ -73,7 +73,7 @@ def test_steps_of_all_sizes_and_lengths(decoder: Decoder) -> None:
 def test_longer_tables_are_another_recording(decoder: Decoder) -> None:
     rng = random.Random(0)
     model = Counting(decoder)
-    replays, kv = Replays(model), pool(decoder)
+    replays, kv = RecordedModel(model), pool(decoder)
     for longest, calls in ((5, 3), (2 * BLOCKS_AHEAD, 3), (2 * BLOCKS_AHEAD + 1, 6), (3 * BLOCKS_AHEAD, 6), (5, 6)):
         block_ids = list(range(1, -(-longest // BLOCK_SIZE) + 1))
         batch = RaggedBatch.from_lists([1], [longest], [block_ids], BLOCK_SIZE)
@@ -86,7 +86,7 @@ def test_longer_tables_are_another_recording(decoder: Decoder) -> None:
 @pytest.mark.parametrize("what", ["chunk", "several rows of a token", "many sequences"])
 def test_other_steps_are_the_models(decoder: Decoder, what: str) -> None:
     model = Counting(decoder)
-    replays, kv = Replays(model), pool(decoder)
+    replays, kv = RecordedModel(model), pool(decoder)
     if what == "chunk":
         batch, rows = RaggedBatch.from_lists([3], [5], [[1, 2, 3]], BLOCK_SIZE), torch.tensor([2])
     elif what == "many sequences":
@@ -119,7 +119,7 @@ class Leaky:
 def test_what_is_not_recorded_is_found_out(decoder: Decoder, what: str) -> None:
     rng = random.Random(0)
     model = Leaky(decoder, what)
-    replays, kv = Replays(model), pool(decoder)
+    replays, kv = RecordedModel(model), pool(decoder)
     for _ in range(3):
         tokens, batch, rows = random_step(rng, 1, 20)
         assert torch.equal(replays.forward(tokens, batch, kv, rows), model.forward(tokens, batch, kv, rows))
@@ -129,7 +129,7 @@ def test_unpacked_models_are_computed_as_ever(tmp_path: Path) -> None:
     decoder = read_decoder(make_tiny_checkpoint("llama", tmp_path), cpu, torch.float32, max_len=64)
     rng = random.Random(0)
     model = Counting(decoder)
-    replays, kv = Replays(model), pool(decoder).float()
+    replays, kv = RecordedModel(model), pool(decoder).float()
     for _ in range(5):
         tokens, batch, rows = random_step(rng, 2, 20)
         assert torch.equal(replays.forward(tokens, batch, kv, rows), decoder.forward(tokens, batch, kv, rows))

@@ -13,16 +13,16 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.kernels import reference
 from octavo.kernels.row_state import DecodeInputs, RowState
-from octavo.runner.shared_prefixes import FIRST_DEPTH, LEAST_BYTES, OWN_SHARE, Beginnings
+from octavo.runner.shared_prefixes import FIRST_DEPTH, MIN_SAVED_BYTES, MIN_SAVED_SHARE, SharedPrefixes
 from tests.engine.models import make_talking_checkpoint
 from tests.runner.test_cuda_model_runner import OPTIONS, on_rows, told
 
 BLOCK_SIZE, MAX_BLOCKS = 16, 256
 
 
-def beginnings_of(tables: list[list[int]], least_tokens: int = 1000) -> Beginnings:
-    made = Beginnings(len(tables), MAX_BLOCKS, BLOCK_SIZE, 4096)
-    assert made.least_tokens == LEAST_BYTES // 4096
+def beginnings_of(tables: list[list[int]], least_tokens: int = 1000) -> SharedPrefixes:
+    made = SharedPrefixes(len(tables), MAX_BLOCKS, BLOCK_SIZE, 4096)
+    assert made.least_tokens == MIN_SAVED_BYTES // 4096
     made.least_tokens = least_tokens
     for row, table in enumerate(tables):
         places = np.arange(len(table)) + row * MAX_BLOCKS
@@ -34,7 +34,7 @@ def table(beginning: int, num_common: int, row: int, num_blocks: int = 200) -> l
     return [1000 * beginning + i for i in range(num_common)] + [10**6 * (row + 1) + i for i in range(num_blocks)]
 
 
-def order_of(made: Beginnings, rows: list[int], position: int = 1200) -> list[int] | None:
+def order_of(made: SharedPrefixes, rows: list[int], position: int = 1200) -> list[int] | None:
     order = made.order(np.array(rows), np.full(len(rows), position))
     return None if order is None else order.tolist()
 
@@ -56,7 +56,7 @@ def test_those_with_more_in_common_stand_closer() -> None:
 def test_it_must_be_worth_the_while() -> None:
     tables = [table(1, 70, row) for row in ROWS]  # 1,120 tokens, of which the host sees 1,024
     saved, own = 7 * 1024, 8 * 1200 - 7 * 1024
-    worth = int(saved - OWN_SHARE * own)
+    worth = int(saved - MIN_SAVED_SHARE * own)
     assert order_of(beginnings_of(tables, worth), ROWS) is not None
     assert order_of(beginnings_of(tables, worth + 1), ROWS) is None
     assert order_of(beginnings_of(tables, 0), ROWS, position=2500) is None, "what they read for themselves takes longer"
@@ -73,7 +73,7 @@ def test_what_lies_behind_a_position_is_of_somebody_before() -> None:
 
 
 def test_sequences_may_be_too_short_for_any_of_it() -> None:
-    made = Beginnings(4, FIRST_DEPTH // BLOCK_SIZE, BLOCK_SIZE, 1 << 30)
+    made = SharedPrefixes(4, FIRST_DEPTH // BLOCK_SIZE, BLOCK_SIZE, 1 << 30)
     made.note(np.arange(8), np.arange(8))
     assert order_of(made, [0] * 8) is None
 
@@ -107,7 +107,7 @@ def test_the_same_tokens_where_rows_change_places(
 ) -> None:
     """Two beginnings, whose requests come by turns, end at different times, and some of which fork."""
     monkeypatch.setattr("octavo.runner.shared_prefixes.FIRST_DEPTH", 32)
-    monkeypatch.setattr("octavo.runner.shared_prefixes.FEWEST", 2)
+    monkeypatch.setattr("octavo.runner.shared_prefixes.MIN_ROWS", 2)
     model = str(make_talking_checkpoint(tmp_path))
     begins = [[3 + (i * i + k) % 90 for i in range(80)] for k in (0, 41)]
     prompts = [begins[i % 2] + [5 + i, 9, 3 + i] for i in range(7)]
@@ -121,7 +121,7 @@ def test_the_same_tokens_where_rows_change_places(
         if rows:
             on_rows(llm, recorded=recorded)
             runner = llm.engine.executor.runner  # type: ignore[attr-defined]
-            runner.beginnings.least_tokens = -1000
+            runner.shared_prefixes.least_tokens = -1000
             ops = runner.ops = Checked()
         with llm:
             found.append(told(llm.generate(prompts, params, use_tqdm=False)))

@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from tests.models.tiny import make_tiny_checkpoint
-from tests.serve.http_lab import run, serving
+from tests.serve.in_process_server import run, serving
 
 C, H = "/v1/completions", "/v1/chat/completions"
 TEXT = "日本語 😀é!"

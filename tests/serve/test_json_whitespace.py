@@ -12,7 +12,7 @@ from octavo.errors import ParameterError
 from octavo.frontend.input_processor import Prompts
 from octavo.params.sampling_params import SamplingParams
 from octavo.serve.args import ServeArgs
-from octavo.serve.openai.request import Rules
+from octavo.serve.openai.request import RequestParser
 from octavo.text.tokenizer import Tokenizer
 from tests.text.conftest import train_byte_level
 
@@ -40,13 +40,13 @@ def prompts() -> Iterator[Prompts]:
 
 def takes(prompts: Prompts, most: int, body: dict[str, Any], text: str) -> bool:
     """Whether a server with that option lets a model answer so."""
-    rules = Rules(("tiny",), SamplingParams(), has_tools=True, max_json_whitespace=most)
-    ask = rules.completion(body) if "prompt" in body else rules.chat(body)
-    grammar = prompts.grammar(ask.params)
+    parser = RequestParser(("tiny",), SamplingParams(), has_tools=True, max_json_whitespace=most)
+    request = parser.parse_completion(body) if "prompt" in body else parser.parse_chat(body)
+    grammar = prompts.grammar(request.params)
     assert grammar is not None
     matcher = grammar.start()
-    matcher.advance(prompts.tokenizer.encode(text, add_special_tokens=False, parse_special=False))
-    return matcher.may_end and not matcher.error
+    matcher.accept_tokens(prompts.tokenizer.encode(text, add_special_tokens=False, parse_special=False))
+    return matcher.is_accepting and not matcher.error
 
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)

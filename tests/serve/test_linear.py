@@ -23,22 +23,18 @@ from starlette.routing import compile_path
 from octavo.errors import OctavoError
 from octavo.params.sampling_params import SamplingParams
 from octavo.serve import view_routes as view
-from octavo.serve.http import json_parser as json_body
-from octavo.serve.http import json_worker as body_worker
-from octavo.serve.http import middleware as guard
-from octavo.serve.http.allowed_hosts import Hosts
-from octavo.serve.http.endpoint import Exchange
-from octavo.serve.http.server import GuardedProtocol
-from octavo.serve.openai import request as protocol
-from octavo.serve.openai import responses_api as responses
-from octavo.serve.openai import schema as parameters
-from octavo.serve.openai.errors import Problem
+from octavo.serve.http import json_parser, json_worker, middleware
+from octavo.serve.http.allowed_hosts import AllowedHosts
+from octavo.serve.http.endpoint import RequestContext
+from octavo.serve.http.server import LimitedHttpProtocol
+from octavo.serve.openai import request, responses_api, schema
+from octavo.serve.openai.errors import ApiError
 from octavo.text import chat_template, grammar, tokenizer
-from octavo.text.output_parser import AnswerParser
+from octavo.text.output_parser import OutputParser
 
 LEAST_S, MAX_BYTES = 0.004, 1 << 21
 RATIO, RUNS = 11.0, 5
-RULES = protocol.Rules(("tiny",), SamplingParams(), has_tools=True)
+PARSER = request.RequestParser(("tiny",), SamplingParams(), has_tools=True)
 
 
 class Case(NamedTuple):
@@ -54,7 +50,7 @@ def _quietly(read: Callable[[Any], object]) -> Callable[[Any], object]:
     """What is refused was read all the same."""
 
     def quiet(given: Any) -> None:
-        with contextlib.suppress(Problem, OctavoError, SecurityError):
+        with contextlib.suppress(ApiError, OctavoError, SecurityError):
             read(given)
 
     return quiet
@@ -95,9 +91,9 @@ def _jsons() -> list[Case]:
         "keys": lambda n: b"{" + b",".join(b'"%d":1' % i for i in range(n // 8)) + b',"1":1}',
         "no UTF-8 at the end": lambda n: b'{"a": "' + b"\xc3\xa9" * (n // 2) + b'\xff"}',
     }
-    cases = [Case(f"JSON: {name}", make, _quietly(json_body.parse)) for name, make in bodies.items()]
+    cases = [Case(f"JSON: {name}", make, _quietly(json_parser.parse)) for name, make in bodies.items()]
     wide = lambda n: b'{"a": [' + b",".join([b"9" * 25] * (n // 26)) + b"]}"  # noqa: E731
-    cases.append(Case("JSON: a large body with integers of 25 digits", wide, body_worker.answer_to))
+    cases.append(Case("JSON: a large body with integers of 25 digits", wide, json_worker.parse_to_msgpack))
 
     def written(name: str) -> Callable[[int], str]:
         return lambda n: bodies[name](n).decode()
@@ -110,9 +106,9 @@ def _jsons() -> list[Case]:
         return {"input": [{"type": "function_call", "name": "f", "arguments": arguments}]}
 
     for name in list(bodies)[:10]:
-        chat = _quietly(lambda text: RULES.chat(call(text)))
+        chat = _quietly(lambda text: PARSER.parse_chat(call(text)))
         cases.append(Case(f"a call's arguments: {name}", written(name), chat))
-        response = _quietly(lambda text: responses.to_chat(item(text), warn=False))
+        response = _quietly(lambda text: responses_api.to_chat(item(text), warn=False))
         cases.append(Case(f"a response item's arguments: {name}", written(name), response))
     return cases
 
@@ -123,54 +119,57 @@ def _jsons() -> list[Case]:
 def _parameters() -> list[Case]:
     say = [{"role": "user", "content": "a"}]
     bodies: dict[str, tuple[Callable[[int], dict[str, Any]], Callable[[dict[str, Any]], object]]] = {
-        "an unknown name": (lambda n: {"prompt": "a", "k" * n: 1}, RULES.completion),
-        "unknown names": (lambda n: {f"k{i}": 1 for i in range(n // 8)}, RULES.completion),
-        "a model's name": (lambda n: {"prompt": "a", "model": "m" * n}, RULES.completion),
-        "token ids, the last wrong": (lambda n: {"prompt": [1] * (n // 2) + [-1]}, RULES.completion),
-        "texts": (lambda n: {"prompt": ["a"] * (n // 4)}, RULES.completion),
-        "stop strings": (lambda n: {"prompt": "a", "stop": ["s"] * (n // 4)}, RULES.completion),
-        "a stop string": (lambda n: {"prompt": "a", "stop": "s" * n}, RULES.completion),
-        "bad words": (lambda n: {"prompt": "a", "bad_words": ["s" * 4096] * (n // 4096)}, RULES.completion),
-        "allowed tokens": (lambda n: {"prompt": "a", "allowed_token_ids": [1] * (n // 2)}, RULES.completion),
-        "biases": (lambda n: {"prompt": "a", "logit_bias": {str(i): 1 for i in range(n // 8)}}, RULES.completion),
-        "a bias of a long name": (lambda n: {"prompt": "a", "logit_bias": {"1" * n: 1}}, RULES.completion),
+        "an unknown name": (lambda n: {"prompt": "a", "k" * n: 1}, PARSER.parse_completion),
+        "unknown names": (lambda n: {f"k{i}": 1 for i in range(n // 8)}, PARSER.parse_completion),
+        "a model's name": (lambda n: {"prompt": "a", "model": "m" * n}, PARSER.parse_completion),
+        "token ids, the last wrong": (lambda n: {"prompt": [1] * (n // 2) + [-1]}, PARSER.parse_completion),
+        "texts": (lambda n: {"prompt": ["a"] * (n // 4)}, PARSER.parse_completion),
+        "stop strings": (lambda n: {"prompt": "a", "stop": ["s"] * (n // 4)}, PARSER.parse_completion),
+        "a stop string": (lambda n: {"prompt": "a", "stop": "s" * n}, PARSER.parse_completion),
+        "bad words": (lambda n: {"prompt": "a", "bad_words": ["s" * 4096] * (n // 4096)}, PARSER.parse_completion),
+        "allowed tokens": (lambda n: {"prompt": "a", "allowed_token_ids": [1] * (n // 2)}, PARSER.parse_completion),
+        "biases": (
+            lambda n: {"prompt": "a", "logit_bias": {str(i): 1 for i in range(n // 8)}},
+            PARSER.parse_completion,
+        ),
+        "a bias of a long name": (lambda n: {"prompt": "a", "logit_bias": {"1" * n: 1}}, PARSER.parse_completion),
         "choices": (
             lambda n: {"prompt": "a", "structured_outputs": {"choice": ["c" * 60] * (n // 64)}},
-            RULES.completion,
+            PARSER.parse_completion,
         ),
         "a schema": (
             lambda n: {"prompt": "a", "structured_outputs": {"json": {"enum": ["c"] * (n // 4)}}},
-            RULES.completion,
+            PARSER.parse_completion,
         ),
         "a schema as text": (
             lambda n: {"prompt": "a", "structured_outputs": {"json": "[" * 70 + '"' + '\\"' * (n // 2)}},
-            RULES.completion,
+            PARSER.parse_completion,
         ),
-        "a pattern": (lambda n: {"prompt": "a", "structured_outputs": {"regex": "(" * n}}, RULES.completion),
-        "messages": (lambda n: {"messages": say * (n // 40)}, RULES.chat),
+        "a pattern": (lambda n: {"prompt": "a", "structured_outputs": {"regex": "(" * n}}, PARSER.parse_completion),
+        "messages": (lambda n: {"messages": say * (n // 40)}, PARSER.parse_chat),
         "parts of a message": (
             lambda n: {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * (n // 30)}]},
-            RULES.chat,
+            PARSER.parse_chat,
         ),
-        "a role": (lambda n: {"messages": [{"role": "r" * n}]}, RULES.chat),
+        "a role": (lambda n: {"messages": [{"role": "r" * n}]}, PARSER.parse_chat),
         "a tool's name": (
             lambda n: {"messages": say, "tools": [{"type": "function", "function": {"name": "f" * n}}]},
-            RULES.chat,
+            PARSER.parse_chat,
         ),
-        "a choice of a tool": (lambda n: {"messages": say, "tool_choice": "t" * n}, RULES.chat),
+        "a choice of a tool": (lambda n: {"messages": say, "tool_choice": "t" * n}, PARSER.parse_chat),
         "calls": (
             lambda n: {
                 "messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * (n // 30)}],
             },
-            RULES.chat,
+            PARSER.parse_chat,
         ),
         "items of a response": (
             lambda n: {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}] * (n // 60)},
-            lambda body: responses.to_chat(body, warn=False),
+            lambda body: responses_api.to_chat(body, warn=False),
         ),
         "unknown names that are let through": (
             lambda n: {f"k{i}": 1 for i in range(n // 8)},
-            lambda body: parameters.read(body, parameters.CHAT, warn=True),
+            lambda body: schema.read(body, schema.CHAT, warn=True),
         ),
     }
     return [Case(f"parameters: {name}", make, _quietly(read)) for name, (make, read) in bodies.items()]
@@ -180,7 +179,7 @@ def _parameters() -> list[Case]:
 
 
 class _Connection:
-    """A `GuardedProtocol` without a socket, whose requests nobody answers."""
+    """A `LimitedHttpProtocol` without a socket, whose requests nobody answers."""
 
     def __init__(self) -> None:
         async def app(scope: Any, receive: Any, send: Any) -> None: ...
@@ -193,7 +192,7 @@ class _Connection:
         tasks: list[Any] = []
         loop = mock.Mock()
         loop.create_task.side_effect = lambda task, **_: tasks.append(task) or mock.Mock()
-        connection = GuardedProtocol(self.config, state, {}, loop)
+        connection = LimitedHttpProtocol(self.config, state, {}, loop)
         transport = mock.Mock()
         transport.get_extra_info.return_value = None
         transport.is_closing.return_value = False
@@ -236,21 +235,21 @@ def _connections() -> list[Case]:
     return [Case(f"HTTP: {name}", make, connection.read, most) for name, (make, most) in made.items()]
 
 
-def _exchange(**scope: Any) -> Exchange:
-    return Exchange({"type": "http", "method": "GET", "headers": [], "query_string": b"", **scope}, "id")
+def _exchange(**scope: Any) -> RequestContext:
+    return RequestContext({"type": "http", "method": "GET", "headers": [], "query_string": b"", **scope}, "id")
 
 
 def _headers() -> list[Case]:
-    keys = guard.Keys(["key"])
+    keys = middleware.ApiKeys(["key"])
     most = 1 << 18
     cases = [
-        Case("headers: an id", lambda n: b"\x7f" * n, guard.printable_id, most),
-        Case("headers: Basic", lambda n: b"QUFB" * (n // 4) + b"=", guard._password, most),
+        Case("headers: an id", lambda n: b"\x7f" * n, middleware.printable_id, most),
+        Case("headers: Basic", lambda n: b"QUFB" * (n // 4) + b"=", middleware._password, most),
         Case("headers: a key", lambda n: b"k" * n, keys.find, most),
     ]
     for kind in (b"a", b".", b":", b"[", b"1", b"[::", b"a."):
         make_host = lambda n, kind=kind: {"headers": [(b"host", kind * (n // len(kind)))]}  # noqa: E731
-        cases.append(Case(f"headers: a host of {kind.decode()!r}", make_host, Hosts().refusal, most))
+        cases.append(Case(f"headers: a host of {kind.decode()!r}", make_host, AllowedHosts().refusal, most))
     for name, query in {
         "ampersands": lambda n: b"&" * n,
         "percents": lambda n: b"a=" + b"%" * n,
@@ -274,7 +273,7 @@ def _headers() -> list[Case]:
         "letters": "a",
     }.items():
         make_text = lambda n, text=text: text * (n // len(text))  # noqa: E731
-        cases.append(Case(f"an error's text: {name}", make_text, lambda t: Problem(400, "a", t, t).body()))
+        cases.append(Case(f"an error's text: {name}", make_text, lambda t: ApiError(400, "a", t, t).body()))
     return cases
 
 
@@ -285,7 +284,7 @@ def _parsed(size: int, **options: Any) -> Callable[[str], object]:
     """An answer in pieces; 0: at once."""
 
     def read(text: str) -> None:
-        parser = AnswerParser(**options)
+        parser = OutputParser(**options)
         for i in range(0, len(text), size or len(text)):
             parser.push(text[i : i + (size or len(text))])
         parser.finish()
@@ -296,7 +295,7 @@ def _parsed(size: int, **options: Any) -> Callable[[str], object]:
 def _answers() -> list[Case]:
     hermes: dict[str, Any] = {"think": True, "tools": "hermes", "names": ["f"]}
     llama: dict[str, Any] = {"tools": "llama3_json", "names": ["f"]}
-    thinking: dict[str, Any] = {"think": True, "in_think": True, "tools": "hermes"}
+    thinking: dict[str, Any] = {"think": True, "starts_in_reasoning": True, "tools": "hermes"}
     texts: dict[str, tuple[dict[str, Any], Callable[[int], str]]] = {
         "white space": (hermes, lambda n: " " * n),
         "white space behind reasoning": (hermes, lambda n: "<think></think>" + " \n" * (n // 2)),

@@ -25,11 +25,11 @@ from octavo.serve.metrics import (
     LATENCY_S,
     STEP_TOKENS,
     Metrics,
-    StatsLine,
+    StatsLogger,
     token_buckets,
 )
 from tests.engine.process.engines import last_of, oracle_client
-from tests.serve.http_lab import run, serving
+from tests.serve.in_process_server import run, serving
 
 
 def values_of(text: str) -> dict[str, float]:
@@ -260,7 +260,7 @@ def test_buckets_are_vllms() -> None:
 
 def test_the_line_of_numbers_reads_as_vllms() -> None:
     metrics = Metrics("m", 128)
-    line = StatsLine(metrics, "CPU")
+    line = StatsLogger(metrics, "CPU")
     kv = KVCache(100, 4).stats()
     engine: dict[str, Any] = {"num_preemptions": 3}
     assert line.tell(BackendStats(EngineStats(), kv)) is None

@@ -15,9 +15,9 @@ from octavo import SamplingParams
 from octavo.errors import CapacityError, ParameterError
 from octavo.frontend.engine_client import EngineClient, _Pin
 from octavo.serve.args import ServeArgs
-from octavo.serve.http.middleware import Keys
-from octavo.serve.launcher import prefixes_of
-from octavo.serve.service import salt_of
+from octavo.serve.http.middleware import ApiKeys
+from octavo.serve.launcher import load_pin_prefixes
+from octavo.serve.service import combine_salts
 from tests.engine.models import make_talking_checkpoint
 from tests.engine.process.engines import (  # noqa: F401
     answers,
@@ -160,21 +160,21 @@ def test_the_files_of_a_server(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(messages))
     (tmp_path / "b.txt").write_text("Be brief.\n")
     names = [str(tmp_path / "a.json"), str(tmp_path / "b.txt")]
-    assert list(prefixes_of(ServeArgs(pin_prefix=names)).values()) == [messages, "Be brief.\n"]
+    assert list(load_pin_prefixes(ServeArgs(pin_prefix=names)).values()) == [messages, "Be brief.\n"]
     for text in ("{", "{}", "[]", '["x"]', '[{"content": "x"}]', '"text"'):
         (tmp_path / "c.json").write_text(text)
         with pytest.raises(ParameterError, match=r"pin_prefix .*c\.json"):
-            prefixes_of(ServeArgs(pin_prefix=[str(tmp_path / "c.json")]))
+            load_pin_prefixes(ServeArgs(pin_prefix=[str(tmp_path / "c.json")]))
     with pytest.raises(ParameterError, match="No such file"):
-        prefixes_of(ServeArgs(pin_prefix=[str(tmp_path / "none")]))
+        load_pin_prefixes(ServeArgs(pin_prefix=[str(tmp_path / "none")]))
     (tmp_path / "d").write_bytes(b"\xff")
     with pytest.raises(ParameterError, match="utf-8"):
-        prefixes_of(ServeArgs(pin_prefix=[str(tmp_path / "d")]))
+        load_pin_prefixes(ServeArgs(pin_prefix=[str(tmp_path / "d")]))
 
 
 def test_each_tenant_has_a_prefix_of_its_own() -> None:
     """What goes on behind a pin is found under it; two who shared one could tell by the time what the other says."""
-    keys = Keys(["one", "two"])
-    salts = {salt_of(found.salt) for key in (b"one", b"two") if (found := keys.find(key))}
-    assert len(salts) == 2 and salts == {salt_of(salt) for salt in keys.salts()}
-    assert Keys([]).salts() == Keys(["one"]).salts() == {b""} and salt_of(b"") == b""
+    keys = ApiKeys(["one", "two"])
+    salts = {combine_salts(found.salt) for key in (b"one", b"two") if (found := keys.find(key))}
+    assert len(salts) == 2 and salts == {combine_salts(salt) for salt in keys.salts()}
+    assert ApiKeys([]).salts() == ApiKeys(["one"]).salts() == {b""} and combine_salts(b"") == b""

@@ -17,18 +17,18 @@ from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
 from octavo.serve.admission import Admission
 from octavo.serve.args import ServeArgs
-from octavo.serve.openai.errors import Problem
+from octavo.serve.openai.errors import ApiError
 from octavo.serve.request_limits import RequestLimits
 from tests.serve.http.test_server import Process, call
-from tests.serve.http_lab import run, serving
+from tests.serve.in_process_server import run, serving
 
 STAYING = contextlib.ExitStack()
 C, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 ANY = RequestLimits(None, None, None, max_model_len=100)
 
 
-def refusal(limits: RequestLimits, params: Any, *lengths: int) -> Problem:
-    with pytest.raises(Problem) as caught:
+def refusal(limits: RequestLimits, params: Any, *lengths: int) -> ApiError:
+    with pytest.raises(ApiError) as caught:
         limits.fit(params, lengths)
     assert (caught.value.status, caught.value.code) == (400, "request_too_large")
     return caught.value
@@ -122,7 +122,7 @@ def enter(admission: Admission, width: int, tokens: int, tenant: int) -> bool:
     """Whether it is let in; then it stays."""
     try:
         STAYING.enter_context(admission.admit(width, tokens, tenant))
-    except Problem as problem:
+    except ApiError as problem:
         return (problem.status, problem.code) != (429, "queue_full")
     return True
 

@@ -18,9 +18,9 @@ import pytest
 
 from octavo.errors import ParameterError
 from octavo.serve.args import ServeArgs
-from octavo.serve.http.middleware import Keys
-from octavo.serve.launcher import keys_of
-from octavo.serve.tenants import OTHER, Tenant
+from octavo.serve.http.middleware import ApiKeys
+from octavo.serve.launcher import load_keys
+from octavo.serve.tenants import OTHER_TENANT, Tenant
 from octavo.view.live.messages import Frame
 from octavo.view.live.state import Picture
 from tests.serve.http.test_server import Process, call
@@ -217,25 +217,25 @@ def test_a_server_has_no_playground(server: str) -> None:
 
 
 def test_the_holder_of_the_only_key_is_the_operator() -> None:
-    for keys in (Keys(["one"]), Keys(["one", "one"]), Keys([], ["one"])):
+    for keys in (ApiKeys(["one"]), ApiKeys(["one", "one"]), ApiKeys([], ["one"])):
         found = keys.find(b"one")
         assert found == Tenant(b"", sees_all=True) and keys.has_operator and keys.users == (found,)
         assert keys.find(b"two") is None
-    assert Keys([]).has_operator and not Keys([]) and Keys([]).users == (Tenant(),)
+    assert ApiKeys([]).has_operator and not ApiKeys([]) and ApiKeys([]).users == (Tenant(),)
 
 
 def test_of_several_keys_only_admin_keys_see_all() -> None:
-    keys = Keys(["one", "two"], ["root"])
+    keys = ApiKeys(["one", "two"], ["root"])
     one, two, root = (keys.find(key) for key in (b"one", b"two", b"root"))
     assert one is not None and two is not None and root is not None
     assert (one.sees_all, two.sees_all, root.sees_all) == (False, False, True)
     assert len({one.salt, two.salt, root.salt, b""}) == 4 and set(keys.users) == {one, two}
     assert keys.salts() == {one.salt, two.salt}
-    assert not Keys(["one", "two"]).has_operator
-    one_and_root = Keys(["one"], ["root"]).find(b"one")
+    assert not ApiKeys(["one", "two"]).has_operator
+    one_and_root = ApiKeys(["one"], ["root"]).find(b"one")
     assert one_and_root is not None and not one_and_root.sees_all
     with pytest.raises(ParameterError, match="both an api_key and an admin_key"):
-        Keys(["one"], ["one"])
+        ApiKeys(["one"], ["one"])
 
 
 def test_an_id_says_whose_request_it_is() -> None:
@@ -258,7 +258,7 @@ def test_others_are_not_named_in_ones_own_timeline() -> None:
     own, other = one.new_request_id(), two.new_request_id()
     entries = [{"event": "preempted", "for_request": name} for name in (own, other)]
     shown = one.request({"timeline": entries})["timeline"]
-    assert [entry["for_request"] for entry in shown] == [own, OTHER]
+    assert [entry["for_request"] for entry in shown] == [own, OTHER_TENANT]
     held = {"num_blocks": 3, "num_host_blocks": 1, "status": "running"}
     kv = one.kv({"num_used": 6, "requests": {own: held, other: held}})
     assert kv["requests"] == {own: held} and kv["num_used"] == 6
@@ -270,9 +270,9 @@ def test_admin_keys_come_from_options_a_file_and_the_environment(tmp_path: Any) 
     path.write_text("three\n")
     path.chmod(0o600)
     settings = ServeArgs(admin_key=["one"], admin_key_file=str(path))
-    assert keys_of(settings, ["two"], name="admin_key") == ["one", "two", "three"]
-    assert keys_of(settings) == []
+    assert load_keys(settings, ["two"], name="admin_key") == ["one", "two", "three"]
+    assert load_keys(settings) == []
     with pytest.raises(ParameterError, match="an admin_key must be printable ASCII"):
         ServeArgs(admin_key=["a b"])
     with pytest.raises(ParameterError, match="cannot read admin_key_file"):
-        keys_of(ServeArgs(admin_key_file=str(tmp_path / "none")), name="admin_key")
+        load_keys(ServeArgs(admin_key_file=str(tmp_path / "none")), name="admin_key")

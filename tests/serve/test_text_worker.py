@@ -22,12 +22,12 @@ from octavo.checkpoint.resolve import open_checkpoint
 from octavo.errors import TemplateError
 from octavo.frontend.input_processor import Prompts
 from octavo.serve import text_worker
-from octavo.serve.openai.errors import Problem
-from octavo.serve.text_worker import TextWorkers
+from octavo.serve.openai.errors import ApiError
+from octavo.serve.text_worker import TextWorkerPool
 from octavo.text.tokenizer import Tokenizer
 from tests.engine.process.engines import nothing_left, own_directory  # noqa: F401
-from tests.serve.http_lab import TEMPLATE, serving
-from tests.serve.loop import run
+from tests.serve.event_loop import run
+from tests.serve.in_process_server import TEMPLATE, serving
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 HELLO = [{"role": "user", "content": "Hello</s>"}]
@@ -40,7 +40,7 @@ def tokenizer(model: str) -> Tokenizer:
 
 def test_a_worker_does_what_the_tokenizer_does(tokenizer: Tokenizer) -> None:
     async def main() -> None:
-        workers = TextWorkers(tokenizer)
+        workers = TextWorkerPool(tokenizer)
         await workers.start()
         text = "Hello</s>" * 9
         ids = tokenizer.encode(text, parse_special=False)
@@ -53,7 +53,7 @@ def test_a_worker_does_what_the_tokenizer_does(tokenizer: Tokenizer) -> None:
         with pytest.raises(TemplateError, match="no king") as caught:
             await workers.chat(HELLO, {"chat_template": "{{ raise_exception('no king') }}"})
         assert (caught.value.code, caught.value.param) == ("template_error", "messages")
-        with pytest.raises(Problem) as problem:
+        with pytest.raises(ApiError) as problem:
             await workers.chat([{"role": "user", "content": "", "n": 1 << 99}], {})
         assert problem.value.code == "integer_out_of_range"
         await workers.close()
@@ -66,7 +66,7 @@ def test_a_worker_that_dies_or_hangs_fails_one_request_and_is_replaced(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        workers = TextWorkers(tokenizer)
+        workers = TextWorkerPool(tokenizer)
         await workers.start()
         (worker,) = workers._idle
         worker._process.kill()
@@ -75,7 +75,7 @@ def test_a_worker_that_dies_or_hangs_fails_one_request_and_is_replaced(
         (worker,) = workers._idle
         os.kill(worker._process.pid, signal.SIGSTOP)
         monkeypatch.setattr(text_worker, "BASE_S", 0.3)
-        with pytest.raises(Problem) as caught:
+        with pytest.raises(ApiError) as caught:
             await workers.encode(["a"], False)
         assert (caught.value.status, caught.value.code) == (500, "text_timeout")
         monkeypatch.setattr(text_worker, "BASE_S", 30.0)
@@ -88,7 +88,7 @@ def test_a_worker_that_dies_or_hangs_fails_one_request_and_is_replaced(
 
 def test_slow_templates_leave_a_worker_for_others(tokenizer: Tokenizer) -> None:
     async def main() -> None:
-        workers = TextWorkers(tokenizer, num_workers=2)
+        workers = TextWorkerPool(tokenizer, num_workers=2)
         slow = [asyncio.ensure_future(workers.chat(HELLO, {"chat_template": ENDLESS})) for _ in range(3)]
         await asyncio.sleep(0)
         slow[0].cancel()  # its worker finishes, and is used again
@@ -109,7 +109,7 @@ def test_long_texts_leave_a_worker_for_short_ones(tokenizer: Tokenizer, monkeypa
     monkeypatch.setattr(text_worker, "CHARS_PER_S", 10)
 
     async def main() -> None:
-        workers = TextWorkers(tokenizer, num_workers=2)
+        workers = TextWorkerPool(tokenizer, num_workers=2)
         done: list[str] = []
 
         async def encode(text: str) -> None:
@@ -125,13 +125,13 @@ def test_long_texts_leave_a_worker_for_short_ones(tokenizer: Tokenizer, monkeypa
 
 def test_jobs_that_wait_for_a_worker_are_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        workers = TextWorkers(tokenizer, num_workers=2)
+        workers = TextWorkerPool(tokenizer, num_workers=2)
         for name, most, texts in (("MAX_JOBS", 3, ["a"] * 3), ("MAX_JOB_BYTES", 2500, ["a" * 1000] * 2)):
             with monkeypatch.context() as patch:
                 patch.setattr(text_worker, name, most)
                 waiting = [asyncio.ensure_future(workers.encode([text], False)) for text in texts]
                 await asyncio.sleep(0)
-                with pytest.raises(Problem) as caught:
+                with pytest.raises(ApiError) as caught:
                     await workers.encode(["a" * 1000], False)
                 assert (caught.value.status, caught.value.code) == (429, "queue_full")
                 assert caught.value.headers()["retry-after"]

@@ -12,9 +12,9 @@ import pytest
 
 from octavo.errors import ParameterError
 from octavo.serve.args import ServeArgs
-from octavo.serve.metrics import Ended
+from octavo.serve.metrics import FinishedPrompt
 from octavo.serve.tracing import Tracing
-from tests.serve.http_lab import NAME, run, serving
+from tests.serve.in_process_server import NAME, run, serving
 
 otel = pytest.importorskip("opentelemetry.sdk.trace.export", reason="opentelemetry-sdk is not installed (octavo[otel])")
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -85,7 +85,7 @@ def test_a_failure_and_a_name_from_the_environment(spans: Any, monkeypatch: pyte
 
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     tracing = Tracing(otel.SimpleSpanProcessor(spans), NAME)
-    tracing.tell("a", SamplingParams(), Ended("error", 3, 0, 0.5), {"traceparent": "nonsense"})
+    tracing.tell("a", SamplingParams(), FinishedPrompt("error", 3, 0, 0.5), {"traceparent": "nonsense"})
     tracing.close()
     (span,) = spans.get_finished_spans()
     assert span.status.status_code.name == "ERROR" and span.parent is None
@@ -122,7 +122,7 @@ def test_what_is_left_is_sent_at_the_end(collector: tuple[str, list[bytes]], mon
     monkeypatch.setattr(module, "EXPORT_S", 60)
     url, got = collector
     tracing = Tracing.to(url, NAME)
-    tracing.tell("a", SamplingParams(), Ended("stop", 3, 1, 0.5), {})
+    tracing.tell("a", SamplingParams(), FinishedPrompt("stop", 3, 1, 0.5), {})
     tracing.close()
     assert len(got) == 1 and b"gen_ai.request.id" in got[0] and b"llm_request" in got[0]
 

@@ -17,7 +17,7 @@ from octavo.view.live.hub import Hub
 from octavo.view.live.messages import Frame
 from octavo.view.live.state import Picture
 from tests.engine.process.engines import last_of, oracle_client
-from tests.serve.http_lab import Server, run, serving
+from tests.serve.in_process_server import Server, run, serving
 from tests.view.live.test_hub import frame_of
 
 KEY = "sk-secret"

@@ -14,19 +14,19 @@ from octavo.simulate.calibrate import (
     HOST_TERMS,
     ROUNDS,
     TERMS,
-    Measured,
+    MeasuredStep,
     TimedExecutor,
-    error,
     fit,
     measure,
+    median_error,
     nonnegative,
     rounds_of,
 )
 from octavo.simulate.clock import VirtualClock
-from octavo.simulate.cost import DEVICES, LinearCost, Work
+from octavo.simulate.cost import DEVICES, LinearCost, StepWork
 from octavo.simulate.executor import SimulatedExecutor
 from octavo.simulate.models import MODELS
-from octavo.simulate.simulation import Records, Replica, Setup
+from octavo.simulate.simulation import Records, Replica, SimConfig
 
 TRUE = LinearCost(
     2e-3,
@@ -42,19 +42,19 @@ TRUE = LinearCost(
 )
 
 
-def submitting_s(work: Work) -> float:
+def submitting_s(work: StepWork) -> float:
     return TRUE.host_s + TRUE.host_slice_s * work.num_slices + TRUE.host_chunk_s * work.num_chunks
 
 
-def steps(noise: float = 0.0, seed: int = 0) -> list[Measured]:
+def steps(noise: float = 0.0, seed: int = 0) -> list[MeasuredStep]:
     rnd, found = random.Random(seed), []
     for i in range(300):
         n, context = rnd.choice([1, 4, 16, 64]), rnd.randint(10, 500)
         new, num_chunks = rnd.choice([(8, 1), (64, 1), (512, 1), (512, 4)]) if i % 10 == 0 else (0, 0)
         pairs = new * (new + 1) // 2
-        work = Work(n + num_chunks, new, n, 1, pairs, n * context + new, 0, 0, num_chunks)
+        work = StepWork(n + num_chunks, new, n, 1, pairs, n * context + new, 0, 0, num_chunks)
         step_s = TRUE.work_s(work) * (1 + rnd.uniform(-noise, noise))
-        found.append(Measured(work, step_s, submitting_s(work) * (1 + noise * rnd.random())))
+        found.append(MeasuredStep(work, step_s, submitting_s(work) * (1 + noise * rnd.random())))
     return found
 
 
@@ -62,19 +62,19 @@ def test_the_terms_are_found_again() -> None:
     found = fit(steps())
     for name in (*TERMS, *HOST_TERMS):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=1e-6), name
-    assert error(found, steps()) < 1e-9
+    assert median_error(found, steps()) < 1e-9
 
 
 def test_noise_is_evened_out() -> None:
     found = fit(steps(noise=0.2), move_s=7e-4)
     assert found.pass_s == pytest.approx(TRUE.pass_s, rel=0.1) and found.move_s == 7e-4
-    assert error(found, steps()) < 0.05 < error(LinearCost(4e-3, 0, 0), steps())
+    assert median_error(found, steps()) < 0.05 < median_error(LinearCost(4e-3, 0, 0), steps())
 
 
 def test_steps_that_were_held_up_count() -> None:
     """A third takes twice as long: over all of them, what is expected is what passed."""
     rnd = random.Random(1)
-    late = [Measured(s.work, s.step_s * rnd.choice([1, 1, 2]), s.host_s) for s in steps()]
+    late = [MeasuredStep(s.work, s.step_s * rnd.choice([1, 1, 2]), s.host_s) for s in steps()]
     cost = fit(late)
     assert sum(cost.work_s(s.work) for s in late) == pytest.approx(sum(s.step_s for s in late), rel=0.04)
 
@@ -92,24 +92,24 @@ def test_an_engine_is_measured_by_its_own_clock() -> None:
     """A simulated engine stands for a real one: what it is measured to take is what its cost model says."""
     args = EngineArgs(model="x", num_gpu_blocks_override=400, async_scheduling=False, decode_window=1,
                       enable_prefix_caching=False)  # fmt: skip
-    setup = Setup(MODELS["opt-13b"], DEVICES["h100"], args, cost=TRUE)
-    replica = Replica(setup, Records(), sample_s=1e9)
+    setup = SimConfig(MODELS["opt-13b"], DEVICES["h100"], args, cost=TRUE)
+    replica = Replica(setup, Records(), interval_s=1e9)
     replica.engine.vocab_size = 1000
     executor, clock = replica.engine.executor, replica.clock
     said: list[str] = []
     found = measure(replica.engine, repeats=1, progress=said.append, clock=clock)
     assert replica.engine.executor is executor and not replica.engine.has_work
     assert len(said) == 2 * len(ROUNDS) and len(found) > 100
-    found = [Measured(s.work, s.step_s - submitting_s(s.work), s.host_s) for s in found]  # part of a step here
+    found = [MeasuredStep(s.work, s.step_s - submitting_s(s.work), s.host_s) for s in found]  # part of a step here
     cost = fit(found)
-    assert error(cost, found) < 0.01
+    assert median_error(cost, found) < 0.01
     assert cost.new_s == pytest.approx(TRUE.new_s, rel=0.02) and cost.kv_s == pytest.approx(TRUE.kv_s, rel=0.02)
 
 
 def on_a_gpu(num_blocks: int, max_num_seqs: int, cost: LinearCost = TRUE) -> Replica:
     args = EngineArgs(model="x", num_gpu_blocks_override=num_blocks, async_scheduling=False, max_num_seqs=max_num_seqs,
                       enable_prefix_caching=False)  # fmt: skip
-    replica = Replica(Setup(MODELS["opt-13b"], DEVICES["h100"], args, cost=cost), Records(), sample_s=1e9)
+    replica = Replica(SimConfig(MODELS["opt-13b"], DEVICES["h100"], args, cost=cost), Records(), interval_s=1e9)
     replica.engine.vocab_size = 1000
     return replica
 
@@ -135,7 +135,7 @@ def test_a_result_that_lay_ready_is_no_time_of_the_device() -> None:
     assert not any(s.step_s for s in found)
     with pytest.raises(UsageError, match=f"all of {len(found)} steps"):
         fit(found)
-    assert fit([*found, Measured(found[0].work, 1e-4, 0.0)]).host_s == pytest.approx(1e-2)
+    assert fit([*found, MeasuredStep(found[0].work, 1e-4, 0.0)]).host_s == pytest.approx(1e-2)
 
 
 def test_after_the_host_was_late_two_results_must_be_waited_for() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from octavo.core.plan import BlockCopy, StepPlan, SwapIn, SwapOut
 from octavo.errors import ModelNotFoundError, ParameterError, UsageError
-from octavo.simulate.cost import DEVICES, LinearCost, RooflineCost, Work, find_device, this_cpu, work_of
+from octavo.simulate.cost import DEVICES, LinearCost, RooflineCost, StepWork, find_device, step_work, this_cpu
 from octavo.simulate.models import MODELS, find_model
 
 
@@ -53,7 +53,7 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_the_sums_of_a_plan(name: str) -> None:
     plan = PLANS[name]
-    work = work_of(plan)
+    work = step_work(plan)
     assert (work.chunk_pairs, work.kv_tokens) == slowly(plan)
     assert work.num_new + work.num_decoding == plan.num_tokens and work.num_slices == len(plan.rows)
     assert work.num_passes == max(1, *plan.samples)
@@ -62,7 +62,7 @@ def test_the_sums_of_a_plan(name: str) -> None:
 def test_moves_are_counted() -> None:
     plan = plan_of()
     plan.copies, plan.swap_outs, plan.swap_ins = [BlockCopy(1, 2)], [SwapOut(3, 1), SwapOut(4, 2)], [SwapIn(5, 6)]
-    assert work_of(plan) == Work(0, 0, 0, 1, 0, 0, 1, 3, 0)
+    assert step_work(plan) == StepWork(0, 0, 0, 1, 0, 0, 1, 3, 0)
     assert LinearCost(0, 0, 0, copy_s=1.0, move_s=10.0).step_s(plan) == 31.0
 
 

@@ -137,7 +137,7 @@ def test_padding_is_paid_for() -> None:
 
 def test_request_level_batches_wait_for_each_other() -> None:
     setup = setup_for(FT, OPT_13B, era_cost(OPT_13B))
-    records = simulate(setup, poisson_trace(sharegpt_like(100), 0.5, 100.0), sample_s=0.5)
+    records = simulate(setup, poisson_trace(sharegpt_like(100), 0.5, 100.0), interval_s=0.5)
     assert max(s.num_running for s in records.samples) == OPT_13B.batch_sizes[0]
     assert any(1 <= s.num_running < 5 and s.num_waiting for s in records.samples), "rows stand empty while others wait"
 

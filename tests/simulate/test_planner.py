@@ -53,7 +53,7 @@ def test_one_replica_fewer_does_not_keep_it(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_cannot_be_had_is_said() -> None:
-    answer = planner(5.0, SLO(None, 0.0005), devices=[DEVICES["l4"]], most_gpus=4).search()
+    answer = planner(5.0, SLO(None, 0.0005), devices=[DEVICES["l4"]], max_gpus=4).search()
     assert answer.best is None and answer.margin == 0 and answer.tried
     assert all(c.num_gpus <= 4 for c in answer.tried)
     kept = [c.kept for c in answer.tried]
@@ -61,15 +61,15 @@ def test_what_cannot_be_had_is_said() -> None:
 
 
 def test_a_model_that_does_not_fit_is_no_candidate() -> None:
-    answer = Planner(MODELS["llama-3.1-70b"], load(0.2, 10), SLO(5.0), devices=[DEVICES["h100"]], most_gpus=4).search()
+    answer = Planner(MODELS["llama-3.1-70b"], load(0.2, 10), SLO(5.0), devices=[DEVICES["h100"]], max_gpus=4).search()
     assert answer.best is not None and answer.best.num_devices >= 2
     assert all(c.num_devices >= 2 for c in answer.tried)
 
 
 def test_the_margin_is_borne() -> None:
     slo, devices = SLO(0.5, 0.03), [DEVICES["h100"]]
-    search = planner(30.0, slo, devices=devices, most_gpus=1)
+    search = planner(30.0, slo, devices=devices, max_gpus=1)
     answer = search.search()
     assert answer.best is not None and answer.margin > 1
-    again = planner(30.0 * answer.margin, slo, devices=devices, most_gpus=1).search()
+    again = planner(30.0 * answer.margin, slo, devices=devices, max_gpus=1).search()
     assert again.best is not None

@@ -14,7 +14,7 @@ from octavo.core import events as ev
 from octavo.simulate import traces
 from octavo.simulate.cost import find_device
 from octavo.simulate.models import find_model
-from octavo.simulate.simulation import Records, Replica, Setup
+from octavo.simulate.simulation import Records, Replica, SimConfig
 
 NUM_TOKENS = 12_000
 """Slots of the pool: about two thirds of what the requests that run together would like."""
@@ -32,7 +32,7 @@ def finish(mode: str, block_size: int, device: str, num: int, **options: str) ->
         max_num_seqs=256,
         **options,  # type: ignore[arg-type]
     )
-    replica = Replica(Setup(find_model("llama-3.1-8b"), find_device(device), args), Records(), sample_s=1e9)
+    replica = Replica(SimConfig(find_model("llama-3.1-8b"), find_device(device), args), Records(), interval_s=1e9)
     preempted: Counter[str] = Counter()
 
     def listen(event: ev.Event) -> None:

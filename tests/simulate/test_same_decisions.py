@@ -20,9 +20,9 @@ from octavo.engine.outputs import RequestOutput
 from octavo.frontend.build import build
 from octavo.params.sampling_params import SamplingParams
 from octavo.simulate.cost import DEVICES, LinearCost
-from octavo.simulate.live import Call, RecordedClock, Script, Stopwatch, run_calls
+from octavo.simulate.live import RecordedClock, ScheduledCall, ScriptedTokens, Stopwatch, run_calls
 from octavo.simulate.models import ModelShape
-from octavo.simulate.simulation import Records, Replica, Setup
+from octavo.simulate.simulation import Records, Replica, SimConfig
 from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint
 
 OPTIONS: dict[str, Any] = {
@@ -50,7 +50,7 @@ class Live(NamedTuple):
     move_s: float = 0.0
 
 
-def calls_of(num_requests: int, rate: float, seed: int) -> list[Call]:
+def calls_of(num_requests: int, rate: float, seed: int) -> list[ScheduledCall]:
     rnd = random.Random(seed)
     prefixes = [[rnd.randrange(3, VOCAB_SIZE) for _ in range(rnd.randint(4, 20))] for _ in range(4)]
     calls, now = [], 0.0
@@ -66,13 +66,13 @@ def calls_of(num_requests: int, rate: float, seed: int) -> list[Call]:
             detokenize=False,
             stop_token_ids=[rnd.randrange(VOCAB_SIZE)],
         )
-        calls.append(Call(now, str(i), prompt, params))
+        calls.append(ScheduledCall(now, str(i), prompt, params))
         if rnd.random() < 0.1:
-            calls.append(Call(now + rnd.expovariate(20), str(i)))
+            calls.append(ScheduledCall(now + rnd.expovariate(20), str(i)))
     return sorted(calls, key=lambda call: call.time_s)
 
 
-def live(directory: Path, calls: list[Call], **options: Any) -> Live:
+def live(directory: Path, calls: list[ScheduledCall], **options: Any) -> Live:
     built = build(EngineArgs(model=str(directory), device="cpu", skip_tokenizer_init=True, **OPTIONS, **options))
     engine, events, watch = built.engine, list[ev.Event](), Stopwatch()
     engine._clock = watch
@@ -85,13 +85,13 @@ def live(directory: Path, calls: list[Call], **options: Any) -> Live:
     return Live(outputs, events, watch.looks_s, engine.scheduler.policy.costs.move_s)
 
 
-def followed(calls: list[Call], run: Live, **options: Any) -> Live:
+def followed(calls: list[ScheduledCall], run: Live, **options: Any) -> Live:
     """The same calls through the simulator: the run's clock for a clock, its outputs for a model."""
     shape = ModelShape("tiny", 10_000, 1, 64, 4, 2, 16, 96, 4)
     args = EngineArgs(model="tiny", **OPTIONS, **options)
-    setup = Setup(shape, DEVICES["h100"], args.settled("cpu"), cost=LinearCost(1e-3, 0, 0, move_s=run.move_s))
-    script = Script({int(name): [c.token_ids for c in output.outputs] for name, output in run.outputs.items()})
-    replica = Replica(setup, Records(), answers=script, sample_s=1e9)
+    setup = SimConfig(shape, DEVICES["h100"], args.resolved("cpu"), cost=LinearCost(1e-3, 0, 0, move_s=run.move_s))
+    script = ScriptedTokens({int(name): [c.token_ids for c in output.outputs] for name, output in run.outputs.items()})
+    replica = Replica(setup, Records(), token_source=script, interval_s=1e9)
     clock, events = RecordedClock(run.looks_s), list[ev.Event]()
     replica.engine._clock = clock
     replica.scheduler.events.subscribe(events.append, blocks=True)

@@ -19,19 +19,19 @@ from octavo.simulate.executor import SimulatedExecutor
 from octavo.simulate.models import MODELS
 from octavo.simulate.plot import Area, Bars, Chart, Line, svg
 from octavo.simulate.report import SLO
-from octavo.simulate.simulation import MOST_SAMPLES, Records, Setup, simulate
+from octavo.simulate.simulation import MAX_POOL_SAMPLES, Records, SimConfig, simulate
 from octavo.simulate.traces import FIRST_TOKEN, Arrival
 
 STEP_S = 0.5
 
 
-def setup(**options: Any) -> Setup:
+def setup(**options: Any) -> SimConfig:
     """A machine that takes half a second for every step, whatever is in it."""
     cost = options.pop("cost", LinearCost(STEP_S, 0.0, 0.0))
     replicas = options.pop("replicas", 1)
     defaults = {"block_size": 4, "num_gpu_blocks_override": 64, "decode_window": 1, "async_scheduling": False}
     args = EngineArgs(model="tiny", **(defaults | options))
-    return Setup(MODELS["opt-13b"], DEVICES["a100-40"], args, num_replicas=replicas, cost=cost)
+    return SimConfig(MODELS["opt-13b"], DEVICES["a100-40"], args, num_replicas=replicas, cost=cost)
 
 
 def arrivals(*requests: tuple[float, int, int]) -> Iterator[Arrival]:
@@ -54,7 +54,7 @@ def test_times_are_those_of_the_steps() -> None:
     assert report.normalized_latency(records) == pytest.approx(1.5 / 3)
     records.num_output[by_index[0]] = 0
     told = report.summary(records)
-    assert "normalized_latency_s" not in told and "normalised" not in "\n".join(report.lines(told))
+    assert "normalized_latency_s" not in told and "normalised" not in "\n".join(report.format_summary(told))
     assert json.loads(json.dumps(told, allow_nan=False))["num_requests"] == 2
 
 
@@ -99,7 +99,7 @@ def test_a_small_pool_preempts_and_says_why() -> None:
     told = report.summary(records)
     assert told["num_preempted"]["recompute"] > 0 and told["num_waits"]["blocks"] > 0
     assert told["num_requests"] == 3 and told["num_unfinished"] == 0
-    assert any("preempted" in line and "recompute" in line for line in report.lines(told))
+    assert any("preempted" in line and "recompute" in line for line in report.format_summary(told))
 
 
 def test_what_could_never_run_is_refused_and_counted() -> None:
@@ -107,7 +107,7 @@ def test_what_could_never_run_is_refused_and_counted() -> None:
     assert len(records) == 1
     told = report.summary(records)
     assert {kind: r["count"] for kind, r in told["refused"].items()} == {"ContextLengthError": 1, "CapacityError": 1}
-    assert "refused 1: " in "\n".join(report.lines(told))
+    assert "refused 1: " in "\n".join(report.format_summary(told))
 
 
 def test_it_ends_when_it_is_told_to() -> None:
@@ -123,12 +123,12 @@ def test_the_router_takes_the_replica_with_the_fewest() -> None:
 
 
 def test_looks_at_memory_thin_out() -> None:
-    records = simulate(setup(), arrivals(*[(0.0, 4, 120)] * 40), sample_s=0.001)
-    assert 100 < len(records.samples) <= MOST_SAMPLES
+    records = simulate(setup(), arrivals(*[(0.0, 4, 120)] * 40), interval_s=0.001)
+    assert 100 < len(records.samples) <= MAX_POOL_SAMPLES
     long = simulate(
-        setup(cost=LinearCost(1.0, 0, 0)), arrivals(*[(i * 100.0, 4, 100) for i in range(30)]), sample_s=0.001
+        setup(cost=LinearCost(1.0, 0, 0)), arrivals(*[(i * 100.0, 4, 100) for i in range(30)]), interval_s=0.001
     )
-    assert MOST_SAMPLES / 3 < len(long.samples) <= MOST_SAMPLES
+    assert MAX_POOL_SAMPLES / 3 < len(long.samples) <= MAX_POOL_SAMPLES
     gaps = np.diff([s.time_s for s in long.samples])
     halves = [float(np.median(half)) for half in np.array_split(gaps, 2)]
     assert 0.4 <= halves[0] / halves[1] <= 2.5, "old times are looked at about as closely"
@@ -138,12 +138,12 @@ def test_looks_at_memory_thin_out() -> None:
 
 def test_the_budget_of_blocks() -> None:
     model, device = MODELS["llama-3.1-8b"], DEVICES["h200"]
-    setup = Setup(model, device, EngineArgs(model="x", gpu_memory_utilization=0.5))
+    setup = SimConfig(model, device, EngineArgs(model="x", gpu_memory_utilization=0.5))
     assert setup.num_blocks() == int((141e9 * 0.5 - 16.06e9) // (131_072 * 16))
     assert setup.num_host_blocks() == (4 << 30) // (131_072 * 16)
     with pytest.raises(MemoryBudgetError, match=r"llama-3\.1-70b takes 141\.2 GB and 1 x h200 has 141 GB"):
-        Setup(MODELS["llama-3.1-70b"], device, EngineArgs(model="x")).num_blocks()
-    assert Setup(MODELS["llama-3.1-70b"], device, EngineArgs(model="x"), num_devices=2).num_blocks() > 10_000
+        SimConfig(MODELS["llama-3.1-70b"], device, EngineArgs(model="x")).num_blocks()
+    assert SimConfig(MODELS["llama-3.1-70b"], device, EngineArgs(model="x"), num_devices=2).num_blocks() > 10_000
 
 
 def test_a_simulation_is_the_same_twice() -> None:
@@ -156,7 +156,7 @@ def test_a_simulation_is_the_same_twice() -> None:
 
 
 def test_samples_fork() -> None:
-    records = simulate(setup(), [Arrival(0.0, ((FIRST_TOKEN, 10),), 5, n=3)], sample_s=0.1)
+    records = simulate(setup(), [Arrival(0.0, ((FIRST_TOKEN, 10),), 5, n=3)], interval_s=0.1)
     assert records.column("num_output").tolist() == [15] and records.column("longest").tolist() == [5]
     assert report.tpot(records).tolist() == pytest.approx([STEP_S]), "a step gives each of them a token"
     # Two siblings do without the prompt's two full blocks each; without its tail until they write there.
@@ -188,7 +188,7 @@ def test_goodput_counts_who_keeps_the_slo() -> None:
     assert not SLO(0.4).kept(records).any()
     told = report.summary(records, SLO(0.6))
     assert told["slo_kept"] == 0.5 and told["goodput_requests_per_s"] == pytest.approx(1 / 1.5)
-    assert any(line.startswith("good ") and "50.0%" in line for line in report.lines(told))
+    assert any(line.startswith("good ") and "50.0%" in line for line in report.format_summary(told))
     json.dumps(told)
 
 
@@ -215,11 +215,11 @@ def test_an_slo_that_says_nothing_is_refused(text: str) -> None:
 
 def test_nothing_finished_is_told_too() -> None:
     told = report.summary(simulate(setup(), arrivals((0.0, 3000, 3))))
-    assert told["num_requests"] == 0 and report.lines(told)[0] == "no request finished"
+    assert told["num_requests"] == 0 and report.format_summary(told)[0] == "no request finished"
 
 
 def test_pictures_are_svg() -> None:
-    records = simulate(setup(), arrivals(*[(float(i), 5, 8) for i in range(20)]), sample_s=1.0)
+    records = simulate(setup(), arrivals(*[(float(i), 5, 8) for i in range(20)]), interval_s=1.0)
     charts = report.pictures(records)
     root = ElementTree.fromstring(svg(charts))
     texts = [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]

@@ -16,7 +16,7 @@ import pytest
 
 from octavo.errors import ParameterError, TraceError
 from octavo.simulate import traces
-from octavo.simulate.executor import ANSWER
+from octavo.simulate.executor import OUTPUT_TOKEN
 from octavo.simulate.traces import FIRST_TOKEN, Arrival, read_trace
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "traces"
@@ -174,14 +174,14 @@ def test_ten_gigabytes_are_read_as_far_as_they_are_used(tmp_path: Path) -> None:
 
 
 def test_requests_of_one_time_are_not_held_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traces, "MOST_A_TICK", 50)
+    monkeypatch.setattr(traces, "MAX_REQUESTS_PER_TICK", 50)
     path = write(tmp_path / "m.jsonl", mooncake(0, 5, 3, [1]) * 60)
     with pytest.raises(TraceError, match=":51: over 50 requests at 0 s; expected rising times"):
         list(read_trace(path))
 
 
 def test_a_line_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traces, "MOST_LINE_BYTES", 64)
+    monkeypatch.setattr(traces, "MAX_LINE_BYTES", 64)
     with pytest.raises(TraceError, match=":1: a line of over"):
         list(read_trace(write(tmp_path / "m.jsonl", "x" * 65)))
 
@@ -228,7 +228,7 @@ def test_lengths_are_those_of_the_paper() -> None:
 def test_a_prefix_is_shared_and_the_rest_is_not() -> None:
     a, b = traces.of_lengths(traces.sharegpt_like(2), iter([0.0, 1.0]), prefix=80)
     assert a.runs[0] == b.runs[0] == (FIRST_TOKEN, 80)
-    assert a.runs[1][0] != b.runs[1][0] and not {a.runs[1][0], b.runs[1][0]} & {FIRST_TOKEN, ANSWER}
+    assert a.runs[1][0] != b.runs[1][0] and not {a.runs[1][0], b.runs[1][0]} & {FIRST_TOKEN, OUTPUT_TOKEN}
 
 
 def rounds(new_chance: float, num: int = 400) -> Iterator[Arrival]:
@@ -243,7 +243,7 @@ def test_a_chat_goes_on_where_it_stopped() -> None:
     for arrival in traces.chat(lengths, traces.poisson(1.0), new_chance=0.3, max_prompt=1 << 20):
         *before, query = arrival.runs
         assert tuple(before) in known and query[1] == 7
-        known.add((*arrival.runs, (ANSWER, 5)))
+        known.add((*arrival.runs, (OUTPUT_TOKEN, 5)))
     assert max(map(len, known)) > 6
 
 

@@ -23,7 +23,7 @@ from tokenizers import decoders, models
 
 from octavo.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, failure
 from octavo.errors import EngineError, ParameterError, RequestFailedError
-from octavo.serve.openai import errors as problems
+from octavo.serve.openai import errors
 from octavo.text import grammar
 from octavo.text import grammar as grammar_module
 from octavo.text import grammar_sandbox as grammar_trial
@@ -32,8 +32,8 @@ from octavo.text.grammar import (
     GrammarCompiler,
     Matcher,
     choice_grammar,
+    compute_bitmasks,
     json_grammar,
-    masks_of,
     regex_grammar,
 )
 from octavo.text.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
 
 
 def allowed(matcher: Matcher) -> set[int]:
-    octets = masks_of([matcher])[0].view(np.uint8)
+    octets = compute_bitmasks([matcher])[0].view(np.uint8)
     return {i for i in range(8 * len(octets)) if octets[i // 8] >> i % 8 & 1}
 
 
@@ -71,11 +71,11 @@ def check_masks(tokenizer: Tokenizer, matcher: Matcher, texts: list[bytes], pref
         and any(t.startswith(prefix + piece) for t in going_on)
     }
     assert allowed(matcher) == expected, prefix
-    assert matcher.may_end == (prefix in texts) and not matcher.error
+    assert matcher.is_accepting == (prefix in texts) and not matcher.error
     places = 1
     for token in sorted(expected):
         fork = matcher.fork()
-        fork.advance([token])
+        fork.accept_tokens([token])
         places += check_masks(tokenizer, fork, texts, prefix + tokenizer.token_bytes(token))
     assert allowed(matcher) == expected, "its forks went on without it"
     return places
@@ -84,7 +84,7 @@ def check_masks(tokenizer: Tokenizer, matcher: Matcher, texts: list[bytes], pref
 def test_a_mask_has_exactly_the_tokens_that_may_come_next(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     texts = ["the dog", "the dogs", "then", 'a"b\\c\n/', "漢é", "漢", "<|im_end|>x"]
     made = compiler.compile(choice_grammar(texts))
-    assert masks_of([made.start()]).shape == (1, -(-(tokenizer.vocab_size + PADDING) // 32) + 1)
+    assert compute_bitmasks([made.start()]).shape == (1, -(-(tokenizer.vocab_size + PADDING) // 32) + 1)
     assert check_masks(tokenizer, made.start(), [t.encode() for t in texts]) > 70
 
 
@@ -95,9 +95,9 @@ def test_masks_of_many(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     matchers = [made[i % 3].start() for i in range(12)]
     said = ["ab", "ca", "-1", "abba", "dog", "7", "x", "do", "1", "a", "", ""]
     for matcher, text in zip(matchers, said, strict=True):
-        matcher.advance(tokenizer.encode(text))
-    alone = [masks_of([matcher.fork()])[0].tolist() for matcher in matchers]
-    assert made[1].masks(matchers).tolist() == alone and len({str(mask) for mask in alone}) > 6
+        matcher.accept_tokens(tokenizer.encode(text))
+    alone = [compute_bitmasks([matcher.fork()])[0].tolist() for matcher in matchers]
+    assert made[1].bitmasks(matchers).tolist() == alone and len({str(mask) for mask in alone}) > 6
     assert not any(alone[3]) and not any(alone[6]) and matchers[6].error and not matchers[3].error
 
 
@@ -116,7 +116,7 @@ def test_special_tokens_are_never_text(tokenizer: Tokenizer, compiler: GrammarCo
         i for i in range(tokenizer.vocab_size) if not is_start_of_utf8(tokenizer.token_bytes(i))
     }
     named = compiler.compile('start: "a" <|im_start|> "b"').start()
-    named.advance(tokenizer.encode("a"))
+    named.accept_tokens(tokenizer.encode("a"))
     assert allowed(named) == {tokenizer.backend.token_to_id("<|im_start|>")}
 
 
@@ -150,11 +150,11 @@ def walk(tokenizer: Tokenizer, made: Grammar, rng: random.Random) -> str:
     matcher, ids = made.start(), list[int]()
     while True:
         choices = sorted(allowed(matcher))
-        if not choices or (matcher.may_end and rng.random() < 0.3):
-            assert matcher.may_end
+        if not choices or (matcher.is_accepting and rng.random() < 0.3):
+            assert matcher.is_accepting
             return b"".join(map(tokenizer.token_bytes, ids)).decode()
         ids.append(rng.choice(choices))
-        matcher.advance(ids[-1:])
+        matcher.accept_tokens(ids[-1:])
 
 
 def test_white_space_in_json(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
@@ -162,8 +162,8 @@ def test_white_space_in_json(tokenizer: Tokenizer, compiler: GrammarCompiler) ->
 
     def takes(text: str, **options: Any) -> bool:
         matcher = compiler.compile(json_grammar(schema, **options)).start()
-        matcher.advance(tokenizer.encode(text))
-        return matcher.may_end and not matcher.error
+        matcher.accept_tokens(tokenizer.encode(text))
+        return matcher.is_accepting and not matcher.error
 
     assert takes('{"a":1}') and takes('{ "a":\n1}')
     assert takes('{"a":' + 12 * "\n" + "1}") and not takes('{"a":' + 13 * "\n" + "1}")
@@ -174,21 +174,21 @@ def test_white_space_in_json(tokenizer: Tokenizer, compiler: GrammarCompiler) ->
 
 def test_a_token_that_is_not_allowed_is_an_error_from_then_on(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     matcher = compiler.compile(regex_grammar("abc")).start()
-    matcher.advance(tokenizer.encode("x"))
-    assert matcher.error and not masks_of([matcher]).any() and not matcher.may_end
+    matcher.accept_tokens(tokenizer.encode("x"))
+    assert matcher.error and not compute_bitmasks([matcher]).any() and not matcher.is_accepting
 
 
 def test_what_becomes_too_complex_on_the_way_is_an_error(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     """It compiles, since nothing is worked out before it has to be, and the walk of its trial ends before."""
     matcher = compiler.compile(regex_grammar("b{40}" + "(" * 30 + "a" + "{1,9})" * 30)).start()
     for _ in range(40):
-        matcher.advance(tokenizer.encode("b"))
+        matcher.accept_tokens(tokenizer.encode("b"))
     begin = time.perf_counter()
     for _ in range(100):
-        mask = masks_of([matcher])
+        mask = compute_bitmasks([matcher])
         if matcher.error:
             break
-        matcher.advance(tokenizer.encode("a"))
+        matcher.accept_tokens(tokenizer.encode("a"))
     assert "too many expressions" in matcher.error and "\n" not in matcher.error
     assert not mask.any() and time.perf_counter() - begin < 40
 
@@ -260,7 +260,7 @@ def test_what_is_large_but_no_harm(name: str, tokenizer: Tokenizer, compiler: Gr
     for _ in range(40):
         if not (choices := sorted(allowed(matcher))):
             break
-        matcher.advance([rng.choice(choices)])
+        matcher.accept_tokens([rng.choice(choices)])
     assert not matcher.error and time.perf_counter() - begin < 40
 
 
@@ -314,7 +314,7 @@ def test_a_failure_is_not_kept(compiler: GrammarCompiler, monkeypatch: pytest.Mo
         patch.setattr(grammar._Trials, "run", lambda *args: "no time")
         with pytest.raises(ParameterError, match="no time"):
             compiler.compile(source)
-    assert masks_of([compiler.compile(source).start()]).any()
+    assert compute_bitmasks([compiler.compile(source).start()]).any()
 
 
 def test_without_a_process_one_request_fails(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,11 +421,11 @@ def test_a_grammar_that_grows_too_large_on_the_way_says_so(monkeypatch: pytest.M
     assert not matcher.error
     chance = random.Random(0)
     while not matcher.error:
-        matcher.advance([chance.choice(b"ab")])
-        grammar_module.masks_of([matcher])
+        matcher.accept_tokens([chance.choice(b"ab")])
+        grammar_module.compute_bitmasks([matcher])
     assert matcher.error.startswith("grammar_too_complex: ")
     failed = CompletionOutput(0, "", [], finish_reason="error", stop_reason=matcher.error)
-    problem = problems.of(failure(RequestOutput("a", None, [1], [failed], True, RequestMetrics(0.0))), "a")
+    problem = errors.to_api_error(failure(RequestOutput("a", None, [1], [failed], True, RequestMetrics(0.0))), "a")
     assert (problem.status, problem.code, problem.param) == (400, "grammar_too_complex", "structured_outputs")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from octavo.text.output_parser import AnswerParser, thinks, tool_format
+from octavo.text.output_parser import OutputParser, detect_tool_format, has_reasoning
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo \\"}{", "days": [1, {"a": 2}]}}\n</tool_call>'
 ARGUMENTS = {"city": 'Oslo "}{', "days": [1, {"a": 2}]}
@@ -17,7 +17,7 @@ LLAMA = '{"name": "weather", "parameters": {"city": "Oslo"}}'
 
 def taken_apart(text: str, cuts: list[int], **options: Any) -> tuple[str, str, list[tuple[str, str]]]:
     """(reasoning, content, [(name, arguments)])."""
-    parser = AnswerParser(**options)
+    parser = OutputParser(**options)
     parts = [part for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True) for part in parser.push(text[a:b])]
     parts += parser.finish()
     calls: list[tuple[str, str]] = []
@@ -42,7 +42,7 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, str, list[tuple[str, Any]]]]] 
     ("  Hello", {}, ("", "  Hello", [])),
     ("<think>a</think>b", {}, ("", "<think>a</think>b", [])),
     ("<think>I wonder</think>\n\nYes.", T, ("I wonder", "\n\nYes.", [])),
-    ("I wonder</think>Yes.", T | {"in_think": True}, ("I wonder", "Yes.", [])),
+    ("I wonder</think>Yes.", T | {"starts_in_reasoning": True}, ("I wonder", "Yes.", [])),
     ("<think>never ends <b>", T, ("never ends <b>", "", [])),
     ("<thin air", T, ("", "<thin air", [])),
     ("I think </think> so", T, ("", "I think </think> so", [])),
@@ -92,7 +92,7 @@ def test_however_it_is_cut(number: int) -> None:
 
 
 def test_arguments_stream_and_content_is_held_no_longer_than_it_must() -> None:
-    parser = AnswerParser(tools="hermes")
+    parser = OutputParser(tools="hermes")
     assert [p.text for p in parser.push("a <")] == ["a "]
     assert [p.text for p in parser.push("b")] == ["<b"]
     assert parser.push("<tool_call>") == [] and parser.push('{"name": "f", "arguments": ') == []
@@ -100,15 +100,15 @@ def test_arguments_stream_and_content_is_held_no_longer_than_it_must() -> None:
     assert (begin.name, piece.text, piece.name) == ("f", '{"a"', None)
     assert [p.text for p in parser.push(": 1}} ")] == [": 1}"]
     assert not parser.in_reasoning
-    assert AnswerParser(think=True, in_think=True).in_reasoning
+    assert OutputParser(think=True, starts_in_reasoning=True).in_reasoning
 
 
 def test_what_a_template_tells() -> None:
-    assert tool_format(None) is None and tool_format("{{ messages }}") is None
-    assert tool_format("{% if tools %}<tool_call>{% endif %}") == "hermes"
-    assert tool_format("{% if tools %}<|python_tag|>{% endif %}") == "llama3_json"
-    assert tool_format("{% if tools %}Tools: {{ tools }}{% endif %}") is None
-    assert thinks("{% if '</think>' in m %}") and not thinks("a") and not thinks(None)
+    assert detect_tool_format(None) is None and detect_tool_format("{{ messages }}") is None
+    assert detect_tool_format("{% if tools %}<tool_call>{% endif %}") == "hermes"
+    assert detect_tool_format("{% if tools %}<|python_tag|>{% endif %}") == "llama3_json"
+    assert detect_tool_format("{% if tools %}Tools: {{ tools }}{% endif %}") is None
+    assert has_reasoning("{% if '</think>' in m %}") and not has_reasoning("a") and not has_reasoning(None)
 
 
 def test_half_a_surrogate_pair_stays_an_escape() -> None:

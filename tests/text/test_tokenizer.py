@@ -521,7 +521,7 @@ def prompts() -> list[str]:
 @pytest.mark.model
 @pytest.mark.skipif(not catalog.CATALOG["smollm2-135m-instruct"].path.exists(), reason="SmolLM2 is not in the cache")
 def test_smollm2_agrees_with_transformers():
-    path = catalog.present("smollm2")
+    path = catalog.cached_path("smollm2")
     ours = Tokenizer.from_checkpoint(open_checkpoint(path))
     # In a process of its own: it brings torch, and takes seconds.
     code = (
@@ -546,7 +546,7 @@ def test_smollm2_agrees_with_transformers():
 @pytest.mark.model
 @pytest.mark.skipif(not catalog.CATALOG["smollm2-135m-instruct"].path.exists(), reason="SmolLM2 is not in the cache")
 def test_smollm2_known_ids():
-    tokenizer = Tokenizer.from_checkpoint(open_checkpoint(catalog.present("smollm2")))
+    tokenizer = Tokenizer.from_checkpoint(open_checkpoint(catalog.cached_path("smollm2")))
     assert tokenizer.decode(tokenizer.encode("<|im_start|>assistant\n"), False) == "<|im_start|>assistant\n"
     assert tokenizer.encode("<|im_start|>assistant\n") == [1, 520, 9531, 198]
     assert [tokenizer.backend.id_to_token(i) for i in tokenizer.encode("in 2024")] == ["in", "Ġ", "2", "0", "2", "4"]

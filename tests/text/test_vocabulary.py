@@ -181,10 +181,10 @@ def test_a_pattern_that_explodes_is_a_mistake_of_one_prompt() -> None:
 
 def test_a_special_token_spelled_in_a_text_is_found() -> None:
     tokenizer = Tokenizer(train_byte_level())
-    assert tokenizer.spelled_special("a<|im_end|>b<|im_start|>") == "<|im_end|>"
-    assert tokenizer.spelled_special("a<tool><|im_end") is None
-    assert all(tokenizer.spelled_special(special) == special for special in SPECIALS)
-    assert Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE())).spelled_special("<s>") is None
+    assert tokenizer.find_special_token("a<|im_end|>b<|im_start|>") == "<|im_end|>"
+    assert tokenizer.find_special_token("a<tool><|im_end") is None
+    assert all(tokenizer.find_special_token(special) == special for special in SPECIALS)
+    assert Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE())).find_special_token("<s>") is None
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,10 @@ import pytest
 import uvicorn
 
 import octavo.view
-from octavo.serve.http.server import bind, url_of
+from octavo.serve.http.server import bind, socket_url
 from octavo.view.playground.lessons import LESSONS
 from octavo.view.playground.session import Playgrounds
-from tests.serve.http_lab import Server, run, serving
+from tests.serve.in_process_server import Server, run, serving
 
 pytestmark = pytest.mark.slow
 WAIT_MS = 60_000
@@ -175,7 +175,7 @@ class Busy(threading.Thread):
             self.server: Server = server
             listening = uvicorn.Server(uvicorn.Config(server.app.asgi, lifespan="off", log_config=None))
             with contextlib.closing(bind("127.0.0.1", 0)) as sock:
-                self.url = f"{url_of(sock)}/view/"
+                self.url = f"{socket_url(sock)}/view/"
                 running = asyncio.create_task(listening.serve(sockets=[sock]))
                 self.ready.set()
                 while not self.leave.is_set():

@@ -15,7 +15,7 @@ import pytest
 from octavo.serve.view_routes import HEADERS, STATIC, View
 from octavo.serve.view_server import ViewApp
 from octavo.view.recording.frames import Replay
-from tests.serve.http_lab import run
+from tests.serve.in_process_server import run
 from tests.view.recording.test_frames import recorded
 
 

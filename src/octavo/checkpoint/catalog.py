@@ -47,12 +47,12 @@ class CatalogEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelRow:
+class CatalogListing:
     """One line of `octavo models`."""
 
     name: str
     num_bytes: int
-    present: bool
+    is_cached: bool
     description: str
     licence: str
 
@@ -92,11 +92,11 @@ def find(name: str) -> CatalogEntry | None:
     return next((e for e in CATALOG.values() if wanted in (e.name, *e.aliases)), None)
 
 
-def list_models() -> list[ModelRow]:
-    return [ModelRow(e.name, e.num_bytes, _intact(e), e.description, e.licence) for e in CATALOG.values()]
+def list_models() -> list[CatalogListing]:
+    return [CatalogListing(e.name, e.num_bytes, _intact(e), e.description, e.licence) for e in CATALOG.values()]
 
 
-def present(name: str) -> Path:
+def cached_path(name: str) -> Path:
     """The file of a model that is in the cache already; `ModelNotFoundError` if it is not, or is broken."""
     entry = _entry(name)
     if not _intact(entry):

@@ -75,7 +75,7 @@ def open_checkpoint(
     if path is not None and kind == "file":
         return _open_file(path)
     if named:
-        return _open_file(catalog.fetch(text) if download else catalog.present(text))
+        return _open_file(catalog.fetch(text) if download else catalog.cached_path(text))
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", text) and isinstance(model, str) and not text.endswith(".gguf"):
         return _open_hub(text, revision, download)
     raise _not_found(text)
@@ -113,13 +113,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def listed(problems: Sequence[str]) -> str:
+def join_problems(problems: Sequence[str]) -> str:
     """The first ten problems on one line, and the number of the others."""
     more = f"; and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
     return "; ".join(problems[:MAX_PROBLEMS]) + more
 
 
-def refuse_code(config: dict[str, Any], path: Path) -> None:
+def reject_custom_code(config: dict[str, Any], path: Path) -> None:
     """A configuration that names code of its own is refused: the model would not be what the file says."""
     for key in CODE_KEYS:
         if config.get(key):
@@ -180,7 +180,7 @@ def _open_directory(path: Path, weights: bool = True) -> Checkpoint:
         hint = f"; for the GGUF file in it, name the file: {path / files[0]}" if files else ""
         raise ModelNotFoundError(f"{path} is a directory without config.json, so no model{hint}")
     config = read_json(path / "config.json")
-    refuse_code(config, path / "config.json")
+    reject_custom_code(config, path / "config.json")
     generation = read_json(path / "generation_config.json") if "generation_config.json" in names else {}
     return Checkpoint(path, "safetensors", config, generation, _shards(path, names) if weights else ())
 
@@ -220,7 +220,7 @@ def _indexed_shards(path: Path, index: Path) -> tuple[Path, ...]:
         except CheckpointError as e:
             problems.append(str(e))
     if problems:
-        raise CheckpointError(f"{index}: {listed(problems)}; fetch the model again")
+        raise CheckpointError(f"{index}: {join_problems(problems)}; fetch the model again")
     return tuple(shards)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from octavo.checkpoint.resolve import Checkpoint, listed, parse_json, read_json
+from octavo.checkpoint.resolve import Checkpoint, join_problems, parse_json, read_json
 from octavo.errors import CheckpointError, cut
 
 MAX_HEADER_BYTES = 100_000_000
@@ -42,7 +42,7 @@ def check_headers(checkpoint: Checkpoint) -> None:
     if not problems and index.is_file():
         problems += _differences(read_json(index).get("weight_map", {}), home)
     if problems:
-        raise CheckpointError(f"{checkpoint.path}: {listed(problems)}; fetch the model again")
+        raise CheckpointError(f"{checkpoint.path}: {join_problems(problems)}; fetch the model again")
 
 
 def _differences(weight_map: dict[str, Any], home: dict[str, str]) -> Iterator[str]:

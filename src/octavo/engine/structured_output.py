@@ -22,10 +22,10 @@ class Matcher(Protocol):
 
     def fork(self) -> Matcher: ...
 
-    def advance(self, token_ids: list[int]) -> None: ...
+    def accept_tokens(self, token_ids: list[int]) -> None: ...
 
     @property
-    def may_end(self) -> bool: ...
+    def is_accepting(self) -> bool: ...
 
     @property
     def error(self) -> str: ...
@@ -36,7 +36,7 @@ class Grammar(Protocol):
 
     def start(self) -> Matcher: ...
 
-    def masks(self, matchers: Seq[Any]) -> np.ndarray:
+    def bitmasks(self, matchers: Seq[Any]) -> np.ndarray:
         """What may come next of each, of this grammar or another of the same model's: `Masks.words`."""
 
 
@@ -85,11 +85,11 @@ class Constraint:
         """
         if error := matcher.error:
             raise ValueError(error)
-        may_end = matcher.may_end
-        _put(mask, self._stop_ids, may_end)
+        is_accepting = matcher.is_accepting
+        _put(mask, self._stop_ids, is_accepting)
         if self._ignored_ids:
             _put(mask, self._ignored_ids, False)
-            if may_end and not any(mask):
+            if is_accepting and not any(mask):
                 _put(mask, self._ignored_ids, True)
 
     def _begin(self, sequence: Sequence) -> _Place:
@@ -108,7 +108,7 @@ class Constraint:
             place.num_known += len(new)
             if self._ignored_ids:
                 new = [token for token in new if token not in self._ignored_ids]
-            place.matcher.advance(new)
+            place.matcher.accept_tokens(new)
 
 
 class Wanted(NamedTuple):
@@ -134,7 +134,7 @@ def work_out(wanted: Seq[Wanted]) -> tuple[Masks | None, dict[int, Exception]]:
             errors[want.slice_index] = error
     if not found:
         return None, errors
-    words = found[0][0].constraint.grammar.masks([matcher for _, matcher in found])
+    words = found[0][0].constraint.grammar.bitmasks([matcher for _, matcher in found])
     octets = memoryview(words).cast("B")  # type: ignore[arg-type]
     size = len(octets) // len(found)
     for i, (want, matcher) in enumerate(found):

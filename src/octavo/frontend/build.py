@@ -34,11 +34,11 @@ from octavo.kernels.cpu import packed_linear as packed
 from octavo.models.config import ModelSpec, spec_from_config
 from octavo.models.loading.loader import Model, dummy_model, empty_model, load_decoder
 from octavo.runner.cuda_executor import CudaExecutor
-from octavo.runner.cuda_model_runner import CudaRunner
+from octavo.runner.cuda_model_runner import CudaModelRunner
 from octavo.runner.executor import LocalExecutor
-from octavo.runner.memory.budget import Budget, free_memory, plan_memory, see_doctor
-from octavo.runner.memory.diagnostics import check_weights, find_gpu, starting_on, unused_gpu
-from octavo.runner.memory.profile import GPUMemory, Rehearse, measure, smaller_passes
+from octavo.runner.memory.budget import MemoryBudget, doctor_hint, free_memory, plan_memory
+from octavo.runner.memory.diagnostics import check_weights, find_gpu, startup_errors, unusable_gpu_reason
+from octavo.runner.memory.profile import GPUMemoryProfile, Rehearse, measure, smaller_passes
 from octavo.runner.model_runner import ModelRunner
 from octavo.text import chat_template
 from octavo.text.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ NO_SWAP = "lower swap_space, or set it to 0"
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """An engine and what was settled on the way."""
+    """An engine and what was resolved on the way."""
 
     engine: Engine
     config: EngineConfig
@@ -95,7 +95,7 @@ def _build(args: EngineArgs, starting: ExitStack) -> Built:
         logger.info("%s", defaults)
     tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_checkpoint(checkpoint, chat_template=template)
     device = _device(args)
-    args = args.settled(device.type)
+    args = args.resolved(device.type)
     dtype = _dtype(args, spec, checkpoint, device)
     _check_quantization(args, dtype, device)
     ops = _ops(device)
@@ -104,15 +104,15 @@ def _build(args: EngineArgs, starting: ExitStack) -> Built:
     # Planned before anything large is loaded: the system kills who takes too much.
     weight_bytes = _weight_bytes(empty_model(spec, ops=ops, dtype=dtype, device="meta", max_len=1), args)
     kv_shape = (spec.num_layers, 2, spec.num_kv_heads, args.block_size, spec.head_dim)
-    gpu: GPUMemory | None = None
+    gpu: GPUMemoryProfile | None = None
     watch.lap("files")
     if device.type == "cuda":
-        free_some = f"free as much as the weights take, {weight_bytes / GIB:.2f} GiB; {see_doctor(args)}"
-        with starting_on(device, "loading the weights", lambda _: free_some):
+        free_some = f"free as much as the weights take, {weight_bytes / GIB:.2f} GiB; {doctor_hint(args)}"
+        with startup_errors(device, "loading the weights", lambda _: free_some):
             check_weights(weight_bytes, args)
             decoder = _load(checkpoint, spec, args, dtype, device, ops, max_len=model_len)
         watch.lap("weights")
-        with starting_on(device, "computing its largest steps", lambda _: smaller_passes(args) or see_doctor(args)):
+        with startup_errors(device, "computing its largest steps", lambda _: smaller_passes(args) or doctor_hint(args)):
             gpu = measure(decoder, args, ops=ops, kv_shape=kv_shape, dtype=dtype, rehearse=rehearse)
         gpu.check(args, math.prod(kv_shape) * dtype.itemsize)
         watch.lap("kernels and memory")
@@ -141,8 +141,8 @@ def _build(args: EngineArgs, starting: ExitStack) -> Built:
     eos = {*spec.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}
     scheduler = make_scheduler(config)
     if config.num_host_blocks:
-        with starting_on(device, "moving blocks to the host", lambda _: NO_SWAP):
-            scheduler.policy.costs.move_s = executor.runner.measure_move()
+        with startup_errors(device, "moving blocks to the host", lambda _: NO_SWAP):
+            scheduler.policy.costs.move_s = executor.runner.measure_swap()
     engine = Engine(
         scheduler,
         executor,
@@ -154,7 +154,7 @@ def _build(args: EngineArgs, starting: ExitStack) -> Built:
         overlap=args.async_scheduling,
         seed=args.seed,
     )
-    if args.kv_events().is_on:
+    if args.kv_events().is_enabled:
         engine.on_close.append(KVEvents(scheduler.cache, args.kv_events()).close)
     if args.flight_recorder is not None:
         engine.recorder = FlightRecorder(engine, Path(args.flight_recorder))
@@ -173,7 +173,7 @@ def check_folder(flight_recorder: str) -> None:
 
 
 def _config(
-    args: EngineArgs, spec: ModelSpec, device: torch.device, dtype: torch.dtype, budget: Budget
+    args: EngineArgs, spec: ModelSpec, device: torch.device, dtype: torch.dtype, budget: MemoryBudget
 ) -> EngineConfig:
     return EngineConfig(
         args=args,
@@ -191,7 +191,7 @@ def _config(
 def make_scheduler(config: EngineConfig) -> Scheduler:
     """The core that a configuration describes."""
     args = config.args
-    assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # settled
+    assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # resolved
     cache = KVCache(
         config.num_blocks,
         args.block_size,
@@ -217,7 +217,7 @@ def _device(args: EngineArgs) -> torch.device:
         available = torch.cuda.is_available()
     if args.device == "cuda" or available:
         return find_gpu()
-    if reason := unused_gpu():
+    if reason := unusable_gpu_reason():
         logger.warning("device auto is the CPU, though there seems to be an NVIDIA GPU: %s", reason)
     return torch.device("cpu")
 
@@ -261,11 +261,11 @@ def _ops(device: torch.device) -> ModuleType:
 def _rehearse(
     args: EngineArgs, spec: ModelSpec, dtype: torch.dtype, device: torch.device, model_len: int, starting: ExitStack
 ) -> Rehearse:
-    """What compiles kernels ahead, on a GPU alone. Its processes start now, while files are read."""
-    from octavo.kernels.triton.precompile import Ahead  # as in `_ops`
+    """The function that precompiles kernels; GPU only. Its processes start now, while files are read."""
+    from octavo.kernels.triton.precompile import Precompiler  # as in `_ops`
 
     sizes = args.block_size, args.max_num_seqs, args.max_num_batched_tokens, args.enforce_eager, model_len
-    return starting.enter_context(Ahead(f"{spec} {dtype} {sizes}", device)).rehearse
+    return starting.enter_context(Precompiler(f"{spec} {dtype} {sizes}", device)).precompile
 
 
 def _load(
@@ -294,21 +294,21 @@ def _load(
 def _executor(
     decoder: Model,
     config: EngineConfig,
-    budget: Budget,
+    budget: MemoryBudget,
     block: tuple[tuple[int, ...], torch.dtype],
     ops: ModuleType,
 ) -> LocalExecutor:
     """On a CPU. block is the shape and dtype of one block of K and V."""
     shape, dtype = block
     args = config.args
-    assert args.max_num_seqs  # settled
+    assert args.max_num_seqs  # resolved
     try:
         kv = _lazy_zeros((config.num_blocks + 1, *shape), dtype)
         host_kv = _lazy_zeros((config.num_host_blocks + 1, *shape), dtype)
     except MemoryError as error:
         raise MemoryBudgetError(
             f"No available memory for the cache blocks: {budget.table()}; lower num_gpu_blocks_override, "
-            f"kv_cache_memory_bytes or swap_space; {see_doctor(args)}"
+            f"kv_cache_memory_bytes or swap_space; {doctor_hint(args)}"
         ) from error
     return LocalExecutor(
         ModelRunner(
@@ -326,26 +326,26 @@ def _executor(
 def _gpu_executor(
     decoder: Model,
     config: EngineConfig,
-    budget: Budget,
+    budget: MemoryBudget,
     block: tuple[tuple[int, ...], torch.dtype],
     ops: ModuleType,
-    gpu: GPUMemory,
+    gpu: GPUMemoryProfile,
     rehearse: Rehearse | None,
 ) -> CudaExecutor:
     """On a GPU, likewise."""
     (shape, dtype), args, device = block, config.args, torch.device("cuda")
-    assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # settled
-    with starting_on(device, "pinning memory of the host for swap space", lambda _: NO_SWAP):
+    assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # resolved
+    with startup_errors(device, "pinning memory of the host for swap space", lambda _: NO_SWAP):
         host_kv = torch.empty((config.num_host_blocks + 1, *shape), dtype=dtype, pin_memory=True)
-    with starting_on(device, "making the KV pool and CUDA graphs", partial(gpu.smaller_pool, args, budget)):
-        runner = CudaRunner(
+    with startup_errors(device, "making the KV pool and CUDA graphs", partial(gpu.smaller_pool, args, budget)):
+        runner = CudaModelRunner(
             decoder,
             torch.zeros((config.num_blocks + 1, *shape), dtype=dtype, device=device),
             host_kv,
             num_rows=args.max_num_seqs,
             max_model_len=config.max_model_len,
             max_num_tokens=args.max_num_batched_tokens,
-            max_window=args.decode_window,
+            max_decode_steps=args.decode_window,
             vocab_size=decoder.spec.vocab_size,
             ops=ops,
             graphs=not args.enforce_eager,

@@ -42,7 +42,7 @@ from octavo.engine.process.ipc import (
 from octavo.engine.process.supervisor import ENGINE, Limits, Supervisor, error_of
 from octavo.engine.process.thread import again
 from octavo.engine.stats import BackendStats, EngineStats, Health
-from octavo.errors import AnswerError, EngineError, OctavoError, ParameterError, RequestFailedError
+from octavo.errors import EngineError, EngineQueryError, OctavoError, ParameterError, RequestFailedError
 from octavo.frontend.client_request import Mirror, TokensLostError
 from octavo.frontend.input_processor import Messages, Prompt, Prompts
 from octavo.frontend.interface import ClientStats
@@ -408,7 +408,7 @@ class EngineClient:
             finally:
                 self._asked.pop(number, None)
             if answer.error:
-                raise AnswerError(answer.error)
+                raise EngineQueryError(answer.error)
             return answer.value
 
     def shutdown(self) -> None:

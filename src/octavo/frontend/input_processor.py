@@ -86,14 +86,14 @@ class Prompts:
             token_ids = self.tokenizer.encode(text, parse_special=parse_special)
             if not token_ids:
                 raise PromptError("the prompt is empty; give it some text", param="prompt", code="empty_prompt")
-            if not parse_special and (spelled := self.tokenizer.spelled_special(text)):
+            if not parse_special and (spelled := self.tokenizer.find_special_token(text)):
                 self._warn_once(spelled)
         return text, token_ids
 
     def check_length(self, text: str, param: str = "prompt") -> None:
         """Before any work is spent on it. Raises `ContextLengthError` for what is too long in any tokens."""
         limit = self._max_model_len
-        if limit is not None and len(text) > 4 * limit and len(text) > limit * self.tokenizer.most_chars:
+        if limit is not None and len(text) > 4 * limit and len(text) > limit * self.tokenizer.max_token_chars:
             raise ContextLengthError(
                 f"This model's maximum context length is {limit} tokens. However, your text of {len(text)} characters "
                 "cannot fit; shorten it",

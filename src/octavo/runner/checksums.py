@@ -16,10 +16,10 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from octavo.core.plan import StepResult
-from octavo.runner.streams import Point
+from octavo.runner.streams import DeviceEvent
 
 
-class Check:
+class SwapInCheck:
     """The comparison of the blocks that one plan brings back. Its results count for nothing before `take`."""
 
     def __init__(self, found: Future[list[int]] | None = None) -> None:
@@ -44,7 +44,7 @@ class Check:
         return land_checked
 
 
-NO_CHECK = Check()
+NO_SWAP_IN_CHECK = SwapInCheck()
 """Of a plan that moves no block."""
 
 
@@ -60,13 +60,13 @@ class Checksums:
         self._thread = ThreadPoolExecutor(1, "octavo-checksums")  # starts with the first block
         self._compared: dict[int, Future[list[int]]] = {}  # host block -> the comparison that reads it
 
-    def follow(self, outs: Seq[int], ins: Seq[int], moved: Point) -> Check:
+    def follow(self, outs: Seq[int], ins: Seq[int], moved: DeviceEvent) -> SwapInCheck:
         """Take the checksums of `outs` and compare those of `ins`, once all have moved. What is compared then is no
         better than what was copied."""
         found = self._thread.submit(self._work, outs, ins, moved)
         self._compared = {block: future for block, future in self._compared.items() if not future.done()}
         self._compared.update(dict.fromkeys(ins, found))
-        return Check(found)
+        return SwapInCheck(found)
 
     def wait_for(self, blocks: Iterable[int]) -> None:
         """Before they are overwritten: a comparison may still read them."""
@@ -74,7 +74,7 @@ class Checksums:
             if (found := self._compared.get(block)) is not None:
                 found.exception()  # whose it is asks for it
 
-    def _work(self, outs: Seq[int], ins: Seq[int], moved: Point) -> list[int]:
+    def _work(self, outs: Seq[int], ins: Seq[int], moved: DeviceEvent) -> list[int]:
         moved.synchronize()
         for block in outs:
             self._sums[block] = self._sum(block)

@@ -1,4 +1,4 @@
-"""The seam over a `CudaRunner`: the caller's thread queues the work, and the device is the one that works it off."""
+"""The executor of a `CudaModelRunner`: the caller's thread queues the work, and the device does it in order."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import time
 from octavo.core.plan import StepPlan, StepResult
 from octavo.engine.executor import Masks
 from octavo.errors import StepError
-from octavo.runner.checksums import NO_CHECK
-from octavo.runner.cuda_model_runner import CudaRunner, Finish
+from octavo.runner.checksums import NO_SWAP_IN_CHECK
+from octavo.runner.cuda_model_runner import CudaModelRunner, Finish
 from octavo.runner.executor import device_lost, step_error
-from octavo.runner.output_buffers import Landing
+from octavo.runner.output_buffers import StepOutput
 
-NAP_S = 5e-5
+POLL_INTERVAL_S = 5e-5
 """How long a wait that has a limit sleeps between two looks at the device."""
 
 
-class CudaRunning:
+class CudaStepHandle:
     """A plan on the device, or what kept it from getting there; one with masked slices waits on the host for the masks
     of each column.
 
@@ -26,9 +26,9 @@ class CudaRunning:
 
     def __init__(self, executor: CudaExecutor, plan: StepPlan) -> None:
         self._executor = executor
-        self._landing: Landing | None = None
+        self._landing: StepOutput | None = None
         self._error: Exception | None = None
-        self._check = NO_CHECK
+        self._check = NO_SWAP_IN_CHECK
         self._num_read = 0
         self._num_waits = max(1, plan.num_masked)
         try:
@@ -68,7 +68,7 @@ class CudaRunning:
             while (landed := self._landing.num_landed) == self._num_read:
                 if time.perf_counter() >= until:
                     return None
-                time.sleep(NAP_S)
+                time.sleep(POLL_INTERVAL_S)
         except RuntimeError as error:  # likewise
             self._error = error
             return None
@@ -100,14 +100,14 @@ class CudaRunning:
 class CudaExecutor:
     """Queues plans on the device as they come; a plan behind one that failed fails, too, until the caller knows."""
 
-    def __init__(self, runner: CudaRunner) -> None:
+    def __init__(self, runner: CudaModelRunner) -> None:
         self.runner = runner
         self._failed = False
         self._closed = False
 
-    def submit(self, plan: StepPlan) -> CudaRunning:
+    def submit(self, plan: StepPlan) -> CudaStepHandle:
         assert not self._closed
-        return CudaRunning(self, plan)
+        return CudaStepHandle(self, plan)
 
     def launch(self, plan: StepPlan) -> Finish:
         if self._failed:
@@ -118,7 +118,7 @@ class CudaExecutor:
             self._failed = True
             raise
 
-    def finish(self, finish: Finish, masks: Masks | None) -> Landing:
+    def finish(self, finish: Finish, masks: Masks | None) -> StepOutput:
         try:
             return finish(masks)
         except Exception:
@@ -129,7 +129,7 @@ class CudaExecutor:
         """The caller has seen a failure, and drops what was queued behind it. Raises `DeviceLostError` where the device
         answers no more: CUDA's worst errors, such as a write to nobody's memory, end all that a process has there."""
         self._failed = False
-        self.runner.let_go()
+        self.runner.release_memory()
         try:
             self.runner.probe()
         except RuntimeError as cause:
@@ -138,7 +138,7 @@ class CudaExecutor:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self.runner.let_go()
+            self.runner.release_memory()
             try:
                 self.runner.probe()
             except RuntimeError:

@@ -40,40 +40,39 @@ from octavo.kernels.row_state import (
     DecodeInputs,
     RowState,
 )
-from octavo.runner.checksums import NO_CHECK
-from octavo.runner.cuda_graphs import Graphs, cascade_sizes, decode_sizes
-from octavo.runner.input_buffers import Inbox
-from octavo.runner.kv_swap import Swapper
-from octavo.runner.memory.budget import time_moves
+from octavo.runner.checksums import NO_SWAP_IN_CHECK
+from octavo.runner.cuda_graphs import CudaGraphs, cascade_sizes, decode_sizes
+from octavo.runner.input_buffers import InputBuffers
+from octavo.runner.kv_swap import KVSwapper
+from octavo.runner.memory.budget import time_swaps
 from octavo.runner.memory.profile import Rehearse
-from octavo.runner.output_buffers import Landing, Ring
-from octavo.runner.prefill_batch import Chunks, ChunkSize, ChunkSizes, ChunkStep, split
+from octavo.runner.output_buffers import OutputBuffers, StepOutput
+from octavo.runner.prefill_batch import PrefillBatch, PrefillInputs, PrefillSize, PrefillSizes, split
 from octavo.runner.recorded_graphs import Model
-from octavo.runner.sampling.grammar_bitmask import MaskSpace
-from octavo.runner.sampling.host_sampling import CarefulRunner, Logits
-from octavo.runner.sampling.logits_state import DeviceRules
-from octavo.runner.shared_prefixes import Beginnings
+from octavo.runner.sampling.grammar_bitmask import BitmaskBuffer
+from octavo.runner.sampling.host_sampling import HostSamplingRunner, Logits
+from octavo.runner.sampling.logits_state import DeviceLogitsProcessors
+from octavo.runner.shared_prefixes import SharedPrefixes
 
-Finish = Callable[[Masks | None], Landing]
+Finish = Callable[[Masks | None], StepOutput]
 MOST_CANDIDATES = 64
 """Of a beam, that a graph finds."""
 NO_WORDS = np.empty(0, dtype=np.int64)
 NO_TOKENS = NO_WORDS, NO_WORDS
 
 
-class Kind(NamedTuple):
-    """Of a pass that is drawn after: whether a row asks for what changes its logits, or for log-probabilities, and
-    whether neighbours begin alike."""
+class GraphKey(NamedTuple):
+    """Graph variant: uses logits processors, returns logprobs, uses cascade attention."""
 
-    ruled: bool = False
-    telling: bool = False
+    logits_processors: bool = False
+    logprobs: bool = False
     cascade: bool = False
 
 
-PLAIN = Kind()
+PLAIN = GraphKey()
 
 
-class CudaRunner:
+class CudaModelRunner:
     """A model, its pool of K and V, and the rows, all on one device.
 
     kv          [num_blocks + 1, num_layers, 2, num_kv_heads, block_size, head_dim]
@@ -93,7 +92,7 @@ class CudaRunner:
         num_rows: int,
         max_model_len: int,
         max_num_tokens: int,
-        max_window: int,
+        max_decode_steps: int,
         vocab_size: int,
         ops: ModuleType,
         graphs: bool,
@@ -105,27 +104,27 @@ class CudaRunner:
         self.device = kv.device
         max_blocks = cdiv(max_model_len, self.block_size)
         self.state = RowState.empty(num_rows, max_blocks, self.device)
-        self.beginnings = Beginnings(num_rows, max_blocks, self.block_size, kv[0, 0].nbytes // self.block_size)
-        self.inbox = Inbox(num_rows, self.device)
-        self._num_lines = max(num_rows + 2, ChunkSizes.FEW)  # of logits, that a pass makes: graphs pad
-        self.ring = Ring(max_window, self._num_lines, self.device)
-        self.swapper = Swapper(kv, host_kv, ops)
-        self.check = NO_CHECK  # of the plan that was launched last
-        self.careful = CarefulRunner(model, self.state, kv, max_model_len=max_model_len, ops=ops)
-        self.rules = DeviceRules(self.state, self.careful.sampler, vocab_size, ops)
+        self.shared_prefixes = SharedPrefixes(num_rows, max_blocks, self.block_size, kv[0, 0].nbytes // self.block_size)
+        self.input_buffers = InputBuffers(num_rows, self.device)
+        self._num_lines = max(num_rows + 2, PrefillSizes.FEW)  # of logits, that a pass makes: graphs pad
+        self.ring = OutputBuffers(max_decode_steps, self._num_lines, self.device)
+        self.swapper = KVSwapper(kv, host_kv, ops)
+        self.check = NO_SWAP_IN_CHECK  # of the plan that was launched last
+        self.host_sampling = HostSamplingRunner(model, self.state, kv, max_model_len=max_model_len, ops=ops)
+        self.rules = DeviceLogitsProcessors(self.state, self.host_sampling.sampler, vocab_size, ops)
         self._step = DecodeInputs.allocate(
-            self.inbox.step_counter,
-            self.inbox.rows,
-            self.inbox.starts,
-            self.inbox.ends,
+            self.input_buffers.step_counter,
+            self.input_buffers.rows,
+            self.input_buffers.starts,
+            self.input_buffers.ends,
             max_blocks=max_blocks,
             block_size=self.block_size,
         )
-        self.graphs = Graphs(self.inbox.step_counter) if graphs else None
+        self.graphs = CudaGraphs(self.input_buffers.step_counter) if graphs else None
         self._decode_sizes, self._cascade_sizes = decode_sizes(num_rows), cascade_sizes(num_rows)
-        self._chunk_sizes = ChunkSizes(num_rows, max_num_tokens, max_model_len)
-        self._chunk_words: dict[ChunkSize, Tensor] = {}  # where graphs read them
-        self.masks = MaskSpace(self._num_lines, vocab_size, self.device)
+        self._chunk_sizes = PrefillSizes(num_rows, max_num_tokens, max_model_len)
+        self._chunk_words: dict[PrefillSize, Tensor] = {}  # where graphs read them
+        self.masks = BitmaskBuffer(self._num_lines, vocab_size, self.device)
         self._best: dict[tuple[str, int, int], Tensor] = {}  # where graphs write them
         self._kept = torch.empty(0, 0)  # [num_draws at most, vocab_size] float32: see `_keep`
 
@@ -140,7 +139,7 @@ class CudaRunner:
             for num_slices in reversed(self._decode_sizes):
                 self._capture_decode(self.graphs, num_slices)
             for num_slices in reversed(self._cascade_sizes):
-                self._capture_decode(self.graphs, num_slices, Kind(cascade=True))
+                self._capture_decode(self.graphs, num_slices, GraphKey(cascade=True))
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Finish:
@@ -150,17 +149,17 @@ class CudaRunner:
         assert num_columns <= self.ring.num_columns, (num_columns, self.ring.num_columns)
         rows, starts, counts, samples = (_words(x) for x in (plan.rows, plan.starts, plan.counts, plan.samples))
         # What the passes after the first compute; where nothing comes from the host, the first as well.
-        self.careful.apply(plan)
+        self.host_sampling.apply(plan)
         self.rules.apply(plan)
         asked = self.rules.asked_logprobs(plan)
-        carefully = self.careful.wants(plan) or bool(asked and plan.masked)
-        kind = Kind(self.rules.concern(plan), bool(asked))
+        carefully = self.host_sampling.wants(plan) or bool(asked and plan.masked)
+        kind = GraphKey(self.rules.concern(plan), bool(asked))
         # The host looks at one line of logits for all that it wants of a beam.
-        draws = {i: n for i, n in plan.draws.items() if not (carefully and self.careful.decides(plan.rows[i]))}
+        draws = {i: n for i, n in plan.draws.items() if not (carefully and self.host_sampling.decides(plan.rows[i]))}
         chunks, told = None, NO_TOKENS
         if plan.host_tokens:
             if draws or not _is_single(counts, samples):
-                chunks = Chunks(plan, rows, starts, counts, samples, draws)
+                chunks = PrefillBatch(plan, rows, starts, counts, samples, draws)
             else:  # the next token of rows that decode
                 told = _tokens_told(plan)
         again: Seq[int] = range(len(rows)) if chunks is None else np.flatnonzero(samples > 1).tolist()
@@ -169,8 +168,8 @@ class CudaRunner:
         if chunks is not None:
             rows, first, ends = rows[again], first[again], ends[again]
         writes = table_writes(plan.table_writes, self.state.block_tables.shape[1])
-        self.beginnings.note(*writes)
-        order = None if carefully or plan.masked else self.beginnings.order(rows, first)
+        self.shared_prefixes.note(*writes)
+        order = None if carefully or plan.masked else self.shared_prefixes.order(rows, first)
         if order is not None:
             rows, first, ends = rows[order], first[order], ends[order]
             again = [again[i] for i in order.tolist()]
@@ -184,11 +183,11 @@ class CudaRunner:
         if chunks is not None:
             size = (self._chunk_sizes.holding(chunks.size) if self.graphs is not None else None) or chunks.size
             parts.append(chunks.words(size, self.state.null_row))
-        received = self.inbox.send(self.ring.begin(), rows, first, ends, self.state.null_row, parts)
+        received = self.input_buffers.send(self.ring.begin(), rows, first, ends, self.state.null_row, parts)
         self._apply(plan, received[:8])
         if carefully:
             return self._launch_carefully(plan, chunks, size, received[8:], again)
-        self.careful.is_behind = True
+        self.host_sampling.is_behind = True
         if plan.masked:
             return self._launch_masked(plan, chunks, size, received[8:], again, kind)
         landing = self.ring.landing(len(plan.rows), asked)
@@ -200,7 +199,7 @@ class CudaRunner:
         self._run_window(landing, again, num_columns - (chunks is not None), kind)
         return lambda masks: landing
 
-    def _run_window(self, landing: Landing, slices: Seq[int], num_columns: int, kind: Kind) -> None:
+    def _run_window(self, landing: StepOutput, slices: Seq[int], num_columns: int, kind: GraphKey) -> None:
         """The columns that come of one position of some rows each, and the end of the plan."""
         for _ in range(num_columns):
             self._run_decode(len(slices), kind)
@@ -210,11 +209,11 @@ class CudaRunner:
     def _launch_masked(
         self,
         plan: StepPlan,
-        chunks: Chunks | None,
-        size: ChunkSize | None,
+        chunks: PrefillBatch | None,
+        size: PrefillSize | None,
         words: Seq[Tensor],
         again: Seq[int],
-        kind: Kind,
+        kind: GraphKey,
     ) -> Finish:
         """A pass; the draw behind it, and the next pass, are queued once its masks are there: in one graph, or the
         device would wait for the second. Nobody waits for the device."""
@@ -227,7 +226,7 @@ class CudaRunner:
         draw = self._launch_logits(size, words, len(again), kind)
 
         @torch.inference_mode()
-        def finish(masks: Masks | None) -> Landing:
+        def finish(masks: Masks | None) -> StepOutput:
             nonlocal draw, slices
             self.masks.fill(masks, slices)
             goes_on = len(landing.events) + 1 < num_masked
@@ -245,7 +244,7 @@ class CudaRunner:
         return finish
 
     def _launch_logits(
-        self, size: ChunkSize | None, words: Seq[Tensor], num_slices: int, kind: Kind
+        self, size: PrefillSize | None, words: Seq[Tensor], num_slices: int, kind: GraphKey
     ) -> Callable[[], None]:
         """A pass, but for the draw behind it, which is what this gives."""
         graphs = self.graphs
@@ -261,7 +260,7 @@ class CudaRunner:
         graphs.replay(("logits", key))
         return lambda: graphs.replay(name)
 
-    def _masked_pass(self, graphs: Graphs, num_slices: int, kind: Kind) -> Hashable:
+    def _masked_pass(self, graphs: CudaGraphs, num_slices: int, kind: GraphKey) -> Hashable:
         """The graph of a draw of rows that decode, and the next pass of them; not to be asked for between these two."""
         size = self._decode_size(num_slices)
         name = ("masked pass", size, kind)
@@ -278,13 +277,13 @@ class CudaRunner:
         return name
 
     def _capture_masked(
-        self, graphs: Graphs, name: Hashable, size: ChunkSize | None, num_slices: int, kind: Kind
+        self, graphs: CudaGraphs, name: Hashable, size: PrefillSize | None, num_slices: int, kind: GraphKey
     ) -> None:
         """The draw behind such a pass, by itself: when it is captured, a pass has been that had nothing to do."""
         self.masks.clear()
         if size is not None:
             self._chunk_logits(size, self._words_of(size))
-            step = ChunkStep(*split(self._chunk_words[size], size))
+            step = PrefillInputs(*split(self._chunk_words[size], size))
             rows, indices = step.draw_rows, step.draw_indices
             graphs.capture(
                 name, lambda: self._sample(Logits(self._kept, rows, self._sampling(step), indices), kind, self.masks)
@@ -295,21 +294,21 @@ class CudaRunner:
                 graphs.capture(name, lambda: self._sample(made, kind, self.masks))
 
     def _launch_carefully(
-        self, plan: StepPlan, chunks: Chunks | None, size: ChunkSize | None, words: Seq[Tensor], again: Seq[int]
+        self, plan: StepPlan, chunks: PrefillBatch | None, size: PrefillSize | None, words: Seq[Tensor], again: Seq[int]
     ) -> Finish:
         """The first pass, and what the host does after each."""
-        careful, columns, num_columns = self.careful, list[StepResult](), max(plan.samples, default=0)
-        if careful.tells_prompts(plan):
+        host_sampling, columns, num_columns = self.host_sampling, list[StepResult](), max(plan.samples, default=0)
+        if host_sampling.tells_prompts(plan):
 
             def work(masks: Masks | None) -> None:
-                columns.append(careful.column(plan, len(columns), masks))
-                self.rules.note(*careful.went_on(plan, columns))
+                columns.append(host_sampling.column(plan, len(columns), masks))
+                self.rules.note(*host_sampling.went_on(plan, columns))
 
-        elif chunks is None and 0 < (num := careful.candidates_wanted(plan)) <= MOST_CANDIDATES:
+        elif chunks is None and 0 < (num := host_sampling.candidates_wanted(plan)) <= MOST_CANDIDATES:
             best = self._best_tokens(len(again), num)
-            return lambda masks: Landing.of(len(plan.rows), [careful.candidates(plan, best)])
+            return lambda masks: StepOutput.of(len(plan.rows), [host_sampling.candidates(plan, best)])
         else:
-            careful.read_done()
+            host_sampling.read_done()
             if chunks is not None and size is not None:
                 made, slices = self._chunk_logits(size, words[0]), list(dict.fromkeys(chunks.draw_slices))
             else:
@@ -317,35 +316,35 @@ class CudaRunner:
 
             def work(masks: Masks | None) -> None:
                 nonlocal made, slices
-                drawn = careful.draw(plan, made, careful.draws(plan, slices, len(columns)), masks)
+                drawn = host_sampling.sample(plan, made, host_sampling.draws(plan, slices, len(columns)), masks)
                 self.rules.note(drawn.rows, drawn.positions, drawn.tokens)
                 self.ops.commit_sampled_tokens(
-                    self.state, drawn.rows, drawn.tokens, self.ring.columns, self.inbox.step_counter
+                    self.state, drawn.rows, drawn.tokens, self.ring.columns, self.input_buffers.step_counter
                 )
                 columns.append(drawn.column)
                 if len(columns) < num_columns:
                     made, slices = self._decode_logits(len(again)), list(again)
 
         @torch.inference_mode()
-        def finish(masks: Masks | None) -> Landing:
+        def finish(masks: Masks | None) -> StepOutput:
             work(masks)
             while plan.num_masked <= len(columns) < num_columns:
                 work(None)
-            return Landing.of(len(plan.rows), columns)
+            return StepOutput.of(len(plan.rows), columns)
 
         return finish
 
-    def measure_move(self) -> float:
-        """See `memory.time_moves`; before anything is computed."""
+    def measure_swap(self) -> float:
+        """See `memory.time_swaps`; before anything is computed."""
 
         def move(pairs: list[tuple[int, int]]) -> None:
             self.swapper.queue(pairs, [])
             if self.kv.is_cuda:
                 torch.cuda.synchronize()
 
-        return time_moves(move, len(self.swapper.host_kv) - 1)
+        return time_swaps(move, len(self.swapper.host_kv) - 1)
 
-    def let_go(self) -> None:
+    def release_memory(self) -> None:
         """Wait for what is queued, whose inputs nobody keeps any more, and give the device back what passes have taken:
         in pieces, it may not do for another pass. Errors of what was queued are none of this call's."""
         if self.kv.is_cuda:
@@ -355,7 +354,7 @@ class CudaRunner:
 
     def probe(self) -> None:
         """Raises `RuntimeError`, CUDA's, where the device does not answer any more. An error that passes is told once:
-        `let_go` goes before, and hears it."""
+        `release_memory` goes before, and hears it."""
         if self.kv.is_cuda:
             torch.cuda.synchronize()
 
@@ -372,13 +371,13 @@ class CudaRunner:
         if plan.swap_outs or plan.swap_ins:
             self.check = self.swapper.move(plan.swap_outs, plan.swap_ins)
         else:
-            self.check = NO_CHECK
+            self.check = NO_SWAP_IN_CHECK
         if plan.copies:
             self.ops.block_copy(self.kv, copy_src, copy_dst)
 
     # -- one position of some rows ------------------------------------------------------------------------------------
 
-    def _run_decode(self, num_slices: int, kind: Kind) -> None:
+    def _run_decode(self, num_slices: int, kind: GraphKey) -> None:
         if self.graphs is None:
             self._decode(num_slices, kind)
             return
@@ -422,7 +421,7 @@ class CudaRunner:
         sizes = self._cascade_sizes if cascade else self._decode_sizes
         return sizes[bisect_left(sizes, num_slices)]
 
-    def _capture_decode(self, graphs: Graphs, num_slices: int, kind: Kind = PLAIN) -> None:
+    def _capture_decode(self, graphs: CudaGraphs, num_slices: int, kind: GraphKey = PLAIN) -> None:
         with self._idle():
             graphs.capture((num_slices, kind), lambda: self._decode(num_slices, kind))
 
@@ -432,11 +431,11 @@ class CudaRunner:
         for size in self._chunk_sizes.sizes:
             self._compute_chunks(size, self._words_of(size), PLAIN)
         with self._idle():
-            for kind, sizes in ((PLAIN, self._decode_sizes), (Kind(cascade=True), self._cascade_sizes)):
+            for kind, sizes in ((PLAIN, self._decode_sizes), (GraphKey(cascade=True), self._cascade_sizes)):
                 kinds = {(num_slices - 1).bit_length(): num_slices for num_slices in reversed(sizes)}
                 for num_slices in kinds.values():
                     self._decode(num_slices, kind)
-            self._decode(self._decode_sizes[-1], Kind(telling=True))  # captured when it is wanted, but compiled by then
+            self._decode(self._decode_sizes[-1], GraphKey(logprobs=True))  # compiled here, captured on first use
 
     @contextmanager
     def _idle(self) -> Iterator[None]:
@@ -448,7 +447,7 @@ class CudaRunner:
         finally:
             self._step.ends.copy_(ends)
 
-    def _decode(self, num_slices: int, kind: Kind) -> None:
+    def _decode(self, num_slices: int, kind: GraphKey) -> None:
         """Nothing here looks at anything on the device."""
         step = self._step.first(num_slices, cascade=kind.cascade)
         self._sample(Logits(self._forward_decode(step), step.live_rows, step.sampling), kind)
@@ -457,24 +456,26 @@ class CudaRunner:
         self.ops.prepare_decode_inputs(self.state, step, self.block_size)
         return self.model.forward(step.token_ids, step.batch, self.kv, None)
 
-    def _sample(self, made: Logits, kind: Kind, masks: MaskSpace | None = None) -> None:
+    def _sample(self, made: Logits, kind: GraphKey, masks: BitmaskBuffer | None = None) -> None:
         """A token from each line, for its row and the host."""
-        assert masks is None or not kind.telling, "they change the logits"
+        assert masks is None or not kind.logprobs, "they change the logits"
         rows, sampling = made.rows, made.sampling
         logits = made.logits[: len(rows)]
         masked = None if masks is None else (masks.which[: len(rows)], masks.words)
-        if kind.ruled:
-            tokens = self.rules.draw(logits, rows, sampling, masked, keep=kind.telling)
+        if kind.logits_processors:
+            tokens = self.rules.sample(logits, rows, sampling, masked, keep=kind.logprobs)
         else:
             tokens = self.ops.sample_checked(logits, sampling, masked)
-        if kind.telling:
-            self.ops.write_logprobs(self.state, rows, logits, tokens, self.ring.logprobs, self.inbox.step_counter)
-        if kind.ruled:
+        if kind.logprobs:
+            self.ops.write_logprobs(
+                self.state, rows, logits, tokens, self.ring.logprobs, self.input_buffers.step_counter
+            )
+        if kind.logits_processors:
             noted = tokens
             if made.indices is not None:
                 noted = torch.where((made.indices < 0) & ~self.state.done[rows], tokens, -1)
             self.rules.note(rows, sampling.position, noted)
-        self.ops.commit_sampled_tokens(self.state, rows, tokens, self.ring.columns, self.inbox.step_counter)
+        self.ops.commit_sampled_tokens(self.state, rows, tokens, self.ring.columns, self.input_buffers.step_counter)
 
     def _keep(self, logits: Tensor) -> None:
         """In memory that no other graph writes to, as all do to each other's. Made when it is first needed."""
@@ -484,7 +485,7 @@ class CudaRunner:
 
     # -- slices of any length -----------------------------------------------------------------------------------------
 
-    def _run_chunks(self, size: ChunkSize, words: Tensor, kind: Kind) -> None:
+    def _run_chunks(self, size: PrefillSize, words: Tensor, kind: GraphKey) -> None:
         if self.graphs is None or size not in self._chunk_sizes.sizes:
             self._compute_chunks(size, words, kind)
             return
@@ -493,8 +494,8 @@ class CudaRunner:
         self._chunk_words[size].copy_(words)
         self.graphs.replay((size, kind))
 
-    def _chunk_logits(self, size: ChunkSize, words: Tensor) -> Logits:
-        step = ChunkStep(*split(words, size))
+    def _chunk_logits(self, size: PrefillSize, words: Tensor) -> Logits:
+        step = PrefillInputs(*split(words, size))
         if self.graphs is None or size not in self._chunk_sizes.sizes:
             logits = self._forward_chunks(size, words).float()
             return Logits(logits, step.draw_rows, self._sampling(step), step.draw_indices)
@@ -506,34 +507,34 @@ class CudaRunner:
         self.graphs.replay(name)
         return Logits(self._kept, step.draw_rows, self._sampling(step), step.draw_indices)
 
-    def _capture_chunks(self, graphs: Graphs, size: ChunkSize, kind: Kind = PLAIN) -> None:
+    def _capture_chunks(self, graphs: CudaGraphs, size: PrefillSize, kind: GraphKey = PLAIN) -> None:
         words = self._words_of(size)
         graphs.capture((size, kind), lambda: self._compute_chunks(size, words, kind))
 
-    def _words_of(self, size: ChunkSize) -> Tensor:
+    def _words_of(self, size: PrefillSize) -> Tensor:
         """Where graphs of that size read them, which say that there is nothing to do."""
-        nothing = torch.from_numpy(Chunks.nothing().words(size, self.state.null_row))
+        nothing = torch.from_numpy(PrefillBatch.nothing().words(size, self.state.null_row))
         if size not in self._chunk_words:
             self._chunk_words[size] = torch.empty_like(nothing, device=self.device)
         return self._chunk_words[size].copy_(nothing)
 
-    def _compute_chunks(self, size: ChunkSize, words: Tensor, kind: Kind) -> None:
+    def _compute_chunks(self, size: PrefillSize, words: Tensor, kind: GraphKey) -> None:
         """Nor here."""
         logits = self._forward_chunks(size, words)
         if size.num_draws:
-            step = ChunkStep(*split(words, size))
+            step = PrefillInputs(*split(words, size))
             self._sample(Logits(logits, step.draw_rows, self._sampling(step), step.draw_indices), kind)
 
-    def _forward_chunks(self, size: ChunkSize, words: Tensor) -> Tensor:
+    def _forward_chunks(self, size: PrefillSize, words: Tensor) -> Tensor:
         """A batch of its own each time: what kernels derive from it belongs to the graph."""
-        step = ChunkStep(*split(words, size))
+        step = PrefillInputs(*split(words, size))
         batch, token_ids = step.batch(size, self.block_size), torch.zeros_like(step.known)
         self.ops.prepare_prefill_inputs(
             self.state, step.rows, step.starts, step.known, batch, token_ids, self.block_size
         )
         return self.model.forward(token_ids, batch, self.kv, step.draw_tokens)
 
-    def _sampling(self, step: ChunkStep) -> SamplingTensors:
+    def _sampling(self, step: PrefillInputs) -> SamplingTensors:
         return self.state.sampling(step.draw_rows, step.draw_indices, step.draw_positions)
 
 
@@ -552,7 +553,7 @@ def _tokens_told(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _setups(setups: Seq[RowSetup], telling: Mapping[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """(rows [num], lines [num * NUM_COLUMNS]): see `RowState.sampling_params`, and `DeviceRules.telling`."""
+    """(rows [num], lines [num * NUM_COLUMNS]): see `RowState.sampling_params`, and `DeviceLogitsProcessors.telling`."""
     if not setups:
         return NO_WORDS, NO_WORDS
     last = {setup.row: setup for setup in setups}  # the device writes in any order: one line a row

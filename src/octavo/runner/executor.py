@@ -14,15 +14,15 @@ from octavo.engine.executor import Masks
 from octavo.errors import DeviceLostError, StepError, StepMemoryError
 from octavo.runner.model_runner import ModelRunner
 
-WAIT_S = 0.2
+WAIT_INTERVAL_S = 0.2
 """How long one wait lasts before the caller's thread may see a signal."""
 NO_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 """In the messages of errors that torch, on a CPU, CUDA's driver and its libraries have no type of their own for."""
-CLOSE_S = 60.0
+CLOSE_TIMEOUT_S = 60.0
 """How long closing waits for the step that runs."""
 
 
-class LocalRunning:
+class LocalStepHandle:
     """A plan in the queue, or what came of it so far."""
 
     def __init__(self, executor: LocalExecutor, plan: StepPlan) -> None:
@@ -48,7 +48,7 @@ class LocalRunning:
     def result(self) -> StepResult:
         with self._landed:
             while not self._done:
-                self._landed.wait(WAIT_S)
+                self._landed.wait(WAIT_INTERVAL_S)
             if self._error is None:
                 return self._gather() or StepResult([[] for _ in self.plan.rows])
         self._executor.recover()
@@ -65,7 +65,7 @@ class LocalRunning:
             while len(self._masks) <= column:
                 if self._executor.closed:
                     raise StepError("the executor was closed before the step had all it waits for")
-                self._landed.wait(WAIT_S)
+                self._landed.wait(WAIT_INTERVAL_S)
             return self._masks[column]
 
     def _gather(self) -> StepResult | None:
@@ -97,9 +97,9 @@ MAX_MESSAGE = 300
 def step_error(error: BaseException) -> StepError:
     """What the engine is told of what went wrong in a step. Of a lack of memory nothing else is kept: what the step had
     already made hangs on the error's frames."""
-    kind = StepMemoryError if is_memory(error) else StepError
+    kind = StepMemoryError if is_out_of_memory(error) else StepError
     if kind is StepMemoryError:
-        forget_frames(error)
+        clear_tracebacks(error)
     return kind(f"{type(error).__name__}: {' '.join(str(error).split())[:MAX_MESSAGE]}")
 
 
@@ -109,14 +109,14 @@ def device_lost(cause: BaseException) -> DeviceLostError:
     return DeviceLostError(f"the GPU does not answer this process any more, only a new one can use it: {words}")
 
 
-def forget_frames(error: BaseException | None) -> None:
+def clear_tracebacks(error: BaseException | None) -> None:
     """What was made in them is let go, though the error is kept."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
-def is_memory(error: BaseException | None) -> bool:
+def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether it is a lack of memory, or what came of one: what failed may have failed once more on its way out."""
     while error is not None:
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -144,7 +144,7 @@ class LocalExecutor:
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
-        self._queue: queue.SimpleQueue[LocalRunning | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[LocalStepHandle | None] = queue.SimpleQueue()
         self._failed = False  # a step failed: what was queued behind it fails too, until the caller knows
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="octavo-runner", daemon=True)
@@ -154,16 +154,16 @@ class LocalExecutor:
     def closed(self) -> bool:
         return self._closed
 
-    def submit(self, plan: StepPlan) -> LocalRunning:
+    def submit(self, plan: StepPlan) -> LocalStepHandle:
         assert not self._closed
-        running = LocalRunning(self, plan)
+        running = LocalStepHandle(self, plan)
         self._queue.put(running)
         return running
 
     def recover(self) -> None:
         """The caller has seen a failure. What it had queued since is worked off, failing, before it goes on."""
         if self._failed:
-            marker = LocalRunning(self, StepPlan())
+            marker = LocalStepHandle(self, StepPlan())
             self._queue.put(marker)
             with marker._landed:
                 marker._landed.wait_for(lambda: marker._done)
@@ -173,7 +173,7 @@ class LocalExecutor:
         if not self._closed:
             self._closed = True
             self._queue.put(None)
-            self._thread.join(timeout=CLOSE_S)
+            self._thread.join(timeout=CLOSE_TIMEOUT_S)
             del self.runner  # weights and pool, whoever still holds the executor
 
     def _work(self) -> None:

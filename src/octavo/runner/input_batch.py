@@ -12,7 +12,7 @@ from octavo.integers import cdiv
 from octavo.kernels.metadata import RaggedBatch
 
 
-class Rows:
+class InputBatch:
     """What the device knows of each row, kept up by plans alone.
 
     block_tables   [num_rows, max_blocks] int32

@@ -12,10 +12,10 @@ WORDS = 1 << 17
 """Of 8 bytes, which the device keeps for what most plans bring; a larger one takes memory of its own for a moment."""
 
 
-class Inbox:
+class InputBuffers:
     """Words of int64 on the device. The first ones stay in their places, because captured graphs read them there:
 
-    | step_counter | rows of all slices | starts of all slices | ends of all slices | the plan's other parts |
+    | step counter | rows of slices | starts of slices | ends of slices | the other parts of the plan |
 
     See `octavo.kernels.row_state.DecodeInputs` for what these are.
     """

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.runner.checksums import Check, Checksums
-from octavo.runner.streams import Point, SideStream, mark
+from octavo.runner.checksums import Checksums, SwapInCheck
+from octavo.runner.streams import DeviceEvent, SideStream, record_event
 
 COPY_ENGINE_BYTES = 1 << 20
 """From so many bytes on, a move is the copy engine's, which leaves the device's multiprocessors to the step beside it.
@@ -19,7 +19,7 @@ Starting one costs it 3 to 6 us, in which 55 GB/s would move 160 to 350 KB: on a
 its rate and blocks of 1.8 MiB 0.92. Smaller moves are a kernel's, all in one launch."""
 
 
-class Swapper:
+class KVSwapper:
     """The two tiers of K and V.
 
     kv, host_kv   [blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; host_kv is pinned where kv is on a GPU
@@ -33,13 +33,13 @@ class Swapper:
         self._side = SideStream(kv.device)
         self._block_bytes = kv[0].nbytes
 
-    def move(self, outs: Seq[tuple[int, int]], ins: Seq[tuple[int, int]]) -> Check:
+    def move(self, outs: Seq[tuple[int, int]], ins: Seq[tuple[int, int]]) -> SwapInCheck:
         """As `queue`, and the host keeps the checksums of `outs` and compares those of `ins`."""
         self.checksums.wait_for(dst for _, dst in outs)
         moved = self.queue(outs, ins)
         return self.checksums.follow([dst for _, dst in outs], [src for src, _ in ins], moved)
 
-    def queue(self, outs: Seq[tuple[int, int]], ins: Seq[tuple[int, int]]) -> Point:
+    def queue(self, outs: Seq[tuple[int, int]], ins: Seq[tuple[int, int]]) -> DeviceEvent:
         """All of `outs` (device block, host block), then all of `ins` (host block, device block), in stream order.
         Returns the point where they have moved.
 
@@ -52,7 +52,7 @@ class Swapper:
                     self._ops.swap_out(self.kv, self.host_kv, *self._ids(few))
                 if len(few := self._copy(ins, self.host_kv, self.kv)):
                     self._ops.swap_in(self.host_kv, self.kv, *self._ids(few))
-                return mark(self.kv.device, blocking=True)
+                return record_event(self.kv.device, blocking=True)
         finally:  # also of those that were queued before there was no memory for the ids of others
             self._side.join()
 

@@ -14,12 +14,12 @@ from octavo.core.plan import RowSetup, StepPlan, StepResult
 from octavo.engine.executor import Masks
 from octavo.integers import cdiv
 from octavo.kernels.metadata import SamplingTensors
-from octavo.runner.checksums import NO_CHECK, Check, Checksums
-from octavo.runner.input_batch import Rows, make_batch
-from octavo.runner.memory.budget import time_moves
-from octavo.runner.recorded_graphs import Model, Replays
-from octavo.runner.sampling.sampler import Draw, Sampler
-from octavo.runner.streams import Reached
+from octavo.runner.checksums import NO_SWAP_IN_CHECK, Checksums, SwapInCheck
+from octavo.runner.input_batch import InputBatch, make_batch
+from octavo.runner.memory.budget import time_swaps
+from octavo.runner.recorded_graphs import Model, RecordedModel
+from octavo.runner.sampling.sampler import Sampler, SampleSpec
+from octavo.runner.streams import CompletedEvent
 
 Land = Callable[[StepResult], None]
 """Takes one column of tokens: at most one more for each slice."""
@@ -35,7 +35,7 @@ MAX_PROMPT_LOGITS = 128
 """Positions of prompts whose logits one pass computes: a vocabulary of numbers each, so they are counted."""
 
 
-class Part(NamedTuple):
+class SlicePart(NamedTuple):
     """What one pass computes of a slice: positions from `start` on, one for each token.
 
     num_prompt_logits  its first positions whose logits tell how likely the prompt's next token was
@@ -69,13 +69,13 @@ class ModelRunner:
         ops: ModuleType,
         replay: bool = False,
     ) -> None:
-        self.model: Model = Replays(model) if replay else model
+        self.model: Model = RecordedModel(model) if replay else model
         self.kv = kv
         self.host_kv = host_kv
         self._checksums = Checksums(host_kv)
         self.block_size = kv.shape[4]
         self.ops = ops
-        self.rows = Rows(num_rows, cdiv(max_model_len, self.block_size))
+        self.rows = InputBatch(num_rows, cdiv(max_model_len, self.block_size))
         self.sampler = Sampler(num_rows, max_model_len + 1, ops)  # a last token is sampled and never computed
 
     @torch.inference_mode()
@@ -91,30 +91,30 @@ class ModelRunner:
         elif corrupt := check.take():
             land(StepResult([], corrupt=corrupt))
 
-    def measure_move(self) -> float:
-        """See `memory.time_moves`; before anything is computed."""
+    def measure_swap(self) -> float:
+        """See `memory.time_swaps`; before anything is computed."""
 
         def move(pairs: list[tuple[int, int]]) -> None:
             self.ops.swap_out(self.kv, self.host_kv, *_ids(pairs))
 
-        return time_moves(move, len(self.host_kv) - 1)
+        return time_swaps(move, len(self.host_kv) - 1)
 
-    def _move_blocks(self, plan: StepPlan) -> Check:
-        ops, check = self.ops, NO_CHECK
+    def _move_blocks(self, plan: StepPlan) -> SwapInCheck:
+        ops, check = self.ops, NO_SWAP_IN_CHECK
         if plan.swap_outs:
             ops.swap_out(self.kv, self.host_kv, *_ids(plan.swap_outs))
         if plan.swap_ins:
             ops.swap_in(self.host_kv, self.kv, *_ids(plan.swap_ins))
         if plan.swap_outs or plan.swap_ins:
             outs, ins = [dst for _, dst in plan.swap_outs], [src for src, _ in plan.swap_ins]
-            check = self._checksums.follow(outs, ins, Reached())
+            check = self._checksums.follow(outs, ins, CompletedEvent())
         if plan.copies:
             ops.block_copy(self.kv, *_ids(plan.copies))
         return check
 
     def _first_pass(self, plan: StepPlan, land: Land, wait_for_masks: WaitForMasks) -> None:
         """All slices, up to the first position that samples. Several passes where many logits of prompts are wanted."""
-        parts: list[Part] = []
+        parts: list[SlicePart] = []
         for i, row in enumerate(plan.rows):
             known, start = plan.host_tokens.get(i), plan.starts[i]
             if known is not None:
@@ -123,8 +123,8 @@ class ModelRunner:
                 continue
             count = plan.counts[i] - max(0, plan.samples[i] - 1)  # without what the device feeds itself
             token_ids = [self.rows.last_token[row]] if known is None else known[:count].tolist()
-            wanted = 0 if known is None else self.sampler.prompt_logits_wanted(row, start, count)
-            parts.append(Part(i, row, start, token_ids, wanted))
+            wanted = 0 if known is None else self.sampler.num_prompt_logits(row, start, count)
+            parts.append(SlicePart(i, row, start, token_ids, wanted))
         now, later = _split(parts)
         self._pass(plan, now, 0, land, wait_for_masks)
         while later:
@@ -133,33 +133,35 @@ class ModelRunner:
 
     def _window_pass(self, plan: StepPlan, column: int, land: Land, wait_for_masks: WaitForMasks) -> None:
         """One more position of the slices whose window goes on, fed with what they have just sampled."""
-        parts: list[Part] = []
+        parts: list[SlicePart] = []
         for i, row in enumerate(plan.rows):
             if plan.samples[i] > column and not self.rows.done[row]:
                 position = plan.starts[i] + plan.counts[i] - plan.samples[i] + column
-                parts.append(Part(i, row, position, [self.rows.last_token[row]]))
+                parts.append(SlicePart(i, row, position, [self.rows.last_token[row]]))
         self._pass(plan, parts, column, land, wait_for_masks)
 
-    def _draws(self, plan: StepPlan, part: Part) -> list[Draw]:
+    def _draws(self, plan: StepPlan, part: SlicePart) -> list[SampleSpec]:
         """What is sampled after the last token of a part."""
         if not plan.samples[part.slice_index] or not part.complete:
             return []
         return self._draws_of(plan, part.slice_index, part.start + len(part.token_ids))
 
-    def _draws_of(self, plan: StepPlan, slice_index: int, position: int) -> list[Draw]:
+    def _draws_of(self, plan: StepPlan, slice_index: int, position: int) -> list[SampleSpec]:
         setup, num_draws = self._setup_of(plan.rows[slice_index]), plan.draws.get(slice_index)
         if num_draws is None:
-            return [Draw(slice_index, setup, setup.sample_index, position)]
+            return [SampleSpec(slice_index, setup, setup.sample_index, position)]
         if setup.decides:
-            return [Draw(slice_index, setup, 0, position, goes_on=False, num_candidates=num_draws)]
-        return [Draw(slice_index, setup, j, position, goes_on=False) for j in range(num_draws)]
+            return [SampleSpec(slice_index, setup, 0, position, goes_on=False, num_candidates=num_draws)]
+        return [SampleSpec(slice_index, setup, j, position, goes_on=False) for j in range(num_draws)]
 
     def _setup_of(self, row: int) -> RowSetup:
         setup = self.rows.setup[row]
         assert setup is not None
         return setup
 
-    def _pass(self, plan: StepPlan, parts: list[Part], column: int, land: Land, wait_for_masks: WaitForMasks) -> None:
+    def _pass(
+        self, plan: StepPlan, parts: list[SlicePart], column: int, land: Land, wait_for_masks: WaitForMasks
+    ) -> None:
         """Compute these parts, and sample for the slices that are complete with them."""
         tokens: list[list[Any]] = [[] for _ in plan.rows]
         result = StepResult(tokens)
@@ -190,24 +192,24 @@ class ModelRunner:
                 self._sample(logits, draws, masks, tokens, result)
         land(result)
 
-    def _read_prompts(self, parts: list[Part], logits: Tensor, result: StepResult) -> None:
+    def _read_prompts(self, parts: list[SlicePart], logits: Tensor, result: StepResult) -> None:
         """logits [num_wanted, vocab_size], those of the prompts' positions in the order of the parts."""
         for part in parts:
             mine, logits = logits[: part.num_prompt_logits], logits[part.num_prompt_logits :]
             if len(mine):
-                entries = self.sampler.read_prompt(mine, part.row, part.start)
+                entries = self.sampler.prompt_logprobs(mine, part.row, part.start)
                 result.prompt_logprobs[part.slice_index] = (part.start + 1, entries)
 
     def _sample(
         self,
         logits: Tensor,
-        draws: list[Draw],
+        draws: list[SampleSpec],
         masks: Masks | None,
         tokens: list[list[Any]],
         result: StepResult,
         sampling: SamplingTensors | None = None,
     ) -> None:
-        drawn = self.sampler.draw(logits, draws, masks, sampling)
+        drawn = self.sampler.sample(logits, draws, masks, sampling)
         for draw, token, error, logprobs in zip(draws, *drawn, strict=True):
             if isinstance(token, list):
                 tokens[draw.slice_index] = token
@@ -224,10 +226,10 @@ class ModelRunner:
                 self.rows.done[row] = True
 
 
-def _split(parts: list[Part]) -> tuple[list[Part], list[Part]]:
+def _split(parts: list[SlicePart]) -> tuple[list[SlicePart], list[SlicePart]]:
     """(what the next pass computes, what is left for later): as many logits of prompts as one pass may compute."""
-    now: list[Part] = []
-    later: list[Part] = []
+    now: list[SlicePart] = []
+    later: list[SlicePart] = []
     room = MAX_PROMPT_LOGITS
     for part in parts:
         if part.num_prompt_logits <= room:

@@ -15,29 +15,29 @@ from octavo.kernels.row_state import MAX_LOGPROBS, NO_TOKEN_LEFT
 from octavo.kernels.row_state import NOT_FINITE as NOT_FINITE_MARK
 from octavo.runner.executor import append
 from octavo.runner.sampling.sampler import NO_ALLOWED_TOKEN, NOT_FINITE
-from octavo.runner.streams import Point, Reached, mark
+from octavo.runner.streams import CompletedEvent, DeviceEvent, record_event
 
-NOT_YET = -99
+UNWRITTEN = -99
 """In a column that the device has not filled; no token, and no mark of `kernels.rows`."""
 
 
-class Seen:
+class ColumnWritten:
     """The point where a column of the ring has been filled, of a piece of work that goes on behind it: seen in the
     column itself. What the work's end says of errors is heeded, too."""
 
-    def __init__(self, column: np.ndarray, end: Point) -> None:
+    def __init__(self, column: np.ndarray, end: DeviceEvent) -> None:
         self._column = column
         self._end = end
 
     def query(self) -> bool:
-        return bool((self._column != NOT_YET).all()) or self._end.query()
+        return bool((self._column != UNWRITTEN).all()) or self._end.query()
 
     def synchronize(self) -> None:
         while not self.query():
             time.sleep(0)  # others may run, and nobody sleeps: as with CUDA's events
 
 
-class Landing:
+class StepOutput:
     """What comes back of one plan.
 
     tokens      [num_columns, width] int32, of a ring: filled column by column, see `octavo.kernels.row_state`
@@ -55,17 +55,17 @@ class Landing:
         self.logprobs = logprobs
         self.asked = asked or {}
         self.slice_ids: list[Seq[int]] = []
-        self.events: list[Point] = []
+        self.events: list[DeviceEvent] = []
         self.results: list[StepResult] = []  # of a plan whose tokens came another way, and are here
 
     @classmethod
-    def of(cls, num_slices: int, results: list[StepResult]) -> Landing:
+    def of(cls, num_slices: int, results: list[StepResult]) -> StepOutput:
         """Of what is on the host already: one result a column."""
         none = np.empty((0, 0), dtype=np.int32)
         landing = cls(num_slices, none, none)
         landing.results = results
         landing.slice_ids = [()] * len(results)
-        landing.events = [Reached()] * max(1, len(results))
+        landing.events = [CompletedEvent()] * max(1, len(results))
         return landing
 
     @property
@@ -79,7 +79,7 @@ class Landing:
         """Another plan takes its place in the ring, and its events."""
         for event in self.events[-1:]:
             event.synchronize()
-        self.tokens, self.events = self.tokens.copy(), [Reached()] * len(self.events)
+        self.tokens, self.events = self.tokens.copy(), [CompletedEvent()] * len(self.events)
         if self.asked:
             self.logprobs = self.logprobs.copy()
 
@@ -121,7 +121,7 @@ class Landing:
         return found
 
 
-class Ring:
+class OutputBuffers:
     """Columns of tokens, on the host: the device writes them there by itself.
 
     columns   [2 * num_columns, width] int32, pinned. Two plans share it by turns: while one fills its half, the other's
@@ -136,8 +136,8 @@ class Ring:
             for shape in ((), (2 + 2 * MAX_LOGPROBS,))
         )
         self._turn = 0
-        self._events = [mark(device) for _ in self.columns]  # to make one takes longer than to use it again
-        self._landings: list[weakref.ref[Landing] | None] = [None, None]
+        self._events = [record_event(device) for _ in self.columns]  # to make one takes longer than to use it again
+        self._landings: list[weakref.ref[StepOutput] | None] = [None, None]
 
     def begin(self) -> int:
         """The next half's first column."""
@@ -147,31 +147,31 @@ class Ring:
             landing.leave()
         return self._turn * self.num_columns
 
-    def landing(self, num_slices: int, asked: Mapping[int, int] | None = None) -> Landing:
+    def landing(self, num_slices: int, asked: Mapping[int, int] | None = None) -> StepOutput:
         """Of the plan whose half it is."""
         half = slice(self._turn * self.num_columns, (self._turn + 1) * self.num_columns)
-        landing = Landing(num_slices, self.columns.numpy()[half], self.logprobs.numpy()[half], asked)
+        landing = StepOutput(num_slices, self.columns.numpy()[half], self.logprobs.numpy()[half], asked)
         self._landings[self._turn] = weakref.ref(landing)
         return landing
 
-    def land(self, landing: Landing, slice_ids: Seq[int]) -> None:
+    def land(self, landing: StepOutput, slice_ids: Seq[int]) -> None:
         """The next column has been filled, or what fills it is queued."""
         event = self._events[self._turn * self.num_columns + len(landing.slice_ids)]
         event.record()
         landing.events.append(event)
         landing.slice_ids.append(slice_ids)
 
-    def land_within(self, landing: Landing, slice_ids: Seq[int], queue: Callable[[], None]) -> None:
+    def land_within(self, landing: StepOutput, slice_ids: Seq[int], queue: Callable[[], None]) -> None:
         """As `queue` and `land`, where what is queued goes on behind what fills the column."""
         event = self._events[self._turn * self.num_columns + len(landing.slice_ids)]
         column = landing.tokens[len(landing.slice_ids), : len(slice_ids)]
-        column[:] = NOT_YET
+        column[:] = UNWRITTEN
         queue()
         event.record()
-        landing.events.append(Seen(column, event))
+        landing.events.append(ColumnWritten(column, event))
         landing.slice_ids.append(slice_ids)
 
-    def end(self, landing: Landing) -> None:
+    def end(self, landing: StepOutput) -> None:
         """Nothing more comes. A plan without tokens is done, too, when its work is."""
         if not landing.events:
             self.land(landing, ())

@@ -14,7 +14,7 @@ from octavo.integers import cdiv
 from octavo.kernels.metadata import RaggedBatch
 
 
-class ChunkSize(NamedTuple):
+class PrefillSize(NamedTuple):
     """Of a pass: its tokens, slices and draws, and how long the longest slice and sequence may be."""
 
     num_tokens: int
@@ -24,7 +24,7 @@ class ChunkSize(NamedTuple):
     max_seq_len: int
 
 
-class Chunks:
+class PrefillBatch:
     """What the host says of such a pass.
 
     draw_slices  the slice that each drawn token is of: one for most, several for a request about to fork
@@ -55,19 +55,19 @@ class Chunks:
             indices = np.full(len(drawn), -1, dtype=np.int64)
         ends = starts + counts
         self.draw_slices: list[int] = drawn.tolist()
-        self.size = ChunkSize(len(known), len(rows), len(drawn), int(counts.max(initial=0)), int(ends.max(initial=0)))
+        self.size = PrefillSize(len(known), len(rows), len(drawn), int(counts.max(initial=0)), int(ends.max(initial=0)))
         self._slices = (rows, starts, query_start)
         self._known = known
         self._draws = (query_start[drawn + 1] - 1, rows[drawn], indices, ends[drawn])
 
     @classmethod
-    def nothing(cls) -> Chunks:
+    def nothing(cls) -> PrefillBatch:
         """Of no slices: all padding."""
         none = np.empty(0, dtype=np.int64)
         return cls(StepPlan(), none, none, none, none, {})
 
-    def words(self, size: ChunkSize, null_row: int) -> np.ndarray:
-        """All of it as `ChunkStep` reads it, padded to a size that is at least its own.
+    def words(self, size: PrefillSize, null_row: int) -> np.ndarray:
+        """All of it as `PrefillInputs` reads it, padded to a size that is at least its own.
 
         Slices of the null row follow the real ones, and share the tokens that are left over:
 
@@ -85,25 +85,25 @@ class Chunks:
         return words
 
 
-def _padding(size: ChunkSize, bucket: ChunkSize) -> int:
+def _padding(size: PrefillSize, bucket: PrefillSize) -> int:
     """The length of the slices that fill a bucket up."""
     return cdiv(bucket.num_tokens - size.num_tokens, max(1, bucket.num_slices - size.num_slices))
 
 
-def _lengths(size: ChunkSize) -> list[int]:
+def _lengths(size: PrefillSize) -> list[int]:
     """Of the parts of a pass's words."""
     n, d = size.num_slices, size.num_draws
     return [n, n, n + 1, size.num_tokens, d, d, d, d]
 
 
-def num_words(size: ChunkSize) -> int:
+def num_words(size: PrefillSize) -> int:
     return sum(length + length % 2 for length in _lengths(size))
 
 
 Words = TypeVar("Words", np.ndarray, Tensor)
 
 
-def split(words: Words, size: ChunkSize) -> list[Words]:
+def split(words: Words, size: PrefillSize) -> list[Words]:
     """The parts, as views. Each begins at 16 bytes: a pointer's alignment makes a kernel's variant."""
     parts: list[Words] = []
     at = 0
@@ -113,8 +113,8 @@ def split(words: Words, size: ChunkSize) -> list[Words]:
     return parts
 
 
-class ChunkStep(NamedTuple):
-    """What the host says of such a pass, on the device: `Chunks.words`, in parts. All int64.
+class PrefillInputs(NamedTuple):
+    """What the host says of such a pass, on the device: `PrefillBatch.words`, in parts. All int64.
 
     rows, starts   [num_slices]
     query_start    [num_slices + 1]
@@ -132,8 +132,8 @@ class ChunkStep(NamedTuple):
     draw_indices: Tensor
     draw_positions: Tensor
 
-    def batch(self, size: ChunkSize, block_size: int) -> RaggedBatch:
-        """The ragged batch that `prepare_prefill_inputs` fills in. Of a rehearsal, it has positions, too."""
+    def batch(self, size: PrefillSize, block_size: int) -> RaggedBatch:
+        """The ragged batch, for `prepare_prefill_inputs` to fill in. Zeroed where a rehearsal reads it unfilled."""
         device, width = self.known.device, cdiv(size.max_seq_len, block_size)
         return RaggedBatch(
             positions=torch.zeros_like(self.known),
@@ -146,7 +146,7 @@ class ChunkStep(NamedTuple):
         )
 
 
-class ChunkSizes:
+class PrefillSizes:
     """The sizes that graphs are captured for.
 
     A prompt or two are a few slices; beside rows that decode there are as many as rows. Long passes keep a GPU busy for
@@ -166,13 +166,13 @@ class ChunkSizes:
         if num_rows + 2 <= self.FEW:
             many -= set(self.TOKENS_OF_FEW)
         self.sizes = [
-            ChunkSize(num_tokens, num_slices, num_slices, num_tokens, max_model_len)
+            PrefillSize(num_tokens, num_slices, num_slices, num_tokens, max_model_len)
             for num_slices, steps in ((self.FEW, self.TOKENS_OF_FEW), (num_rows + 2, sorted(many)))
             for num_tokens in steps
             if num_slices <= num_tokens <= max_num_tokens and num_tokens <= num_slices * max_model_len
         ]
 
-    def holding(self, size: ChunkSize) -> ChunkSize | None:
+    def holding(self, size: PrefillSize) -> PrefillSize | None:
         """The smallest of them that holds it, with a slice for padding; None where there is none."""
         for bucket in self.sizes:
             if (

@@ -46,7 +46,7 @@ class Recorded:
         return self.logits
 
 
-class Replays:
+class RecordedModel:
     """A model whose small decode steps are replayed.
 
     The logits of such a step are overwritten by the next one.

@@ -6,19 +6,19 @@ import numpy as np
 
 from octavo.integers import cdiv
 
-LEAST_BYTES = 100 << 20
+MIN_SAVED_BYTES = 100 << 20
 """Of K and V of a layer that must be saved: an H200 takes as much from its cache in the 15 us that it costs to read
 something once for several, and bring it back to each."""
-OWN_SHARE = 5 / 8
+MIN_SAVED_SHARE = 5 / 8
 """Of what all read for themselves, which must be saved besides. While that comes from memory, at 4.3 TB/s, what is
 common comes from the cache, at 7 TB/s: only what there is more of takes longer."""
 FIRST_DEPTH = 256
 """Tokens that rows must have in common to be looked at: `CascadeTuning.least`."""
-FEWEST = 8
+MIN_ROWS = 8
 """Rows of a step, below which attention does not read anything once for several."""
 
 
-class Beginnings:
+class SharedPrefixes:
     """The blocks that rows have where the first 256, 512, 1,024, ... tokens of their sequences end.
 
     Two rows with the same one there nearly always have the same ones up to there. How much two neighbours really have
@@ -29,7 +29,7 @@ class Beginnings:
     """
 
     def __init__(self, num_rows: int, max_blocks: int, block_size: int, token_bytes: int) -> None:
-        self.least_tokens = cdiv(LEAST_BYTES, token_bytes)
+        self.least_tokens = cdiv(MIN_SAVED_BYTES, token_bytes)
         self._max_blocks = max_blocks
         longest = max_blocks * block_size
         self._depths = np.array([FIRST_DEPTH << i for i in range(32) if FIRST_DEPTH << i < longest], dtype=np.int64)
@@ -49,7 +49,7 @@ class Beginnings:
 
         rows, positions  [num_rows] int64, of a decode step; what lies behind a row's position does not count
         """
-        if not self._depths.size or len(rows) < FEWEST:
+        if not self._depths.size or len(rows) < MIN_ROWS:
             return None
         first = np.sort(self._blocks[rows, 0])
         if not (first[1:] == first[:-1]).any():
@@ -60,4 +60,4 @@ class Beginnings:
         same = np.cumprod((blocks[1:] == blocks[:-1]) & (blocks[1:] > 0), axis=1)
         saved = int((same @ np.diff(self._depths, prepend=0)).sum())
         own = int(positions.sum()) - saved
-        return order if saved >= self.least_tokens + OWN_SHARE * own else None
+        return order if saved >= self.least_tokens + MIN_SAVED_SHARE * own else None

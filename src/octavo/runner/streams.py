@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 import torch
 
 
-class Point(Protocol):
+class DeviceEvent(Protocol):
     """A point in a device's work."""
 
     def query(self) -> bool:
@@ -20,14 +20,14 @@ class Point(Protocol):
         """Wait until it is."""
 
 
-class Event(Point, Protocol):
+class RecordableEvent(DeviceEvent, Protocol):
     """A point that can be moved."""
 
     def record(self) -> None:
         """From now on it is the point behind all that has been queued on the current stream."""
 
 
-class Reached:
+class CompletedEvent:
     """The event of a device that is done when a call returns."""
 
     def record(self) -> None:
@@ -40,14 +40,14 @@ class Reached:
         pass
 
 
-def mark(device: torch.device, *, blocking: bool = False) -> Event:
+def record_event(device: torch.device, *, blocking: bool = False) -> RecordableEvent:
     """An event behind all that has been queued on the current stream. A thread that waits for it spins, unless
     `blocking`: then it sleeps."""
     if device.type != "cuda":
-        return Reached()
+        return CompletedEvent()
     event = cast("Any", torch.cuda.Event)(blocking=blocking)
     event.record()
-    return cast("Event", event)
+    return cast("RecordableEvent", event)
 
 
 class SideStream:

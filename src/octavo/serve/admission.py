@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from octavo.serve.openai.errors import Problem, shutting_down
+from octavo.serve.openai.errors import ApiError, shutting_down
 
 MAX_RETRY_AFTER_S = 120
 RATE_WINDOW = 64
@@ -76,14 +76,14 @@ class Admission:
 
     @contextmanager
     def admit(self, width: int, num_tokens: int, tenant: int = 0) -> Iterator[Ticket]:
-        """Let a request in for as long as the context lasts. Raises `Problem`: 429 when full, 503 while draining."""
+        """Let a request in for as long as the context lasts. Raises `ApiError`: 429 when full, 503 while draining."""
         if self.draining:
             self._on_refusal("shutting_down")
             raise shutting_down()
         if (limit := self._over(width, num_tokens, tenant)) is not None:
             self.num_rejected += 1
             self._on_refusal("queue_full")
-            raise Problem(429, "queue_full", f"{limit}; try again later", retry_after_s=self.retry_after_s())
+            raise ApiError(429, "queue_full", f"{limit}; try again later", retry_after_s=self.retry_after_s())
         ticket = Ticket(width, num_tokens, tenant)
         self.num_requests += 1
         self._sequences[tenant] += width

@@ -16,20 +16,27 @@ from starlette.responses import Response
 import octavo
 from octavo.errors import UsageError
 from octavo.frontend.time_slices import done, sliced
-from octavo.serve.debug_queries import SharedAnswer, Turns
-from octavo.serve.http.allowed_hosts import Hosts
-from octavo.serve.http.endpoint import Endpoint, Exchange, Handler, Reply, Running, Stream, as_json
-from octavo.serve.http.json_worker import BodyWorker
-from octavo.serve.http.middleware import OPEN_PATHS, Guard, Keys
+from octavo.serve.debug_rate_limit import CoalescedQuery, TenantRateLimiter
+from octavo.serve.http.allowed_hosts import AllowedHosts
+from octavo.serve.http.endpoint import (
+    ActiveRequest,
+    Endpoint,
+    EventStream,
+    Handler,
+    HttpResponse,
+    RequestContext,
+    json_response,
+)
+from octavo.serve.http.json_worker import JsonWorker
+from octavo.serve.http.middleware import OPEN_PATHS, ApiKeys, AuthMiddleware
 from octavo.serve.openai import request as protocol
 from octavo.serve.openai import schema as parameters
-from octavo.serve.openai.errors import Problem, bad, not_found, without_paths
-from octavo.serve.openai.errors import of as problem_of
-from octavo.serve.openai.request import Ask
-from octavo.serve.openai.response import Answer
+from octavo.serve.openai.errors import ApiError, bad_request, not_found, redact_paths, to_api_error
+from octavo.serve.openai.request import ParsedRequest
+from octavo.serve.openai.response import ResponseBuilder
 from octavo.serve.openai.responses_api import FIELDS as RESPONSE_FIELDS
-from octavo.serve.openai.responses_api import ResponseEvents, blamed, to_chat
-from octavo.serve.service import Encoded, Service
+from octavo.serve.openai.responses_api import ResponseEventBuilder, blamed, to_chat
+from octavo.serve.service import Service, TokenizedPrompt
 from octavo.serve.view_routes import EVENTS, View
 from octavo.view.live.hub import Hub
 
@@ -39,7 +46,7 @@ RESTART_GRACE_S = 60.0
 """An engine that has been restarting for longer counts as gone."""
 STALL_S = 10.0
 """Seconds without a step, while there is work, after which a request sent now is not promised any progress."""
-ELSEWHERE = (
+UNSUPPORTED_ROUTES = (
     "/v1/embeddings",
     "/v1/rerank",
     "/v1/score",
@@ -58,12 +65,12 @@ ELSEWHERE = (
 class App:
     """The routes over one `Service`. `running` are the exchanges that generate now; a shutdown may have to end them."""
 
-    def __init__(self, service: Service, keys: Keys | None = None) -> None:
+    def __init__(self, service: Service, keys: ApiKeys | None = None) -> None:
         self.service = service
-        self.running: set[Running] = set()
-        self.bodies = BodyWorker()
+        self.running: set[ActiveRequest] = set()
+        self.bodies = JsonWorker()
         service.admission.several = keys is not None and len(keys) > 1
-        self._turns, self._kv = Turns(), SharedAnswer(service.backend.debug_kv)
+        self._turns, self._kv = TenantRateLimiter(), CoalescedQuery(service.backend.debug_kv)
         settings = service.settings
         app = FastAPI(
             title="Octavo",
@@ -91,18 +98,18 @@ class App:
         for method, path, handler in self._view(service).routes():
             self._add(app, method, path, handler, streams=path == EVENTS)
         self._add(app, "POST", "/view/play", self.no_playground)
-        for path in ELSEWHERE:
+        for path in UNSUPPORTED_ROUTES:
             self._add(app, "POST", path, self.elsewhere)
         app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
         self.fastapi = app
-        self.asgi = Guard(
+        self.asgi = AuthMiddleware(
             app,
-            keys=keys or Keys(()),
+            keys=keys or ApiKeys(()),
             metrics=service.metrics,
             open_paths=OPEN_PATHS | ({b"/metrics"} if settings.metrics_public else set()),
             quiet_paths=settings.disable_access_log_for_endpoints,
             origins=settings.allowed_origins,
-            hosts=Hosts.of(settings.allowed_hosts, host=settings.host, uds=settings.uds, has_keys=bool(keys)),
+            hosts=AllowedHosts.of(settings.allowed_hosts, host=settings.host, uds=settings.uds, has_keys=bool(keys)),
         )
 
     def _view(self, service: Service) -> View:
@@ -142,73 +149,83 @@ class App:
 
     # -- generating ----------------------------------------------------------------------------------------------------
 
-    async def completions(self, exchange: Exchange) -> Reply | Stream:
-        ask = self.service.rules.completion(exchange.body)
-        name = f"cmpl-{exchange.request_id}"
-        prompts = await self.service.encode(ask)
-        return await self._generate(exchange, ask, name, prompts, self.service.completion_answer(ask, name))
+    async def completions(self, context: RequestContext) -> HttpResponse | EventStream:
+        request = self.service.request_parser.parse_completion(context.body)
+        name = f"cmpl-{context.request_id}"
+        prompts = await self.service.encode(request)
+        return await self._generate(context, request, name, prompts, self.service.completion_response(request, name))
 
-    async def chat_completions(self, exchange: Exchange) -> Reply | Stream:
-        await done(protocol.read_arguments(exchange.body))
-        ask = self.service.rules.chat(exchange.body)
-        name = f"chatcmpl-{exchange.request_id}"
-        prompt = await self.service.encode_chat(ask.messages, ask.template, ask.truncate)
-        answer = self.service.chat_answer(ask, name, prompt)
-        return await self._generate(exchange, ask, name, [prompt], answer)
+    async def chat_completions(self, context: RequestContext) -> HttpResponse | EventStream:
+        await done(protocol.decode_tool_arguments(context.body))
+        request = self.service.request_parser.parse_chat(context.body)
+        name = f"chatcmpl-{context.request_id}"
+        prompt = await self.service.encode_chat(request.messages, request.template, request.truncate)
+        answer = self.service.chat_response(request, name, prompt)
+        return await self._generate(context, request, name, [prompt], answer)
 
     async def _generate(
-        self, exchange: Exchange, ask: Ask, name: str, prompts: Sequence[Encoded], answer: Answer
-    ) -> Reply | Stream:
+        self,
+        context: RequestContext,
+        request: ParsedRequest,
+        name: str,
+        prompts: Sequence[TokenizedPrompt],
+        answer: ResponseBuilder,
+    ) -> HttpResponse | EventStream:
         service = self.service
         if service.settings.enable_log_requests:
-            logger.info("request %s: %s", name, ask.params)
-        events = self._chunks(exchange, ask, name, prompts, answer)
-        if ask.stream:
-            return Stream(events, keep_alive_s=service.settings.sse_keep_alive_interval)
+            logger.info("request %s: %s", name, request.params)
+        events = self._chunks(context, request, name, prompts, answer)
+        if request.stream:
+            return EventStream(events, keep_alive_s=service.settings.sse_keep_alive_interval)
         async with contextlib.aclosing(events):
             async for chunk in events:
                 for choice in chunk["choices"]:
                     answer.fold(choice)
         (whole,) = await done(answer.whole())
-        return as_json(whole)
+        return json_response(whole)
 
     async def _chunks(
-        self, exchange: Exchange, ask: Ask, name: str, prompts: Sequence[Encoded], answer: Answer
+        self,
+        context: RequestContext,
+        request: ParsedRequest,
+        name: str,
+        prompts: Sequence[TokenizedPrompt],
+        answer: ResponseBuilder,
     ) -> AsyncGenerator[Any, None]:
-        run = self.service.run(ask, prompts, name, exchange.salt, exchange.trace, exchange.tenant.number)
+        run = self.service.run(request, prompts, name, context.salt, context.trace, context.tenant.number)
         async with contextlib.aclosing(run) as outputs:
             async for i, output in outputs:
                 async for choice in sliced(answer.take(i, output)):
                     yield answer.chunk([choice])
-        if ask.include_usage:
+        if request.include_usage:
             yield answer.usage_chunk()
 
-    async def responses(self, exchange: Exchange) -> Reply | Stream:
-        service, name = self.service, f"resp_{exchange.request_id}"
-        await done(protocol.read_arguments(exchange.body))
-        chat = to_chat(exchange.body, warn=service.rules.warn_of_unknown)
+    async def responses(self, context: RequestContext) -> HttpResponse | EventStream:
+        service, name = self.service, f"resp_{context.request_id}"
+        await done(protocol.decode_tool_arguments(context.body))
+        chat = to_chat(context.body, warn=service.request_parser.warn_unknown)
         try:
-            ask = service.rules.chat(chat)
-            prompt = await service.encode_chat(ask.messages, ask.template)
-        except (Problem, UsageError) as error:
-            raise blamed(problem_of(error, exchange.request_id)) from None
-        making = ResponseEvents(name, ask.model, chat, exchange.body.get("instructions"))
-        events = self._response_events(exchange, ask, prompt, making)
-        if ask.stream:
+            request = service.request_parser.parse_chat(chat)
+            prompt = await service.encode_chat(request.messages, request.template)
+        except (ApiError, UsageError) as error:
+            raise blamed(to_api_error(error, context.request_id)) from None
+        making = ResponseEventBuilder(name, request.model, chat, context.body.get("instructions"))
+        events = self._response_events(context, request, prompt, making)
+        if request.stream:
             keep_alive_s = service.settings.sse_keep_alive_interval
-            return Stream(events, closing=b"", keep_alive_s=keep_alive_s, last_words=making.last_words)
+            return EventStream(events, closing=b"", keep_alive_s=keep_alive_s, last_words=making.last_words)
         async with contextlib.aclosing(events):
             async for _ in events:
                 pass
-        return as_json(making.response)
+        return json_response(making.response)
 
     async def _response_events(
-        self, exchange: Exchange, ask: Ask, prompt: Encoded, making: ResponseEvents
+        self, context: RequestContext, request: ParsedRequest, prompt: TokenizedPrompt, making: ResponseEventBuilder
     ) -> AsyncGenerator[Any, None]:
-        answer, reason, has_begun = self.service.chat_answer(ask, "", prompt), None, False
+        answer, reason, has_begun = self.service.chat_response(request, "", prompt), None, False
         try:
             run = self.service.run(
-                ask, [prompt], making.response["id"], exchange.salt, exchange.trace, exchange.tenant.number
+                request, [prompt], making.response["id"], context.salt, context.trace, context.tenant.number
             )
             async with contextlib.aclosing(run) as outputs:
                 async for i, output in outputs:
@@ -220,34 +237,34 @@ class App:
                         reason = choice["finish_reason"] or reason
                         for event in making.take(choice["delta"]):
                             yield event
-        except Problem as problem:
+        except ApiError as problem:
             raise blamed(problem) from None
         for event in making.finish(reason, answer.usage.as_dict(reasons=answer.reasons)):
             yield event
 
     # -- text ----------------------------------------------------------------------------------------------------------
 
-    async def tokenize(self, exchange: Exchange) -> Reply:
+    async def tokenize(self, context: RequestContext) -> HttpResponse:
         service = self.service
-        given = parameters.read(exchange.body, parameters.TOKENIZE, warn=service.rules.warn_of_unknown)
-        service.rules.model_of(exchange.body)
+        given = parameters.read(context.body, parameters.TOKENIZE, warn=service.request_parser.warn_unknown)
+        service.request_parser.resolve_model(context.body)
         if "messages" in given:
-            await done(protocol.read_arguments(given))
-            messages = protocol.messages_of(given["messages"])
-            template = service.rules.template_of(given)
+            await done(protocol.decode_tool_arguments(given))
+            messages = protocol.parse_messages(given["messages"])
+            template = service.request_parser.chat_template_options(given)
             if given.get("tools"):
-                protocol.check_tools(given["tools"])
+                protocol.validate_tools(given["tools"])
                 template["tools"] = given["tools"]
             token_ids = (await service.encode_chat(messages, template)).token_ids
         elif "prompt" in given:
             service.prompts.check_length(given["prompt"])
             (token_ids,) = await service.encode_texts([given["prompt"]], given.get("add_special_tokens", True))
         else:
-            raise bad("missing_required_parameter", "prompt is missing; or give messages", "prompt")
+            raise bad_request("missing_required_parameter", "prompt is missing; or give messages", "prompt")
         pieces = None
         if given.get("return_token_strs"):
             pieces = await service.texts.pieces(token_ids)
-        return as_json(
+        return json_response(
             {
                 "count": len(token_ids),
                 "max_model_len": service.backend.max_model_len,
@@ -256,28 +273,28 @@ class App:
             }
         )
 
-    async def detokenize(self, exchange: Exchange) -> Reply:
+    async def detokenize(self, context: RequestContext) -> HttpResponse:
         service = self.service
-        given = parameters.read(exchange.body, parameters.DETOKENIZE, warn=service.rules.warn_of_unknown)
-        service.rules.model_of(exchange.body)
+        given = parameters.read(context.body, parameters.DETOKENIZE, warn=service.request_parser.warn_unknown)
+        service.request_parser.resolve_model(context.body)
         if "tokens" not in given:
-            raise bad("missing_required_parameter", "tokens is missing", "tokens")
-        tokens = protocol.token_ids_of(given["tokens"], "tokens")
+            raise bad_request("missing_required_parameter", "tokens is missing", "tokens")
+        tokens = protocol.parse_token_ids(given["tokens"], "tokens")
         service.check_ids(tokens, "tokens")
-        return as_json({"prompt": await service.decode(tokens, False)})
+        return json_response({"prompt": await service.decode(tokens, False)})
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
-    async def models(self, exchange: Exchange) -> Reply:
-        return as_json({"object": "list", "data": [self._card(name) for name in self.service.names]})
+    async def models(self, context: RequestContext) -> HttpResponse:
+        return json_response({"object": "list", "data": [self._card(name) for name in self.service.names]})
 
-    async def model(self, exchange: Exchange) -> Reply:
-        name = exchange.path_params["model"]
+    async def model(self, context: RequestContext) -> HttpResponse:
+        name = context.path_params["model"]
         if not name:  # some clients end the path of the list with a slash
-            return await self.models(exchange)
+            return await self.models(context)
         if name not in self.service.names:
-            raise Problem(404, "model_not_found", f"The model `{name}` does not exist.", "model")
-        return as_json(self._card(name))
+            raise ApiError(404, "model_not_found", f"The model `{name}` does not exist.", "model")
+        return json_response(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
         return {
@@ -291,18 +308,18 @@ class App:
             "permission": [],
         }
 
-    async def health(self, exchange: Exchange) -> Reply:
+    async def health(self, context: RequestContext) -> HttpResponse:
         """200 while the engine runs, or is being restarted and may come back."""
         health = self.service.backend.health()
         gone = health.state == "failed" or (health.state == "restarting" and health.since_s > RESTART_GRACE_S)
-        return Reply(b"", 503 if gone else 200, "text/plain; charset=utf-8")
+        return HttpResponse(b"", 503 if gone else 200, "text/plain; charset=utf-8")
 
-    async def ready(self, exchange: Exchange) -> Reply:
+    async def ready(self, context: RequestContext) -> HttpResponse:
         """503 whenever a request that is sent now would not get on, with the reason."""
         reason = self._why_not_ready()
         if reason is None:
-            return as_json({"status": "ready"})
-        reply = as_json({"status": "not ready", "reason": reason}, 503)
+            return json_response({"status": "ready"})
+        reply = json_response({"status": "not ready", "reason": reason}, 503)
         reply.headers["retry-after"] = "1"
         return reply
 
@@ -312,43 +329,43 @@ class App:
             return "shutting down"
         if health.state != "running":
             state = "has failed" if health.state == "failed" else f"is {health.state}"
-            return f"the engine {state}" + (f": {without_paths(health.reason)}" if health.reason else "")
+            return f"the engine {state}" + (f": {redact_paths(health.reason)}" if health.reason else "")
         if health.last_step_age_s is not None and health.last_step_age_s > STALL_S:
             return f"no step for {health.last_step_age_s:.0f} s"
         return "the queue is full" if admission.is_full else None
 
-    async def version(self, exchange: Exchange) -> Reply:
-        return as_json({"version": octavo.__version__})
+    async def version(self, context: RequestContext) -> HttpResponse:
+        return json_response({"version": octavo.__version__})
 
-    async def load(self, exchange: Exchange) -> Reply:
-        return as_json({"server_load": self.service.admission.num_requests})
+    async def load(self, context: RequestContext) -> HttpResponse:
+        return json_response({"server_load": self.service.admission.num_requests})
 
-    async def metrics(self, exchange: Exchange) -> Reply:
+    async def metrics(self, context: RequestContext) -> HttpResponse:
         service = self.service
         text = service.metrics.text(await service.backend.stats(), service.backend.health())
-        return Reply(text, content_type="text/plain; version=0.0.4; charset=utf-8")
+        return HttpResponse(text, content_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def debug_request(self, exchange: Exchange) -> Reply:
-        name, tenant = exchange.path_params["id"], exchange.tenant
+    async def debug_request(self, context: RequestContext) -> HttpResponse:
+        name, tenant = context.path_params["id"], context.tenant
         for known in (name, f"chatcmpl-{name}", f"cmpl-{name}", f"resp_{name}"):
             if not tenant.sees(known):  # as if there were none
                 continue
             async with self._turns.of(tenant):
                 found = await self.service.backend.debug_request(known)
             if found is not None:
-                return as_json(tenant.request(found))
+                return json_response(tenant.request(found))
         raise not_found("request of this id that still runs or ran of late", "id")
 
-    async def debug_kv(self, exchange: Exchange) -> Reply:
-        return as_json(exchange.tenant.kv(await self._kv.get()))
+    async def debug_kv(self, context: RequestContext) -> HttpResponse:
+        return json_response(context.tenant.kv(await self._kv.get()))
 
-    async def no_playground(self, exchange: Exchange) -> Reply:
+    async def no_playground(self, context: RequestContext) -> HttpResponse:
         """A history is work and memory that a caller sizes, and no part of serving."""
         text = "a server has no playground; run `octavo view` on a machine of your own"
-        raise Problem(404, "unsupported_endpoint", text)
+        raise ApiError(404, "unsupported_endpoint", text)
 
-    async def elsewhere(self, exchange: Exchange) -> Reply:
-        raise Problem(404, "unsupported_endpoint", "the model generates text; there is /v1/completions and chat")
+    async def elsewhere(self, context: RequestContext) -> HttpResponse:
+        raise ApiError(404, "unsupported_endpoint", "the model generates text; there is /v1/completions and chat")
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
@@ -356,10 +373,10 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         allowed = dict(error.headers or {})
-        problem = Problem(405, "method_not_allowed", f"this path does not take {request.method[:16]}", headers=allowed)
+        problem = ApiError(405, "method_not_allowed", f"this path does not take {request.method[:16]}", headers=allowed)
     else:
         problem = not_found("such path; see /openapi.json")
-    request.scope["state"]["exchange"].status = problem.status
+    request.scope["state"]["context"].status = problem.status
     return Response(problem.body(), problem.status, problem.headers())
 
 

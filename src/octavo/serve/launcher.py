@@ -25,16 +25,16 @@ from octavo.frontend.engine_client import EngineClient
 from octavo.frontend.input_processor import Messages, Prompt
 from octavo.serve.app import App
 from octavo.serve.args import ServeArgs, check_key
-from octavo.serve.http.gc_pause import calm_garbage
-from octavo.serve.http.middleware import Keys
-from octavo.serve.http.server import HTTPServer, Starting, bind, connections_of, raised_file_limit
-from octavo.serve.service import Limits, Service, salt_of
+from octavo.serve.http.gc_tuning import defer_full_gc
+from octavo.serve.http.middleware import ApiKeys
+from octavo.serve.http.server import HTTPServer, StartupServer, bind, connection_limits, raise_file_limit
+from octavo.serve.service import EngineLimits, Service, combine_salts
 from octavo.serve.tracing import Tracing
 
 logger = logging.getLogger("octavo.serve")
 
 
-class Phases:
+class StartupTimer:
     """How long each part of the start took, for the table that ends it."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Phases:
         return "start-up: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in rows)
 
 
-def keys_of(
+def load_keys(
     settings: ServeArgs, environment: Sequence[str] = (), *, name: Literal["api_key", "admin_key"] = "api_key"
 ) -> list[str]:
     """Every key of this option, of its file, and of the environment. Raises `ParameterError` for one that cannot be
@@ -75,7 +75,7 @@ def keys_of(
     return keys
 
 
-def prefixes_of(settings: ServeArgs) -> dict[str, Prompt | Messages]:
+def load_pin_prefixes(settings: ServeArgs) -> dict[str, Prompt | Messages]:
     """What `pin_prefix` names, by file. Raises `ParameterError` for one that cannot be read, or holds no messages."""
     prefixes: dict[str, Prompt | Messages] = {}
     for name in settings.pin_prefix:
@@ -103,14 +103,14 @@ async def serve(
     *,
     keys: Sequence[str] = (),
     admin_keys: Sequence[str] = (),
-    phases: Phases | None = None,
+    phases: StartupTimer | None = None,
 ) -> None:
     """Serve until told to leave. The address is taken before anything is loaded; nothing is left when this returns."""
-    phases = phases or Phases()
+    phases = phases or StartupTimer()
     settings.check_exposure([*keys, *admin_keys])
     settings.check_tls()
-    connections_of(raised_file_limit())
-    known, prefixes = Keys(keys, admin_keys), prefixes_of(settings)
+    connection_limits(raise_file_limit())
+    known, prefixes = ApiKeys(keys, admin_keys), load_pin_prefixes(settings)
     if not known.has_operator:
         logger.warning("several API keys and no admin key: /debug and /view show each key its own requests alone")
     tracing = None
@@ -120,14 +120,14 @@ async def serve(
     place = None if settings.uds is None else os.stat(settings.uds)
     starting = contextlib.AsyncExitStack()
     try:
-        await starting.enter_async_context(Starting(settings).on(sock))
+        await starting.enter_async_context(StartupServer(settings).on(sock))
         backend = EngineClient(**{f.name: getattr(args, f.name) for f in fields(args)})
         phases.done("tokenizer")
         try:
             await backend.start()
             phases.done("engine")
             kv = await backend.kv_stats()
-            limits = limits_of(args, backend.summary, kv.num_blocks * kv.block_size)
+            limits = engine_limits(args, backend.summary, kv.num_blocks * kv.block_size)
             service = Service(backend, settings, args.model, limits, tracing)
             _tell_capacity(kv, backend.max_model_len, service.limits.device)
             backend.on_step = service.metrics.iteration_tokens.observe
@@ -135,7 +135,7 @@ async def serve(
             app = App(service, known)
             for name, prefix in prefixes.items():
                 for tenant in known.users:
-                    await backend.pin_prefix(prefix, tenant.pin_name(name), salt=salt_of(tenant.salt))
+                    await backend.pin_prefix(prefix, tenant.pin_name(name), salt=combine_salts(tenant.salt))
             if prefixes:
                 phases.done("prefixes")
             if args.flight_recorder is not None:
@@ -144,7 +144,7 @@ async def serve(
             await starting.aclose()
             try:
                 await app.start()
-                async with calm_garbage(lambda: app.is_idle):
+                async with defer_full_gc(lambda: app.is_idle):
                     await HTTPServer(app, _announcing(phases)).run_on(sock)
             finally:
                 await app.close()
@@ -184,13 +184,13 @@ def _dump_on_signal(backend: EngineClient) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, begin)
 
 
-def limits_of(args: EngineArgs, summary: Mapping[str, Any], num_kv_tokens: int) -> Limits:
+def engine_limits(args: EngineArgs, summary: Mapping[str, Any], num_kv_tokens: int) -> EngineLimits:
     """What the engine's options come to on its device."""
     device = str(summary.get("device", "cpu"))
-    return Limits(
-        max_num_seqs=args.settled(device).max_num_seqs,
+    return EngineLimits(
+        max_num_seqs=args.resolved(device).max_num_seqs,
         max_logprobs=args.max_logprobs,
-        by_priority=args.scheduling_policy == "priority",
+        priority_scheduling=args.scheduling_policy == "priority",
         device="CPU" if device == "cpu" else "GPU",
         num_kv_tokens=num_kv_tokens,
     )
@@ -200,7 +200,7 @@ def run(
     args: EngineArgs,
     settings: ServeArgs,
     keys: Sequence[str] = (),
-    phases: Phases | None = None,
+    phases: StartupTimer | None = None,
     *,
     admin_keys: Sequence[str] = (),
 ) -> None:
@@ -220,7 +220,7 @@ def run(
             raise OctavoError("told to stop while it was starting") from None
 
 
-def _announcing(phases: Phases) -> Callable[[str], None]:
+def _announcing(phases: StartupTimer) -> Callable[[str], None]:
     def announce(url: str) -> None:
         phases.done("listening")
         logger.info("%s", phases.table())

@@ -21,7 +21,7 @@ from octavo.frontend.interface import ClientStats
 from octavo.integers import cdiv
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
-from octavo.serve.openai.response import wire_reason
+from octavo.serve.openai.response import api_finish_reason
 
 logger = logging.getLogger("octavo.serve")
 
@@ -110,8 +110,8 @@ class Metrics:
         text = name.partition(":")[2].replace("_", " ").capitalize() + "."
         return Histogram(name, text, LABELS, buckets=buckets, registry=self.registry).labels(**self._labels)
 
-    def watch(self, params: SamplingParams | BeamSearchParams, num_prompt: int, arrival: float) -> Watch:
-        return Watch(self, params, num_prompt, arrival)
+    def watch(self, params: SamplingParams | BeamSearchParams, num_prompt: int, arrival: float) -> PromptTracker:
+        return PromptTracker(self, params, num_prompt, arrival)
 
     def rejected(self, reason: str) -> None:
         self.rejections.labels(**self._labels, reason=reason).inc()
@@ -141,7 +141,7 @@ class Metrics:
         self.generation_tokens.inc(count)
         self.num_generation_tokens += count
 
-    def note_end(self, ended: Ended, params: SamplingParams | BeamSearchParams) -> None:
+    def note_end(self, ended: FinishedPrompt, params: SamplingParams | BeamSearchParams) -> None:
         self.ended(ended.reason)
         self.request_n.observe(params.n or 1)
         self.request_prompt_tokens.observe(ended.num_prompt)
@@ -168,7 +168,7 @@ class Metrics:
 
 
 @dataclass(slots=True)
-class Ended:
+class FinishedPrompt:
     """A prompt's way through the server, looked back upon. None: it did not come to that."""
 
     reason: str
@@ -184,7 +184,7 @@ class Ended:
     inference_s: float | None = None
 
 
-class Watch:
+class PromptTracker:
     """One prompt on its way through the server."""
 
     def __init__(
@@ -220,9 +220,9 @@ class Watch:
             metrics.note_tokens(new)
         self._output = output
         for c in output.outputs:
-            self._reason = wire_reason(c.finish_reason) or self._reason
+            self._reason = api_finish_reason(c.finish_reason) or self._reason
 
-    def close(self, reason: str) -> Ended | None:
+    def close(self, reason: str) -> FinishedPrompt | None:
         """The request is over; `reason` is why, if the output does not say. None for one that was refused."""
         if reason == "refused":
             self._metrics.rejected("invalid")
@@ -231,11 +231,11 @@ class Watch:
         self._metrics.note_end(ended, self._params)
         return ended
 
-    def _ended(self, reason: str) -> Ended:
+    def _ended(self, reason: str) -> FinishedPrompt:
         now = time.monotonic()
         finished = self._output is not None and self._output.finished
         reason = self._reason if finished and self._reason else "abort" if reason == "stop" else reason
-        ended = Ended(reason, self._num_prompt, self._num_generated, now - self._arrival)
+        ended = FinishedPrompt(reason, self._num_prompt, self._num_generated, now - self._arrival)
         if self._output is None or self._first is None:
             return ended
         told, first_token_s = self._output.metrics, self._first - self._arrival
@@ -315,7 +315,7 @@ class _EngineCollector:
         yield counter("octavo:blocks_swapped_in", "Blocks moved back.", kv.num_swapped_in)
 
 
-class StatsLine:
+class StatsLogger:
     """vLLM's line of numbers, every ten seconds in which something happened."""
 
     def __init__(self, metrics: Metrics, device: str) -> None:

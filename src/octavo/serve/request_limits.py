@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
-from octavo.serve.openai.errors import Problem, bad
+from octavo.serve.openai.errors import ApiError, bad_request
 
 SEQUENCES_TO_RUN = 8
 """Sequences of one request unasked, by those that run at a time."""
@@ -43,7 +43,7 @@ class RequestLimits:
     def fit(self, params: Params, lengths: Sequence[int]) -> Params:
         """The parameters for prompts of these lengths; a default max_tokens is cut to what is allowed, a number never.
 
-        Raises `Problem` 400 for a request beyond a limit.
+        Raises `ApiError` 400 for a request beyond a limit.
         """
         is_search = isinstance(params, BeamSearchParams)
         width = params.beam_width if isinstance(params, BeamSearchParams) else params.width
@@ -55,7 +55,7 @@ class RequestLimits:
             )
         if self.max_prompt_tokens is not None and num_prompt > self.max_prompt_tokens:
             text = f"prompts of {num_prompt} tokens never fit the queue: it takes {self.max_prompt_tokens}"
-            raise bad("request_too_large", f"{text} (--max-num-queued-tokens); shorten the prompt", "prompt")
+            raise bad_request("request_too_large", f"{text} (--max-num-queued-tokens); shorten the prompt", "prompt")
         at_each = 0 if params.logprobs is None else params.logprobs + 1
         before = self._prompt_logprobs(params, num_prompt)
         by_tokens = _room(self.max_tokens, num_prompt, num_sequences)
@@ -87,10 +87,10 @@ class RequestLimits:
         return num_prompt * max((num + 1 for num in wanted if num is not None), default=0)
 
     @staticmethod
-    def _beyond(what: str, limit: int, name: str, remedy: str) -> Problem:
+    def _beyond(what: str, limit: int, name: str, remedy: str) -> ApiError:
         param = {"sequences": "n", "tokens": "max_tokens", "logprobs": "logprobs"}[name]
         text = f"the request may come to {what}, at most {limit} are allowed (--max-request-{name}); {remedy}"
-        return bad("request_too_large", text, param)
+        return bad_request("request_too_large", text, param)
 
 
 def _room(limit: int | None, spent: int, each: int) -> int | None:

@@ -1,4 +1,4 @@
-"""From an `Ask` to the engine's outputs: encoding, admission, waiting its turn. The one place where requests run."""
+"""Runs parsed requests: tokenises prompts, admits the request, submits it to the engine and yields its outputs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from octavo.params.sampling_params import SamplingParams
 from octavo.serve.admission import Admission
 from octavo.serve.args import ServeArgs
 from octavo.serve.metrics import Metrics
-from octavo.serve.openai.errors import Problem, bad, of
-from octavo.serve.openai.request import MAX_PROMPTS, Ask, Rules, renamed
-from octavo.serve.openai.response import ChatAnswer, CompletionAnswer
-from octavo.serve.text_worker import TextWorkers
+from octavo.serve.openai.errors import ApiError, bad_request, to_api_error
+from octavo.serve.openai.request import MAX_PROMPTS, ParsedRequest, RequestParser, rename_params
+from octavo.serve.openai.response import ChatResponseBuilder, CompletionResponseBuilder
+from octavo.serve.text_worker import TextWorkerPool
 from octavo.serve.tracing import Tracing
-from octavo.text.output_parser import END_THINK, THINK, AnswerParser, ToolFormat, thinks, tool_format
+from octavo.text.output_parser import END_THINK, THINK, OutputParser, ToolFormat, detect_tool_format, has_reasoning
 from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo.serve")
@@ -39,7 +39,7 @@ MANY_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class TokenizedPrompt:
     """A prompt as the engine takes it."""
 
     text: str | None
@@ -50,12 +50,12 @@ class Encoded:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """What the HTTP side has to know of the engine that runs behind it. None: not known here."""
 
     max_num_seqs: int | None = None
     max_logprobs: int = 20
-    by_priority: bool = False
+    priority_scheduling: bool = False
     device: str = "CPU"
     num_kv_tokens: int | None = None
 
@@ -68,7 +68,7 @@ class Service:
         backend: Backend,
         settings: ServeArgs,
         model: str,
-        limits: Limits,
+        limits: EngineLimits,
         tracing: Tracing | None = None,
     ) -> None:
         self.backend = backend
@@ -78,7 +78,7 @@ class Service:
         self.names = tuple(settings.served_model_name) or (model,)
         self.tokenizer: Tokenizer = backend.get_tokenizer()
         self.prompts = Prompts(self.tokenizer, max_model_len=backend.max_model_len)
-        self.texts = TextWorkers(self.tokenizer)
+        self.texts = TextWorkerPool(self.tokenizer)
         self.metrics = Metrics(self.names[0], backend.max_model_len)
         self.admission = Admission(
             max_num_seqs=self.limits.max_num_seqs,
@@ -89,19 +89,19 @@ class Service:
         self.request_limits = settings.request_limits(limits.max_num_seqs, backend.max_model_len, limits.num_kv_tokens)
         self.started = int(time.time())
         template = self.tokenizer.chat_templates.get("tool_use") or self.tokenizer.chat_template
-        self.tools: ToolFormat | None = _chosen(settings.tool_call_parser, tool_format(template))
-        self.thinks = _chosen(settings.reasoning_parser, "think" if thinks(template) else None) is not None
-        self.rules = Rules(
+        self.tools: ToolFormat | None = _chosen(settings.tool_call_parser, detect_tool_format(template))
+        self.thinks = _chosen(settings.reasoning_parser, "think" if has_reasoning(template) else None) is not None
+        self.request_parser = RequestParser(
             model_names=self.names,
             defaults=backend.get_default_sampling_params(),
             max_logprobs=self.limits.max_logprobs,
             max_num_seqs=self.limits.max_num_seqs,
             num_ids=self.tokenizer.num_ids,
-            by_priority=self.limits.by_priority,
+            priority_scheduling=self.limits.priority_scheduling,
             has_tools=self.tools is not None,
             strict_openai=settings.strict_openai,
-            warn_of_unknown=settings.unknown_params == "warn",
-            request_templates=settings.trust_request_chat_template,
+            warn_unknown=settings.unknown_params == "warn",
+            allow_request_templates=settings.trust_request_chat_template,
             template_kwargs=settings.default_chat_template_kwargs or {},
             max_json_whitespace=settings.max_json_whitespace,
         )
@@ -109,36 +109,36 @@ class Service:
 
     # -- text ----------------------------------------------------------------------------------------------------------
 
-    async def encode(self, ask: Ask) -> list[Encoded]:
-        """The prompts of a completion. Raises `Problem`, or a `UsageError` whose param is the request's."""
-        texts = [prompt for prompt in ask.prompts if isinstance(prompt, str)]
+    async def encode(self, request: ParsedRequest) -> list[TokenizedPrompt]:
+        """The prompts of a completion. Raises `ApiError`, or a `UsageError` whose param is the request's."""
+        texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
         for text in texts:
             self.prompts.check_length(text)
-        ids_of_texts = iter(await self.encode_texts(texts, ask.add_special_tokens))
+        ids_of_texts = iter(await self.encode_texts(texts, request.add_special_tokens))
         encoded = []
-        for i, prompt in enumerate(ask.prompts):
-            where = "prompt" if len(ask.prompts) == 1 else f"prompt[{i}]"
+        for i, prompt in enumerate(request.prompts):
+            where = "prompt" if len(request.prompts) == 1 else f"prompt[{i}]"
             if isinstance(prompt, str):
                 token_ids = next(ids_of_texts)
                 if not token_ids:
                     text = f"{where} is empty, and the model has no token to begin a text with; write something"
-                    raise bad("empty_prompt", text, "prompt")
-                encoded.append(self._cut(Encoded(prompt, token_ids), ask.truncate))
+                    raise bad_request("empty_prompt", text, "prompt")
+                encoded.append(self._cut(TokenizedPrompt(prompt, token_ids), request.truncate))
             else:
                 self.check_ids(prompt, where)
-                cut = self._cut(Encoded(None, prompt), ask.truncate)
-                if ask.echo and len(cut.token_ids) > MANY_TOKENS:  # the engine's client would do it on the event loop
-                    skip = getattr(ask.params, "skip_special_tokens", True)
-                    cut = Encoded(await self.decode(cut.token_ids, skip), cut.token_ids)
+                cut = self._cut(TokenizedPrompt(None, prompt), request.truncate)
+                if request.echo and len(cut.token_ids) > MANY_TOKENS:
+                    skip = getattr(request.params, "skip_special_tokens", True)
+                    cut = TokenizedPrompt(await self.decode(cut.token_ids, skip), cut.token_ids)
                 encoded.append(cut)
         return encoded
 
     def check_ids(self, token_ids: Sequence[int], where: str) -> None:
-        """Raises `Problem` for one that the model does not have."""
+        """Raises `ApiError` for one that the model does not have."""
         if token_ids and (largest := max(token_ids)) >= self.tokenizer.num_ids:
             j = token_ids.index(largest)
             text = f"{where}[{j}] is {largest}; the model's token ids are 0 to {self.tokenizer.num_ids - 1}"
-            raise bad("invalid_token_id", text, f"{where}[{j}]")
+            raise bad_request("invalid_token_id", text, f"{where}[{j}]")
 
     async def encode_texts(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Special tokens that are spelled in them are text."""
@@ -153,7 +153,7 @@ class Service:
 
     async def encode_chat(
         self, messages: list[dict[str, Any]], template: dict[str, Any], truncate: int | None = None
-    ) -> Encoded:
+    ) -> TokenizedPrompt:
         self.prompts.check_length("".join(m["content"] for m in messages), "messages")
         try:
             text, token_ids = await self.texts.chat(messages, template)
@@ -162,8 +162,8 @@ class Service:
                 error.code, error.param = "template_error", "chat_template"  # it is the request's own
             raise
         if not token_ids:
-            raise bad("empty_prompt", "the chat template makes nothing of these messages", "messages")
-        return self._cut(Encoded(text, token_ids), truncate)
+            raise bad_request("empty_prompt", "the chat template makes nothing of these messages", "messages")
+        return self._cut(TokenizedPrompt(text, token_ids), truncate)
 
     async def _ready(self, params: SamplingParams | BeamSearchParams) -> SamplingParams | BeamSearchParams:
         """With bad words as tokens: the engine's client would look them up on the event loop, for each prompt."""
@@ -174,18 +174,18 @@ class Service:
         return replace(params, bad_words=None, bad_words_token_ids=tuple(dict.fromkeys(found)))
 
     @staticmethod
-    def _cut(prompt: Encoded, truncate: int | None) -> Encoded:
+    def _cut(prompt: TokenizedPrompt, truncate: int | None) -> TokenizedPrompt:
         """The last tokens of it."""
         if truncate is None or len(prompt.token_ids) <= truncate:
             return prompt
-        return Encoded(None, prompt.token_ids[-truncate:])
+        return TokenizedPrompt(None, prompt.token_ids[-truncate:])
 
     # -- running -------------------------------------------------------------------------------------------------------
 
     async def run(
         self,
-        ask: Ask,
-        prompts: Sequence[Encoded],
+        request: ParsedRequest,
+        prompts: Sequence[TokenizedPrompt],
         name: str,
         salt: bytes = b"",
         trace: Mapping[str, str] | None = None,
@@ -194,26 +194,26 @@ class Service:
         """The outputs of every prompt, as (prompt, output); those that are deltas tell what is new. `trace`: the
         headers that say which trace of the caller's it belongs to. `tenant`: the number of the key that it came with.
 
-        Closing it aborts what runs. Raises `Problem`, or an `OctavoError` whose answer `problems.of` knows.
+        Closing it aborts what runs. Raises `ApiError`, or an `OctavoError` whose answer `problems.to_api_error` knows.
         """
         arrival = time.monotonic()
-        width = ask.params.width if isinstance(ask.params, SamplingParams) else ask.params.beam_width
+        width = request.params.width if isinstance(request.params, SamplingParams) else request.params.beam_width
         lengths = [len(p.token_ids) for p in prompts]
-        params = self.request_limits.fit(ask.params, lengths)
-        salt = salt_of(salt, ask.salt)
+        params = self.request_limits.fit(request.params, lengths)
+        salt = combine_salts(salt, request.salt)
         names = [name if len(prompts) == 1 else f"{name}-{i}" for i in range(len(prompts))]
         params = await self._ready(params)
-        watches = [self.metrics.watch(ask.params, len(p.token_ids), arrival) for p in prompts]
+        watches = [self.metrics.watch(request.params, len(p.token_ids), arrival) for p in prompts]
         with self.admission.admit(width * len(prompts), sum(lengths), tenant) as ticket:
             runs = [
                 self.backend.generate(
-                    p.as_prompt(), params, n, priority=ask.priority, salt=salt, tenant=tenant, rank=rank
+                    p.as_prompt(), params, n, priority=request.priority, salt=salt, tenant=tenant, rank=rank
                 )
                 for rank, (p, n) in enumerate(zip(prompts, names, strict=True))
             ]
             reason = "abort"
             try:
-                async with contextlib.aclosing(merged(runs, self._num_together(width))) as outputs:
+                async with contextlib.aclosing(merge_outputs(runs, self._num_together(width))) as outputs:
                     first = await self._in_turn(outputs, names[0])
                     self.admission.start(ticket)
                     if first is not None:
@@ -225,14 +225,14 @@ class Service:
                 reason = "stop"
             except UsageError as error:
                 reason = "refused"
-                if ask.messages and error.param == "prompt":
+                if request.messages and error.param == "prompt":
                     error.param = "messages"
-                raise _blamed(of(error, name), ask) from None
+                raise _blamed(to_api_error(error, name), request) from None
             except RequestFailedError as error:
                 reason = "error"
                 if error.code != "grammar_too_complex":
                     raise
-                raise _blamed(of(error, name), ask) from None
+                raise _blamed(to_api_error(error, name), request) from None
             except Exception:
                 reason = "error"
                 raise
@@ -240,7 +240,7 @@ class Service:
                 for watch, n in zip(watches, names, strict=True):
                     ended = watch.close(reason)
                     if ended is not None and self.tracing is not None:
-                        self.tracing.tell(n, ask.params, ended, trace or {})
+                        self.tracing.tell(n, request.params, ended, trace or {})
 
     def _num_together(self, width: int) -> int:
         """Prompts of one request that the engine has at a time: an eighth of the rows stays free for others."""
@@ -257,7 +257,7 @@ class Service:
                 state = await self.backend.debug_request(name)
                 if state is not None and state["status"] == "waiting":
                     text = f"the request has waited {self.settings.queue_timeout:g} s for its turn; try again later"
-                    raise Problem(503, "queue_timeout", text, retry_after_s=self.admission.retry_after_s())
+                    raise ApiError(503, "queue_timeout", text, retry_after_s=self.admission.retry_after_s())
             return await first
         finally:
             if not first.done():
@@ -267,26 +267,26 @@ class Service:
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
-    def completion_answer(self, ask: Ask, name: str) -> CompletionAnswer:
-        return CompletionAnswer(ask, name, self.tokenizer, self.fingerprint)
+    def completion_response(self, request: ParsedRequest, name: str) -> CompletionResponseBuilder:
+        return CompletionResponseBuilder(request, name, self.tokenizer, self.fingerprint)
 
-    def chat_answer(self, ask: Ask, name: str, prompt: Encoded) -> ChatAnswer:
+    def chat_response(self, request: ParsedRequest, name: str, prompt: TokenizedPrompt) -> ChatResponseBuilder:
         """`prompt` is the rendered conversation: it may have opened the model's reasoning."""
         # One that was cut has no text, but still its end.
         text = prompt.text or self.tokenizer.decode(prompt.token_ids[-NUM_END_IDS:], skip_special_tokens=False)
         # And a form is kept from the first word on, before any reasoning that it does not itself let end.
-        form = ask.params.structured_outputs
+        form = request.params.structured_outputs
         in_think = text.rstrip().endswith(THINK) and (form is None or END_THINK in repr(form))
-        names = [tool["function"]["name"] for tool in ask.tools]
+        names = [tool["function"]["name"] for tool in request.tools]
 
-        def make_parser() -> AnswerParser:
-            if ask.forced_tool is not None:  # the answer is the call, whatever the model's own way to write it
-                return AnswerParser(tools="llama3_json", names=names)
-            tools = self.tools if ask.tools else None
-            return AnswerParser(think=self.thinks, in_think=in_think, tools=tools, names=names)
+        def make_parser() -> OutputParser:
+            if request.required_tool is not None:  # the answer is the call, whatever the model's own way to write it
+                return OutputParser(tools="llama3_json", names=names)
+            tools = self.tools if request.tools else None
+            return OutputParser(think=self.thinks, starts_in_reasoning=in_think, tools=tools, names=names)
 
-        return ChatAnswer(
-            ask,
+        return ChatResponseBuilder(
+            request,
             name,
             self.tokenizer,
             self.fingerprint,
@@ -296,19 +296,19 @@ class Service:
         )
 
 
-def _blamed(problem: Problem, ask: Ask) -> Problem:
+def _blamed(problem: ApiError, request: ParsedRequest) -> ApiError:
     """With the names that the request has for what is wrong."""
-    if ask.forced_tool and problem.param == "structured_outputs":  # made of their schemas
+    if request.required_tool and problem.param == "structured_outputs":  # made of their schemas
         problem.param = "tools"
-    return renamed(problem, ask.sent_as)
+    return rename_params(problem, request.param_aliases)
 
 
-def salt_of(tenant: bytes, own: bytes = b"") -> bytes:
+def combine_salts(tenant: bytes, own: bytes = b"") -> bytes:
     """Of requests that may share blocks: those of one tenant who say the same, or nothing."""
     return tenant + b"\0" + own if tenant or own else b""
 
 
-async def merged(
+async def merge_outputs(
     runs: Sequence[AsyncGenerator[RequestOutput, None]], num_together: int
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """The outputs of several runs as they come, each with the number of its run; so many run at a time. What one raises

@@ -11,7 +11,7 @@ from typing import Any
 
 from octavo.engine.engine import pin_id
 
-OTHER = "another tenant"
+OTHER_TENANT = "another tenant"
 """Stands where the id of a request of another tenant would."""
 NONCE_BYTES, TAG_BYTES = 10, 6
 NAME = re.compile(r"(?:cmpl-|chatcmpl-|resp_)?([0-9a-f]{32})(?:-[0-9]{1,9})?")
@@ -70,7 +70,7 @@ class Tenant:
     def event(self, event: Mapping[str, Any]) -> dict[str, Any]:
         """What happened to a request of its own. Another's request may have been the cause."""
         cause = event.get("for_request")
-        return {**event, "for_request": OTHER} if cause is not None and not self.sees(cause) else dict(event)
+        return {**event, "for_request": OTHER_TENANT} if cause is not None and not self.sees(cause) else dict(event)
 
     def kv(self, found: dict[str, Any]) -> dict[str, Any]:
         """The pool (`engine.inspect.describe_kv`), with its own requests one by one and the others as a sum."""
@@ -82,4 +82,4 @@ class Tenant:
         return found | {"requests": own, "other_tenants": {"num_requests": len(others), **sums}}
 
 
-ANYONE = Tenant()
+DEFAULT_TENANT = Tenant()

@@ -30,7 +30,7 @@ import msgspec
 
 from octavo.errors import UsageError
 from octavo.frontend.input_processor import Prompts
-from octavo.serve.openai.errors import Problem, bad
+from octavo.serve.openai.errors import ApiError, bad_request
 from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo.serve")
@@ -47,7 +47,7 @@ LENGTH = struct.Struct(">I")
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 
 
-class TextWorkers:
+class TextWorkerPool:
     """The workers of one tokenizer. Use them on one event loop, and close them."""
 
     def __init__(self, tokenizer: Tokenizer, num_workers: int = NUM_WORKERS) -> None:
@@ -73,14 +73,14 @@ class TextWorkers:
         return list(map(_unpack, packed))
 
     async def chat(self, messages: Sequence[dict[str, Any]], template: dict[str, Any]) -> tuple[str, list[int]]:
-        """A rendered conversation, as text and as ids. Raises `TemplateError`; `Problem` 500 if that takes too long."""
+        """Renders a conversation: its text and token ids. Raises `TemplateError`, or `ApiError` 500 after a timeout."""
         size = sum(len(m["content"]) for m in messages)
         slow = "chat_template" in template
         try:
             text, packed = await self._ask("chat", messages, template, size=size, slow=slow)
         except OverflowError:
             text = "messages, tools or chat_template_kwargs have an integer of more than 64 bits; write a smaller one"
-            raise bad("integer_out_of_range", text, "messages") from None
+            raise bad_request("integer_out_of_range", text, "messages") from None
         return text, _unpack(packed)
 
     async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -113,7 +113,7 @@ class TextWorkers:
         body = _encode(question)
         if self._tasks and (len(self._tasks) >= MAX_JOBS or self._num_bytes + len(body) > MAX_JOB_BYTES):
             text = f"{len(self._tasks)} requests wait for a process to tokenise in; try again later"
-            raise Problem(429, "queue_full", text, retry_after_s=1)
+            raise ApiError(429, "queue_full", text, retry_after_s=1)
         task = asyncio.ensure_future(self._answer(body, BASE_S + size / CHARS_PER_S, slow or size > CHARS_PER_S))
         self._tasks.add(task)
         self._num_bytes += len(body)
@@ -144,7 +144,7 @@ class TextWorkers:
                 self._end(worker)
                 logger.error("a text worker is ended: %s", "it hangs" if isinstance(error, TimeoutError) else "it died")
                 text = f"a text worker died, or took longer than {limit_s:.0f} s; send less text"
-                raise Problem(500, "text_timeout", text) from None
+                raise ApiError(500, "text_timeout", text) from None
             except BaseException:  # half an answer may be on its way
                 self._end(worker)
                 raise
@@ -155,7 +155,7 @@ class TextWorkers:
 
     async def _started(self) -> _Worker:
         if self._closed:
-            raise Problem(503, "shutting_down", "the server is shutting down", retry_after_s=5)
+            raise ApiError(503, "shutting_down", "the server is shutting down", retry_after_s=5)
         if not self._paper:
             self._paper = await asyncio.to_thread(lambda: _encode(self._tokenizer.to_wire()))
         worker = await _Worker.start()
@@ -165,7 +165,7 @@ class TextWorkers:
                 await worker.ask(self._paper)
         except (TimeoutError, OSError, asyncio.IncompleteReadError):
             self._end(worker)
-            raise Problem(503, "text_unavailable", "no process starts to tokenise in", retry_after_s=5) from None
+            raise ApiError(503, "text_unavailable", "no process starts to tokenise in", retry_after_s=5) from None
         except BaseException:
             self._end(worker)
             raise

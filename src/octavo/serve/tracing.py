@@ -16,7 +16,7 @@ import octavo
 from octavo.errors import ParameterError
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
-from octavo.serve.metrics import Ended
+from octavo.serve.metrics import FinishedPrompt
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -54,7 +54,7 @@ class Tracing:
         return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=EXPORT_S)), model)
 
     def tell(
-        self, name: str, params: SamplingParams | BeamSearchParams, ended: Ended, headers: Mapping[str, str]
+        self, name: str, params: SamplingParams | BeamSearchParams, ended: FinishedPrompt, headers: Mapping[str, str]
     ) -> None:
         """Of a prompt that is over, now."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
@@ -79,7 +79,7 @@ class Tracing:
 
 
 def attributes_of(
-    name: str, model: str, params: SamplingParams | BeamSearchParams, ended: Ended
+    name: str, model: str, params: SamplingParams | BeamSearchParams, ended: FinishedPrompt
 ) -> dict[str, str | int | float]:
     found: dict[str, Any] = {
         "gen_ai.response.model": model,

@@ -18,9 +18,9 @@ from urllib.parse import parse_qs
 import octavo
 import octavo.view
 from octavo.errors import ParameterError
-from octavo.serve.debug_queries import Turns
-from octavo.serve.http.endpoint import Exchange, Handler, Reply, Stream, as_json
-from octavo.serve.openai.errors import Problem, bad, not_found
+from octavo.serve.debug_rate_limit import TenantRateLimiter
+from octavo.serve.http.endpoint import EventStream, Handler, HttpResponse, RequestContext, json_response
+from octavo.serve.openai.errors import ApiError, bad_request, not_found
 from octavo.serve.tenants import Tenant
 from octavo.view.live.hub import Hub, Message
 from octavo.view.playground.lessons import LESSONS
@@ -69,12 +69,12 @@ class View:
         replay: Replay | None = None,
         text_of: Callable[[list[int]], str] | None = None,
         playground: bool = True,
-        turns: Turns | None = None,
+        turns: TenantRateLimiter | None = None,
     ) -> None:
         self.title = title
         self.hub, self.replay = hub, replay
         self._text_of = text_of
-        self._turns = turns or Turns()
+        self._turns = turns or TenantRateLimiter()
         self._num_viewers: Counter[Tenant] = Counter()
         self._playgrounds = Playgrounds() if playground else None
         self._play_thread = ThreadPoolExecutor(1, "octavo-playground")  # the loop's own pool is for other work
@@ -104,36 +104,38 @@ class View:
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
-    async def redirect(self, exchange: Exchange) -> Reply:
+    async def redirect(self, context: RequestContext) -> HttpResponse:
         """Relative, for whatever stands before it on the way from the browser."""
-        return Reply(b"", 307, headers={"location": "view/"})
+        return HttpResponse(b"", 307, headers={"location": "view/"})
 
-    async def _index(self, exchange: Exchange) -> Reply:
+    async def _index(self, context: RequestContext) -> HttpResponse:
         return _file("index.html")
 
-    async def _static(self, exchange: Exchange) -> Reply:
-        return _file(exchange.path_params["name"])
+    async def _static(self, context: RequestContext) -> HttpResponse:
+        return _file(context.path_params["name"])
 
-    async def _config(self, exchange: Exchange) -> Reply:
+    async def _config(self, context: RequestContext) -> HttpResponse:
         parts = {"playground": self._playgrounds, "live": self.hub, "replay": self.replay}
         config = {
             "uses": [name for name, part in parts.items() if part is not None],
             "title": self.title,
             "version": octavo.__version__,
             "text": self._text_of is not None,
-            "only_own": not exchange.tenant.sees_all,
+            "only_own": not context.tenant.sees_all,
         }
         return _json(config)
 
     # -- playground ----------------------------------------------------------------------------------------------------
 
-    async def _lessons(self, exchange: Exchange) -> Reply:
+    async def _lessons(self, context: RequestContext) -> HttpResponse:
         return _json([lesson.as_dict() for lesson in LESSONS])
 
-    async def _play(self, exchange: Exchange) -> Reply:
-        history, action = exchange.body.get("history"), exchange.body.get("action")
+    async def _play(self, context: RequestContext) -> HttpResponse:
+        history, action = context.body.get("history"), context.body.get("action")
         if not isinstance(history, str) or not (action is None or isinstance(action, str)):
-            raise bad("invalid_type", 'the body is {"history": "64x16", "action": "new,64"}; both are text', "history")
+            raise bad_request(
+                "invalid_type", 'the body is {"history": "64x16", "action": "new,64"}; both are text', "history"
+            )
         assert self._playgrounds is not None
         loop = asyncio.get_running_loop()
         answer = await loop.run_in_executor(self._play_thread, self._playgrounds.answer, history, action or None)
@@ -141,19 +143,19 @@ class View:
 
     # -- live ----------------------------------------------------------------------------------------------------------
 
-    async def _events(self, exchange: Exchange) -> Stream:
+    async def _events(self, context: RequestContext) -> EventStream:
 
-        def last_words(problem: Problem) -> tuple[str, dict[str, str]]:
+        def last_words(problem: ApiError) -> tuple[str, dict[str, str]]:
             return "bye", {"reason": problem.message}
 
-        events = self._watch(exchange.tenant)
-        return Stream(events, closing=b"", keep_alive_s=KEEP_ALIVE_S, last_words=last_words)
+        events = self._watch(context.tenant)
+        return EventStream(events, closing=b"", keep_alive_s=KEEP_ALIVE_S, last_words=last_words)
 
     async def _watch(self, tenant: Tenant) -> AsyncGenerator[Message, None]:
         assert self.hub is not None
         if self._num_viewers[tenant] >= MAX_VIEWERS:
             text = f"{MAX_VIEWERS} viewers of this key look already, the limit; close one"
-            raise Problem(429, "too_many_viewers", text, retry_after_s=5)
+            raise ApiError(429, "too_many_viewers", text, retry_after_s=5)
         self._num_viewers[tenant] += 1
         try:
             async with aclosing(self.hub.watch(tenant)) as messages:
@@ -162,15 +164,15 @@ class View:
         finally:
             self._num_viewers[tenant] -= 1
 
-    async def _block(self, exchange: Exchange) -> Reply:
-        name = exchange.path_params["id"]
+    async def _block(self, context: RequestContext) -> HttpResponse:
+        name = context.path_params["id"]
         block = int(name) if name.isascii() and name.isdigit() and len(name) < 10 else 0
         if self.hub is not None:
-            async with self._turns.of(exchange.tenant):
-                found = await self.hub.block(block, exchange.tenant)
+            async with self._turns.of(context.tenant):
+                found = await self.hub.block(block, context.tenant)
         else:
             assert self.replay is not None
-            found = await asyncio.to_thread(self.replay.block, block, _seconds(exchange, "time_s"))
+            found = await asyncio.to_thread(self.replay.block, block, _seconds(context, "time_s"))
         if found is None:
             raise not_found("such block, or nobody watches", "id")
         if self._text_of is None:
@@ -181,40 +183,40 @@ class View:
 
     # -- replay --------------------------------------------------------------------------------------------------------
 
-    async def _summary(self, exchange: Exchange) -> Reply:
+    async def _summary(self, context: RequestContext) -> HttpResponse:
         assert self.replay is not None
         return _json({"title": self.title, **self.replay.summary()})
 
-    async def _at(self, exchange: Exchange) -> Reply:
+    async def _at(self, context: RequestContext) -> HttpResponse:
         assert self.replay is not None
-        return _json(await asyncio.to_thread(self.replay.at, _seconds(exchange, "time_s")))
+        return _json(await asyncio.to_thread(self.replay.at, _seconds(context, "time_s")))
 
-    async def _frames(self, exchange: Exchange) -> Reply:
+    async def _frames(self, context: RequestContext) -> HttpResponse:
         assert self.replay is not None
-        frames, end_s = self.replay.frames(_seconds(exchange, "from_s"), _seconds(exchange, "to_s"))
+        frames, end_s = self.replay.frames(_seconds(context, "from_s"), _seconds(context, "to_s"))
         return _json({"frames": frames, "end_s": end_s})
 
-    async def _export(self, exchange: Exchange) -> Reply:
+    async def _export(self, context: RequestContext) -> HttpResponse:
         assert self.replay is not None
-        begin_s, end_s = _seconds(exchange, "from_s"), _seconds(exchange, "to_s")
+        begin_s, end_s = _seconds(context, "from_s"), _seconds(context, "to_s")
         data = await asyncio.to_thread(self.replay.export, begin_s, end_s)
         headers = {"content-disposition": 'attachment; filename="range.frames"'}
-        return Reply(data, content_type="application/jsonl", headers=HEADERS | headers)
+        return HttpResponse(data, content_type="application/jsonl", headers=HEADERS | headers)
 
-    async def _trace(self, exchange: Exchange) -> Reply:
+    async def _trace(self, context: RequestContext) -> HttpResponse:
         assert self.replay is not None
-        name = _query(exchange).get("request_id")
+        name = _query(context).get("request_id")
         reply = _json(await asyncio.to_thread(self.replay.trace, name))
         reply.headers["content-disposition"] = 'attachment; filename="trace.json"'
         return reply
 
 
-def _file(name: str) -> Reply:
+def _file(name: str) -> HttpResponse:
     """A file by its name. No path is made of what a request says: the name has to be one of those that are there."""
     path = _files(STATIC).get(name)
     if path is None:
         raise not_found("such file", "name")
-    return Reply(path.read_bytes(), content_type=TYPES[path.suffix], headers=dict(HEADERS))
+    return HttpResponse(path.read_bytes(), content_type=TYPES[path.suffix], headers=dict(HEADERS))
 
 
 @functools.cache
@@ -223,8 +225,8 @@ def _files(folder: Path) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in paths}
 
 
-def _json(value: Any) -> Reply:
-    reply = as_json(value)
+def _json(value: Any) -> HttpResponse:
+    reply = json_response(value)
     reply.headers = dict(HEADERS)
     return reply
 
@@ -232,26 +234,26 @@ def _json(value: Any) -> Reply:
 def _same_site(handler: Handler) -> Handler:
     """Browsers send keys that they remember along with other sites' requests, too, and say whose they are."""
 
-    async def guarded(exchange: Exchange) -> Reply | Stream:
-        site = exchange.header(b"sec-fetch-site") or "none"
-        mode = exchange.header(b"sec-fetch-mode")
+    async def guarded(context: RequestContext) -> HttpResponse | EventStream:
+        site = context.header(b"sec-fetch-site") or "none"
+        mode = context.header(b"sec-fetch-mode")
         if site not in ("same-origin", "none") and mode != "navigate":
-            raise Problem(403, "cross_site", "this is not for other sites' scripts")
-        return await handler(exchange)
+            raise ApiError(403, "cross_site", "this is not for other sites' scripts")
+        return await handler(context)
 
     return guarded
 
 
-def _query(exchange: Exchange) -> Mapping[str, str]:
+def _query(context: RequestContext) -> Mapping[str, str]:
     try:
-        given = parse_qs(exchange.scope["query_string"].decode("latin-1"), max_num_fields=16)
+        given = parse_qs(context.scope["query_string"].decode("latin-1"), max_num_fields=16)
     except ValueError:
-        raise bad("invalid_value", "a query has 16 fields at most; leave some out", None) from None
+        raise bad_request("invalid_value", "a query has 16 fields at most; leave some out", None) from None
     return {name: values[-1] for name, values in given.items()}
 
 
-def _seconds(exchange: Exchange, name: str) -> float:
-    text = _query(exchange).get(name, "0")
+def _seconds(context: RequestContext, name: str) -> float:
+    text = _query(context).get(name, "0")
     try:
         seconds = float(text)
     except ValueError:

@@ -13,10 +13,10 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
 from octavo.serve.app import on_http_exception
-from octavo.serve.http.allowed_hosts import Hosts
-from octavo.serve.http.endpoint import Endpoint, Exchange, Receive, Scope, Send, new_request_id, send_problem
-from octavo.serve.http.json_worker import BodyWorker
-from octavo.serve.http.server import GuardedProtocol, url_of
+from octavo.serve.http.allowed_hosts import AllowedHosts
+from octavo.serve.http.endpoint import Endpoint, Receive, RequestContext, Scope, Send, new_request_id, send_error
+from octavo.serve.http.json_worker import JsonWorker
+from octavo.serve.http.server import LimitedHttpProtocol, socket_url
 from octavo.serve.view_routes import EVENTS, PLAY_BODY_BYTES, View
 
 
@@ -25,8 +25,8 @@ class ViewApp:
     leads here is another site's way in."""
 
     def __init__(self, view: View) -> None:
-        self._bodies = BodyWorker()
-        self._hosts = Hosts()
+        self._bodies = JsonWorker()
+        self._hosts = AllowedHosts()
         self._app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         self._app.add_exception_handler(HTTPException, on_http_exception)
         for method, path, handler in [("GET", "/", view.redirect), *view.routes()]:  # nothing else is here
@@ -37,10 +37,10 @@ class ViewApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        exchange = Exchange(scope, new_request_id())
-        scope.setdefault("state", {})["exchange"] = exchange
+        context = RequestContext(scope, new_request_id())
+        scope.setdefault("state", {})["context"] = context
         if (problem := self._hosts.refusal(scope)) is not None:
-            await send_problem(exchange, send, problem)
+            await send_error(context, send, problem)
             return
         await self._app(scope, receive, send)
 
@@ -53,7 +53,7 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=GuardedProtocol,
+                http=LimitedHttpProtocol,
                 ws="none",
                 lifespan="off",
                 access_log=False,
@@ -73,7 +73,7 @@ async def serve_view(view: View, sock: socket.socket, on_ready: Callable[[str], 
     """Until Ctrl-C, on a bound socket. `on_ready` is called with the address once it can be opened."""
     app = ViewApp(view)
     try:
-        await _Server(app, lambda: on_ready(f"{url_of(sock)}/view/")).serve(sockets=[sock])
+        await _Server(app, lambda: on_ready(f"{socket_url(sock)}/view/")).serve(sockets=[sock])
     finally:
         await app.close()
 

@@ -21,13 +21,13 @@ from octavo.engine.engine import Engine
 from octavo.engine.executor import Executor, Masks, Running
 from octavo.errors import UsageError
 from octavo.params.sampling_params import SamplingParams
-from octavo.simulate.cost import LinearCost, Work, work_of
+from octavo.simulate.cost import LinearCost, StepWork, step_work
 
 TERMS = ("pass_s", "few_s", "chunk_s", "new_s", "decode_s", "pair_s", "kv_s")
 """Of a `LinearCost`, those that are fitted; the others are measured apart."""
 HOST_TERMS = ("host_s", "host_slice_s", "host_chunk_s")
 REFITS = 4
-MOST_BATCH = 64
+MAX_BATCH = 64
 ROUNDS = (  # requests at a time, tokens of each prompt, tokens to generate, as shares of what the engine can take
     (1, 0.01, 0.01),
     (1, 0.05, 0.05),
@@ -39,8 +39,8 @@ ROUNDS = (  # requests at a time, tokens of each prompt, tokens to generate, as 
     (8, 0.03, 0.02),
     (16, 0.02, 0.05),
     (16, 0.15, 0.05),
-    (MOST_BATCH, 0.01, 0.03),
-    (MOST_BATCH, 0.06, 0.03),
+    (MAX_BATCH, 0.01, 0.03),
+    (MAX_BATCH, 0.06, 0.03),
 )
 ALL = 1 << 20
 GPU_ROUNDS = (  # in tokens: a GPU is far from full where a CPU's minute is over
@@ -87,11 +87,11 @@ def rounds_of(engine: Engine, device: str) -> list[Round]:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredStep:
     """A step: what it was asked for, how long it took, and how long the host had been busy since the one before. A time
     of 0 is one that could not be told."""
 
-    work: Work
+    work: StepWork
     step_s: float
     host_s: float
 
@@ -110,7 +110,7 @@ class TimedExecutor:
     ) -> None:
         self.inner = inner
         self.overlap = overlap
-        self.steps: list[Measured] = []
+        self.steps: list[MeasuredStep] = []
         self._clock = clock
         self.rest()
 
@@ -122,7 +122,7 @@ class TimedExecutor:
 
     def submit(self, plan: StepPlan) -> TimedRunning:
         now = self._clock()
-        running = TimedRunning(self, self.inner.submit(plan), work_of(plan), now)
+        running = TimedRunning(self, self.inner.submit(plan), step_work(plan), now)
         if self._ended_s is not None and not self.overlap:
             running.host_s = now - self._ended_s
         running.is_behind = bool(self._flight)
@@ -138,7 +138,7 @@ class TimedExecutor:
         now = self._clock()
         counts = not self.overlap or (running.is_behind and waited and self._waited)
         step_s = now - max(running.begin_s, self._ended_s or 0.0) if counts else 0.0
-        self.steps.append(Measured(running.work, step_s, running.host_s))
+        self.steps.append(MeasuredStep(running.work, step_s, running.host_s))
         self._ended_s, self._waited = now, waited
         self._flight = [other for other in self._flight if other is not running]
 
@@ -149,7 +149,7 @@ class TimedExecutor:
 class TimedRunning:
     """A step under way, as its executor's, with the time. `is_behind` another that was in flight before it."""
 
-    def __init__(self, executor: TimedExecutor, inner: Running, work: Work, begin_s: float) -> None:
+    def __init__(self, executor: TimedExecutor, inner: Running, work: StepWork, begin_s: float) -> None:
         self.work, self.begin_s, self.host_s, self.is_behind = work, begin_s, 0.0, False
         self._executor, self._inner = executor, inner
 
@@ -179,9 +179,8 @@ def measure(
     warm_up: bool = True,
     progress: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = time.perf_counter,
-) -> list[Measured]:
-    """Work through the rounds of such a device so many times, after once that does not count if it is to `warm_up`. The
-    engine is idle, and is left so.
+) -> list[MeasuredStep]:
+    """Run the device's rounds `repeats` times, after one discarded repetition with `warm_up`. The engine must be idle.
 
     An engine with a window is measured with it. Prompts are random, so that no prefix is found.
     """
@@ -220,7 +219,7 @@ def _work_through(engine: Engine, rnd: random.Random, each: Round) -> None:
         engine.step()
 
 
-def fit(steps: Sequence[Measured], *, move_s: float = 0.0) -> LinearCost:
+def fit(steps: Sequence[MeasuredStep], *, move_s: float = 0.0) -> LinearCost:
     """The terms, none below 0, that lie closest to the steps, and those that lie closest to what the host needs between
     them. All steps with prompts count as much as all without, of which there are many more.
 
@@ -280,6 +279,6 @@ def nonnegative(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
     return found
 
 
-def error(cost: LinearCost, steps: Sequence[Measured]) -> float:
+def median_error(cost: LinearCost, steps: Sequence[MeasuredStep]) -> float:
     """Median of how far off the fitted times are, as a share of the steps' own; 0 of none."""
     return statistics.median([abs(cost.work_s(s.work) / s.step_s - 1) for s in steps if s.step_s > 0] or [0.0])

@@ -1,6 +1,6 @@
 """What a step takes, in seconds: from a device's roofline, or from what was measured on this machine.
 
-Every cost is a function of a `StepPlan` alone. What a plan asks of the device is summed up in `Work` first:
+Every cost is a function of a `StepPlan` alone. What a plan asks of the device is summed up in `StepWork` first:
 
     dense work      tokens that go through the weights: `num_new` in `num_chunks` chunks of prompts, `num_decoding` in
                     decode slices, the latter `num_passes` times in a row where slices are windows
@@ -28,7 +28,7 @@ FEW = 8
 """Tokens of a pass up to which products grow with every token, as a CPU's do; the next ones come at a lower price."""
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     num_slices: int
     num_new: int
     num_decoding: int
@@ -46,7 +46,7 @@ class Work(NamedTuple):
         return min(self.num_new + each, FEW) + (self.num_passes - 1) * min(each, FEW)
 
 
-def work_of(plan: StepPlan) -> Work:
+def step_work(plan: StepPlan) -> StepWork:
     """All of it by sums that run in C: this is called for every step of a simulation."""
     starts, counts = plan.starts, plan.counts
     num_tokens = sum(counts)
@@ -64,7 +64,7 @@ def work_of(plan: StepPlan) -> Work:
     else:
         pairs = sum(map(mul, starts, counts)) + (sum(map(mul, counts, counts)) + num_tokens) // 2
         kv_tokens = pairs - chunk_pairs + chunk_reads
-    return Work(
+    return StepWork(
         len(counts),
         num_new,
         num_tokens - num_new,
@@ -203,7 +203,7 @@ class RooflineCost:
         return self.device.move_s + block_bytes / (self.device.host_link * self.num_devices)
 
     def step_s(self, plan: StepPlan) -> float:
-        work, model, device = work_of(plan), self.model, self.device
+        work, model, device = step_work(plan), self.model, self.device
         bandwidth = device.bandwidth * device.bandwidth_share * self.num_devices
         flops = device.flops * device.flops_share * self.num_devices
         weights_s = model.weight_bytes / bandwidth
@@ -230,7 +230,7 @@ class RooflineCost:
         sent = 2 * (n - 1) / n * num_tokens * model.hidden_size * model.dtype_bytes
         return 2 * model.num_layers * (device.peer_s + sent / device.peer_link)
 
-    def _moves_s(self, work: Work, bandwidth: float) -> float:
+    def _moves_s(self, work: StepWork, bandwidth: float) -> float:
         if not work.num_copied and not work.num_swapped:
             return 0.0
         block_bytes = self.model.kv_bytes_per_token * self.block_size
@@ -267,9 +267,9 @@ class LinearCost:
     chunk_s: float = 0.0
 
     def step_s(self, plan: StepPlan) -> float:
-        return self.work_s(work_of(plan))
+        return self.work_s(step_work(plan))
 
-    def work_s(self, work: Work) -> float:
+    def work_s(self, work: StepWork) -> float:
         return (
             self.pass_s * work.num_passes
             + self.few_s * work.num_few

@@ -11,14 +11,14 @@ from octavo.engine.executor import Masks
 from octavo.simulate.clock import VirtualClock
 from octavo.simulate.cost import CostModel
 
-ANSWER = 1
+OUTPUT_TOKEN = 1
 """The token that every simulated model says. Prompts have others, so that a chat's next turn finds what was said."""
 
 
-class Answers(Protocol):
+class TokenSource(Protocol):
     """What the model says where it matters: to beams, or when another run is followed."""
 
-    def draws(self, setup: RowSetup, position: int, count: int) -> Seq[Any]:
+    def samples(self, setup: RowSetup, position: int, count: int) -> Seq[Any]:
         """`count` draws from the logits at `position`: tokens, or (log-probability, token) best first for beams."""
 
     def tokens(self, setup: RowSetup, position: int, count: int) -> Seq[int]:
@@ -52,10 +52,10 @@ class SimulatedRunning:
 class SimulatedExecutor:
     """Keeps stream order: a plan begins when the one before it has ended."""
 
-    def __init__(self, cost: CostModel, clock: VirtualClock, answers: Answers | None = None) -> None:
+    def __init__(self, cost: CostModel, clock: VirtualClock, token_source: TokenSource | None = None) -> None:
         self.cost = cost
         self.clock = clock
-        self.answers = answers
+        self.token_source = token_source
         self.busy_s = 0.0  # in which the device computed
         self._free_s = 0.0  # when it is done with all that was submitted
         self._rows: dict[Row, RowSetup] = {}
@@ -72,19 +72,19 @@ class SimulatedExecutor:
         return SimulatedRunning(self.clock, self._free_s, self._sample(plan))
 
     def _sample(self, plan: StepPlan) -> list[Seq[Any]]:
-        if self.answers is not None:
-            return self._ask(plan, self.answers)
+        if self.token_source is not None:
+            return self._ask(plan, self.token_source)
         columns = self._columns
         longest = max(plan.samples, default=0)
         while len(columns) <= longest:
-            columns.append((ANSWER,) * len(columns))
+            columns.append((OUTPUT_TOKEN,) * len(columns))
         tokens: list[Seq[Any]] = [columns[n] for n in plan.samples]
         for i, count in plan.draws.items():
             if plan.samples[i]:
-                tokens[i] = (ANSWER,) * count
+                tokens[i] = (OUTPUT_TOKEN,) * count
         return tokens
 
-    def _ask(self, plan: StepPlan, answers: Answers) -> list[Seq[Any]]:
+    def _ask(self, plan: StepPlan, token_source: TokenSource) -> list[Seq[Any]]:
         for setup in plan.row_setups:
             self._rows[setup.row] = setup
         tokens: list[Seq[Any]] = []
@@ -93,9 +93,9 @@ class SimulatedExecutor:
             if not count:
                 tokens.append(())
             elif i in plan.draws:
-                tokens.append(answers.draws(setup, first, plan.draws[i]))
+                tokens.append(token_source.samples(setup, first, plan.draws[i]))
             else:
-                tokens.append(answers.tokens(setup, first, count))
+                tokens.append(token_source.tokens(setup, first, count))
         return tokens
 
     def close(self) -> None:

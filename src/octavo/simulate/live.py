@@ -12,11 +12,11 @@ from octavo.core.plan import RowSetup
 from octavo.engine.engine import Engine
 from octavo.engine.outputs import RequestOutput
 from octavo.params.sampling_params import SamplingParams
-from octavo.simulate.executor import ANSWER
+from octavo.simulate.executor import OUTPUT_TOKEN
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ScheduledCall:
     """A request as it was made, or its abort: `time_s` after the beginning. Its parameters' seed is its name."""
 
     time_s: float
@@ -55,7 +55,9 @@ class RecordedClock:
         """The other run has waited."""
 
 
-def run_calls(engine: Engine, calls: Sequence[Call], clock: Stopwatch | RecordedClock) -> dict[str, RequestOutput]:
+def run_calls(
+    engine: Engine, calls: Sequence[ScheduledCall], clock: Stopwatch | RecordedClock
+) -> dict[str, RequestOutput]:
     """Make the calls when they are due, between two steps as a server does; what each request had at its end.
 
     The engine must look at the same clock: with a stopwatch this is a run in real time; with the `RecordedClock` of
@@ -76,15 +78,15 @@ def run_calls(engine: Engine, calls: Sequence[Call], clock: Stopwatch | Recorded
     return outputs
 
 
-def _make(engine: Engine, call: Call) -> RequestOutput | None:
+def _make(engine: Engine, call: ScheduledCall) -> RequestOutput | None:
     if call.params is None:
         return engine.abort(call.request_id)
     engine.add(call.request_id, call.prompt_token_ids, call.params)
     return None
 
 
-class Script:
-    """`Answers` that say what another run's model said.
+class ScriptedTokens:
+    """`TokenSource` that say what another run's model said.
 
     outputs   seed of a request -> its samples' tokens. Past their end, where that run sampled too much, it does not
               matter what is said.
@@ -93,7 +95,7 @@ class Script:
     def __init__(self, outputs: Mapping[int, Sequence[Sequence[int]]]) -> None:
         self._outputs = outputs
 
-    def draws(self, setup: RowSetup, position: int, count: int) -> list[Any]:
+    def samples(self, setup: RowSetup, position: int, count: int) -> list[Any]:
         samples = self._outputs[setup.seed]
         index = position + 1 - setup.num_prompt
         return [_token(samples, i, index) for i in range(count)]
@@ -106,4 +108,4 @@ class Script:
 
 def _token(samples: Sequence[Sequence[int]], sample: int, index: int) -> int:
     tokens = samples[sample] if sample < len(samples) else ()
-    return tokens[index] if index < len(tokens) else ANSWER
+    return tokens[index] if index < len(tokens) else OUTPUT_TOKEN

@@ -16,7 +16,7 @@ from octavo.errors import MemoryBudgetError
 from octavo.simulate.cost import DEVICES, Device
 from octavo.simulate.models import ModelShape
 from octavo.simulate.report import SLO, summary
-from octavo.simulate.simulation import Setup, simulate
+from octavo.simulate.simulation import SimConfig, simulate
 from octavo.simulate.traces import Arrival
 
 NUMBERS_OF_DEVICES = (1, 2, 4, 8)
@@ -29,12 +29,12 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"block_size": 32},
 )
 """What is tried beside the engine's defaults, one at a time."""
-MOST_MARGIN = 4.0
+MAX_MARGIN = 4.0
 """A margin is not looked for beyond so many times the load."""
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class Deployment:
     """Something that was tried. `kept` is the share of requests that kept the SLO, refused ones not among them."""
 
     device: Device
@@ -69,15 +69,15 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PlannerResult:
     """best     None: nothing within the number of GPUs keeps the SLO
     margin      how many times the load `best` bears
     tried       all candidates, those that keep the SLO first
     """
 
-    best: Candidate | None
+    best: Deployment | None
     margin: float
-    tried: list[Candidate]
+    tried: list[Deployment]
 
 
 class Planner:
@@ -93,34 +93,34 @@ class Planner:
         devices: Iterable[Device] = DEVICES.values(),
         prices: Mapping[str, float] | None = None,
         settings: Mapping[str, Any] | None = None,
-        most_gpus: int = 64,
+        max_gpus: int = 64,
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.model, self.arrivals, self.slo, self.share = model, arrivals, slo, share
         self.devices = [d for d in devices if prices is None or d.name in prices]
         self.prices = prices or {}
         self.settings = dict(settings or {})
-        self.most_gpus = most_gpus
+        self.max_gpus = max_gpus
         self.progress = progress
-        self.tried: list[Candidate] = []
+        self.tried: list[Deployment] = []
 
-    def search(self) -> Answer:
+    def search(self) -> PlannerResult:
         for device in self.devices:
             for num_devices in NUMBERS_OF_DEVICES:
                 if self.model.num_heads % num_devices == 0:
                     self._search(device, num_devices)
         self.tried.sort(key=lambda c: (0.0, *c.order) if self._keeps(c) else (1.0, -c.kept, *c.order[:2]))
         best = next((c for c in self.tried if self._keeps(c)), None)
-        return Answer(best, self._margin(best) if best is not None else 0.0, self.tried)
+        return PlannerResult(best, self._margin(best) if best is not None else 0.0, self.tried)
 
-    def _keeps(self, candidate: Candidate) -> bool:
+    def _keeps(self, candidate: Deployment) -> bool:
         return candidate.kept >= self.share
 
     def _most(self, device: Device, num_devices: int) -> int:
         """Replicas beyond which there is an answer already that costs less."""
         each = self.prices.get(device.name, 0.0) * num_devices or num_devices
         best = min((c.order[0] for c in self.tried if self._keeps(c)), default=float("inf"))
-        return int(min(self.most_gpus // num_devices, best // each))
+        return int(min(self.max_gpus // num_devices, best // each))
 
     def _search(self, device: Device, num_devices: int) -> None:
         """The fewest replicas: doubled until they do, then bisected, then fewer with other settings."""
@@ -153,28 +153,28 @@ class Planner:
                 kept = kept or (found is not None and self._keeps(found))
         return kept
 
-    def _try(self, device: Device, num_devices: int, num_replicas: int, settings: dict[str, Any]) -> Candidate | None:
+    def _try(self, device: Device, num_devices: int, num_replicas: int, settings: dict[str, Any]) -> Deployment | None:
         """None where the model does not fit."""
         price = self.prices.get(device.name, 0.0) * num_devices * num_replicas
-        setup = Setup(self.model, device, EngineArgs(model=self.model.name, **settings), num_devices, num_replicas)
+        setup = SimConfig(self.model, device, EngineArgs(model=self.model.name, **settings), num_devices, num_replicas)
         self.progress(f"{num_replicas} x {num_devices} {device.name}")
         try:
             told = self._run(setup, 1.0)
         except MemoryBudgetError:
             return None
-        self.tried.append(Candidate(device, num_devices, num_replicas, settings, told["kept"], told, price))
+        self.tried.append(Deployment(device, num_devices, num_replicas, settings, told["kept"], told, price))
         return self.tried[-1]
 
-    def _run(self, setup: Setup, load: float) -> dict[str, Any]:
+    def _run(self, setup: SimConfig, load: float) -> dict[str, Any]:
         arrivals = (a._replace(time_s=a.time_s / load) for a in self.arrivals) if load != 1 else self.arrivals
-        records = simulate(setup, arrivals, sample_s=1e9)
+        records = simulate(setup, arrivals, interval_s=1e9)
         told = summary(records, self.slo)
         return told | {"kept": told.get("slo_kept", 0.0) * len(records) / len(self.arrivals)}
 
-    def _margin(self, best: Candidate) -> float:
+    def _margin(self, best: Deployment) -> float:
         args = EngineArgs(model=self.model.name, **best.settings)
-        setup = Setup(self.model, best.device, args, best.num_devices, best.num_replicas)
-        low, high = 1.0, MOST_MARGIN
+        setup = SimConfig(self.model, best.device, args, best.num_devices, best.num_replicas)
+        low, high = 1.0, MAX_MARGIN
         for _ in range(6):
             middle = (low * high) ** 0.5
             self.progress(f"the margin: {middle:.2f} times the load")

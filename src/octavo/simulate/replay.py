@@ -1,8 +1,8 @@
-"""A flight recorder's dump, simulated: exactly as it was, or with other settings.
+"""Simulates a flight recorder's dump: exactly as recorded, or with other settings.
 
-`Exact` makes the same calls to the same scheduler and only reads what it does: what came of each request, and what each
-step took on that machine. A cost model is fitted to those steps. `what_if` is then an ordinary simulation, of the same
-arrivals on a machine of that speed, where settings may differ.
+`ExactReplay` makes the recorded calls to the same scheduler and observes the result: the outcome of each request, and
+the time of each step on the recorded machine. A cost model is fitted to those steps. `what_if` is then an ordinary
+simulation of the same arrivals on a machine of that speed, where settings may differ.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from octavo.core import events as ev
 from octavo.core.plan import RowSetup, StepPlan
 from octavo.errors import OctavoError, TraceError
 from octavo.simulate.allocators import split_of
-from octavo.simulate.calibrate import Measured, fit
-from octavo.simulate.cost import DEVICES, CostModel, LinearCost, Work, work_of
-from octavo.simulate.executor import ANSWER
+from octavo.simulate.calibrate import MeasuredStep, fit
+from octavo.simulate.cost import DEVICES, CostModel, LinearCost, StepWork, step_work
+from octavo.simulate.executor import OUTPUT_TOKEN
 from octavo.simulate.models import ModelShape
-from octavo.simulate.simulation import MOST_SAMPLES, Records, Sample, Setup, simulate
+from octavo.simulate.simulation import MAX_POOL_SAMPLES, PoolSample, Records, SimConfig, simulate
 from octavo.simulate.traces import Arrival
 from octavo.view.recording.player import Flight, Replay, Turn
 from octavo.view.recording.recorder import Arrival as Flown
@@ -32,7 +32,7 @@ MODEL = ModelShape("recorded", 1, 1, 1, 1, 1, 1, 1)
 """Nothing depends on it: the recording says how many blocks there are, and a fitted cost what steps take."""
 
 
-class Exact:
+class ExactReplay:
     """A flight once more. Nothing is decided here.
 
     records       of the requests that arrived while it was recorded and came to their end
@@ -45,17 +45,17 @@ class Exact:
     def __init__(self, flight: Flight) -> None:
         self.flight = flight
         self.records = Records()
-        self.steps: list[Measured] = []
+        self.steps: list[MeasuredStep] = []
         self.num_aborted = 0
         self.death = ""
         self._now_s = 0.0
         self._arrived_s: dict[str, float] = {}
         self._first_s: dict[str, float] = {}
         self._admitted: dict[str, ev.Admitted] = {}
-        self._submitted: list[tuple[Work, float, float]] = []  # of the plans in flight: work, when, the host's time
+        self._submitted: list[tuple[StepWork, float, float]] = []  # of the plans in flight: work, when, the host's time
         self._ended_s: float | None = None
         self._ends_s: list[float] = []
-        self._next_sample_s, self._sample_s = 0.0, flight.end_s / MOST_SAMPLES
+        self._next_sample_s, self._sample_s = 0.0, flight.end_s / MAX_POOL_SAMPLES
         replay = flight.replay()
         self.num_present = len(replay.scheduler.requests)
         self._move_s = replay.scheduler.policy.costs.move_s
@@ -92,7 +92,7 @@ class Exact:
         elif turn.op is Op.PLAN and turn.plan:
             idle = self._ended_s is None or bool(self._submitted)
             host_s = 0.0 if idle or self._ended_s is None else turn.time_s - self._ended_s
-            self._submitted.append((work_of(turn.plan), turn.time_s, host_s))
+            self._submitted.append((step_work(turn.plan), turn.time_s, host_s))
             self.records.num_steps += 1
         elif turn.op in (Op.RESULT, Op.UNEVEN, Op.PART) and turn.plan is not None:
             self._note_tokens(turn.plan)
@@ -107,7 +107,7 @@ class Exact:
             queues = len(scheduler.running), len(scheduler.waiting), len(scheduler.swapped)
             split = split_of(cache, scheduler.running)
             blocks = pool.num_used, pool.num_refs - pool.num_used
-            self.records.samples.append(Sample(turn.time_s, split, *blocks, *queues))
+            self.records.samples.append(PoolSample(turn.time_s, split, *blocks, *queues))
             self._next_sample_s = turn.time_s + self._sample_s
 
     def _note_tokens(self, plan: StepPlan) -> None:
@@ -116,11 +116,11 @@ class Exact:
             if plan.samples[i] and request.request_id not in self._first_s:
                 self._first_s[request.request_id] = self._now_s
 
-    def _note_step(self, work: Work, submitted_s: float, host_s: float) -> None:
+    def _note_step(self, work: StepWork, submitted_s: float, host_s: float) -> None:
         begin_s = submitted_s if self._ended_s is None else max(submitted_s, self._ended_s)
         step_s = self._now_s - begin_s - self._move_s * work.num_swapped
         if step_s > 0:
-            self.steps.append(Measured(work, step_s, host_s))
+            self.steps.append(MeasuredStep(work, step_s, host_s))
             self._ends_s.append(self._now_s)
         self._ended_s = self._now_s
 
@@ -158,17 +158,17 @@ class Exact:
         return fit(self.steps, move_s=self._move_s)
 
 
-class Said:
-    """`Answers` of a recording: what it said of each request, so that a later prompt that goes on from an answer finds
-    it. The seed of a simulated request is its place in the recording."""
+class RecordedTokens:
+    """`TokenSource` that returns a recording's tokens, so that a later prompt which continues an output hits the prefix
+    cache. The seed of a simulated request is its index in the recording."""
 
     def __init__(self, flight: Flight) -> None:
         self._flight = flight
         self._whole: dict[tuple[int, int], array[int]] = {}
 
-    def draws(self, setup: RowSetup, position: int, count: int) -> Seq[Any]:
+    def samples(self, setup: RowSetup, position: int, count: int) -> Seq[Any]:
         if setup.decides:  # what beams were likely to say is not recorded: any candidates, as many as they had
-            return [(-1.0 - i, ANSWER + i) for i in range(count)]
+            return [(-1.0 - i, OUTPUT_TOKEN + i) for i in range(count)]
         return [self._at(setup.seed, i, position + 1, 1)[0] for i in range(count)]
 
     def tokens(self, setup: RowSetup, position: int, count: int) -> Seq[int]:
@@ -182,7 +182,7 @@ class Said:
         known = whole[begin : begin + count].tolist()
         if begin + count >= len(whole):
             del self._whole[key]
-        return known + [ANSWER] * (count - len(known))
+        return known + [OUTPUT_TOKEN] * (count - len(known))
 
 
 def what_if(flight: Flight, settings: dict[str, Any], cost: CostModel, **options: Any) -> Records:
@@ -190,7 +190,9 @@ def what_if(flight: Flight, settings: dict[str, Any], cost: CostModel, **options
 
     Who was there when the recording began arrives at its beginning, to an empty cache.
     """
-    return simulate(setup_of(flight, settings, cost), arrivals_of(flight), answers=Said(flight), **options)
+    return simulate(
+        setup_of(flight, settings, cost), arrivals_of(flight), token_source=RecordedTokens(flight), **options
+    )
 
 
 def arrivals_of(flight: Flight) -> Iterator[Arrival]:
@@ -222,7 +224,7 @@ def _num_choices(flown: Flown) -> int:
     return count
 
 
-def setup_of(flight: Flight, settings: dict[str, Any], cost: CostModel) -> Setup:
+def setup_of(flight: Flight, settings: dict[str, Any], cost: CostModel) -> SimConfig:
     """The engine that was recorded, but for these options."""
     was, engine = flight.file.settings, flight.file.engine
     block_size = settings.get("block_size", was["block_size"])
@@ -246,4 +248,4 @@ def setup_of(flight: Flight, settings: dict[str, Any], cost: CostModel) -> Setup
         "watermark": min(0.5, (was["num_watermark_blocks"] + 0.5) / was["num_blocks"]),
         "async_scheduling": engine["overlap"],
     }
-    return Setup(MODEL, DEVICES["h100"], EngineArgs(model=MODEL.name, **(known | settings)), cost=cost)
+    return SimConfig(MODEL, DEVICES["h100"], EngineArgs(model=MODEL.name, **(known | settings)), cost=cost)

@@ -12,7 +12,7 @@ import numpy as np
 
 from octavo.errors import ParameterError, cut
 from octavo.simulate.plot import Area, Chart, Line
-from octavo.simulate.simulation import Records, Sample
+from octavo.simulate.simulation import PoolSample, Records
 
 PERCENTILES = (50, 90, 95, 99)
 UNITS = {"ms": 1e-3, "s": 1.0}
@@ -92,14 +92,14 @@ def summary(records: Records, slo: SLO | None = None) -> dict[str, Any]:
         "requests_per_s": len(records) / span,
         "prompt_tokens_per_s": asked / span,
         "output_tokens_per_s": int(records.column("num_output").sum()) / span,
-        "ttft_s": spread(ttft(records)),
-        "tpot_s": spread(tpot(records)[records.column("longest") > 1]),
-        "latency_s": spread(latency(records)),
+        "ttft_s": distribution(ttft(records)),
+        "tpot_s": distribution(tpot(records)[records.column("longest") > 1]),
+        "latency_s": distribution(latency(records)),
         "hit_rate": hit / asked,
         "num_preempted": dict(records.num_preempted),
         "num_waits": dict(records.num_waits),
         "refused": refused,
-        "memory": shares([s for s in records.samples if s.num_running]),
+        "memory": memory_shares([s for s in records.samples if s.num_running]),
     }
     if not math.isnan(normalized := normalized_latency(records)):
         told["normalized_latency_s"] = normalized
@@ -110,13 +110,13 @@ def summary(records: Records, slo: SLO | None = None) -> dict[str, Any]:
     return told
 
 
-def spread(values: np.ndarray) -> dict[str, float]:
+def distribution(values: np.ndarray) -> dict[str, float]:
     if not len(values):
         return {}
     return {"mean": float(values.mean())} | {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
 
 
-def shares(samples: Seq[Sample]) -> dict[str, float]:
+def memory_shares(samples: Seq[PoolSample]) -> dict[str, float]:
     """Mean share of the slots in each state."""
     if not samples:
         return {}
@@ -124,7 +124,7 @@ def shares(samples: Seq[Sample]) -> dict[str, float]:
     return dict(zip(samples[0].split._fields, (splits / splits.sum(axis=1, keepdims=True)).mean(axis=0), strict=True))
 
 
-def lines(told: dict[str, Any]) -> list[str]:
+def format_summary(told: dict[str, Any]) -> list[str]:
     """A summary for people."""
     text = _recording(told) if "replay" in told else []
     if not told["num_requests"]:

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from octavo.config import DEFAULT_SWAP_BYTES, GIB, GPU_MEMORY_UTILIZATION, EngineArgs
+from octavo.config import DEFAULT_GPU_MEMORY_UTILIZATION, DEFAULT_SWAP_BYTES, GIB, EngineArgs
 from octavo.core import events as ev
 from octavo.core.kv_cache_manager import KVCache
 from octavo.core.scheduler import Scheduler
@@ -27,13 +27,13 @@ from octavo.params.sampling_params import SamplingParams
 from octavo.simulate.allocators import MemorySplit, split_of
 from octavo.simulate.clock import VirtualClock
 from octavo.simulate.cost import CostModel, Device, RooflineCost
-from octavo.simulate.executor import Answers, SimulatedExecutor
+from octavo.simulate.executor import SimulatedExecutor, TokenSource
 from octavo.simulate.models import ModelShape
 from octavo.simulate.traces import Arrival
 
 VOCAB_SIZE = 1 << 31
 """Of a simulated model: every token that a trace can hold."""
-MOST_SAMPLES = 1024
+MAX_POOL_SAMPLES = 1024
 """Looks at the memory that are kept; when there are more, every second one goes."""
 
 MANY = 1000
@@ -49,7 +49,7 @@ def paged(num_blocks: int, block_size: int, num_host_blocks: int, num_rows: int,
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class SimConfig:
     """What is simulated.
 
     args          the engine's options; `model` is a name for people
@@ -66,8 +66,8 @@ class Setup:
     cost: CostModel | None = None
     make_cache: MakeCache = paged
 
-    def settled(self) -> EngineArgs:
-        return self.args.settled("cpu" if self.device.name == "cpu" else "cuda")
+    def resolved(self) -> EngineArgs:
+        return self.args.resolved("cpu" if self.device.name == "cpu" else "cuda")
 
     @property
     def block_bytes(self) -> int:
@@ -81,7 +81,9 @@ class Setup:
         if args.kv_cache_memory_bytes is not None:
             room = float(args.kv_cache_memory_bytes)
         else:
-            share = GPU_MEMORY_UTILIZATION if args.gpu_memory_utilization is None else args.gpu_memory_utilization
+            share = (
+                DEFAULT_GPU_MEMORY_UTILIZATION if args.gpu_memory_utilization is None else args.gpu_memory_utilization
+            )
             room = self.device.memory_bytes * self.num_devices * share - self.model.weight_bytes
         if room < self.block_bytes:
             raise MemoryBudgetError(
@@ -103,7 +105,7 @@ class Setup:
 
 
 @dataclass(slots=True)
-class Sample:
+class PoolSample:
     """A look at one replica's memory and queues. `num_saved` blocks more would be used if nothing was shared."""
 
     time_s: float
@@ -136,7 +138,7 @@ class Records:
     num_preempted: Counter[str] = field(default_factory=Counter)
     num_waits: Counter[str] = field(default_factory=Counter)
     refused: dict[str, tuple[int, str]] = field(default_factory=dict)
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[PoolSample] = field(default_factory=list)
     num_steps: int = 0
     busy_s: float = 0.0
     end_s: float = 0.0
@@ -153,9 +155,16 @@ class Records:
 class Replica:
     """One engine, its clock and its device."""
 
-    def __init__(self, setup: Setup, records: Records, *, answers: Answers | None = None, sample_s: float) -> None:
-        args = setup.settled()
-        assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # settled
+    def __init__(
+        self,
+        setup: SimConfig,
+        records: Records,
+        *,
+        token_source: TokenSource | None = None,
+        interval_s: float,
+    ) -> None:
+        args = setup.resolved()
+        assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # resolved
         num_blocks = setup.num_blocks()
         self.cache = setup.make_cache(
             num_blocks, args.block_size, setup.num_host_blocks(), args.max_num_seqs, args.enable_prefix_caching
@@ -172,7 +181,7 @@ class Replica:
         longest = setup.model.max_len if args.max_model_len in (None, -1) else args.max_model_len
         assert longest is not None
         self.clock = VirtualClock()
-        self.executor = SimulatedExecutor(setup.cost_model(), self.clock, answers)
+        self.executor = SimulatedExecutor(setup.cost_model(), self.clock, token_source)
         self.engine = Engine(
             self.scheduler,
             self.executor,
@@ -182,9 +191,9 @@ class Replica:
             clock=self.clock,
         )
         self.records = records
-        self._seeded = answers is not None
+        self._seeded = token_source is not None
         self._arrivals: dict[str, tuple[int, Arrival]] = {}
-        self._sample_s, self._next_sample_s = sample_s, 0.0
+        self._sample_s, self._next_sample_s = interval_s, 0.0
         self.scheduler.events.subscribe(self._listen)
 
     @property
@@ -237,8 +246,8 @@ class Replica:
         split, pool = split_of(self.cache, scheduler.running), self.cache.pool
         blocks = pool.num_used, pool.num_refs - pool.num_used
         queues = len(scheduler.running), len(scheduler.waiting), len(scheduler.swapped)
-        samples.append(Sample(self.clock.now, split, *blocks, *queues))
-        if len(samples) > MOST_SAMPLES:
+        samples.append(PoolSample(self.clock.now, split, *blocks, *queues))
+        if len(samples) > MAX_POOL_SAMPLES:
             del samples[::2]
             self._sample_s = max(2 * self._sample_s, (samples[-1].time_s - samples[0].time_s) / len(samples))
         self._next_sample_s = self.clock.now + self._sample_s
@@ -258,26 +267,28 @@ def _made(num_output: int, n: int, beams: bool, seed: int | None) -> SamplingPar
 
 
 def _params(arrival: Arrival, seed: int | None) -> SamplingParams | BeamSearchParams:
-    """The seed is the channel by which `Answers` know whose tokens they are asked for."""
+    """The seed is the channel by which `TokenSource` know whose tokens they are asked for."""
     return _made(arrival.num_output, arrival.n, arrival.beams, seed)
 
 
 def simulate(
-    setup: Setup,
+    setup: SimConfig,
     arrivals: Iterable[Arrival],
     *,
     until_s: float = float("inf"),
-    sample_s: float = 1.0,
-    answers: Answers | None = None,
+    interval_s: float = 1.0,
+    token_source: TokenSource | None = None,
     progress: Callable[[int, float], None] | None = None,
 ) -> Records:
     """Run a trace to its end, or to a time; what is running then is left out and counted as unfinished.
 
-    sample_s   between two looks at the memory, at first
+    interval_s   between two looks at the memory, at first
     progress   called with arrivals so far and the time of the last, now and then
     """
     records = Records()
-    replicas = [Replica(setup, records, answers=answers, sample_s=sample_s) for _ in range(setup.num_replicas)]
+    replicas = [
+        Replica(setup, records, token_source=token_source, interval_s=interval_s) for _ in range(setup.num_replicas)
+    ]
     with ExitStack() as stack:
         for replica in replicas:
             stack.enter_context(replica.engine.garbage)

@@ -24,21 +24,21 @@ import numpy as np
 
 from octavo.errors import ParameterError, TraceError
 from octavo.integers import cdiv
-from octavo.simulate.executor import ANSWER
+from octavo.simulate.executor import OUTPUT_TOKEN
 
 Run = tuple[int, int]
 Draw = Callable[[np.random.Generator], int]
 
-FIRST_TOKEN = ANSWER + 1
+FIRST_TOKEN = OUTPUT_TOKEN + 1
 """Prompts are made of tokens from here on."""
-MOST_TOKENS = 1 << 30
+MAX_TOKENS = 1 << 30
 """The largest token, and the largest length: beyond it is damage."""
 TICK_S = 3.0
 """Mooncake's timestamps are cut to multiples of this."""
 HASHED_TOKENS = 512
 """Prompt tokens that one of Mooncake's hash ids stands for."""
-MOST_LINE_BYTES = 1 << 24
-MOST_A_TICK = 100_000
+MAX_LINE_BYTES = 1 << 24
+MAX_REQUESTS_PER_TICK = 100_000
 """Requests with the same timestamp: they are held together, to be spread."""
 
 
@@ -108,10 +108,10 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         with _open(path) as file:
             number = 0
-            while line := file.readline(MOST_LINE_BYTES):
+            while line := file.readline(MAX_LINE_BYTES):
                 number += 1
-                if len(line) == MOST_LINE_BYTES:
-                    raise TraceError(f"{path}:{number}: a line of over {MOST_LINE_BYTES >> 20} MiB; this is no trace")
+                if len(line) == MAX_LINE_BYTES:
+                    raise TraceError(f"{path}:{number}: a line of over {MAX_LINE_BYTES >> 20} MiB; this is no trace")
                 if line.strip():
                     yield number, line
     except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
@@ -152,13 +152,13 @@ def _mooncake(path: Path, scale: float) -> Iterator[tuple[int, bool, Arrival]]:
                 runs.append((_hash_id(h, where), count))
                 left -= count
         if not ids:
-            runs.append((MOST_TOKENS + line, left))
+            runs.append((MAX_TOKENS + line, left))
         num_output = _scaled(num_output, scale, where, "output_length")
         yield line, "hash_tokens" in row, Arrival(time_s, tuple(runs), num_output, _length(n, where, "n"))
 
 
 def _hash_id(value: Any, where: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < MOST_TOKENS - FIRST_TOKEN:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < MAX_TOKENS - FIRST_TOKEN:
         raise TraceError(f"{where}: hash id {value!r}; expected an integer from 0")
     return FIRST_TOKEN + value
 
@@ -176,9 +176,9 @@ def _spread(rows: Iterator[tuple[int, bool, Arrival]], path: Path) -> Iterator[A
             tick = []
         tick_s = 0.0 if exact else TICK_S
         tick.append(arrival)
-        if len(tick) > MOST_A_TICK:
+        if len(tick) > MAX_REQUESTS_PER_TICK:
             raise TraceError(
-                f"{path}:{line}: over {MOST_A_TICK:,} requests at {arrival.time_s:g} s; expected rising times"
+                f"{path}:{line}: over {MAX_REQUESTS_PER_TICK:,} requests at {arrival.time_s:g} s; expected rising times"
             )
     yield from _spread_tick(tick, tick_s)
 
@@ -261,7 +261,7 @@ def _integer(text: str, where: str, name: str) -> Any:
 
 
 def _length(value: Any, where: str, name: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_TOKENS:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_TOKENS:
         raise TraceError(f"{where}: {name} is {str(value)[:40]!r}; expected a number of tokens from 1")
     return value
 
@@ -300,8 +300,8 @@ def load_lengths(path: Path) -> tuple[np.ndarray, np.ndarray]:
     for name, lengths in (("input_len", prompts), ("output_len", outputs)):
         if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or len(lengths) != len(prompts) or not len(lengths):
             raise TraceError(f"{path}: {name} is {lengths.dtype} {lengths.shape}; expected integers, as many in each")
-        if lengths.min() < 1 or lengths.max() > MOST_TOKENS:
-            row = int(np.argmax((lengths < 1) | (lengths > MOST_TOKENS)))
+        if lengths.min() < 1 or lengths.max() > MAX_TOKENS:
+            row = int(np.argmax((lengths < 1) | (lengths > MAX_TOKENS)))
             raise TraceError(f"{path}: {name}[{row}] is {lengths[row]}; expected a number of tokens from 1")
     return prompts, outputs
 
@@ -419,7 +419,7 @@ def chat(
         said.append((FIRST_TOKEN + i, query))
         output = min(answer, max_output)
         yield Arrival(time_s, _last(said, max_prompt), output)
-        said.append((ANSWER, output))
+        said.append((OUTPUT_TOKEN, output))
 
 
 def _last(runs: list[Run], num_tokens: int) -> tuple[Run, ...]:

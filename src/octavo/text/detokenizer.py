@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 NUM_CONTEXT_IDS = 4
 """Tokens of the prompt that can matter to what follows: a character has at most four bytes."""
-MOST_PENDING_IDS = 64
+MAX_PENDING_IDS = 64
 """Of tokens without text so many are waited for that they may become a character: far more than any has bytes."""
 
 
@@ -59,7 +59,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skipped_ids = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._num_ids = tokenizer.vocab_size
-        last = filter(self._is_visible, reversed(prompt_ids[-MOST_PENDING_IDS:]))  # a prompt may be all special ids
+        last = filter(self._is_visible, reversed(prompt_ids[-MAX_PENDING_IDS:]))  # a prompt may be all special ids
         context_ids = list(islice(last, NUM_CONTEXT_IDS))[::-1]
         self._pieces = (
             _ByteStream(tokenizer, context_ids)
@@ -180,7 +180,7 @@ class _TextStream:
             # "Invalid prefix": later tokens changed the text of earlier ones, which has been shown and stays.
             return self.flush()
         if text is None:  # the library decodes all that are pending for every token
-            return self.flush() if len(self._pending_ids) >= MOST_PENDING_IDS else ""
+            return self.flush() if len(self._pending_ids) >= MAX_PENDING_IDS else ""
         self._context_ids = self._pending_ids[-NUM_CONTEXT_IDS:]
         self._pending_ids = []
         between = self._after_special and token_id in self._tokenizer.special_ids

@@ -94,11 +94,11 @@ class Matcher:
     def fork(self) -> Matcher:
         return Matcher(self.inner.deep_copy(), self.num_words)
 
-    def advance(self, token_ids: list[int]) -> None:
+    def accept_tokens(self, token_ids: list[int]) -> None:
         self.inner.consume_tokens(token_ids)
 
     @property
-    def may_end(self) -> bool:
+    def is_accepting(self) -> bool:
         """Whether what has come so far is an output, whole."""
         return bool(self.inner.is_accepting())
 
@@ -114,7 +114,7 @@ class Matcher:
         return line
 
 
-def masks_of(matchers: Sequence[Matcher]) -> np.ndarray:
+def compute_bitmasks(matchers: Sequence[Matcher]) -> np.ndarray:
     """The tokens that may come next, of each.
 
     [len(matchers), num_words + 1] int32: token t is bit t % 32 of word t // 32, and the last word is empty. No end
@@ -140,9 +140,9 @@ class Grammar:
         with self._lock:
             return self._beginning.fork()
 
-    def masks(self, matchers: Sequence[Matcher]) -> np.ndarray:
-        """`masks_of` these, of this grammar or others of the same compiler's."""
-        return masks_of(matchers)
+    def bitmasks(self, matchers: Sequence[Matcher]) -> np.ndarray:
+        """`compute_bitmasks` these, of this grammar or others of the same compiler's."""
+        return compute_bitmasks(matchers)
 
 
 class GrammarCompiler:

@@ -42,7 +42,7 @@ class Part:
     name: str | None = None
 
 
-def tool_format(template: str | None) -> ToolFormat | None:
+def detect_tool_format(template: str | None) -> ToolFormat | None:
     """How a model writes calls, from what its chat template shows it; None: it was not taught to."""
     if template is None or "tools" not in template:
         return None
@@ -53,15 +53,15 @@ def tool_format(template: str | None) -> ToolFormat | None:
     return None
 
 
-def thinks(template: str | None) -> bool:
+def has_reasoning(template: str | None) -> bool:
     """Whether a model sets its reasoning apart, as its chat template has it."""
     return template is not None and END_THINK in template
 
 
-class AnswerParser:
+class OutputParser:
     """Takes one answer apart.
 
-    think          look for reasoning; `in_think`: the prompt has opened it already
+    think          look for reasoning; `starts_in_reasoning`: the prompt has opened it already
     tools          how calls are written, None: do not look for any
     names          of the tools; an answer in Llama's format that names none of them is content
     """
@@ -70,7 +70,7 @@ class AnswerParser:
         self,
         *,
         think: bool = False,
-        in_think: bool = False,
+        starts_in_reasoning: bool = False,
         tools: ToolFormat | None = None,
         names: Collection[str] = (),
     ) -> None:
@@ -81,7 +81,7 @@ class AnswerParser:
         self._text = ""  # what is not decided, from `_at` on
         self._at = 0
         self._seen = 0  # up to here it was searched in vain for what the state waits for
-        self._step = self._reasoning if think and in_think else self._begin
+        self._step = self._reasoning if think and starts_in_reasoning else self._begin
         self._scanner = _ObjectScanner()
         self._out: list[Part] = []
         self._blank = ""  # white space, or Llama's tag, before what may be a call

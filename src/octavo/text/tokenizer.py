@@ -25,7 +25,7 @@ import tokenizers
 from octavo.checkpoint.resolve import Checkpoint
 from octavo.errors import PromptError, TemplateError
 from octavo.text import chat_template
-from octavo.text.tokenizer_loader import read_parts
+from octavo.text.tokenizer_loader import load_tokenizer_parts
 
 MARK = "\ufdd0"
 SHORT_CHARS = 2048
@@ -69,7 +69,7 @@ class Tokenizer:
         """With `chat_template` in the place of the model's. Raises `CheckpointError` if there is no tokenizer, or it is
         broken or of an unknown kind.
         """
-        parts = read_parts(checkpoint)
+        parts = load_tokenizer_parts(checkpoint)
         return cls(
             parts.backend,
             special_tokens=parts.special_tokens,
@@ -93,7 +93,7 @@ class Tokenizer:
         return cls(**{**wire, "backend": tokenizers.Tokenizer.from_str(wire["backend"])})
 
     @cached_property
-    def most_chars(self) -> int:
+    def max_token_chars(self) -> int:
         """Of a text that one token can stand for."""
         return max(4, max(map(len, self.backend.get_vocab()), default=0))
 
@@ -146,7 +146,7 @@ class Tokenizer:
         )
         return rendered.replace(MARK, ""), self._encode([rendered], False, True)[0]
 
-    def spelled_special(self, text: str) -> str | None:
+    def find_special_token(self, text: str) -> str | None:
         """The first special token that is spelled in `text`, for a hint to whoever may have meant it."""
         return self._marker.find(text)
 

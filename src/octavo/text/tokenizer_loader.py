@@ -1,8 +1,8 @@
 """What a model's files say about its tokenizer: a directory with tokenizer.json, one with vocab.json and merges.txt, or
 the vocabulary in a GGUF file.
 
-All readers give the same `Parts`. The library's tokenizer is built here, and what is wrong with the files is said in
-one line; what the tokenizer does is in `octavo.text.tokenizer`.
+Every reader returns `TokenizerParts` and reports a broken file as a one-line `CheckpointError`. Encoding and decoding
+are in `octavo.text.tokenizer`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import tokenizers
 from tokenizers import AddedToken
 
-from octavo.checkpoint.resolve import MAX_JSON_BYTES, Checkpoint, read_json, refuse_code
+from octavo.checkpoint.resolve import MAX_JSON_BYTES, Checkpoint, read_json, reject_custom_code
 from octavo.errors import CheckpointError, ModelError, cut
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class TokenizerParts:
     """What a tokenizer is made of."""
 
     backend: tokenizers.Tokenizer
@@ -40,7 +40,7 @@ class Parts:
     num_ids: int  # the model's vocab_size; 0 if it does not say
 
 
-def read_parts(checkpoint: Checkpoint) -> Parts:
+def load_tokenizer_parts(checkpoint: Checkpoint) -> TokenizerParts:
     """Raises `CheckpointError` if there is no tokenizer, or it is broken or of an unknown kind."""
     if checkpoint.format == "gguf":
         return _built(checkpoint.path.name, lambda: _read_gguf(checkpoint))
@@ -50,13 +50,13 @@ def read_parts(checkpoint: Checkpoint) -> Parts:
 # ---- from a directory
 
 
-def _read_directory(checkpoint: Checkpoint) -> Parts:
+def _read_directory(checkpoint: Checkpoint) -> TokenizerParts:
     folder = checkpoint.path
     settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).is_file():
             settings |= read_json(folder / name)
-    refuse_code(settings, folder / "tokenizer_config.json")
+    reject_custom_code(settings, folder / "tokenizer_config.json")
     if (folder / "tokenizer.json").is_file():
         backend = _load_backend(folder / "tokenizer.json")
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
@@ -80,7 +80,7 @@ def _read_directory(checkpoint: Checkpoint) -> Parts:
         if token is not None:
             special_tokens.setdefault(name, token)
     templates = _directory_templates(folder, settings.get("chat_template"))
-    return Parts(backend, special_tokens, eos_ids, templates, _vocab_size(checkpoint))
+    return TokenizerParts(backend, special_tokens, eos_ids, templates, _vocab_size(checkpoint))
 
 
 def _load_backend(path: Path) -> tokenizers.Tokenizer:
@@ -249,7 +249,7 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
 """`tokenizer.ggml.pre` -> the patterns that cut a text into words, one after the other."""
 
 
-def _read_gguf(checkpoint: Checkpoint) -> Parts:
+def _read_gguf(checkpoint: Checkpoint) -> TokenizerParts:
     file, name = checkpoint.gguf, checkpoint.path.name
     kind = file.value("tokenizer.ggml.model")
     pieces = file.value("tokenizer.ggml.tokens")
@@ -276,7 +276,7 @@ def _read_gguf(checkpoint: Checkpoint) -> Parts:
         templates[other] = file.value(f"tokenizer.chat_template.{other}")
     templates = {key: value for key, value in templates.items() if isinstance(value, str)}
     eos_ids = _id_list(checkpoint.generation_config.get("eos_token_id"))
-    return Parts(backend, special_tokens, eos_ids, templates, _vocab_size(checkpoint))
+    return TokenizerParts(backend, special_tokens, eos_ids, templates, _vocab_size(checkpoint))
 
 
 def _unsupported(name: str, key: str, value: Any, known: Iterable[str]) -> CheckpointError:

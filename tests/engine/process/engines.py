@@ -20,7 +20,7 @@ from octavo.core.request import Request
 from octavo.engine.process.supervisor import ENGINE, Limits
 from octavo.frontend.engine_client import EngineClient
 from tests.proof import oracle
-from tests.serve.loop import run as run  # with the clients, for those who test one
+from tests.serve.event_loop import run as run  # with the clients, for those who test one
 
 OPTIONS: dict[str, Any] = {"block_size": 4, "num_gpu_blocks_override": 200, "max_num_seqs": 16}
 IMPATIENT = Limits(silence_s=2.5, step_s=2.5, retry_s=0.05)

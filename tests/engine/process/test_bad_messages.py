@@ -54,7 +54,7 @@ from tests.engine.process.engines import (  # noqa: F401
     until,
 )
 from tests.engine.process.test_supervisor import PARAMS, expected, many, prompt
-from tests.serve.loop import run
+from tests.serve.event_loop import run
 
 LONGER = SamplingParams(max_tokens=100, seed=1)
 encode = msgspec.msgpack.encode

@@ -19,7 +19,7 @@ import pytest
 from tests.engine.models import make_talking_checkpoint
 from tests.engine.process.engines import children_of, own_directory, run  # noqa: F401
 from tests.proof.server_trials import Server
-from tests.serve.wire import Answer, Wire
+from tests.serve.raw_client import RawClient, RawResponse
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GROWS = "(" * 30 + "a" + "{1,9})" * 30
@@ -54,15 +54,15 @@ def engine_of(server: Server) -> int:
     return pid
 
 
-async def ask(server: Server, body: Any = None, path: str = COMPLETIONS, **options: Any) -> Answer:
-    wire = Wire(server.port)
+async def ask(server: Server, body: Any = None, path: str = COMPLETIONS, **options: Any) -> RawResponse:
+    client = RawClient(server.port)
     try:
-        return await wire.ask(body, path, **options)
+        return await client.ask(body, path, **options)
     finally:
-        wire.close()
+        client.close()
 
 
-def error_of(answer: Answer) -> dict[str, Any]:
+def error_of(answer: RawResponse) -> dict[str, Any]:
     error: dict[str, Any] = json.loads(answer.body)["error"]
     return error
 

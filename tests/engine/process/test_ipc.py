@@ -54,7 +54,7 @@ from octavo.errors import CapacityError, EngineError, ParameterError, RequestFai
 from octavo.frontend.client_request import Mirror
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind
-from octavo.serve.openai import errors as problems
+from octavo.serve.openai import errors
 from tests.engine.process.engines import own_directory, run  # noqa: F401
 
 OTHER: dict[str, Any] = {
@@ -174,7 +174,7 @@ def test_a_grammar_that_no_process_tries_fails_its_request_alone() -> None:
     host._add_compiled()
     (refusal,) = host._refusals
     error = error_of(refusal.error, refusal.message, refusal.param, refusal.code)
-    problem = problems.of(error, refusal.request_id)
+    problem = errors.to_api_error(error, refusal.request_id)
     assert (problem.status, problem.code, str(problem)) == (503, "grammar_unavailable", "no process")
 
 

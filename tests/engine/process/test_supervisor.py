@@ -400,7 +400,7 @@ def test_no_engine_outlives_its_parent(model: str) -> None:
 import sys
 sys.path.insert(0, {str(Path(__file__).parents[3])!r})
 from tests.engine.process.engines import last_of, oracle_client
-from tests.serve.loop import run
+from tests.serve.event_loop import run
 from octavo import SamplingParams
 
 async def main():

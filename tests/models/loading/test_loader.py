@@ -210,7 +210,7 @@ def test_half_rotation_rows_undo_the_converters_order() -> None:
 @pytest.mark.model
 def test_smollm2_equals_transformers_reading_of_it() -> None:
     try:
-        path = catalog.present("smollm2-135m-instruct")
+        path = catalog.cached_path("smollm2-135m-instruct")
     except ModelNotFoundError:
         pytest.skip("SmolLM2 is not in the cache; `octavo models fetch smollm2-135m-instruct` gets it")
     prompts = random_prompts(40, 7, vocab_size=49152)

@@ -11,13 +11,13 @@ import pytest
 from octavo.config import GIB, EngineArgs
 from octavo.errors import MemoryBudgetError
 from octavo.runner.memory import budget as memory
-from octavo.runner.memory.budget import Budget, plan_memory
+from octavo.runner.memory.budget import MemoryBudget, plan_memory
 
 KIB = 1 << 10
 PER_TOKEN = 4 * KIB  # so that a block of 16 takes 64 KiB
 
 
-def plan(*, free: int = 64 * GIB, model_len: int = 2048, **options: Any) -> Budget:
+def plan(*, free: int = 64 * GIB, model_len: int = 2048, **options: Any) -> MemoryBudget:
     args = EngineArgs(model="m", **options)
     return plan_memory(args, bytes_per_token=PER_TOKEN, weight_bytes=GIB, model_len=model_len, free_bytes=free)
 

@@ -18,8 +18,8 @@ from octavo.errors import DeviceLostError, MemoryBudgetError, ParameterError
 from octavo.frontend import build
 from octavo.kernels.cpu import ops as cpu
 from octavo.runner.memory import diagnostics as startup
-from octavo.runner.memory.diagnostics import check_weights, find_gpu, starting_on
-from octavo.runner.memory.profile import GPUMemory
+from octavo.runner.memory.diagnostics import check_weights, find_gpu, startup_errors
+from octavo.runner.memory.profile import GPUMemoryProfile
 from tests.models.tiny import make_tiny_checkpoint
 
 TOO_OLD = (
@@ -150,7 +150,7 @@ def test_a_gpu_without_room_for_cuda_itself(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 TRIED = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 80 GiB.\nAdvice follows"
-MEMORY = GPUMemory(
+MEMORY = GPUMemoryProfile(
     total=80 * GIB, utilization=0.9, foreign=GIB, weights=GIB, activations=GIB, graphs=GIB, libraries=GIB
 )
 
@@ -165,14 +165,14 @@ def stage(name: str, error: RuntimeError, patch: pytest.MonkeyPatch) -> None:
             if name == "graphs":
                 raise error
 
-        def measure_move(self) -> float:
+        def measure_swap(self) -> float:
             raise error
 
     zeros, empty, load = torch.zeros, torch.empty, build._load
     patch.setattr(build, "_device", lambda args: CUDA)
     patch.setattr(build, "_rehearse", lambda *_: None)
     patch.setattr(build, "_ops", lambda device: cpu)
-    patch.setattr(build, "CudaRunner", Runner)
+    patch.setattr(build, "CudaModelRunner", Runner)
     patch.setattr(build, "measure", raising(error) if name == "measure" else lambda *_, **__: MEMORY)
 
     def loaded(*args: Any, **options: Any) -> Any:
@@ -229,7 +229,7 @@ def test_memory_that_somebody_else_than_torch_did_not_get(memory: Callable[[int]
     memory(GIB)
     with (
         pytest.raises(MemoryBudgetError, match=r"while x: it took more than there is, and 1\.00 GiB .* free; 0$"),
-        starting_on(CUDA, "x", str),
+        startup_errors(CUDA, "x", str),
     ):
         raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
 
@@ -246,10 +246,10 @@ def test_a_device_that_is_lost_in_a_start(model: str, monkeypatch: pytest.Monkey
         with pytest.raises(DeviceLostError, match=r": CUDA error: an illegal memory access was encountered$"):
             LLM(model, device="cuda", **OPTIONS)
         patch.setattr(torch.cuda, "synchronize", lambda: None)  # a bug, of a device that is fine
-        with pytest.raises(RuntimeError, match=r"^a bug$"), starting_on(CUDA, "x", str):
+        with pytest.raises(RuntimeError, match=r"^a bug$"), startup_errors(CUDA, "x", str):
             raise RuntimeError("a bug")
 
 
 def test_on_a_cpu_it_is_raised_as_it_is() -> None:
-    with pytest.raises(torch.OutOfMemoryError), starting_on(torch.device("cpu"), "x", str):
+    with pytest.raises(torch.OutOfMemoryError), startup_errors(torch.device("cpu"), "x", str):
         raise torch.OutOfMemoryError(TRIED)

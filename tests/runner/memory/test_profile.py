@@ -12,11 +12,11 @@ from octavo.config import GIB, EngineArgs
 from octavo.errors import MemoryBudgetError
 from octavo.runner.memory import profile as gpu
 from octavo.runner.memory.budget import plan_memory
-from octavo.runner.memory.profile import GPUMemory
+from octavo.runner.memory.profile import GPUMemoryProfile
 
-ARGS = EngineArgs(model="m").settled("cuda")
+ARGS = EngineArgs(model="m").resolved("cuda")
 BLOCK = 1 << 20
-MEMORY = GPUMemory(
+MEMORY = GPUMemoryProfile(
     total=80 * GIB,
     utilization=0.9,
     foreign=1 * GIB,
@@ -103,7 +103,7 @@ def test_a_smaller_pool_leaves_what_was_wanting(options: dict[str, Any], remedy:
 
 
 def plan(**options: Any) -> Any:
-    args = EngineArgs(model="m", **options).settled("cuda")
+    args = EngineArgs(model="m", **options).resolved("cuda")
     return plan_memory(
         args,
         bytes_per_token=1 << 16,
@@ -138,7 +138,7 @@ def test_the_table_says_how_many_requests_fit() -> None:
 
 def test_step_sizes_depend_on_the_device() -> None:
     args = EngineArgs(model="m", max_num_seqs=7)
-    assert args.settled("cpu").max_num_batched_tokens == 2048
-    assert args.settled("cuda").max_num_batched_tokens == 8192
-    assert args.settled("cuda").max_num_seqs == 7
-    assert args.settled("cpu").settled("cuda") == args.settled("cpu")
+    assert args.resolved("cpu").max_num_batched_tokens == 2048
+    assert args.resolved("cuda").max_num_batched_tokens == 8192
+    assert args.resolved("cuda").max_num_seqs == 7
+    assert args.resolved("cpu").resolved("cuda") == args.resolved("cpu")

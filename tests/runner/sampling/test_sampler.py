@@ -14,7 +14,7 @@ from octavo.engine.executor import Masks
 from octavo.kernels import reference
 from octavo.kernels.cpu import ops as cpu
 from octavo.params.sampling_params import SamplingParams
-from octavo.runner.sampling.sampler import NO_ALLOWED_TOKEN, NOT_FINITE, Draw, Sampler
+from octavo.runner.sampling.sampler import NO_ALLOWED_TOKEN, NOT_FINITE, Sampler, SampleSpec
 
 KINDS = [
     SamplingParams(temperature=0),
@@ -28,7 +28,7 @@ KINDS = [
 def draw(logits: torch.Tensor, rows: list[int], ops: ModuleType) -> tuple[list[int], list[str]]:
     setups = [RowSetup(i, KINDS[i % len(KINDS)], 100 + i, 0, frozenset()) for i in rows]
     sampler = Sampler(10, 8, ops)
-    drawn = sampler.draw(logits[rows].clone(), [Draw(i, setup, 0, 7) for i, setup in enumerate(setups)])
+    drawn = sampler.sample(logits[rows].clone(), [SampleSpec(i, setup, 0, 7) for i, setup in enumerate(setups)])
     return drawn.tokens, drawn.errors
 
 
@@ -61,12 +61,12 @@ def test_masks_rule_out_and_change_nothing_else(ops: ModuleType) -> None:
     """Rows with a mask and rows without one, in one batch; bits past the vocabulary mean nothing."""
     logits = 3 * torch.randn(10, 50, generator=torch.Generator().manual_seed(0))
     setups = [RowSetup(i, KINDS[i % len(KINDS)], 100 + i, 0, frozenset()) for i in range(10)]
-    draws = [Draw(10 + i, setup, 0, 7) for i, setup in enumerate(setups)]
-    free = Sampler(10, 8, ops).draw(logits.clone(), draws).tokens
+    draws = [SampleSpec(10 + i, setup, 0, 7) for i, setup in enumerate(setups)]
+    free = Sampler(10, 8, ops).sample(logits.clone(), draws).tokens
     allowed = {10 + i: [7, 31, 32, 49] for i in (0, 3, 4, 8)}
     allowed[15], allowed[12] = [], list(range(50))
     masks = masks_of({i: [*ids, 50, 60, 63] for i, ids in allowed.items()}, 50)
-    drawn = Sampler(10, 8, ops).draw(logits.clone(), draws, masks)
+    drawn = Sampler(10, 8, ops).sample(logits.clone(), draws, masks)
     for i, (token, error) in enumerate(zip(drawn.tokens, drawn.errors, strict=True)):
         ids = allowed.get(10 + i)
         assert error == (NO_ALLOWED_TOKEN if ids == [] else "")
@@ -81,10 +81,10 @@ def test_masks_rule_out_and_change_nothing_else(ops: ModuleType) -> None:
 def test_draws_of_one_slice_share_its_mask_and_candidates_keep_to_it() -> None:
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(2)).expand(6, 40)
     setup = RowSetup(0, SamplingParams(temperature=1.5, n=5), 3, 0, frozenset())
-    draws = [Draw(4, setup, j, 7, goes_on=False) for j in range(5)]
-    beam = Draw(2, RowSetup(1, SamplingParams(temperature=0), 3, 0, frozenset(), decides=True), 0, 7, False, 8)
+    draws = [SampleSpec(4, setup, j, 7, goes_on=False) for j in range(5)]
+    beam = SampleSpec(2, RowSetup(1, SamplingParams(temperature=0), 3, 0, frozenset(), decides=True), 0, 7, False, 8)
     masks = masks_of({4: [3, 5, 8], 2: [1, 39, 20]}, 40)
-    drawn = Sampler(10, 8, cpu).draw(logits.clone(), [*draws, beam], masks)
+    drawn = Sampler(10, 8, cpu).sample(logits.clone(), [*draws, beam], masks)
     assert set(drawn.tokens[:5]) <= {3, 5, 8} and len(set(drawn.tokens[:5])) > 1
     expected = logits[0].log_softmax(0)
     candidates = drawn.tokens[5]

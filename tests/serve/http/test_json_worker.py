@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 
 from octavo.frontend.time_slices import BREATH
-from octavo.serve.http import json_parser as json_body
-from octavo.serve.http import json_worker as body_worker
-from octavo.serve.http.json_worker import LARGE_BYTES, LENGTH, BodyWorker, main
-from octavo.serve.openai import request as protocol
-from octavo.serve.openai.errors import Problem
-from tests.serve.http_lab import run, serving
+from octavo.serve.http import json_parser
+from octavo.serve.http import json_worker as json_worker
+from octavo.serve.http.json_worker import LARGE_BYTES, LENGTH, JsonWorker, main
+from octavo.serve.openai import request as request
+from octavo.serve.openai.errors import ApiError
+from tests.serve.in_process_server import run, serving
 
 PADDING = "x" * LARGE_BYTES
 
 
-async def answer_of(worker: BodyWorker, body: bytes) -> Any:
+async def answer_of(worker: JsonWorker, body: bytes) -> Any:
     try:
         return await worker.parse(body)
-    except Problem as problem:
+    except ApiError as problem:
         return problem.code, problem.param
 
 
@@ -41,7 +41,7 @@ def test_the_same_answers_wherever_a_body_is_read() -> None:
     ]
 
     async def both() -> None:
-        worker = BodyWorker()
+        worker = JsonWorker()
         try:
             for tail in tails:
                 small = await answer_of(worker, b'{"pad": "", ' + tail)
@@ -64,13 +64,13 @@ def test_the_same_answers_wherever_a_body_is_read() -> None:
 
 def test_a_worker_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     async def hung() -> None:
-        worker = BodyWorker()
+        worker = JsonWorker()
         body = json.dumps({"pad": PADDING}).encode()
         try:
             await worker.parse(body)
-            monkeypatch.setattr(body_worker, "MOST_S", 0.0)
+            monkeypatch.setattr(json_worker, "MAX_PARSE_S", 0.0)
             assert await answer_of(worker, body) == ("invalid_json", None)
-            monkeypatch.setattr(body_worker, "MOST_S", 10.0)
+            monkeypatch.setattr(json_worker, "MAX_PARSE_S", 10.0)
             assert await worker.parse(body) == {"pad": PADDING}
             left = asyncio.ensure_future(worker.parse(body))
             await asyncio.sleep(0)
@@ -91,7 +91,7 @@ def test_the_loop_goes_on_meanwhile(model: str, monkeypatch: pytest.MonkeyPatch)
 
     async def beside() -> None:
         async with serving(model, max_body_bytes=8 << 20) as server:
-            monkeypatch.setattr(body_worker.json_body, "parse", parse)
+            monkeypatch.setattr(json_worker.json_parser, "parse", parse)
             headers = {"content-type": "application/json"}
             post = asyncio.ensure_future(server.client.post("/v1/completions", content=body, headers=headers))
             num_turns = 0
@@ -113,13 +113,13 @@ def test_the_worker_itself() -> None:
 
 def test_keys_and_parts_of_a_body_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes many times the memory that it takes in a body, and is freed on the event loop."""
-    monkeypatch.setattr(json_body, "MAX_KEYS", 100)
-    monkeypatch.setattr(json_body, "MAX_PARTS", 100)
+    monkeypatch.setattr(json_parser, "MAX_KEYS", 100)
+    monkeypatch.setattr(json_parser, "MAX_PARTS", 100)
 
     def code_of(value: Any) -> str | None:
         try:
-            json_body.parse(json.dumps(value).encode())
-        except Problem as problem:
+            json_parser.parse(json.dumps(value).encode())
+        except ApiError as problem:
             return problem.code
         return None
 
@@ -138,21 +138,21 @@ def test_arguments_of_calls_are_read_in_slices_and_bounded(monkeypatch: pytest.M
         return {"messages": [{"role": "assistant", "tool_calls": [call]} for _ in range(num)], "input": [item]}
 
     given = json.loads(json.dumps(body(3)))
-    assert list(protocol.read_arguments(given)) == [BREATH] * 4  # others may have their turn after each
+    assert list(request.decode_tool_arguments(given)) == [BREATH] * 4  # others may have their turn after each
     assert [m["tool_calls"][0]["function"]["arguments"] for m in given["messages"]] == [{"a": 1}] * 3
     assert given["input"][0]["arguments"] == {"a": 1}
     for wrong in ("{", "7", "[" * 70):  # refused where the message is read, which knows its place
         given = json.loads(json.dumps(body(1, wrong)))
-        list(protocol.read_arguments(given))
+        list(request.decode_tool_arguments(given))
         assert given == body(1, wrong)
-        with pytest.raises(Problem, match=r"messages\[0\].tool_calls\[0\].function.arguments"):
-            protocol.messages_of(given["messages"])
-    monkeypatch.setattr(protocol, "MAX_ARGUMENT_CHARS", 7)
-    with pytest.raises(Problem, match="has 8 characters, at most 7"):
-        protocol.messages_of(body(1)["messages"])
-    monkeypatch.setattr(protocol, "MAX_CALLS", 2)
-    with pytest.raises(Problem) as caught:
-        list(protocol.read_arguments(json.loads(json.dumps(body(3)))))
+        with pytest.raises(ApiError, match=r"messages\[0\].tool_calls\[0\].function.arguments"):
+            request.parse_messages(given["messages"])
+    monkeypatch.setattr(request, "MAX_ARGUMENT_CHARS", 7)
+    with pytest.raises(ApiError, match="has 8 characters, at most 7"):
+        request.parse_messages(body(1)["messages"])
+    monkeypatch.setattr(request, "MAX_CALLS", 2)
+    with pytest.raises(ApiError) as caught:
+        list(request.decode_tool_arguments(json.loads(json.dumps(body(3)))))
     assert (caught.value.code, caught.value.param) == ("array_above_max_length", "messages")
     for odd in ({}, {"messages": 7}, {"messages": [7, {"tool_calls": 7}, {"tool_calls": [7, {"function": 7}]}]}):
-        assert not list(protocol.read_arguments(odd))
+        assert not list(request.decode_tool_arguments(odd))

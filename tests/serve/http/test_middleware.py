@@ -16,11 +16,11 @@ from octavo.serve.admission import Admission
 from octavo.serve.args import ServeArgs
 from octavo.serve.http import endpoint as endpoint_module
 from octavo.serve.http.allowed_hosts import is_loopback
-from octavo.serve.http.middleware import Keys
-from octavo.serve.launcher import keys_of
-from octavo.serve.openai.errors import Problem, shutting_down
+from octavo.serve.http.middleware import ApiKeys
+from octavo.serve.launcher import load_keys
+from octavo.serve.openai.errors import ApiError, shutting_down
 from tests.engine.models import WrappedModel
-from tests.serve.http_lab import Server, events_of, good, run, serving
+from tests.serve.in_process_server import Server, events_of, good, run, serving
 
 C = "/v1/completions"
 LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 110, "temperature": 0, "ignore_eos": True}
@@ -106,11 +106,11 @@ def test_keys_and_where_to_listen(tmp_path: Any, caplog: pytest.LogCaptureFixtur
     path = tmp_path / "keys"
     path.write_text("one\n\n two \n")
     path.chmod(0o644)
-    assert keys_of(ServeArgs(api_key=["zero"], api_key_file=str(path)), ["env"]) == ["zero", "env", "one", "two"]
+    assert load_keys(ServeArgs(api_key=["zero"], api_key_file=str(path)), ["env"]) == ["zero", "env", "one", "two"]
     assert "can be read by other users" in caplog.text
     path.write_text("\n")
     with pytest.raises(ParameterError, match="no key"):
-        keys_of(ServeArgs(api_key_file=str(path)))
+        load_keys(ServeArgs(api_key_file=str(path)))
     for host, key, insecure, fine in (
         ("127.0.0.1", (), False, True),
         ("::1", (), False, True),
@@ -127,7 +127,7 @@ def test_keys_and_where_to_listen(tmp_path: Any, caplog: pytest.LogCaptureFixtur
             with pytest.raises(ParameterError, match="insecure"):
                 settings.check_exposure(key)
     assert is_loopback("127.8.8.8") and not is_loopback("10.0.0.1")
-    assert Keys(["one"]).find(b"on") is None
+    assert ApiKeys(["one"]).find(b"on") is None
 
 
 # -- ids ---------------------------------------------------------------------------------------------------------------
@@ -183,12 +183,12 @@ def test_admission_counts() -> None:
             assert door.is_full and door.num_queued_tokens == 10
             door.start(ticket)
             assert door.num_queued_tokens == 0
-            with pytest.raises(Problem, match="queue is full"), door.admit(1, 1):
+            with pytest.raises(ApiError, match="queue is full"), door.admit(1, 1):
                 pass
         assert (door.num_requests, door.num_sequences, door.num_queued_tokens, door.num_rejected) == (0, 0, 0, 1)
         await asyncio.wait_for(door.drained(), 50)
         door.draining = True
-        with pytest.raises(Problem) as caught, door.admit(1, 1):
+        with pytest.raises(ApiError) as caught, door.admit(1, 1):
             pass
         assert (caught.value.status, caught.value.code, caught.value.close) == (503, "shutting_down", True)
 

@@ -24,9 +24,9 @@ from octavo.errors import ParameterError
 from octavo.serve.args import ServeArgs
 from octavo.serve.http import endpoint
 from octavo.serve.http import server as http_server
-from octavo.serve.http.allowed_hosts import Hosts
+from octavo.serve.http.allowed_hosts import AllowedHosts
 from octavo.serve.http.server import HTTPServer, bind
-from tests.serve.http_lab import Server, events_of, run, serving
+from tests.serve.in_process_server import Server, events_of, run, serving
 
 C = "/v1/completions"
 LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
@@ -208,7 +208,7 @@ def test_a_server_answers_to_its_own_names_alone(model: str) -> None:
 def test_who_may_be_called_by_any_name() -> None:
     def takes(called: str, **options: Any) -> bool:
         told = {"host": "127.0.0.1", "uds": None, "has_keys": False, "names": ()} | options
-        return Hosts.of(**told).refusal({"headers": [(b"host", called.encode())]}) is None
+        return AllowedHosts.of(**told).refusal({"headers": [(b"host", called.encode())]}) is None
 
     assert not takes("llm.example.com")
     assert takes("llm.example.com", has_keys=True) and takes("a", uds="/run/octavo.sock")  # no page reaches them

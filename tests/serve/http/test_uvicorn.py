@@ -1,7 +1,7 @@
 """What the server relies on inside uvicorn: a release that moves any of it fails here, not in silence.
 
-`GuardedProtocol` and `HTTPServer` override methods that uvicorn calls, and read what it keeps. An override of a method
-that uvicorn has renamed is never called, and its limit is gone. `pyproject.toml` admits the releases that were tried.
+`LimitedHttpProtocol` and `HTTPServer` override methods that uvicorn calls, and read attributes that it sets. If uvicorn
+renames such a method, the override is never called and its limit is lost. `pyproject.toml` admits tested releases only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from octavo.serve.http.server import GuardedProtocol, HTTPServer, Starting
+from octavo.serve.http.server import HTTPServer, LimitedHttpProtocol, StartupServer
 
 OVERRIDDEN: dict[str, tuple[str, ...]] = {
     "connection_made": ("transport",),
@@ -66,16 +66,16 @@ def _parameters(function: Any) -> tuple[str, ...]:
 @pytest.mark.parametrize(("name", "parameters"), sorted((OVERRIDDEN | CALLED).items()))
 def test_uvicorn_has_the_methods_that_are_overridden_or_called(name: str, parameters: tuple[str, ...]) -> None:
     assert _parameters(getattr(HttpToolsProtocol, name)) == parameters
-    assert name in CALLED or _parameters(getattr(GuardedProtocol, name)) == parameters
+    assert name in CALLED or _parameters(getattr(LimitedHttpProtocol, name)) == parameters
 
 
 def test_every_override_of_uvicorns_methods_is_listed() -> None:
     def shared(ours: type, theirs: type) -> set[str]:
         return {name for name, value in vars(ours).items() if callable(value) and hasattr(theirs, name)}
 
-    assert shared(GuardedProtocol, HttpToolsProtocol) == OVERRIDDEN.keys() | {"__init__"}
+    assert shared(LimitedHttpProtocol, HttpToolsProtocol) == OVERRIDDEN.keys() | {"__init__"}
     assert shared(HTTPServer, uvicorn.Server) == {"__init__", "capture_signals"}
-    assert shared(Starting, uvicorn.Server) == {"__init__", "capture_signals"}
+    assert shared(StartupServer, uvicorn.Server) == {"__init__", "capture_signals"}
 
 
 @pytest.mark.parametrize(("name", "callers"), sorted(CALLERS.items()))

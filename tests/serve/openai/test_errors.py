@@ -11,8 +11,8 @@ import pytest
 
 from octavo.serve.args import ServeArgs
 from octavo.serve.http import endpoint
-from octavo.serve.openai.errors import MAX_BODY_BYTES, Problem, of
-from tests.serve.http_lab import LONGEST, Server, good, run, serving
+from octavo.serve.openai.errors import MAX_BODY_BYTES, ApiError, to_api_error
+from tests.serve.in_process_server import LONGEST, Server, good, run, serving
 
 C, H = "/v1/completions", "/v1/chat/completions"
 SAY = [{"role": "user", "content": "Hi"}]
@@ -499,7 +499,7 @@ def test_options_that_are_stricter_or_laxer(model: str) -> None:
 
 
 def test_what_a_bug_says_reaches_no_client() -> None:
-    problem = of(RuntimeError("the secret is 42"), "abc")
+    problem = to_api_error(RuntimeError("the secret is 42"), "abc")
     assert (problem.status, problem.code) == (500, "internal_error") and b"secret" not in problem.body()
     assert problem.headers()["x-should-retry"] == "false"
 
@@ -525,5 +525,5 @@ def test_a_bug_has_an_answer_too(model: str, monkeypatch: pytest.MonkeyPatch, pa
 
 def test_a_body_is_never_longer_than_4_kib() -> None:
     for text in ("x" * 100_000, "\u20ac" * 4000, '"' * 4000, "\ud800" * 2000, "\x00\n" * 3000):
-        body = Problem(400, "c", text, text).body()
+        body = ApiError(400, "c", text, text).body()
         assert len(body) <= MAX_BODY_BYTES and json.loads(body)["error"]["code"] == "c"

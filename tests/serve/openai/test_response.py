@@ -9,10 +9,10 @@ import tokenizers
 
 from octavo import LLM, SamplingParams
 from octavo.engine.outputs import RequestMetrics, RequestOutput
-from octavo.serve.app import ELSEWHERE
-from octavo.serve.openai.response import _Offsets
+from octavo.serve.app import UNSUPPORTED_ROUTES
+from octavo.serve.openai.response import _TextOffsets
 from octavo.text.tokenizer import Tokenizer
-from tests.serve.http_lab import NAME, OPTIONS, TEMPLATE, good, run, serving
+from tests.serve.in_process_server import NAME, OPTIONS, TEMPLATE, good, run, serving
 
 C, H = "/v1/completions", "/v1/chat/completions"
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
@@ -316,7 +316,11 @@ def test_small_routes(model: str) -> None:
             assert good(await get("/version"))["version"]
             assert good(await get("/load")) == {"server_load": 0}
             document = good(await get("/openapi.json"))
-            others = ("/view", "/openapi.json", *ELSEWHERE)  # the page, this document, and what another server has
+            others = (
+                "/view",
+                "/openapi.json",
+                *UNSUPPORTED_ROUTES,
+            )
             routes = {
                 (route.path.replace(":path", ""), method.lower())
                 for route in server.app.fastapi.routes
@@ -380,7 +384,7 @@ def test_text_offsets_are_places_in_the_returned_text() -> None:
         prompt = ids[: echo or 1]
         text = tokenizer.decode(prompt, skip)
         output = RequestOutput("r", text, prompt, [], False, RequestMetrics(0.0))
-        places = _Offsets(tokenizer, output, echo=bool(echo), skip_special_tokens=skip)
+        places = _TextOffsets(tokenizer, output, echo=bool(echo), skip_special_tokens=skip)
         return [places.next(token) for token in (ids if echo else ids[1:])]
 
     assert offsets(skip=True) == [0, 1, 1, 1, 1, 2, 3, 3]  # of "a🙃bc"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from octavo.serve.openai.errors import bad
+from octavo.serve.openai.errors import bad_request
 from octavo.serve.openai.responses_api import blamed
-from tests.serve.http_lab import Server, good, run, serving
+from tests.serve.in_process_server import Server, good, run, serving
 from tests.serve.openai.test_tools import CALL, HERMES, answers
 
 R = "/v1/responses"
@@ -155,5 +155,5 @@ def test_what_is_wrong_is_told_of_its_own_place(model: str) -> None:
 
 def test_a_remedy_has_its_own_words_too() -> None:
     text = "the request needs 9 blocks; max_tokens of at most 5 fits"
-    told = blamed(bad("exceeds_kv_capacity", text, "prompt"))
+    told = blamed(bad_request("exceeds_kv_capacity", text, "prompt"))
     assert (told.param, told.message) == ("input", text.replace("max_tokens", "max_output_tokens"))

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from octavo.serve.openai.strict_schema import closed
+from octavo.serve.openai.strict_schema import close_objects
 
 INNER = {"properties": {"x": {"type": "integer"}}}
 
@@ -19,7 +19,7 @@ def test_objects_that_name_their_properties_have_no_others() -> None:
         },
     }
     shut = INNER | {"additionalProperties": False}
-    assert closed(schema) == {
+    assert close_objects(schema) == {
         "$defs": {"inner": shut},
         "properties": {"a": {"$ref": "#/$defs/inner"}, "b": {"items": shut}, "c": {"anyOf": [shut, {"type": "null"}]}},
         "additionalProperties": False,
@@ -40,8 +40,8 @@ def test_objects_that_name_their_properties_have_no_others() -> None:
     ],
 )
 def test_a_schema_that_says_it_itself_or_is_put_together_stays_as_it_is(schema: dict[str, Any]) -> None:
-    assert closed(schema) == schema
+    assert close_objects(schema) == schema
 
 
 def test_a_property_may_have_the_name_of_a_keyword() -> None:
-    assert closed({"properties": {"allOf": INNER}})["properties"]["allOf"]["additionalProperties"] is False
+    assert close_objects({"properties": {"allOf": INNER}})["properties"]["allOf"]["additionalProperties"] is False

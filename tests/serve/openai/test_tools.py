@@ -10,7 +10,7 @@ import pytest
 
 from octavo.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from octavo.text.tokenizer import Tokenizer
-from tests.serve.http_lab import Server, good, run, serving
+from tests.serve.in_process_server import Server, good, run, serving
 
 H = "/v1/chat/completions"
 HERMES = (

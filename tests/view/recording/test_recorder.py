@@ -32,7 +32,7 @@ from octavo.params.sampling_params import SamplingParams
 from octavo.simulate import replay
 from octavo.simulate.cost import DEVICES, LinearCost
 from octavo.simulate.models import MODELS
-from octavo.simulate.simulation import Records, Replica, Setup
+from octavo.simulate.simulation import Records, Replica, SimConfig
 from octavo.simulate.traces import Arrival, Lengths, chat, poisson
 from octavo.view.recording import recorder as flights
 from octavo.view.recording.frames import Replay as Seen
@@ -200,7 +200,11 @@ def args(**options: Any) -> EngineArgs:
 
 
 def replica_of(**options: Any) -> Replica:
-    return Replica(Setup(MODELS["opt-13b"], DEVICES["h100"], args(**options), cost=COST), Records(), sample_s=1e9)
+    return Replica(
+        SimConfig(MODELS["opt-13b"], DEVICES["h100"], args(**options), cost=COST),
+        Records(),
+        interval_s=1e9,
+    )
 
 
 def fly(arrivals: list[Arrival], *, keep_s: float = 1e9, leg_s: float = 5.0, **options: Any) -> tuple[Replica, Flown]:
@@ -228,7 +232,7 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_came_of_each_request_is_told_again(tmp_path: Path) -> None:
     replica, flown = fly(rounds(80), num_gpu_blocks_override=48)
     assert flown.replayed(tmp_path / "f") > 3
-    exact = replay.Exact(Flight.load(tmp_path / "f"))
+    exact = replay.ExactReplay(Flight.load(tmp_path / "f"))
     was, again = replica.records, exact.records
     assert list(again.index) == list(was.index) and len(was) == 80
     begin_s = was.arrived_s[0]
@@ -245,7 +249,7 @@ def test_what_came_of_each_request_is_told_again(tmp_path: Path) -> None:
 def test_other_settings_are_tried_on_it(busy: Path) -> None:
     """With as many blocks as it had, people are preempted; with more, nobody."""
     flight = Flight.load(busy)
-    exact = replay.Exact(flight)
+    exact = replay.ExactReplay(flight)
     same = replay.what_if(flight, {}, exact.cost())
     assert len(same) == 80 and same.num_preempted["recompute"] > 0
     assert sum(same.num_cached) == pytest.approx(sum(exact.records.num_cached), rel=0.1)
@@ -255,7 +259,7 @@ def test_other_settings_are_tried_on_it(busy: Path) -> None:
 
 @pytest.mark.parametrize("block_size", [2, 8])
 def test_blocks_of_another_size_find_what_is_shared(busy: Path, block_size: int) -> None:
-    exact = replay.Exact(Flight.load(busy))
+    exact = replay.ExactReplay(Flight.load(busy))
     settings = {"block_size": block_size, "num_gpu_blocks_override": 400 * 4 // block_size}
     found = sum(replay.what_if(Flight.load(busy, every=True), settings, exact.cost()).num_cached)
     base = sum(replay.what_if(Flight.load(busy), {"num_gpu_blocks_override": 400}, exact.cost()).num_cached)
@@ -265,7 +269,10 @@ def test_blocks_of_another_size_find_what_is_shared(busy: Path, block_size: int)
 def test_samples_and_beams_are_tried_with_other_settings(tmp_path: Path) -> None:
     arrivals = [Arrival(i / 5, ((5 + i % 3, 9), (50 + i, 3)), 6, n=1 + i % 3, beams=i % 6 == 5) for i in range(24)]
     replica = Replica(
-        Setup(MODELS["opt-13b"], DEVICES["h100"], args(), cost=COST), Records(), answers=Wide(), sample_s=1e9
+        SimConfig(MODELS["opt-13b"], DEVICES["h100"], args(), cost=COST),
+        Records(),
+        token_source=Wide(),
+        interval_s=1e9,
     )
     flown = Flown(replica.engine, clock=replica.clock, leg_s=1.0)
     for i, arrival in enumerate(arrivals):
@@ -281,7 +288,7 @@ def test_samples_and_beams_are_tried_with_other_settings(tmp_path: Path) -> None
 class Wide:
     """A model that has as many candidates as are asked for."""
 
-    def draws(self, setup: Any, position: int, count: int) -> Any:
+    def samples(self, setup: Any, position: int, count: int) -> Any:
         return [(-1.0 - i, 1 + i) if setup.decides else 1 + i for i in range(count)]
 
     def tokens(self, setup: Any, position: int, count: int) -> Any:
@@ -361,7 +368,7 @@ def test_a_recorder_can_come_late_and_leave(tmp_path: Path) -> None:
     assert flown is not None
     replica.run_until(float("inf"))
     assert flown.replayed(tmp_path / "f") > 2
-    exact = replay.Exact(Flight.load(tmp_path / "f"))
+    exact = replay.ExactReplay(Flight.load(tmp_path / "f"))
     assert exact.num_present == num_there and len(exact.records) == 80 - num_before
     assert exact.records.num_preempted["recompute"] > 0
     flown.recorder.detach()
@@ -383,7 +390,7 @@ def test_what_runs_and_what_was_aborted_counts_as_far_as_it_is(tmp_path: Path) -
     flight = Flight.load(recorder.dump(path=tmp_path / "f"))
     lengths = [arrival.samples[0].num_tokens for arrival in flight.file.arrivals]
     assert 5 <= lengths[0] <= 10 and 15 <= lengths[1] <= 20
-    exact = replay.Exact(flight)
+    exact = replay.ExactReplay(flight)
     assert (exact.num_aborted, exact.records.num_unfinished, len(exact.records)) == (1, 1, 0)
 
 
@@ -459,12 +466,12 @@ def test_an_engine_that_dies_of_a_bug_dies_of_it_again(
 
     asyncio.run(until_it_dies())
     [path] = tmp_path.glob("*-crash.flight")
-    exact = replay.Exact(Flight.load(path))
+    exact = replay.ExactReplay(Flight.load(path))
     assert exact.death == "PlantedError: step 7" and exact.num_aborted == 0
     seen = Seen(frames_of_flight(path))
     assert seen.at(seen.duration_s).step > 7 and "ends as its engine did: PlantedError" in caplog.text
     monkeypatch.undo()
-    assert replay.Exact(Flight.load(path)).death == ""
+    assert replay.ExactReplay(Flight.load(path)).death == ""
 
 
 # -- files and the command ---------------------------------------------------------------------------------------------
@@ -491,7 +498,7 @@ def test_a_bad_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for name, data, message in damaged(good):
         (tmp_path / "bad").write_bytes(data)
         with pytest.raises(TraceError, match=message):
-            replay.Exact(Flight.load(tmp_path / "bad"))
+            replay.ExactReplay(Flight.load(tmp_path / "bad"))
         assert octavo(["simulate", "--replay", str(tmp_path / "bad")]) in (1, 2), name
         said = capsys.readouterr()
         assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1, name

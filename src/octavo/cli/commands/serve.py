@@ -83,15 +83,15 @@ def serve(
     if log_format not in ("text", "json"):
         raise typer.BadParameter(f"{log_format!r} is neither text nor json", param_hint="--log-format")
     from octavo import log_setup as logs
-    from octavo.serve import launcher as run
+    from octavo.serve import launcher
 
-    phases = run.Phases()
+    phases = launcher.StartupTimer()
     logs.set_up(logs.LogSettings(settings.uvicorn_log_level, as_json=log_format == "json"))
-    keys = run.keys_of(settings, [key for name in SERVER_KEYS if (key := os.environ.get(name))])
-    admin_keys = run.keys_of(settings, [key] if (key := os.environ.get(ADMIN_KEY)) else [], name="admin_key")
+    keys = launcher.load_keys(settings, [key for name in SERVER_KEYS if (key := os.environ.get(name))])
+    admin_keys = launcher.load_keys(settings, [key] if (key := os.environ.get(ADMIN_KEY)) else [], name="admin_key")
     settings.check_exposure([*keys, *admin_keys])
     settings.check_tls()
     check(args)
     if is_named(model):
         fetch_model(model)
-    run.run(args, settings, keys, phases, admin_keys=admin_keys)
+    launcher.run(args, settings, keys, phases, admin_keys=admin_keys)

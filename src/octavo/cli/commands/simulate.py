@@ -14,7 +14,7 @@ from octavo.config import EngineArgs
 from octavo.errors import ParameterError
 
 if TYPE_CHECKING:
-    from octavo.simulate.simulation import Records, Setup
+    from octavo.simulate.simulation import Records, SimConfig
     from octavo.simulate.traces import Arrival
 
 SIMULATED = (
@@ -118,7 +118,7 @@ def simulate(
             records = run(setup, arrivals, progress=progress)
         told = {"trace": trace, "model": setup.model.name, "gpu": setup.device.name, "num_blocks": setup.num_blocks()}
     told |= report.summary(records, wanted)
-    print(json.dumps(told) if as_json else "\n".join(report.lines(told)), flush=True)  # first: a file may fail
+    print(json.dumps(told) if as_json else "\n".join(report.format_summary(told)), flush=True)  # first: a file may fail
     if output is not None:
         output.write_text(json.dumps(told, indent=2) + "\n")
     if plot is not None:
@@ -134,7 +134,7 @@ def replayed(path: Path, settings: dict[str, Any], cost: Path | None) -> tuple[d
     if not path.exists():
         raise ParameterError(f"no file {str(path)!r} to replay", param="replay")
     flight = Flight.load(path)
-    exact = replay.Exact(flight)
+    exact = replay.ExactReplay(flight)
     was = flight.file.settings
     told: dict[str, Any] = {"replay": str(path), "why": flight.file.why, "num_blocks": was["num_blocks"]}
     if not settings and cost is None:
@@ -153,11 +153,11 @@ def replayed(path: Path, settings: dict[str, Any], cost: Path | None) -> tuple[d
 
 def setup_of(
     model: str, gpu: str, engine: dict[str, Any], num_devices: int = 1, num_replicas: int = 1, cost: Path | None = None
-) -> Setup:
+) -> SimConfig:
     """What the command line describes. Raises `UsageError` or `ModelError` for what does not exist."""
     from octavo.simulate.cost import LinearCost, find_device
     from octavo.simulate.models import find_model
-    from octavo.simulate.simulation import Setup
+    from octavo.simulate.simulation import SimConfig
 
     shape = find_model(model)
     if num_devices < 1 or shape.num_heads % num_devices:
@@ -169,7 +169,7 @@ def setup_of(
         raise ParameterError(f"replicas are {num_replicas}, there must be one at least", param="replicas")
     args = EngineArgs(model=shape.name, **engine)
     measured = None if cost is None else LinearCost.load(cost)
-    setup = Setup(shape, find_device(gpu), args, num_devices, num_replicas, measured)
+    setup = SimConfig(shape, find_device(gpu), args, num_devices, num_replicas, measured)
     setup.num_blocks()  # no room is said before anything runs
     return setup
 

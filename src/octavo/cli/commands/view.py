@@ -18,7 +18,7 @@ from octavo.config import EngineArgs
 from octavo.errors import OctavoError, ParameterError
 
 if TYPE_CHECKING:
-    from octavo.simulate.simulation import Setup
+    from octavo.simulate.simulation import SimConfig
     from octavo.simulate.traces import Arrival
     from octavo.view.live.messages import Frame
 
@@ -128,13 +128,13 @@ def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
         os.replace(part, path)
 
 
-def simulated_frames(setup: Setup, arrivals: Iterator[Arrival]) -> Iterator[Frame]:
+def simulated_frames(setup: SimConfig, arrivals: Iterator[Arrival]) -> Iterator[Frame]:
     """What a trace does to the pool of one replica, on the simulator's clock."""
     from octavo.simulate.simulation import Records, Replica
     from octavo.view.live.publisher import Tap
     from octavo.view.recording.frames import EVERY_S
 
-    replica = Replica(setup, Records(), sample_s=float("inf"))
+    replica = Replica(setup, Records(), interval_s=float("inf"))
     tap = Tap(replica.scheduler, clock=replica.clock, begin_s=0.0)
     next_s = 0.0
 

@@ -120,7 +120,7 @@ class EngineProcess:
                 process_group=0,  # Ctrl-C is for this process; and what it starts itself ends with it
             )
             undo.pop_all()
-        self._lifeline.send(Launch(endpoint_in(self._directory), options, logs.told()), wait=True)
+        self._lifeline.send(Launch(endpoint_in(self._directory), options, logs.current_settings()), wait=True)
         self._channel.attach(self._loop, self._take_in)
         self._loop.add_reader(self._lifeline.fileno(), self._listen)
 

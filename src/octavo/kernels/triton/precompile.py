@@ -1,9 +1,9 @@
-"""Kernels compiled before they are needed, many at a time.
+"""Compiles kernels before they are needed, several at a time.
 
-Triton compiles a kernel when it is first launched, a third of a second each, and one after the other: its compiler
-holds Python's lock. Where a model has not run before, a rehearsal of its passes lists what they will launch, processes
-compile that side by side into Triton's cache on disk, and the passes find it there. Whatever goes wrong here costs
-time, and nothing else: what was not compiled is compiled when it is launched.
+Triton compiles a kernel at its first launch: a third of a second each, one after another, because the compiler holds
+Python's lock. When a model has not run on this machine before, a dry run of its forward passes lists their kernels,
+processes compile them in parallel into Triton's cache on disk, and the real passes find them there. A failure here only
+costs time: a kernel that was not precompiled is compiled when it is launched.
 """
 
 from __future__ import annotations
@@ -34,33 +34,39 @@ from triton.runtime.jit import JITFunction
 
 logger = logging.getLogger("octavo")
 
-MOST_PROCESSES = 12
-COMPILE_S = 120.0
-"""How long a kernel may take, and a process to start; then it is compiled when it is launched."""
-Work = Callable[[], object]
+MAX_PROCESSES = 12
+COMPILE_TIMEOUT_S = 120.0
+"""Limit for one kernel, start of the process included; after that, the kernel is compiled when it is launched."""
+ForwardPass = Callable[[], object]
 
 
-class Ahead:
-    """Compiles ahead what `rehearse` is given, where `key`, which stands for all that it depends on beside the code and
-    the libraries, has not been seen before. To be left as a context, which remembers that it has been seen now."""
+class Precompiler:
+    """Compiles the kernels of forward passes, unless this was done before for the same key.
+
+    `key` stands for everything that selects kernels besides the code, the libraries and the device. Use it as a context
+    manager: a clean exit leaves a marker file, so that the next start with this key compiles nothing.
+    """
 
     def __init__(self, key: str, device: torch.device) -> None:
-        parts = [key, _code(), torch.__version__, triton.__version__, torch.cuda.get_device_name(device)]
+        parts = [key, _source_digest(), torch.__version__, triton.__version__, torch.cuda.get_device_name(device)]
         digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
-        self._seen = Path(knobs.cache.dir) / f"octavo-{digest}"
-        self._compilers = None if self._seen.exists() else Compilers(min(MOST_PROCESSES, len(os.sched_getaffinity(0))))
+        self._marker = Path(knobs.cache.dir) / f"octavo-{digest}"
+        num_processes = min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
+        self._compilers = None if self._marker.exists() else CompilerPool(num_processes)
 
-    def rehearse(self, *works: Work) -> None:
-        """Do all that without launching any kernel, and compile what it would have launched: nothing in it may depend
-        on what a kernel writes."""
+    def precompile(self, *passes: ForwardPass) -> None:
+        """Run the passes without launching any kernel, and compile the kernels that they would launch.
+
+        Nothing in a pass may depend on what a kernel writes.
+        """
         if self._compilers is None:
             return
         try:
-            self._compilers.compile(listed(*works))
-        except Exception as error:  # what is wrong with the passes themselves, they will say
-            logger.debug("kernels are not compiled ahead: %s", error)
+            self._compilers.compile(list_kernels(*passes))
+        except Exception as error:  # an error of the passes themselves is raised again by the real run
+            logger.debug("kernels are not precompiled: %s", error)
 
-    def __enter__(self) -> Ahead:
+    def __enter__(self) -> Precompiler:
         return self
 
     def __exit__(
@@ -71,50 +77,52 @@ class Ahead:
         self._compilers.close()
         if error is None:
             with contextlib.suppress(OSError):
-                self._seen.touch()
+                self._marker.touch()
 
 
 @functools.cache
-def _code() -> str:
-    """Of all that decides which kernels there are."""
+def _source_digest() -> str:
+    """SHA-256 of all source files of this package: any of them may change which kernels a pass launches."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parents[2].rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def listed(*works: Work) -> list[str]:
-    """What they launch and is not in memory yet: a line for `compile_line` each. Nothing is launched by this thread;
-    those of other engines go on."""
+def list_kernels(*passes: ForwardPass) -> list[str]:
+    """The kernels that the passes would launch and that are not in memory yet, one line for `compile_kernel` each.
+
+    This thread launches nothing meanwhile; launches of other threads, such as another engine's, go on.
+    """
     target = triton.runtime.driver.active.get_current_target()
     lines: dict[str, None] = {}
-    own = threading.get_ident()
+    this_thread = threading.get_ident()
 
-    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        if threading.get_ident() != own:
+    def record(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        if threading.get_ident() != this_thread:
             return False
-        told = [fn.module, fn.name, compile["specialization_data"], target.backend, target.arch, target.warp_size]
-        lines[json.dumps(told)] = None
+        kernel = [fn.module, fn.name, compile["specialization_data"], target.backend, target.arch, target.warp_size]
+        lines[json.dumps(kernel)] = None
         return True  # do not compile it now
 
-    def rehearsed(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
-        return run(self, *args, warmup=warmup or threading.get_ident() == own, **kwargs)
+    def dry_run(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run(self, *args, warmup=warmup or threading.get_ident() == this_thread, **kwargs)
 
     run, hook = JITFunction.run, knobs.runtime.jit_cache_hook
-    knobs.runtime.jit_cache_hook, JITFunction.run = note, rehearsed
+    knobs.runtime.jit_cache_hook, JITFunction.run = record, dry_run
     try:
-        for work in works:
-            work()
+        for forward_pass in passes:
+            forward_pass()
     finally:
         JITFunction.run, knobs.runtime.jit_cache_hook = run, hook
     return list(lines)
 
 
-class Compilers:
-    """Processes that compile kernels. They start when they are made, and nobody waits for that."""
+class CompilerPool:
+    """Processes that compile kernels. The constructor starts them and does not wait until they are ready."""
 
     def __init__(self, num: int) -> None:
-        command = [sys.executable, "-P", "-m", __name__]  # -P: the current folder is no place to import from
+        command = [sys.executable, "-P", "-m", __name__]  # -P: import nothing from the current folder
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
         self._processes = [subprocess.Popen(command, **pipes) for _ in range(num)]
         self._idle: queue.SimpleQueue[subprocess.Popen[str]] = queue.SimpleQueue()
@@ -122,10 +130,10 @@ class Compilers:
             self._idle.put(process)
 
     def compile(self, lines: list[str]) -> int:
-        """How many of them are compiled now."""
+        """Compile the kernels of `list_kernels`; returns how many succeeded."""
         with ThreadPoolExecutor(len(self._processes)) as threads:
             num = sum(threads.map(self._compile, lines))
-        logger.debug("%d of %d kernels compiled ahead", num, len(lines))
+        logger.debug("%d of %d kernels precompiled", num, len(lines))
         return num
 
     def _compile(self, line: str) -> bool:
@@ -134,10 +142,10 @@ class Compilers:
         try:
             process.stdin.write(line + "\n")
             process.stdin.flush()
-            if not wait([process.stdout.fileno()], COMPILE_S):
+            if not wait([process.stdout.fileno()], COMPILE_TIMEOUT_S):
                 process.kill()
             return process.stdout.readline() == "done\n"
-        except OSError:  # it is gone
+        except OSError:  # the process has died
             return False
         finally:
             self._idle.put(process)
@@ -149,26 +157,26 @@ class Compilers:
             process.communicate()
 
 
-def compile_line(line: str) -> None:
-    """Compile one kernel, as `listed` wrote it down, for the cache on disk. Takes no GPU."""
-    from triton.compiler import ASTSource  # private to triton, in part: an engine starts without them
+def compile_kernel(line: str) -> None:
+    """Compile one kernel of `list_kernels` into the cache on disk. Needs no GPU."""
+    from triton.compiler import ASTSource  # partly private to Triton: an engine must start without them
     from triton.experimental.gluon._runtime import GluonASTSource
 
     module, name, data, *target = json.loads(line)
     function = getattr(importlib.import_module(module), name)
-    told = json.loads(data)
-    constants = dict(zip(map(tuple, told["constant_keys"]), told["constant_vals"], strict=True))
-    attributes = dict(zip(map(tuple, told["attrs_keys"]), told["attrs_vals"], strict=True))
-    source = (GluonASTSource if function.is_gluon() else ASTSource)(function, told["signature"], constants, attributes)
-    options = {key: tuple(value) if isinstance(value, list) else value for key, value in told["options"].items()}
+    spec = json.loads(data)
+    constants = dict(zip(map(tuple, spec["constant_keys"]), spec["constant_vals"], strict=True))
+    attributes = dict(zip(map(tuple, spec["attrs_keys"]), spec["attrs_vals"], strict=True))
+    source = (GluonASTSource if function.is_gluon() else ASTSource)(function, spec["signature"], constants, attributes)
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in spec["options"].items()}
     triton.compile(source, target=GPUTarget(*target), options=options)
 
 
 def main() -> None:
-    """Lines in, a word a line out."""
+    """Read one kernel a line from stdin; write "done" or the error, one line each."""
     for line in sys.stdin:
         try:
-            compile_line(line)
+            compile_kernel(line)
             print("done", flush=True)
         except Exception as error:
             print(" ".join(repr(error).split()), flush=True)

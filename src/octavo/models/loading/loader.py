@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from octavo.checkpoint.resolve import Checkpoint, listed
+from octavo.checkpoint.resolve import Checkpoint, join_problems
 from octavo.checkpoint.safetensors_header import check_headers
 from octavo.errors import CheckpointError, cut
 from octavo.models.config import DecoderSpec, GPTSpec, ModelSpec
@@ -361,4 +361,4 @@ def _report(checkpoint: Checkpoint, problems: Iterable[str]) -> None:
     """Raise one `CheckpointError` for all problems, if there are any."""
     problems = list(problems)
     if problems:
-        raise CheckpointError(f"{checkpoint.path}: {listed(problems)}; fetch the model again")
+        raise CheckpointError(f"{checkpoint.path}: {join_problems(problems)}; fetch the model again")

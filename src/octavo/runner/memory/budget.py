@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from octavo.config import CPU_KV_BYTES, DEFAULT_SWAP_BYTES, GIB, EngineArgs
+from octavo.config import DEFAULT_CPU_KV_BYTES, DEFAULT_SWAP_BYTES, GIB, EngineArgs
 from octavo.errors import MemoryBudgetError
 from octavo.integers import cdiv
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class MemoryBudget:
     """Blocks and lengths that fit, and what they are made of. Blocks are usable ones; the null block is one more."""
 
     weight_bytes: int
@@ -48,7 +48,7 @@ def plan_memory(
     model_len: int,
     free_bytes: int | None = None,
     device_bytes: int | None = None,
-) -> Budget:
+) -> MemoryBudget:
     """Settle the sizes of the pool, the swap space and the longest sequence.
 
     bytes_per_token   K and V of one token over all layers
@@ -63,7 +63,7 @@ def plan_memory(
     if free_bytes is not None and free_bytes <= 0:
         raise MemoryBudgetError(
             f"the weights take {_gib(weight_bytes)}, which is more than the free memory by {_gib(-free_bytes)}; free "
-            f"more than that, choose a smaller model or a dtype of fewer bytes; {see_doctor(args)}"
+            f"more than that, choose a smaller model or a dtype of fewer bytes; {doctor_hint(args)}"
         )
     size = args.block_size
     per_block = bytes_per_token * size
@@ -81,8 +81,8 @@ def plan_memory(
     elif device_bytes is not None:
         num_blocks = device_bytes // per_block - 1
     else:
-        most = (args.settled("cpu").max_num_seqs or 0) * cdiv(wanted_len, size)
-        pool = min(CPU_KV_BYTES, free // 4)
+        most = (args.resolved("cpu").max_num_seqs or 0) * cdiv(wanted_len, size)
+        pool = min(DEFAULT_CPU_KV_BYTES, free // 4)
         if args.gpu_memory_utilization is not None:
             pool = int(args.gpu_memory_utilization * (free + weight_bytes)) - weight_bytes
         num_blocks = min(pool // per_block - 1, most)
@@ -102,7 +102,7 @@ def plan_memory(
         if args.swap_space is not None:
             warnings.append(f"swap_space {args.swap_space:g} GiB is larger than the KV pool; cut to its size")
         num_host = max(0, num_blocks)
-    budget = Budget(
+    budget = MemoryBudget(
         weight_bytes, per_block, num_blocks, num_host, max_model_len, size, free, device_bytes, tuple(warnings)
     )
     if num_blocks < 1 or max_model_len < 2:
@@ -122,12 +122,12 @@ def plan_memory(
     return budget
 
 
-def see_doctor(args: EngineArgs) -> str:
+def doctor_hint(args: EngineArgs) -> str:
     """For messages, where no value is known that would do."""
     return f"`octavo doctor {args.model}` names flags that fit"
 
 
-def lower_pool(args: EngineArgs, budget: Budget, num_bytes: int) -> str:
+def smaller_pool_hint(args: EngineArgs, budget: MemoryBudget, num_bytes: int) -> str:
     """What makes a pool whose size was said take so many bytes at most: the flag that said it, with a value. "" where
     none did, or not one block would fit."""
     num_blocks = num_bytes // budget.bytes_per_block - 1
@@ -142,13 +142,13 @@ def lower_pool(args: EngineArgs, budget: Budget, num_bytes: int) -> str:
     return f"{told} and max_model_len to {longest}" if shorter else told
 
 
-def _larger_pool(args: EngineArgs, budget: Budget, wanted_len: int) -> str:
+def _larger_pool(args: EngineArgs, budget: MemoryBudget, wanted_len: int) -> str:
     """What would make room for a sequence of `wanted_len`, or for as much of one as there is memory for."""
     if wanted_len < 2:
         return "raise max_model_len to 2 at least: a prompt and a token"
     size, per_block, room = budget.block_size, budget.bytes_per_block, _room(args, budget)
     if room < 2 * per_block:
-        return f"free {_gib(2 * per_block - room)} more; {see_doctor(args)}"
+        return f"free {_gib(2 * per_block - room)} more; {doctor_hint(args)}"
     num_bytes = min(1 + cdiv(wanted_len - 1, size), room // per_block) * per_block
     told = f"{'set' if args.kv_cache_memory_bytes is None else 'raise'} kv_cache_memory_bytes to {num_bytes}"
     if args.kv_cache_memory_bytes is None and args.gpu_memory_utilization is not None:
@@ -159,19 +159,19 @@ def _larger_pool(args: EngineArgs, budget: Budget, wanted_len: int) -> str:
     return f"{told} and lower max_model_len to {longest}" if shorter else told
 
 
-def _smaller_parts(args: EngineArgs, budget: Budget) -> str:
+def _smaller_parts(args: EngineArgs, budget: MemoryBudget) -> str:
     """What would make the pool and swap space fit."""
     kv_bytes, remedies, left = (budget.num_blocks + 1) * budget.bytes_per_block, [], budget.free_bytes
     if budget.device_bytes is None:
         left -= kv_bytes
     if left < 0 or (budget.device_bytes is not None and kv_bytes > budget.device_bytes):
-        remedies.append(lower_pool(args, budget, _room(args, budget)))
+        remedies.append(smaller_pool_hint(args, budget, _room(args, budget)))
     if 0 <= left < budget.num_host_blocks * budget.bytes_per_block:
         remedies.append(f"lower swap_space to {floor_2(left / GIB):g}")
-    return ", ".join(remedies) if all(remedies) else see_doctor(args)
+    return ", ".join(remedies) if all(remedies) else doctor_hint(args)
 
 
-def _room(args: EngineArgs, budget: Budget) -> int:
+def _room(args: EngineArgs, budget: MemoryBudget) -> int:
     """Bytes that the pool may take. Where it shares them with swap space, which is no larger than it, half of them."""
     if budget.device_bytes is not None:
         return budget.device_bytes
@@ -187,7 +187,7 @@ def floor_2(number: float) -> float:
     return math.floor(number * 100) / 100
 
 
-def time_moves(move: Callable[[list[tuple[int, int]]], None], num_blocks: int) -> float:
+def time_swaps(move: Callable[[list[tuple[int, int]]], None], num_blocks: int) -> float:
     """Seconds that a block takes from the device to the host, by moving some; what is in them does not matter yet.
 
     move   copies (device block, host block), and returns when they are there

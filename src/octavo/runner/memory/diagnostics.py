@@ -12,11 +12,11 @@ from typing import Any, cast
 
 import torch
 
-from octavo.config import GIB, GPU_MEMORY_UTILIZATION, EngineArgs
+from octavo.config import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, EngineArgs
 from octavo.errors import MemoryBudgetError, ParameterError
-from octavo.runner.executor import device_lost, forget_frames, is_memory
-from octavo.runner.memory.budget import ceil_2, see_doctor
-from octavo.runner.memory.profile import LEAST_KV_BYTES, MOST_UTILIZATION, SPARE_BYTES, gib
+from octavo.runner.executor import clear_tracebacks, device_lost, is_out_of_memory
+from octavo.runner.memory.budget import ceil_2, doctor_hint
+from octavo.runner.memory.profile import MAX_UTILIZATION, MIN_KV_BYTES, SPARE_BYTES, gib
 
 DRIVER = Path("/proc/driver/nvidia/version")
 """There where NVIDIA's driver is loaded."""
@@ -30,7 +30,7 @@ def find_gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def unused_gpu() -> str:
+def unusable_gpu_reason() -> str:
     """Why torch, built for CUDA, cannot use the GPU that this machine seems to have; "" where nobody would wonder."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if hidden or torch.version.cuda is None or not (DRIVER.exists() or shutil.which("nvidia-smi")):
@@ -49,25 +49,25 @@ def _why_not() -> str:
 def check_weights(weight_bytes: int, args: EngineArgs) -> None:
     """Raises `MemoryBudgetError` before anything is loaded where not even the weights fit."""
     free, total = _free()
-    room = min(free, int(total * (args.gpu_memory_utilization or GPU_MEMORY_UTILIZATION)))
+    room = min(free, int(total * (args.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION)))
     if weight_bytes > room:
-        needed = weight_bytes + SPARE_BYTES + LEAST_KV_BYTES
-        if (share := ceil_2(needed / total)) <= MOST_UTILIZATION and needed <= free:
+        needed = weight_bytes + SPARE_BYTES + MIN_KV_BYTES
+        if (share := ceil_2(needed / total)) <= MAX_UTILIZATION and needed <= free:
             remedy = f"raise gpu_memory_utilization to {share:g} at least"
         elif args.dtype == "float32" and needed - weight_bytes // 2 <= room:
             remedy = "set dtype to bfloat16, which halves that"
-        elif share <= MOST_UTILIZATION:
+        elif share <= MAX_UTILIZATION:
             remedy = f"free {gib(needed - free)} more on the GPU, and let gpu_memory_utilization be {share:g} at least"
         else:
             remedy = "choose a smaller model or a dtype of fewer bytes"
         raise MemoryBudgetError(
             f"the weights take {gib(weight_bytes)} and the GPU has room for {gib(room)} ({gib(free)} free of "
-            f"{gib(total)}); {remedy}; {see_doctor(args)}"
+            f"{gib(total)}); {remedy}; {doctor_hint(args)}"
         )
 
 
 @contextmanager
-def starting_on(device: torch.device, doing: str, remedy: Callable[[int], str]) -> Iterator[None]:
+def startup_errors(device: torch.device, doing: str, remedy: Callable[[int], str]) -> Iterator[None]:
     """What a GPU answers while an engine starts on it, in one line. Raises `MemoryBudgetError` where memory runs out,
     whatever the plan said (others may have taken some), and `DeviceLostError` where the device answers no more. What a
     CPU raises is left as it is.
@@ -79,13 +79,13 @@ def starting_on(device: torch.device, doing: str, remedy: Callable[[int], str]) 
     except RuntimeError as error:
         if device.type != "cuda":
             raise
-        if not is_memory(error):
+        if not is_out_of_memory(error):
             try:
                 torch.cuda.synchronize()
             except RuntimeError as cause:
                 raise device_lost(cause) from error
             raise
-        forget_frames(error)
+        clear_tracebacks(error)
         free, total = _free()
         wanted, said = _wanted(error)
         raise MemoryBudgetError(
@@ -99,7 +99,7 @@ def _free() -> tuple[int, int]:
     try:
         return torch.cuda.mem_get_info()
     except RuntimeError as error:
-        if not is_memory(error):
+        if not is_out_of_memory(error):
             raise
         text = "others have all of the GPU's memory, not even CUDA itself finds room; free some, nvidia-smi shows whose"
         raise MemoryBudgetError(text) from None

@@ -9,30 +9,30 @@ from types import ModuleType
 
 import torch
 
-from octavo.config import GIB, GPU_MEMORY_UTILIZATION, EngineArgs
+from octavo.config import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, EngineArgs
 from octavo.errors import MemoryBudgetError
 from octavo.integers import cdiv
 from octavo.kernels.metadata import RaggedBatch, SamplingTensors
 from octavo.runner.cuda_graphs import cascade_sizes, decode_sizes
-from octavo.runner.memory.budget import Budget, ceil_2, floor_2, lower_pool, see_doctor
-from octavo.runner.prefill_batch import ChunkSizes
+from octavo.runner.memory.budget import MemoryBudget, ceil_2, doctor_hint, floor_2, smaller_pool_hint
+from octavo.runner.prefill_batch import PrefillSizes
 from octavo.runner.recorded_graphs import Model
 
 Rehearse = Callable[..., None]
-"""`kernels.ahead.Ahead.rehearse`."""
+"""`kernels.triton.precompile.Precompiler.precompile`."""
 GRAPH_BYTES = 8 << 20
 """Of device memory for each captured graph: its nodes and their arguments, not the tensors that all of them share."""
 SPARE_BYTES = 256 << 20
 """Left to what a profile cannot see: cuBLAS workspaces, kernels that are loaded later, fragments."""
-LEAST_KV_BYTES = GIB
+MIN_KV_BYTES = GIB
 """For K and V, that values in messages leave: they are for engines that serve somebody."""
-MOST_UTILIZATION = 0.99
-FEWEST_TOKENS = 64
+MAX_UTILIZATION = 0.99
+MIN_PASS_TOKENS = 64
 """A step that an advice makes smaller still computes so many."""
 
 
 @dataclass(frozen=True, slots=True)
-class GPUMemory:
+class GPUMemoryProfile:
     """Where a GPU's memory goes, in bytes.
 
     total       all there is
@@ -64,7 +64,7 @@ class GPUMemory:
     def check(self, args: EngineArgs, bytes_per_block: int) -> None:
         """Raises `MemoryBudgetError`, with values that would do, where less is left than the smallest pool takes."""
         if self.left < 2 * bytes_per_block:
-            remedy = self._remedy(args, max(LEAST_KV_BYTES, 2 * bytes_per_block)) or see_doctor(args)
+            remedy = self._remedy(args, max(MIN_KV_BYTES, 2 * bytes_per_block)) or doctor_hint(args)
             raise MemoryBudgetError(
                 f"No available memory for the cache blocks: gpu_memory_utilization {self.utilization:g} of "
                 f"{gib(self.total)} is {gib(self.total * self.utilization)}, and the engine takes {self}; {remedy}"
@@ -74,25 +74,25 @@ class GPUMemory:
         """What would leave so much for K and V, the smallest change first. "" where nothing does."""
         needed, others_leave = self._taken + kv_bytes, self.total - self.foreign
         share = ceil_2(needed / self.total)
-        if share <= MOST_UTILIZATION and needed <= others_leave:
+        if share <= MAX_UTILIZATION and needed <= others_leave:
             return f"raise gpu_memory_utilization to {share:g}"
         passes = self.activations + self.graphs
         fewer = smaller_passes(args, (passes + self.left - kv_bytes) / passes) if passes else ""
-        if share > MOST_UTILIZATION:
+        if share > MAX_UTILIZATION:
             return fewer
         more = f"free {gib(needed - others_leave)} more on the GPU"
         if self.utilization < share:
             more += f" and raise gpu_memory_utilization to {share:g}"
         return f"{fewer}, or {more}" if fewer else more
 
-    def smaller_pool(self, args: EngineArgs, budget: Budget, wanting: int) -> str:
+    def smaller_pool(self, args: EngineArgs, budget: MemoryBudget, wanting: int) -> str:
         """What would leave so many bytes more to others than the pool does now, and some to spare."""
-        kv_bytes = (budget.num_blocks + 1) * budget.bytes_per_block - wanting - LEAST_KV_BYTES
+        kv_bytes = (budget.num_blocks + 1) * budget.bytes_per_block - wanting - MIN_KV_BYTES
         if args.num_gpu_blocks_override is not None or args.kv_cache_memory_bytes is not None:
-            return lower_pool(args, budget, kv_bytes) or see_doctor(args)
+            return smaller_pool_hint(args, budget, kv_bytes) or doctor_hint(args)
         share = floor_2((self._taken + kv_bytes) / self.total)
         if replace(self, utilization=share).left < 2 * budget.bytes_per_block:
-            return smaller_passes(args) or see_doctor(args)
+            return smaller_passes(args) or doctor_hint(args)
         return f"lower gpu_memory_utilization to {share:g}"
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ class GPUMemory:
             f"estimate), libraries {gib(self.libraries)}; other processes and CUDA itself have {gib(self.foreign)}"
         )
 
-    def table(self, budget: Budget) -> str:
+    def table(self, budget: MemoryBudget) -> str:
         """Lines for the log: what memory goes where, and how many requests that serves at once."""
         tokens = budget.num_blocks * budget.block_size
         kv_bytes = (budget.num_blocks + 1) * budget.bytes_per_block
@@ -119,7 +119,7 @@ def smaller_passes(args: EngineArgs, share: float = 0.5) -> str:
         1 << max(0, int((most or 1) * share)).bit_length() >> 1
         for most in (args.max_num_batched_tokens, args.max_num_seqs)
     )
-    if num_tokens < FEWEST_TOKENS or not num_rows:
+    if num_tokens < MIN_PASS_TOKENS or not num_rows:
         return ""
     return f"lower max_num_batched_tokens to {num_tokens} and max_num_seqs to {num_rows}"
 
@@ -132,7 +132,7 @@ def measure(
     kv_shape: tuple[int, ...],
     dtype: torch.dtype,
     rehearse: Rehearse | None = None,
-) -> GPUMemory:
+) -> GPUMemoryProfile:
     """Run the largest passes that the engine may ask for, over a pool of one block, and look at what they took. On the
     way, the kernels of all kinds of passes are compiled, or found in their cache.
 
@@ -149,13 +149,13 @@ def measure(
     activations = torch.cuda.max_memory_reserved() - before
     # All graphs together live in what the largest pass takes, beside what passes without a graph take.
     num_graphs = len(decode_sizes(num_rows)) + len(cascade_sizes(num_rows))
-    num_graphs += len(ChunkSizes.TOKENS_OF_FEW) + len(ChunkSizes.TOKENS_OF_MANY)
+    num_graphs += len(PrefillSizes.TOKENS_OF_FEW) + len(PrefillSizes.TOKENS_OF_MANY)
     graphs = 0 if args.enforce_eager else activations + num_graphs * GRAPH_BYTES
     del kv
     torch.cuda.empty_cache()
-    return GPUMemory(
+    return GPUMemoryProfile(
         total=torch.cuda.mem_get_info()[1],
-        utilization=args.gpu_memory_utilization or GPU_MEMORY_UTILIZATION,
+        utilization=args.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION,
         foreign=foreign,
         weights=before,
         activations=activations,

@@ -9,11 +9,11 @@ import torch
 
 from octavo.engine.executor import Masks
 from octavo.integers import cdiv
-from octavo.runner.sampling.sampler import which_of
+from octavo.runner.sampling.sampler import mask_indices
 from octavo.runner.streams import SideStream
 
 
-class MaskSpace:
+class BitmaskBuffer:
     """Memory on the device for the masks of one pass. It stays where it is, because captured graphs read it there.
 
     which   [num_lines] int32, words [num_lines, num_words] int32: see `reference.apply_token_bitmask`
@@ -42,7 +42,7 @@ class MaskSpace:
         numbers, end, num_words = self._staging.numpy(), self._head, self.words.shape[1]
         numbers[:end] = -1
         if masks is not None:
-            numbers[: len(slices)] = which_of(masks, slices)
+            numbers[: len(slices)] = mask_indices(masks, slices)
             end += len(masks.slices) * num_words
             np.copyto(numbers[self._head : end].reshape(-1, num_words), masks.words[:, :num_words])
         with self._copies.apart() if self._is_read else self._copies:

@@ -21,7 +21,7 @@ from octavo.runner.executor import append
 from octavo.runner.model_runner import ModelRunner
 from octavo.runner.recorded_graphs import Model
 from octavo.runner.sampling.logits_state import is_for_device
-from octavo.runner.sampling.sampler import NOT_FINITE, Draw, Sampler, to_device
+from octavo.runner.sampling.sampler import NOT_FINITE, Sampler, SampleSpec, to_device
 
 
 class Logits(NamedTuple):
@@ -43,7 +43,7 @@ class Logits(NamedTuple):
         return Logits(self.logits[ids], self.rows[ids], self.sampling.rows(ids))
 
 
-class DrawnColumn(NamedTuple):
+class HostSampledColumn(NamedTuple):
     """A column for the host, and for the rows that go on: which they are, and their tokens and these ones' positions,
     -1 for a token where something is wrong with a row; all [num_rows] int64 on the device."""
 
@@ -75,7 +75,7 @@ class _OnDevice:
         return logits.float()
 
 
-class CarefulRunner(ModelRunner):
+class HostSamplingRunner(ModelRunner):
     """A `ModelRunner` over the rows of a device. Blocks have been moved, and tables written, by who owns these rows."""
 
     def __init__(self, model: Model, state: RowState, kv: Tensor, *, max_model_len: int, ops: ModuleType) -> None:
@@ -104,16 +104,16 @@ class CarefulRunner(ModelRunner):
         return not self._asking.isdisjoint(plan.rows) or self.tells_prompts(plan)
 
     def tells_prompts(self, plan: StepPlan) -> bool:
-        wanted = self.sampler.prompt_logits_wanted
+        wanted = self.sampler.num_prompt_logits
         return any(wanted(plan.rows[i], plan.starts[i], plan.counts[i]) for i in plan.host_tokens)
 
-    def draws(self, plan: StepPlan, slices: Seq[int], column: int) -> list[Draw | None]:
+    def draws(self, plan: StepPlan, slices: Seq[int], column: int) -> list[SampleSpec | None]:
         """What follows the pass that computes this column of these slices, line by line of its logits; None where a row
         is done. The rows' own word on that was read before the first."""
         if not column:
             for i in plan.host_tokens:
                 self.rows.done[plan.rows[i]] = False
-        wanted: list[Draw | None] = []
+        wanted: list[SampleSpec | None] = []
         for i in slices:
             if plan.samples[i] <= column:
                 wanted.append(None)
@@ -149,7 +149,9 @@ class CarefulRunner(ModelRunner):
             self.rows.done = self._state.done[:-1].tolist()
             self.is_behind = False
 
-    def draw(self, plan: StepPlan, made: Logits, wanted: list[Draw | None], masks: Masks | None) -> DrawnColumn:
+    def sample(
+        self, plan: StepPlan, made: Logits, wanted: list[SampleSpec | None], masks: Masks | None
+    ) -> HostSampledColumn:
         """Waits for the logits."""
         told: list[list[Any]] = [[] for _ in plan.rows]
         column = StepResult(told)
@@ -162,12 +164,12 @@ class CarefulRunner(ModelRunner):
         else:
             made = made.lines(to_device(torch.tensor(alive, dtype=torch.int64), device))
         if not draws:
-            return DrawnColumn(column, made.rows, made.rows, made.rows)
+            return HostSampledColumn(column, made.rows, made.rows, made.rows)
         self._sample(made.logits, draws, masks, told, column, made.sampling)
         going = [line for line, draw in enumerate(draws) if draw.goes_on]
         tokens = [-1 if i in column.errors else told[i][-1] for i in (draws[k].slice_index for k in going)]
         on_device = to_device(torch.tensor([going, tokens], dtype=torch.int64), device)
-        return DrawnColumn(column, made.rows[on_device[0]], on_device[1], made.sampling.position[on_device[0]])
+        return HostSampledColumn(column, made.rows[on_device[0]], on_device[1], made.sampling.position[on_device[0]])
 
     def went_on(self, plan: StepPlan, columns: list[StepResult]) -> tuple[Tensor, Tensor, Tensor]:
         """(rows, tokens' positions, tokens) of all that the last of these gave and rows go on with, [num] int64."""

@@ -24,7 +24,7 @@ from octavo.kernels.row_state import (
     LogitsProcessorState,
     RowState,
 )
-from octavo.runner.sampling.sampler import RowRules, Sampler, to_device
+from octavo.runner.sampling.sampler import RowLogitsProcessors, Sampler, to_device
 
 Masked = tuple[Tensor, Tensor]
 """`which` mask each draw has, and their `words`: see `reference.apply_token_bitmask`."""
@@ -32,11 +32,11 @@ NO_TOKEN = -2
 """Of a draw for which all tokens were ruled out; see `reference.commit_sampled_tokens`."""
 
 
-class DeviceRules:
+class DeviceLogitsProcessors:
     """`LogitsProcessorState`, kept up by plans for the rows that ask for anything it has.
 
-    A row that asks for more (words that are ruled out) is the host's: see `careful.CarefulRunner`. Its steps may hold
-    rows of ours, which then are sampled there, and noted here.
+    Rows that need more, such as bad words, are sampled on the host: see `host_sampling.HostSamplingRunner`. Their steps
+    may hold rows of this class, whose tokens are then sampled there and counted here.
 
     rows     that ask for what changes their logits
     telling  row -> of how many of the likeliest tokens it tells beside the one that is drawn; absent: of nothing
@@ -84,7 +84,7 @@ class DeviceRules:
         if told:
             self._tell(list(told), [start for start, _ in told.values()], [ids or () for _, ids in told.values()])
 
-    def draw(
+    def sample(
         self,
         logits: Tensor,
         rows: Tensor,
@@ -116,7 +116,7 @@ class DeviceRules:
             self._state = LogitsProcessorState.empty(self._row_state.null_row, self._vocab_size, self._sampler.history)
         return self._state
 
-    def _write(self, rules: dict[int, RowRules | None]) -> None:
+    def _write(self, rules: dict[int, RowLogitsProcessors | None]) -> None:
         """What these rows ask from now on; None: nothing."""
         state, device = self._made(), self._row_state.done.device
         rows = to_device(torch.tensor(list(rules), dtype=torch.int64), device)
@@ -147,7 +147,7 @@ class DeviceRules:
         self._ops.init_token_counts(self._made(), *parts)
 
 
-def is_for_device(rules: RowRules) -> bool:
+def is_for_device(rules: RowLogitsProcessors) -> bool:
     return (
         (rules.num_logprobs is None or 0 <= rules.num_logprobs <= MAX_LOGPROBS)
         and rules.words is None
@@ -156,7 +156,7 @@ def is_for_device(rules: RowRules) -> bool:
     )
 
 
-def asks_of(rules: RowRules) -> int:
+def asks_of(rules: RowLogitsProcessors) -> int:
     return (
         PENALTIES * rules.penalizes
         + LOGIT_BIAS * (rules.bias is not None)
@@ -165,7 +165,7 @@ def asks_of(rules: RowRules) -> int:
     )
 
 
-def _lengths(rules: RowRules | None) -> tuple[int, int, int]:
+def _lengths(rules: RowLogitsProcessors | None) -> tuple[int, int, int]:
     """num_prompt, min_length, and counted, which is nothing yet."""
     return (0, 0, 0) if rules is None else (rules.num_prompt, rules.min_length, 0)
 

@@ -30,7 +30,7 @@ NO_ALLOWED_TOKEN = (
 )
 
 
-class Draw(NamedTuple):
+class SampleSpec(NamedTuple):
     """One token to sample: for which slice and row, as which of the request's samples, and at which position. The row
     goes on with it, unless it is one of several draws. With `num_candidates` nothing is sampled: the host decides, and
     wants that many of the likeliest tokens.
@@ -48,7 +48,7 @@ Candidates = list[tuple[float, int]]
 """(log-probability, token), best first; fewer where the rules leave fewer."""
 
 
-class Drawn(NamedTuple):
+class SamplerOutput(NamedTuple):
     """One entry for each draw: its token, what was wrong with it ("" for nothing), and what the model thought."""
 
     tokens: list[int | Candidates]
@@ -56,7 +56,7 @@ class Drawn(NamedTuple):
     logprobs: list[TokenLogprobs | None]
 
 
-class RowRules:
+class RowLogitsProcessors:
     """What a row's request asks beyond noise, temperature and filters, as tensors that are made once.
 
     words   [num_words, longest] int64, see `LogitsProcessorParams`; None: no bad words
@@ -85,7 +85,7 @@ class RowRules:
             self.bias_values = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
 
     @classmethod
-    def of(cls, setup: RowSetup, device: torch.device | str) -> RowRules | None:
+    def of(cls, setup: RowSetup, device: torch.device | str) -> RowLogitsProcessors | None:
         """None for a request that asks for nothing of the kind."""
         p = setup.sampling_params
         asks = p.needs_history or p.logprobs is not None or p.ranks or p.logit_bias or p.min_tokens
@@ -99,13 +99,13 @@ class RowRules:
 class Sampler:
     """Samples for the rows of a runner, and keeps up the tokens of those rows whose sampling looks at them.
 
-    history   [num_rows, max_len] int32, by position, where `RowRules.needs_history`; made when it is first needed
+    history   [num_rows, max_len] int32, by position, where `RowLogitsProcessors.needs_history`; made on first use
     """
 
     def __init__(self, num_rows: int, max_len: int, ops: ModuleType, device: torch.device | str = "cpu") -> None:
         self.ops = ops
         self.device = device
-        self.rules: list[RowRules | None] = [None] * num_rows
+        self.rules: list[RowLogitsProcessors | None] = [None] * num_rows
         self._history_shape = (num_rows, max_len)
         self._history: Tensor | None = None
 
@@ -119,7 +119,7 @@ class Sampler:
     def apply(self, plan: StepPlan) -> None:
         """Rows change hands, and the host tells tokens."""
         for setup in plan.row_setups:
-            self.rules[setup.row] = RowRules.of(setup, self.device)
+            self.rules[setup.row] = RowLogitsProcessors.of(setup, self.device)
             if setup.token_ids is not None:
                 self._write(setup.row, 0, setup.token_ids)
         for i, token_ids in plan.host_tokens.items():
@@ -133,13 +133,13 @@ class Sampler:
 
     # -- drawing -------------------------------------------------------------------------------------------------------
 
-    def draw(
+    def sample(
         self,
         logits: Tensor,
-        draws: Seq[Draw],
+        draws: Seq[SampleSpec],
         masks: Masks | None = None,
         sampling: SamplingTensors | None = None,
-    ) -> Drawn:
+    ) -> SamplerOutput:
         """One token for each row of logits [num_draws, vocab_size] float32, which are changed on the way; from the
         tokens that the mask of its slice allows, where there is one.
 
@@ -160,7 +160,7 @@ class Sampler:
             logits[deciding_ids] = logits[deciding_ids].log_softmax(-1)
         masked: list[int] = []
         if masks is not None:
-            which = which_of(masks, [draw.slice_index for draw in draws])
+            which = mask_indices(masks, [draw.slice_index for draw in draws])
             masked = np.flatnonzero(which >= 0).tolist()
             on_device = [to_device(torch.from_numpy(words), self.device) for words in (which, masks.words)]
             self.ops.apply_token_bitmask(logits, *on_device)
@@ -174,10 +174,10 @@ class Sampler:
         stuck = logits[rows, chosen[rows]] == -torch.inf if limited else finite[:0]
         nums = [draws[i].num_candidates for i in deciding]
         best = logits[deciding_ids].topk(min(max(nums), logits.shape[1])) if deciding else ()
-        asked = WantedLogprobs(wanted, [r.num_logprobs for _, r in ruled if r.num_logprobs is not None])
+        asked = LogprobsQuery(wanted, [r.num_logprobs for _, r in ruled if r.num_logprobs is not None])
         logprobs = asked.of(raw, chosen[wanted_ids], self.ops)
 
-        tokens, are_fine, are_stuck, *rest = fetched([chosen, finite, stuck, *best, *logprobs])
+        tokens, are_fine, are_stuck, *rest = to_lists([chosen, finite, stuck, *best, *logprobs])
         errors = ["" if fine else NOT_FINITE for fine in are_fine]
         for i in itertools.compress(limited, are_stuck):
             errors[i] = errors[i] or NO_ALLOWED_TOKEN
@@ -185,9 +185,9 @@ class Sampler:
             pairs = zip(values[:num], ids[:num], strict=True)
             tokens[i] = [(logprob, token) for logprob, token in pairs if logprob > -torch.inf]
         entries = asked.entries(rest[len(best) :])
-        return Drawn(tokens, errors, [entries.get(i) for i in range(len(draws))])
+        return SamplerOutput(tokens, errors, [entries.get(i) for i in range(len(draws))])
 
-    def _tensors(self, draws: Seq[Draw]) -> SamplingTensors:
+    def _tensors(self, draws: Seq[SampleSpec]) -> SamplingTensors:
         params = [draw.setup.sampling_params for draw in draws]
         return SamplingTensors.from_lists(
             [0.0 if p.greedy else p.temperature for p in params],
@@ -200,7 +200,7 @@ class Sampler:
             device=self.device,
         )
 
-    def _remember(self, draws: Seq[Draw], ruled: list[tuple[int, RowRules]], chosen: Tensor) -> None:
+    def _remember(self, draws: Seq[SampleSpec], ruled: list[tuple[int, RowLogitsProcessors]], chosen: Tensor) -> None:
         kept = [i for i, rules in ruled if rules.needs_history and draws[i].goes_on]
         if kept:
             rows, positions = [draws[i].setup.row for i in kept], [draws[i].position for i in kept]
@@ -208,7 +208,7 @@ class Sampler:
 
     # -- rules ---------------------------------------------------------------------------------------------------------
 
-    def _gathered(self, draws: Seq[Draw], ruled: list[tuple[int, RowRules]]) -> LogitsProcessorParams:
+    def _gathered(self, draws: Seq[SampleSpec], ruled: list[tuple[int, RowLogitsProcessors]]) -> LogitsProcessorParams:
         """The rules of all rows, as the kernels want them."""
         allowed = [(i, r.allowed) for i, r in ruled if r.allowed is not None]
         banned = [(i, r.stops) for i, r in ruled if r.stops is not None and draws[i].position < r.min_length]
@@ -226,7 +226,9 @@ class Sampler:
             self._look_back(rules, draws, back)
         return rules
 
-    def _look_back(self, rules: LogitsProcessorParams, draws: Seq[Draw], back: list[tuple[int, RowRules]]) -> None:
+    def _look_back(
+        self, rules: LogitsProcessorParams, draws: Seq[SampleSpec], back: list[tuple[int, RowLogitsProcessors]]
+    ) -> None:
         """The part of the rules that reads the tokens so far."""
         num_tokens = [draws[i].position for i, _ in back]
         rules.history = TokenHistory(
@@ -256,7 +258,7 @@ class Sampler:
 
     # -- log-probabilities ---------------------------------------------------------------------------------------------
 
-    def prompt_logits_wanted(self, row: int, start: int, count: int) -> int:
+    def num_prompt_logits(self, row: int, start: int, count: int) -> int:
         """Of how many of the positions from `start` on the logits are wanted, to say how likely the prompt's next token
         was. The prompt's last position has no such token."""
         rules = self.rules[row]
@@ -264,18 +266,18 @@ class Sampler:
             return 0
         return max(0, min(start + count, rules.num_prompt - 1) - start)
 
-    def read_prompt(self, logits: Tensor, row: int, start: int) -> list[TokenLogprobs]:
+    def prompt_logprobs(self, logits: Tensor, row: int, start: int) -> list[TokenLogprobs]:
         """What the model thought of the prompt's tokens from position start + 1 on; logits [num_positions, vocab_size]
         are those of the positions from `start` on."""
         rules = self.rules[row]
         assert rules is not None and rules.num_prompt_logprobs is not None
         num = len(logits)
         next_ids = self.history[row, start + 1 : start + 1 + num].long()
-        asked = WantedLogprobs(range(num), [rules.num_prompt_logprobs] * num)
-        return list(asked.entries(fetched(asked.of(logits, next_ids, self.ops))).values())
+        asked = LogprobsQuery(range(num), [rules.num_prompt_logprobs] * num)
+        return list(asked.entries(to_lists(asked.of(logits, next_ids, self.ops))).values())
 
 
-class WantedLogprobs:
+class LogprobsQuery:
     """What the model thought, of some lines of logits: of each the token that came, and as many of the likeliest as are
     asked for; -1: all."""
 
@@ -295,16 +297,16 @@ class WantedLogprobs:
             tensors += ops.token_logprobs(part, ids, logits.shape[1] if num < 0 else num)
         return tensors
 
-    def entries(self, fetched: Seq[list[Any]]) -> dict[int, TokenLogprobs]:
+    def entries(self, to_lists: Seq[list[Any]]) -> dict[int, TokenLogprobs]:
         """By name."""
         found: dict[int, TokenLogprobs] = {}
         for group, lines in enumerate(self._lines.values()):
-            for i, *entry in zip(lines, *fetched[4 * group : 4 * group + 4], strict=True):
+            for i, *entry in zip(lines, *to_lists[4 * group : 4 * group + 4], strict=True):
                 found[self._names[i]] = TokenLogprobs(*entry)
         return dict(sorted(found.items()))
 
 
-def fetched(tensors: Seq[Tensor]) -> list[list[Any]]:
+def to_lists(tensors: Seq[Tensor]) -> list[list[Any]]:
     """All of them as lists. A GPU is waited for once."""
     if not any(tensor.is_cuda for tensor in tensors):
         return [tensor.tolist() for tensor in tensors]
@@ -318,7 +320,7 @@ def fetched(tensors: Seq[Tensor]) -> list[list[Any]]:
     ]
 
 
-def which_of(masks: Masks, slices: Seq[int]) -> np.ndarray:
+def mask_indices(masks: Masks, slices: Seq[int]) -> np.ndarray:
     """The mask of each draw, -1 without one: [num_draws] int32. The draws of a slice share one.
 
     slices   draw -> the slice that it is for

@@ -12,13 +12,13 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo.serve.openai.errors import Problem, bad
+from octavo.serve.openai.errors import ApiError, bad_request
 
 ANY = "*"
 _HOST = re.compile(r"(?P<name>[A-Za-z0-9_.-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\])(?::(?P<port>[0-9]{0,5}))?")
 
 
-class Hosts:
+class AllowedHosts:
     """The hosts that a server answers to.
 
     names        also these; "*.example.com" stands for all names below example.com, "*" for every name
@@ -34,7 +34,7 @@ class Hosts:
         self._any_address = any_address
 
     @classmethod
-    def of(cls, names: Sequence[str], *, host: str, uds: str | None, has_keys: bool) -> Hosts:
+    def of(cls, names: Sequence[str], *, host: str, uds: str | None, has_keys: bool) -> AllowedHosts:
         """Those of a server. One that wants a key, or listens on a Unix socket, is out of a strange page's reach: it
         answers to every name unless some are listed."""
         if not names and (has_keys or uds is not None):
@@ -43,25 +43,25 @@ class Hosts:
             return cls([*names, socket.gethostname()], any_address=True)
         return cls(names, bound=host)
 
-    def refusal(self, scope: Mapping[str, Any], *, any_name: bool = False) -> Problem | None:
+    def refusal(self, scope: Mapping[str, Any], *, any_name: bool = False) -> ApiError | None:
         """What is wrong with a request's Host. `any_name`: only how it is written matters."""
         given = [value for name, value in scope["headers"] if name == b"host"]
         if not given and scope.get("http_version") == "1.0":  # which does not know the field
             return None
         if len(given) != 1:
             text = f"a request has exactly one Host field, this one has {len(given)}"
-            return _closing(bad("invalid_host", f"{text}; name the server in one"))
+            return _closing(bad_request("invalid_host", f"{text}; name the server in one"))
         (value,) = given
         found = _HOST.fullmatch(value.decode("latin-1"))
         if found is None or int(found["port"] or 0) > 65535:
             text = f"Host is {value[:100].decode('latin-1')!r}, it must be a name or an address, and a port if need be"
-            return _closing(bad("invalid_host", text))
+            return _closing(bad_request("invalid_host", text))
         here, _ = scope.get("server") or (None, None)  # the address that the connection was made to
         if any_name or self.includes(found["name"]) or plain(found["name"]) == here:
             return None
         name = found["name"][:100]
         text = f"this server does not answer to the name {name}; call it by its address, or start it with"
-        return Problem(403, "wrong_host", f"{text} --allowed-hosts {name}")
+        return ApiError(403, "wrong_host", f"{text} --allowed-hosts {name}")
 
     def includes(self, name: str) -> bool:
         name = plain(name)
@@ -102,6 +102,6 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _closing(problem: Problem) -> Problem:
+def _closing(problem: ApiError) -> ApiError:
     problem.close = True
     return problem

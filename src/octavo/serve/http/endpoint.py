@@ -1,7 +1,7 @@
 """One HTTP exchange, from the body to the last byte: `Endpoint`, an ASGI application for one route.
 
 Every route's answer goes out here, so that what holds for one holds for all: the body is bounded while it is read, the
-work ends when the client has gone, a reader that does not read is given up, and an error is a `Problem`'s body, or an
+work ends when the client has gone, a reader that does not read is given up, and an error is a `ApiError`'s body, or an
 event once the stream has begun.
 """
 
@@ -18,9 +18,9 @@ from typing import Any
 
 import msgspec
 
-from octavo.serve.http.json_worker import BodyWorker
-from octavo.serve.openai.errors import Problem, of
-from octavo.serve.tenants import ANYONE, Tenant
+from octavo.serve.http.json_worker import JsonWorker
+from octavo.serve.openai.errors import ApiError, to_api_error
+from octavo.serve.tenants import DEFAULT_TENANT, Tenant
 
 logger = logging.getLogger("octavo.serve")
 
@@ -32,7 +32,7 @@ Send = Callable[[Message], Awaitable[None]]
 SLOW_READER_S = 30.0
 """Seconds that a client may leave its connection full before its request is aborted."""
 BODY_WINDOW_S = 30.0
-LEAST_BODY_BYTES_PER_S = 1024
+MIN_BODY_BYTES_PER_S = 1024
 LINGER_S = 1.0
 """How long the rest of a body that is refused is read and thrown away, so that the answer arrives before the end."""
 ABORT = "octavo.abort"
@@ -42,7 +42,7 @@ encode = msgspec.json.encode
 
 
 @dataclass(slots=True)
-class Exchange:
+class RequestContext:
     """A request and its state.
 
     request_id  our own, which names it in the engine, in logs, and in the response's id
@@ -53,12 +53,12 @@ class Exchange:
 
     scope: Scope
     request_id: str
-    tenant: Tenant = ANYONE
+    tenant: Tenant = DEFAULT_TENANT
     route: str = ""
     body: dict[str, Any] = field(default_factory=dict)
     status: int = 0
-    streaming: Stream | None = None
-    ending: Problem | None = None
+    streaming: EventStream | None = None
+    ending: ApiError | None = None
 
     @property
     def salt(self) -> bytes:
@@ -81,7 +81,7 @@ class Exchange:
 
 
 @dataclass(slots=True)
-class Reply:
+class HttpResponse:
     """A whole answer."""
 
     body: bytes
@@ -91,20 +91,20 @@ class Reply:
 
 
 @dataclass(slots=True)
-class Stream:
+class EventStream:
     """An answer of events: chunks, or (event name, chunk). `closing` comes last; `last_words` before it if it fails."""
 
     events: AsyncGenerator[Any, None]
     closing: bytes = b"data: [DONE]\n\n"
     keep_alive_s: float = 0.0
-    last_words: Callable[[Problem], Any] = Problem.as_dict
+    last_words: Callable[[ApiError], Any] = ApiError.as_dict
 
 
-Handler = Callable[[Exchange], Awaitable[Reply | Stream]]
+Handler = Callable[[RequestContext], Awaitable[HttpResponse | EventStream]]
 
 
-def as_json(value: Any, status: int = 200) -> Reply:
-    return Reply(encode(value), status)
+def json_response(value: Any, status: int = 200) -> HttpResponse:
+    return HttpResponse(encode(value), status)
 
 
 class Endpoint:
@@ -116,9 +116,9 @@ class Endpoint:
         route: str,
         handler: Handler,
         *,
-        bodies: BodyWorker,
+        bodies: JsonWorker,
         body_limit: Callable[[], int] | None = None,
-        running: set[Running] | None = None,
+        running: set[ActiveRequest] | None = None,
         streams: bool = False,
     ) -> None:
         self._streams = streams
@@ -129,33 +129,33 @@ class Endpoint:
         self._running = running
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange: Exchange = scope["state"]["exchange"]
-        exchange.route = self._route
+        context: RequestContext = scope["state"]["context"]
+        context.route = self._route
         try:
             if self._body_limit is not None:
-                exchange.body = await self._bodies.parse(await read_body(scope, receive, self._body_limit()))
-        except _Gone:
-            exchange.status = 499
+                context.body = await self._bodies.parse(await read_body(scope, receive, self._body_limit()))
+        except _ClientDisconnected:
+            context.status = 499
             return
         except Exception as error:
-            problem = _answer_to(error, exchange)
-            await send_problem(exchange, send, problem)
+            problem = _answer_to(error, context)
+            await send_error(context, send, problem)
             if problem.close:
                 await _linger(receive)
                 await send({"type": "http.response.body", "body": b""})
             return
         if self._body_limit is None and not self._streams:
-            await self._answer(exchange, send)
+            await self._answer(context, send)
             return
-        work = asyncio.ensure_future(self._answer(exchange, send))
+        work = asyncio.ensure_future(self._answer(context, send))
         gone = asyncio.ensure_future(_disconnected(receive))
-        running = Running(exchange, work, endless=self._streams)
+        running = ActiveRequest(context, work, endless=self._streams)
         if self._running is not None:
             self._running.add(running)
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                exchange.status = 499
+                context.status = 499
         finally:
             for task in (work, gone):
                 task.cancel()
@@ -163,36 +163,36 @@ class Endpoint:
             if self._running is not None:
                 self._running.discard(running)
 
-    async def _answer(self, exchange: Exchange, send: Send) -> None:
+    async def _answer(self, context: RequestContext, send: Send) -> None:
         try:
             try:
-                reply = await self._handler(exchange)
-                if isinstance(reply, Stream):
-                    await self._stream(exchange, send, reply)
+                reply = await self._handler(context)
+                if isinstance(reply, EventStream):
+                    await self._stream(context, send, reply)
                 else:
-                    await send_reply(exchange, send, reply)
+                    await send_response(context, send, reply)
             except asyncio.CancelledError:
-                if exchange.ending is None:
+                if context.ending is None:
                     raise
-                raise exchange.ending from None
+                raise context.ending from None
         except TimeoutError:
-            logger.warning("request %s: its reader takes nothing; it is aborted", exchange.request_id)
-            exchange.status = 499
-            if (abort := exchange.scope.get("extensions", {}).get(ABORT)) is not None:
+            logger.warning("request %s: its reader takes nothing; it is aborted", context.request_id)
+            context.status = 499
+            if (abort := context.scope.get("extensions", {}).get(ABORT)) is not None:
                 abort["call"]()
         except Exception as error:
-            problem = _answer_to(error, exchange)
-            if (stream := exchange.streaming) is None:
-                await send_problem(exchange, send, problem)
+            problem = _answer_to(error, context)
+            if (stream := context.streaming) is None:
+                await send_error(context, send, problem)
                 return
             with contextlib.suppress(TimeoutError):
                 await _put(send, _event(stream.last_words(problem)) + stream.closing, more=False)
 
-    async def _stream(self, exchange: Exchange, send: Send, stream: Stream) -> None:
+    async def _stream(self, context: RequestContext, send: Send, stream: EventStream) -> None:
         """The first event comes before the status: a request that fails until then has a status that says so."""
         async with contextlib.aclosing(stream.events) as events:
             first = await anext(events, None)
-            exchange.status, exchange.streaming = 200, stream
+            context.status, context.streaming = 200, stream
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
             async with asyncio.timeout(SLOW_READER_S):
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -204,41 +204,41 @@ class Endpoint:
         await _put(send, stream.closing, more=False)
 
 
-def _answer_to(error: Exception, exchange: Exchange) -> Problem:
+def _answer_to(error: Exception, context: RequestContext) -> ApiError:
     """What its client is told; a bug of ours is told to the log."""
-    problem = of(error, exchange.request_id)
+    problem = to_api_error(error, context.request_id)
     if problem.code == "internal_error":
-        logger.error("request %s failed", exchange.request_id, exc_info=error)
+        logger.error("request %s failed", context.request_id, exc_info=error)
     return problem
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Running:
+class ActiveRequest:
     """An exchange that is being answered. `endless`: until its client goes."""
 
-    exchange: Exchange
+    context: RequestContext
     work: asyncio.Future[None]
     endless: bool = False
 
-    def end(self, problem: Problem) -> None:
+    def end(self, problem: ApiError) -> None:
         """The client gets `problem` as its answer, or as the end of its stream."""
-        self.exchange.ending = problem
+        self.context.ending = problem
         self.work.cancel()
 
 
-class _Gone(Exception):  # noqa: N818 - nothing is wrong
+class _ClientDisconnected(Exception):  # noqa: N818 - nothing is wrong
     """The client has gone before its body was complete."""
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """A body of JSON. Raises `Problem`: 415 for another kind, 413 beyond `limit` bytes, 408 for one that trickles."""
+    """A body of JSON. Raises `ApiError`: 415 for another kind, 413 beyond `limit` bytes, 408 for one that trickles."""
     headers = dict(scope["headers"])
     encoding = headers.get(b"content-encoding", b"identity").strip().lower()
     if encoding not in (b"", b"identity"):
-        raise Problem(415, "unsupported_encoding", "bodies are not decompressed; send it plain", close=True)
+        raise ApiError(415, "unsupported_encoding", "bodies are not decompressed; send it plain", close=True)
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if kind != b"application/json":
-        raise Problem(415, "unsupported_media_type", "the body must be application/json; say so in Content-Type")
+        raise ApiError(415, "unsupported_media_type", "the body must be application/json; say so in Content-Type")
     length = headers.get(b"content-length", b"")
     if length.isdigit() and int(length) > limit:
         raise _too_large(limit)
@@ -250,12 +250,12 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + max(0.0, window_end - time.monotonic())):
                 message = await receive()
         except TimeoutError:
-            if num_bytes - window_bytes < BODY_WINDOW_S * LEAST_BODY_BYTES_PER_S:
-                raise Problem(408, "request_timeout", "the body comes too slowly", close=True) from None
+            if num_bytes - window_bytes < BODY_WINDOW_S * MIN_BODY_BYTES_PER_S:
+                raise ApiError(408, "request_timeout", "the body comes too slowly", close=True) from None
             window_end, window_bytes = time.monotonic() + BODY_WINDOW_S, num_bytes
             continue
         if message["type"] == "http.disconnect":
-            raise _Gone
+            raise _ClientDisconnected
         part = message.get("body", b"")
         num_bytes += len(part)
         if num_bytes > limit:
@@ -265,8 +265,8 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
             return b"".join(parts)
 
 
-def _too_large(limit: int) -> Problem:
-    return Problem(413, "body_too_large", f"the body is larger than {limit} bytes, the most taken here", close=True)
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, "body_too_large", f"the body is larger than {limit} bytes, the most taken here", close=True)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -315,8 +315,8 @@ async def _with_comments(events: AsyncGenerator[Any, None], silence_s: float) ->
 _END = object()
 
 
-async def send_reply(exchange: Exchange, send: Send, reply: Reply, *, more: bool = False) -> None:
-    exchange.status = reply.status
+async def send_response(context: RequestContext, send: Send, reply: HttpResponse, *, more: bool = False) -> None:
+    context.status = reply.status
     headers = {"content-type": reply.content_type, "content-length": str(len(reply.body)), **reply.headers}
     async with asyncio.timeout(SLOW_READER_S):
         await send(
@@ -329,11 +329,11 @@ async def send_reply(exchange: Exchange, send: Send, reply: Reply, *, more: bool
         await send({"type": "http.response.body", "body": reply.body, "more_body": more})
 
 
-async def send_problem(exchange: Exchange, send: Send, problem: Problem) -> None:
+async def send_error(context: RequestContext, send: Send, problem: ApiError) -> None:
     """One that closes the connection leaves the response open for `_linger`."""
-    reply = Reply(problem.body(), problem.status, headers=problem.headers())
+    reply = HttpResponse(problem.body(), problem.status, headers=problem.headers())
     open_end = problem.close and problem.status in (408, 413, 415)
-    await send_reply(exchange, send, reply, more=open_end)
+    await send_response(context, send, reply, more=open_end)
 
 
 def new_request_id() -> str:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from octavo.serve.openai.errors import Problem, bad
+from octavo.serve.openai.errors import ApiError, bad_request
 from octavo.text.output_parser import is_unicode
 
 MAX_DEPTH = 64
@@ -41,22 +41,22 @@ class _TooLong:
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """The object that a body holds. Raises `Problem` 400."""
+    """The object that a body holds. Raises `ApiError` 400."""
     value = parse_value(body)
     if not isinstance(value, dict):
-        raise bad("invalid_type", f"the body must be a JSON object, not {_kind(value)}")
+        raise bad_request("invalid_type", f"the body must be a JSON object, not {_kind(value)}")
     return value
 
 
 def parse_value(body: bytes) -> Any:
     if not body.strip():
-        raise bad("invalid_json", "the body is empty; send a JSON object")
+        raise bad_request("invalid_json", "the body is empty; send a JSON object")
     if json.detect_encoding(body) != "utf-8":  # a BOM counts as another encoding
-        raise bad("invalid_encoding", "the body is not plain UTF-8; send it without a byte order mark")
+        raise bad_request("invalid_encoding", "the body is not plain UTF-8; send it without a byte order mark")
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
-        raise bad("invalid_encoding", f"the body is not UTF-8: byte {error.start} cannot stand there") from None
+        raise bad_request("invalid_encoding", f"the body is not UTF-8: byte {error.start} cannot stand there") from None
     suspicious = _SURROGATE.search(body) is not None
 
     def not_finite(_: str) -> Any:
@@ -86,11 +86,13 @@ def parse_value(body: bytes) -> Any:
         is_too_deep = True
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise bad("invalid_json", f"the body is not JSON: {error.msg} at {where}") from None
+        raise bad_request("invalid_json", f"the body is not JSON: {error.msg} at {where}") from None
     if is_too_deep:
-        raise bad("too_deep", f"the body nests deeper than {MAX_DEPTH} levels")
+        raise bad_request("too_deep", f"the body is nested deeper than {MAX_DEPTH} levels")
     if (num_parts := len(brackets) // 2) > MAX_PARTS:
-        raise bad("too_many_parts", f"the body has {num_parts} objects and arrays, at most {MAX_PARTS} are allowed")
+        raise bad_request(
+            "too_many_parts", f"the body has {num_parts} objects and arrays, at most {MAX_PARTS} are allowed"
+        )
     if suspicious or may_be_long:
         keys: list[str | int] = []
         if (wrong := _wrong_part(value, keys)) is not None:
@@ -100,13 +102,15 @@ def parse_value(body: bytes) -> Any:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(pairs) > MAX_KEYS:
-        raise bad("too_many_keys", f"an object has {len(pairs)} keys, at most {MAX_KEYS} are allowed; send fewer")
+        raise bad_request(
+            "too_many_keys", f"an object has {len(pairs)} keys, at most {MAX_KEYS} are allowed; send fewer"
+        )
     value = dict(pairs)
     if len(value) < len(pairs):
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise bad("duplicate_key", f"the key {key!r} stands twice in one object", key)
+                raise bad_request("duplicate_key", f"the key {key!r} stands twice in one object", key)
             seen.add(key)
     return value
 
@@ -146,13 +150,13 @@ def _wrong_part(value: Any, keys: list[str | int]) -> Any:
     return None
 
 
-def _refusal(wrong: Any, path: str) -> Problem:
+def _refusal(wrong: Any, path: str) -> ApiError:
     if wrong is _TooLong:
         text = f"{path} has more than {MAX_INT_DIGITS} digits; send a smaller integer"
-        return bad("integer_out_of_range", text, path or None)
+        return bad_request("integer_out_of_range", text, path or None)
     if wrong is _NotFinite:
-        return bad("invalid_json", f"{path} is not a finite number, which JSON does not have", path or None)
-    return bad("invalid_unicode", f"{path} holds half a surrogate pair, which is no character", path or None)
+        return bad_request("invalid_json", f"{path} is not a finite number, which JSON does not have", path or None)
+    return bad_request("invalid_unicode", f"{path} holds half a surrogate pair, which is no character", path or None)
 
 
 def _path(keys: Sequence[str | int]) -> str:

@@ -19,20 +19,20 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from octavo.serve.http import json_parser as json_body
-from octavo.serve.openai.errors import Problem, bad
+from octavo.serve.http import json_parser
+from octavo.serve.openai.errors import ApiError, bad_request
 
 logger = logging.getLogger("octavo.serve")
 
 LARGE_BYTES = 64 * 1024
-MOST_S = 10.0
+MAX_PARSE_S = 10.0
 """A body that takes longer is refused, and the worker with it."""
 LENGTH = struct.Struct(">I")
 LONG_INTEGER = 1
 """The extension of msgpack that stands for an integer of more than 64 bits, in decimal."""
 
 
-class BodyWorker:
+class JsonWorker:
     """Reads bodies, one large one at a time. Use it on one event loop, and close it."""
 
     def __init__(self) -> None:
@@ -40,29 +40,29 @@ class BodyWorker:
         self._turn = asyncio.Lock()
 
     async def parse(self, body: bytes) -> dict[str, Any]:
-        """As `json_body.parse`. Raises `Problem`."""
+        """As `json_parser.parse`. Raises `ApiError`."""
         if len(body) <= LARGE_BYTES:
-            return json_body.parse(body)
+            return json_parser.parse(body)
         async with self._turn:
             try:
-                async with asyncio.timeout(MOST_S):
+                async with asyncio.timeout(MAX_PARSE_S):
                     answer = await self._ask_twice(body)
             except TimeoutError:
                 await self.close()
-                raise bad(
-                    "invalid_json", f"the body takes more than {MOST_S:g} s to read; send a simpler one"
+                raise bad_request(
+                    "invalid_json", f"the body takes more than {MAX_PARSE_S:g} s to read; send a simpler one"
                 ) from None
             except OSError as error:
                 logger.error("no process to read a large body in: %s", error)
                 await self.close()
                 text = "the server has no process to read a large body in; try again later"
-                raise Problem(503, "body_reader_unavailable", text, retry_after_s=1) from None
+                raise ApiError(503, "body_reader_unavailable", text, retry_after_s=1) from None
             except BaseException:  # whoever asked has gone, and half an answer may be on its way
                 await self.close()
                 raise
         parts: list[Any] = await asyncio.to_thread(msgspec.msgpack.decode, answer, ext_hook=_integer)
         if len(parts) != 1:
-            raise bad(*parts)
+            raise bad_request(*parts)
         value: dict[str, Any] = parts[0]
         return value
 
@@ -117,10 +117,10 @@ async def _start() -> asyncio.subprocess.Process:
     )
 
 
-def answer_to(body: bytes) -> bytes:
+def parse_to_msgpack(body: bytes) -> bytes:
     try:
-        return encoded([json_body.parse(body)])
-    except Problem as problem:
+        return encoded([json_parser.parse(body)])
+    except ApiError as problem:
         return msgspec.msgpack.encode([problem.code, problem.message, problem.param])
 
 
@@ -147,7 +147,7 @@ def _integer(code: int, digits: memoryview) -> int:
 
 def main(requests: BinaryIO, answers: BinaryIO) -> None:
     while len(head := requests.read(LENGTH.size)) == LENGTH.size:
-        answer = answer_to(requests.read(LENGTH.unpack(head)[0]))
+        answer = parse_to_msgpack(requests.read(LENGTH.unpack(head)[0]))
         answers.write(LENGTH.pack(len(answer)) + answer)
         answers.flush()
 

@@ -12,11 +12,11 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from octavo.errors import ParameterError
-from octavo.serve.http.allowed_hosts import Hosts
-from octavo.serve.http.endpoint import Exchange, Message, Receive, Scope, Send, new_request_id, send_problem
+from octavo.serve.http.allowed_hosts import AllowedHosts
+from octavo.serve.http.endpoint import Message, Receive, RequestContext, Scope, Send, new_request_id, send_error
 from octavo.serve.metrics import Metrics
-from octavo.serve.openai.errors import Problem, internal
-from octavo.serve.tenants import ANYONE, Tenant
+from octavo.serve.openai.errors import ApiError, internal
+from octavo.serve.tenants import DEFAULT_TENANT, Tenant
 
 access_log = logging.getLogger("octavo.access")
 logger = logging.getLogger("octavo.serve")
@@ -25,7 +25,7 @@ OPEN_PATHS = frozenset({b"/health", b"/ready"})
 MAX_ID_CHARS = 128
 
 
-class Keys:
+class ApiKeys:
     """The keys of a server, as digests. Comparing takes the same time whichever matches, and if none does.
 
 
@@ -43,7 +43,7 @@ class Keys:
             for number, digest in enumerate(own + admin)
         }
         tenants = sorted((self._tenants[digest] for digest in own or admin), key=lambda tenant: tenant.salt)
-        self.users = tuple(tenants or [ANYONE])
+        self.users = tuple(tenants or [DEFAULT_TENANT])
         """Those that are expected to send prompts: an admin only where there is no other key."""
 
     def __bool__(self) -> bool:
@@ -74,19 +74,19 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-class Guard:
+class AuthMiddleware:
     """An ASGI application around another. `open_paths`: raw paths that take no key."""
 
     def __init__(
         self,
         app: Any,
         *,
-        keys: Keys,
+        keys: ApiKeys,
         metrics: Metrics,
         open_paths: Collection[bytes] = OPEN_PATHS,
         quiet_paths: Collection[str] = (),
         origins: Sequence[str] = (),
-        hosts: Hosts | None = None,
+        hosts: AllowedHosts | None = None,
     ) -> None:
         self._app = app
         self._keys = keys
@@ -94,16 +94,16 @@ class Guard:
         self._open_paths = frozenset(open_paths)
         self._quiet_paths = frozenset(quiet_paths)
         self._origins = frozenset(origins)
-        self._hosts = hosts or Hosts()
+        self._hosts = hosts or AllowedHosts()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
-        exchange = Exchange(scope, new_request_id())
-        scope.setdefault("state", {})["exchange"] = exchange
-        cors = self._cors(exchange)
+        context = RequestContext(scope, new_request_id())
+        scope.setdefault("state", {})["context"] = context
+        cors = self._cors(context)
         begin = time.monotonic()
         has_begun = False
 
@@ -111,18 +111,18 @@ class Guard:
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 has_begun = True
-                exchange.status = exchange.status or message["status"]
-                shown_id = printable_id(dict(scope["headers"]).get(b"x-request-id", b"")) or exchange.request_id
+                context.status = context.status or message["status"]
+                shown_id = printable_id(dict(scope["headers"]).get(b"x-request-id", b"")) or context.request_id
                 extra = [(b"x-request-id", shown_id.encode("ascii")), *cors]
                 message["headers"] = [*message.get("headers", ()), *extra]
             await send(message)
 
         try:
-            problem = self._refusal(exchange)
+            problem = self._refusal(context)
             if problem is not None:
-                await send_problem(exchange, send_with_id, problem)
-            elif _is_preflight(exchange):
-                exchange.status = 200
+                await send_error(context, send_with_id, problem)
+            elif _is_preflight(context):
+                context.status = 200
                 await send_with_id(
                     {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]}
                 )
@@ -130,15 +130,15 @@ class Guard:
             else:
                 await self._app(scope, receive, send_with_id)
         except Exception as error:
-            logger.error("request %s failed", exchange.request_id, exc_info=error)
+            logger.error("request %s failed", context.request_id, exc_info=error)
             if has_begun:
                 raise
-            await send_problem(exchange, send_with_id, internal(exchange.request_id))
+            await send_error(context, send_with_id, internal(context.request_id))
         finally:
-            self._note(exchange, time.monotonic() - begin)
+            self._note(context, time.monotonic() - begin)
 
-    def _refusal(self, exchange: Exchange) -> Problem | None:
-        scope = exchange.scope
+    def _refusal(self, context: RequestContext) -> ApiError | None:
+        scope = context.scope
         path = scope.get("raw_path") or scope["path"].encode()
         path = path.removeprefix(scope.get("root_path", "").encode())
         is_probe = path in OPEN_PATHS and scope["method"] in ("GET", "HEAD")  # they come by whatever address
@@ -146,7 +146,7 @@ class Guard:
             return problem
         if not self._keys or (path in self._open_paths and scope["method"] in ("GET", "HEAD")):
             return None
-        if _is_preflight(exchange):
+        if _is_preflight(context):
             return None  # a browser sends no key with it; the answer has no data
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         for_view = path == b"/view" or path.startswith(b"/view/")
@@ -154,31 +154,31 @@ class Guard:
             scheme, _, key = given[0].partition(b" ")
             key = key.strip() if scheme.lower() == b"bearer" else _password(key) if for_view else b""
             if (tenant := self._keys.find(key)) is not None:
-                exchange.tenant, exchange.request_id = tenant, tenant.new_request_id()
+                context.tenant, context.request_id = tenant, tenant.new_request_id()
                 return None
         text = "this server wants an API key: Authorization: Bearer KEY"
         scheme_asked = 'Basic realm="octavo", charset="UTF-8"' if for_view else "Bearer"
-        return Problem(401, "invalid_api_key", text, headers={"www-authenticate": scheme_asked})
+        return ApiError(401, "invalid_api_key", text, headers={"www-authenticate": scheme_asked})
 
-    def _cors(self, exchange: Exchange) -> list[tuple[bytes, bytes]]:
-        origin = exchange.header(b"origin") if self._origins else None
+    def _cors(self, context: RequestContext) -> list[tuple[bytes, bytes]]:
+        origin = context.header(b"origin") if self._origins else None
         if origin is None or not ({origin, "*"} & self._origins):
             return []
         headers = [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin")]
-        if _is_preflight(exchange):
+        if _is_preflight(context):
             # Whatever they are: OpenAI's package for browsers sends a dozen of its own, and none of them is read.
-            asked = exchange.header(b"access-control-request-headers") or "authorization, content-type, x-request-id"
+            asked = context.header(b"access-control-request-headers") or "authorization, content-type, x-request-id"
             headers += [
                 (b"access-control-allow-methods", b"GET, POST"),
                 (b"access-control-allow-headers", asked.encode("latin-1")),
             ]
         return headers
 
-    def _note(self, exchange: Exchange, elapsed_s: float) -> None:
-        scope = exchange.scope
-        handler = exchange.route or "none"  # never the path as it came: that would be a label a request
+    def _note(self, context: RequestContext, elapsed_s: float) -> None:
+        scope = context.scope
+        handler = context.route or "none"  # never the path as it came: that would be a label a request
         method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
-        self._metrics.http_requests.labels(method, str(exchange.status or 499), handler).inc()
+        self._metrics.http_requests.labels(method, str(context.status or 499), handler).inc()
         self._metrics.http_seconds.labels(method, handler).observe(elapsed_s)
         path = scope["path"].removeprefix(scope.get("root_path", ""))  # options name paths as the routes do
         if path in self._quiet_paths or not access_log.isEnabledFor(logging.INFO):
@@ -188,9 +188,9 @@ class Guard:
             "client": f"{client[0]}:{client[1]}",
             "method": method,
             "path": scope["path"][:256],
-            "status": exchange.status or 499,
+            "status": context.status or 499,
             "ms": round(1000 * elapsed_s, 1),
-            "id": exchange.request_id,
+            "id": context.request_id,
         }
         access_log.info("%s", json.dumps(access), extra={"access": access})
 
@@ -203,11 +203,11 @@ def _password(encoded: bytes) -> bytes:
         return b""
 
 
-def _is_preflight(exchange: Exchange) -> bool:
+def _is_preflight(context: RequestContext) -> bool:
     return (
-        exchange.scope["method"] == "OPTIONS"
-        and exchange.header(b"origin") is not None
-        and exchange.header(b"access-control-request-method") is not None
+        context.scope["method"] == "OPTIONS"
+        and context.header(b"origin") is not None
+        and context.header(b"access-control-request-method") is not None
     )
 
 

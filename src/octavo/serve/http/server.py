@@ -1,8 +1,9 @@
-"""Listening, and leaving: uvicorn with limits on what comes before a request, and with a drain in the place of its end.
+"""The HTTP server: uvicorn with limits on connections and headers, and with a graceful shutdown.
 
-uvicorn's parser takes headers of any size and waits for them for ever. `GuardedProtocol` counts and times them. On the
-first SIGTERM or SIGINT the server goes on listening, so that /health answers and new requests are told 503, until what
-runs has ended or `shutdown_timeout` is over; on the second it stops at once.
+uvicorn's parser accepts headers of any size and waits for them without a limit. `LimitedHttpProtocol` bounds both.
+
+After the first SIGTERM or SIGINT the server keeps listening: /health is answered and new requests get 503. It stops
+when all running requests have ended or `shutdown_timeout` has passed. The second signal stops it at once.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from octavo.serve.http.endpoint import (
     ABORT,
     LINGER_S,
     SLOW_READER_S,
-    Exchange,
     Receive,
+    RequestContext,
     Scope,
     Send,
     new_request_id,
-    send_problem,
+    send_error,
 )
 from octavo.serve.http.middleware import OPEN_PATHS, printable_id
-from octavo.serve.metrics import StatsLine
-from octavo.serve.openai.errors import Problem, shutting_down
+from octavo.serve.metrics import StatsLogger
+from octavo.serve.openai.errors import ApiError, shutting_down
 
 logger = logging.getLogger("octavo.serve")
 
@@ -51,14 +52,14 @@ BACKLOG = 4096
 STATS_PERIOD_S = 10.0
 LAST_WORDS_S = 1.0
 """What answers that are cut short get, to say so to their clients."""
-MAX_FILES = 65_536
-LEAST_FILES = 64
+MAX_OPEN_FILES = 65_536
+MIN_OPEN_FILES = 64
 """Open files without which no server starts: 24 at rest, as many for an engine in a lost one's place, connections."""
 PROBE_S = 2.0
 """What a connection beyond the limit gets to say what it wants."""
 
 
-class GuardedProtocol(HttpToolsProtocol):
+class LimitedHttpProtocol(HttpToolsProtocol):
     """A connection. Its headers must be complete in `HEADER_TIMEOUT_S`, 408, and within limits, 431. One beyond
     `max_connections` gets 503, unless it asks for /health or /ready: `probes` are those connections, oldest first. One
     more of them than `max_probes` ends the oldest, so that a probe is answered whatever the others do.
@@ -70,9 +71,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def __init__(
         self,
         *args: Any,
-        max_connections: int = MAX_FILES,
+        max_connections: int = MAX_OPEN_FILES,
         max_probes: int = 64,
-        probes: dict[GuardedProtocol, None] | None = None,
+        probes: dict[LimitedHttpProtocol, None] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
@@ -163,7 +164,7 @@ class GuardedProtocol(HttpToolsProtocol):
         codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
         if codings and (codings != [b"chunked"] or self.parser.get_http_version() == "1.0"):
             text = "of transfer codings there is chunked alone, once and in HTTP/1.1; send the body plain"
-            self._refuse(Problem(400, "unsupported_transfer_encoding", text, close=True))
+            self._refuse(ApiError(400, "unsupported_transfer_encoding", text, close=True))
             return
         is_probe = self in self._probes
         if is_probe and self.url.partition(b"?")[0] not in OPEN_PATHS:
@@ -211,7 +212,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """What the parser cannot read; also two lengths that contradict each other."""
-        self._refuse(Problem(400, "invalid_http", "this is no HTTP request", close=True))
+        self._refuse(ApiError(400, "invalid_http", "this is no HTTP request", close=True))
 
     def timeout_keep_alive_handler(self) -> None:
         self._stop_timer()
@@ -229,14 +230,14 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _too_slow(self) -> None:
         self._timer = None
-        slow = Problem(408, "request_timeout", "the request's headers come too slowly", close=True)
+        slow = ApiError(408, "request_timeout", "the request's headers come too slowly", close=True)
         self._refuse(self._too_many() if self in self._probes else slow)
 
-    def _too_many(self) -> Problem:
+    def _too_many(self) -> ApiError:
         text = f"{self._max_connections} connections are open, as many as may be; try again later"
-        return Problem(503, "too_many_connections", text, retry_after_s=1, close=True)
+        return ApiError(503, "too_many_connections", text, retry_after_s=1, close=True)
 
-    def _refuse(self, problem: Problem) -> None:
+    def _refuse(self, problem: ApiError) -> None:
         """Answer and close; but first throw away for a moment what still comes, or the answer would be lost with it."""
         if self._refused or self.transport.is_closing():
             return
@@ -258,15 +259,15 @@ class GuardedProtocol(HttpToolsProtocol):
         self.loop.call_later(LINGER_S, self.transport.close)
 
 
-def _headers_too_large() -> Problem:
+def _headers_too_large() -> ApiError:
     text = f"headers may have {MAX_HEADER_BYTES} bytes and {MAX_HEADERS} lines"
-    return Problem(431, "headers_too_large", text, close=True)
+    return ApiError(431, "headers_too_large", text, close=True)
 
 
-def config_of(asgi: Any, settings: ServeArgs, *, max_connections: int | None = None) -> uvicorn.Config:
-    most, max_probes = connections_of(raised_file_limit())
+def uvicorn_config(asgi: Any, settings: ServeArgs, *, max_connections: int | None = None) -> uvicorn.Config:
+    most, max_probes = connection_limits(raise_file_limit())
     protocol = functools.partial(
-        GuardedProtocol,
+        LimitedHttpProtocol,
         max_connections=most if max_connections is None else max_connections,
         max_probes=max_probes,
         probes={},
@@ -290,22 +291,22 @@ def config_of(asgi: Any, settings: ServeArgs, *, max_connections: int | None = N
     )
 
 
-class Starting(uvicorn.Server):
+class StartupServer(uvicorn.Server):
     """Answers in the place of an `App` whose model is still being loaded: 503, also to /health, on a listening socket.
 
     async with Starting(settings).on(sock): ...
     """
 
     def __init__(self, settings: ServeArgs) -> None:
-        super().__init__(config_of(self._refuse, settings))
+        super().__init__(uvicorn_config(self._refuse, settings))
 
     @staticmethod
     async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, new_request_id())
+        context = RequestContext(scope, new_request_id())
         text = "the server is starting; its model is being loaded"
-        headers = {"x-request-id": exchange.request_id}
-        problem = Problem(503, "starting", text, retry_after_s=5, close=True, headers=headers)
-        await send_problem(exchange, send, problem)
+        headers = {"x-request-id": context.request_id}
+        problem = ApiError(503, "starting", text, retry_after_s=5, close=True, headers=headers)
+        await send_error(context, send, problem)
 
     @contextlib.asynccontextmanager
     async def on(self, sock: socket.socket) -> AsyncIterator[None]:
@@ -332,7 +333,7 @@ class HTTPServer(uvicorn.Server):
     def __init__(
         self, app: App, on_ready: Callable[[str], None] = lambda url: None, *, max_connections: int | None = None
     ) -> None:
-        super().__init__(config_of(app.asgi, app.service.settings, max_connections=max_connections))
+        super().__init__(uvicorn_config(app.asgi, app.service.settings, max_connections=max_connections))
         self._app = app
         self._on_ready = on_ready
         self._num_signals = 0
@@ -397,11 +398,11 @@ class HTTPServer(uvicorn.Server):
     async def _tell_ready(self, sock: socket.socket) -> None:
         while not self.started:
             await asyncio.sleep(0.01)
-        self._on_ready(url_of(sock, tls=self._app.service.settings.ssl_certfile is not None))
+        self._on_ready(socket_url(sock, tls=self._app.service.settings.ssl_certfile is not None))
 
     async def _log_stats(self) -> None:
         service = self._app.service
-        line = StatsLine(service.metrics, service.limits.device)
+        line = StatsLogger(service.metrics, service.limits.device)
         while True:
             await asyncio.sleep(STATS_PERIOD_S)
             with contextlib.suppress(OctavoError):
@@ -410,22 +411,22 @@ class HTTPServer(uvicorn.Server):
                     logger.info("%s", text)
 
 
-def raised_file_limit() -> int:
+def raise_file_limit() -> int:
     """How many files this process may have open, after it was raised as far as it may be: shells begin at 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
-        return MAX_FILES
-    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+        return MAX_OPEN_FILES
+    most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def connections_of(num_files: int) -> tuple[int, int]:
+def connection_limits(num_files: int) -> tuple[int, int]:
     """How many connections there may be where a process may have so many open files, and how many probes beside them.
     The rest is for the server itself: an engine that takes a lost one's place needs some. Raises `OctavoError`."""
-    if num_files < LEAST_FILES:
-        text = f"this process may have {num_files} open files, a server needs {LEAST_FILES}"
+    if num_files < MIN_OPEN_FILES:
+        text = f"this process may have {num_files} open files, a server needs {MIN_OPEN_FILES}"
         raise OctavoError(f"{text}; raise the limit: ulimit -n 4096")
     own, probes = min(64, 24 + num_files // 4), min(64, num_files // 8)
     return num_files - own - probes, probes
@@ -460,7 +461,7 @@ def bind(host: str, port: int, uds: str | None = None) -> socket.socket:
     return sock
 
 
-def url_of(sock: socket.socket, *, tls: bool = False) -> str:
+def socket_url(sock: socket.socket, *, tls: bool = False) -> str:
     if sock.family == socket.AF_UNIX:
         return f"unix:{sock.getsockname()}"
     host, port = sock.getsockname()[:2]

@@ -13,9 +13,9 @@ import re
 from typing import Any
 
 from octavo.errors import (
-    AnswerError,
     CapacityError,
     EngineError,
+    EngineQueryError,
     ParameterError,
     RequestFailedError,
     TemplateError,
@@ -37,7 +37,7 @@ TYPES = {
 """By status; every other is an invalid_request_error."""
 
 
-class Problem(Exception):  # noqa: N818 - an answer, of which the error is a part
+class ApiError(Exception):
     """An answer that is an error, raised anywhere while a request is handled.
 
     retry_after_s   when to come back, for 429 and 503
@@ -102,7 +102,7 @@ def _shown(text: str) -> str:
     return re.sub(r"[\x00-\x1f\x7f-\x9f]+", " ", text)
 
 
-def without_paths(text: str) -> str:
+def redact_paths(text: str) -> str:
     """For those who need no key: where the operator's files lie is not theirs to know."""
     return PATH.sub("(a path)", text)
 
@@ -110,27 +110,27 @@ def without_paths(text: str) -> str:
 # -- the catalogue -----------------------------------------------------------------------------------------------------
 
 
-def bad(code: str, message: str, param: str | None = None) -> Problem:
+def bad_request(code: str, message: str, param: str | None = None) -> ApiError:
     """A request that is wrong: 400."""
-    return Problem(400, code, message, param)
+    return ApiError(400, code, message, param)
 
 
-def not_found(what: str, param: str | None = None) -> Problem:
-    return Problem(404, "not_found", f"there is no {what}", param)
+def not_found(what: str, param: str | None = None) -> ApiError:
+    return ApiError(404, "not_found", f"there is no {what}", param)
 
 
-def internal(request_id: str) -> Problem:
-    return Problem(500, "internal_error", f"the server failed on this request; its log has more under {request_id}")
+def internal(request_id: str) -> ApiError:
+    return ApiError(500, "internal_error", f"the server failed on this request; its log has more under {request_id}")
 
 
-def unavailable() -> Problem:
+def unavailable() -> ApiError:
     """The engine is gone for good: while it is restarted, requests wait."""
     text = "the engine has failed and is not started again; restart the server, or send this to another one"
-    return Problem(503, "engine_unavailable", text, retry_after_s=5)
+    return ApiError(503, "engine_unavailable", text, retry_after_s=5)
 
 
-def shutting_down() -> Problem:
-    return Problem(
+def shutting_down() -> ApiError:
+    return ApiError(
         503, "shutting_down", "the server is shutting down; send this to another one", retry_after_s=5, close=True
     )
 
@@ -148,36 +148,36 @@ CODES = {
 NAMES = {"bad_words_token_ids": "bad_words"}
 
 
-def of(error: BaseException, request_id: str) -> Problem:
+def to_api_error(error: BaseException, request_id: str) -> ApiError:
     """The answer to an exception. One that is in no row is a bug: the caller logs it."""
-    if isinstance(error, Problem):
+    if isinstance(error, ApiError):
         return error
     if isinstance(error, UsageError):
         return _usage(error)
     if isinstance(error, RequestFailedError):
         if error.code == "no_allowed_token":
-            return bad(error.code, "no token may come next; allow more", "allowed_token_ids")
+            return bad_request(error.code, "no token may come next; allow more", "allowed_token_ids")
         if error.code == "grammar_too_complex":
             text = "structured_outputs: the grammar's automaton grew too large while the output was made; simplify it"
-            return bad(error.code, text, "structured_outputs")
+            return bad_request(error.code, text, "structured_outputs")
         if error.code == "grammar_unavailable":
-            return Problem(503, error.code, str(error), retry_after_s=5)
+            return ApiError(503, error.code, str(error), retry_after_s=5)
         if error.code == "out_of_memory":
-            return Problem(500, error.code, "the request takes more memory than the device has; shorten it")
+            return ApiError(500, error.code, "the request takes more memory than the device has; shorten it")
         if error.code == RequestFailedError.code:
-            return Problem(500, error.code, "the model's numbers for this request are not finite; no other is touched")
+            return ApiError(500, error.code, "the model's numbers for this request are not finite; no other is touched")
         return internal(request_id)
-    if isinstance(error, EngineError) and not isinstance(error, AnswerError):
+    if isinstance(error, EngineError) and not isinstance(error, EngineQueryError):
         return unavailable()
     return internal(request_id)
 
 
-def _usage(error: UsageError) -> Problem:
+def _usage(error: UsageError) -> ApiError:
     param, code = error.param, error.code
     if isinstance(error, CapacityError) and param == "n":
         code = "integer_out_of_range"
     if isinstance(error, TemplateError) and code == "template_timeout":
-        return Problem(500, code, str(error))  # the operator's template; of one in a request see `Service.encode_chat`
+        return ApiError(500, code, str(error))  # the operator's template; of one in a request see `Service.encode_chat`
     if isinstance(error, ParameterError):
         code = CODES.get((param or "", code), code)
-    return bad(code, str(error), NAMES.get(param or "", param))
+    return bad_request(code, str(error), NAMES.get(param or "", param))

@@ -1,4 +1,4 @@
-"""From a body to what the engine is asked: `Ask`. Everything about a request that is wrong by itself is found here."""
+"""Parses a request's JSON body into a `ParsedRequest`, and refuses bodies that are invalid by themselves."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind, SamplingParams
 from octavo.params.structured_outputs import MOST_CHARS, StructuredOutputsParams
 from octavo.params.validation import INT32
-from octavo.serve.http import json_parser as json_body
+from octavo.serve.http import json_parser
 from octavo.serve.openai import schema as fields
-from octavo.serve.openai.errors import Problem, bad, of
-from octavo.serve.openai.strict_schema import closed
+from octavo.serve.openai.errors import ApiError, bad_request, to_api_error
+from octavo.serve.openai.strict_schema import close_objects
 
 MAX_PROMPTS = 256
 MAX_MESSAGES = 4096
@@ -39,13 +39,23 @@ MAX_TEMPLATE_KWARGS = 64
 MAX_TOP_LOGPROBS = 20
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"})
-ECHOED_KEYS = frozenset({"refusal", "annotations", "audio", "function_call", "id", "index"})
+IGNORED_MESSAGE_KEYS = frozenset({"refusal", "annotations", "audio", "function_call", "id", "index"})
 """What clients leave in a message that they had from a server; it says nothing to a model."""
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-NOT_OF_BEAMS = frozenset(fields.SAMPLING) | {"echo", "response_format", "structured_outputs"}
-NOT_OF_BEAMS -= {"n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos"}
-"""What a beam search cannot have; `NEUTRAL` is what says nothing, where that is not false."""
-NEUTRAL = {
+BEAM_SEARCH_UNSUPPORTED = frozenset(fields.SAMPLING) | {"echo", "response_format", "structured_outputs"}
+BEAM_SEARCH_UNSUPPORTED -= {
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+}
+"""What a beam search cannot have; `NEUTRAL_VALUES` is what says nothing, where that is not false."""
+NEUTRAL_VALUES = {
     "presence_penalty": 0,
     "frequency_penalty": 0,
     "repetition_penalty": 1,
@@ -58,7 +68,7 @@ STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
 
 
 @dataclass(slots=True, kw_only=True)
-class Ask:
+class ParsedRequest:
     """One request, understood.
 
     prompts      of a completion: each a text or a list of token ids
@@ -76,7 +86,7 @@ class Ask:
     messages: list[dict[str, Any]] = field(default_factory=list)
     template: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] = field(default_factory=list)
-    forced_tool: str | None = None
+    required_tool: str | None = None
     parallel_tool_calls: bool = True
     reasoning: bool = True
     stream: bool = False
@@ -91,11 +101,11 @@ class Ask:
     token_ids: bool = False
     tokens_as_ids: bool = False
     n: int = 1
-    sent_as: dict[str, str] = field(default_factory=dict)
+    param_aliases: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class RequestParser:
     """What a request is read against.
 
     model_names    names that it may use, the first of which answers
@@ -109,99 +119,101 @@ class Rules:
     max_logprobs: int = 20
     max_num_seqs: int | None = None
     num_ids: int | None = None
-    by_priority: bool = False
+    priority_scheduling: bool = False
     has_tools: bool = False
     strict_openai: bool = False
-    warn_of_unknown: bool = False
-    request_templates: bool = False
+    warn_unknown: bool = False
+    allow_request_templates: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_json_whitespace: int = 12
 
     # -- routes --------------------------------------------------------------------------------------------------------
 
-    def completion(self, body: Mapping[str, Any]) -> Ask:
-        given = fields.read(body, fields.COMPLETION, warn=self.warn_of_unknown)
-        model = self.model_of(body)
-        prompts = prompts_of(given.get("prompt"))
+    def parse_completion(self, body: Mapping[str, Any]) -> ParsedRequest:
+        given = fields.read(body, fields.COMPLETION, warn=self.warn_unknown)
+        model = self.resolve_model(body)
+        prompts = parse_prompts(given.get("prompt"))
         logprobs = self._count("logprobs", given.get("logprobs"), 5 if self.strict_openai else self.max_logprobs)
-        ask = self._shared(given, model, logprobs, max_tokens=given.get("max_tokens"), default_max_tokens=16)
-        ask.prompts = prompts
-        return ask
+        request = self._shared(given, model, logprobs, max_tokens=given.get("max_tokens"), default_max_tokens=16)
+        request.prompts = prompts
+        return request
 
-    def chat(self, body: Mapping[str, Any]) -> Ask:
-        given = fields.read(body, fields.CHAT, warn=self.warn_of_unknown)
-        model = self.model_of(body)
-        messages = messages_of(given.get("messages"))
-        template = self.template_of(given)
+    def parse_chat(self, body: Mapping[str, Any]) -> ParsedRequest:
+        given = fields.read(body, fields.CHAT, warn=self.warn_unknown)
+        model = self.resolve_model(body)
+        messages = parse_messages(given.get("messages"))
+        template = self.chat_template_options(given)
         tools, forced = self._tools(given)
         top = self._count("top_logprobs", given.get("top_logprobs"), min(MAX_TOP_LOGPROBS, self.max_logprobs))
         wants_logprobs = given.get("logprobs", False)
         if top is not None and not wants_logprobs:
-            raise bad("invalid_value", "top_logprobs needs logprobs to be true", "top_logprobs")
+            raise bad_request("invalid_value", "top_logprobs needs logprobs to be true", "top_logprobs")
         name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
         if given.get("echo"):
-            raise bad("unsupported_parameter", "echo is not supported for chats; continue_final_message is", "echo")
-        sent_as = {} if name == "max_tokens" else {"max_tokens": name}
+            raise bad_request(
+                "unsupported_parameter", "echo is not supported for chats; continue_final_message is", "echo"
+            )
+        param_aliases = {} if name == "max_tokens" else {"max_tokens": name}
         try:
-            ask = self._shared(
+            request = self._shared(
                 given,
                 model,
                 (top or 0) if wants_logprobs else None,
                 max_tokens=given.get(name),
                 default_max_tokens=None,
             )
-        except Problem as problem:
-            raise renamed(problem, sent_as) from None
-        ask.sent_as |= sent_as
-        ask.messages, ask.template, ask.tools, ask.forced_tool = messages, template, tools, forced
+        except ApiError as problem:
+            raise rename_params(problem, param_aliases) from None
+        request.param_aliases |= param_aliases
+        request.messages, request.template, request.tools, request.required_tool = messages, template, tools, forced
         if forced is not None:
-            ask.params = self._forced(ask.params, [t for t in tools if forced in ("*", t["function"]["name"])])
+            request.params = self._forced(request.params, [t for t in tools if forced in ("*", t["function"]["name"])])
         if tools:
-            ask.template["tools"] = tools
-        ask.parallel_tool_calls = given.get("parallel_tool_calls", True)
-        ask.reasoning = given.get("include_reasoning", True)
-        ask.add_special_tokens = given.get("add_special_tokens", False)
-        return ask
+            request.template["tools"] = tools
+        request.parallel_tool_calls = given.get("parallel_tool_calls", True)
+        request.reasoning = given.get("include_reasoning", True)
+        request.add_special_tokens = given.get("add_special_tokens", False)
+        return request
 
-    def model_of(self, body: Mapping[str, Any]) -> str:
+    def resolve_model(self, body: Mapping[str, Any]) -> str:
         """The name that the response has. Raises 404 for a model that is not served."""
         first = self.model_names[0]
         if "model" not in body and not self.strict_openai:
             return first
         name = body.get("model")
         if name is None or name == "":
-            raise bad("missing_required_parameter", f"model is missing; there is {first}", "model")
+            raise bad_request("missing_required_parameter", f"model is missing; there is {first}", "model")
         if not isinstance(name, str):
-            raise bad("invalid_type", f"model must be a string, not {fields.brief(name)}", "model")
+            raise bad_request("invalid_type", f"model must be a string, not {fields.brief(name)}", "model")
         if name not in self.model_names:
             text = f"The model `{name}` does not exist. There is {', '.join(self.model_names)}."
-            raise Problem(404, "model_not_found", text, "model")
+            raise ApiError(404, "model_not_found", text, "model")
         return name
 
-    def template_of(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def chat_template_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """What the chat template is rendered with."""
         kwargs, own = dict(self.template_kwargs), given.get("chat_template_kwargs", {})
         if len(own) > MAX_TEMPLATE_KWARGS:
             text = f"chat_template_kwargs has {len(own)} variables, at most {MAX_TEMPLATE_KWARGS} are allowed"
-            raise bad("invalid_value", text, "chat_template_kwargs")
+            raise bad_request("invalid_value", text, "chat_template_kwargs")
         for name, value in own.items():
             if isinstance(value, list | dict):
                 text = f"chat_template_kwargs takes single values, not {fields.brief(value)} for {name!r}"
-                raise bad("invalid_value", text, "chat_template_kwargs")
+                raise bad_request("invalid_value", text, "chat_template_kwargs")
             kwargs[name] = value
         if "reasoning_effort" in given:
             kwargs.setdefault("reasoning_effort", given["reasoning_effort"])
         template: dict[str, Any] = {"chat_template_kwargs": kwargs}
         if "chat_template" in given:
-            if not self.request_templates:
+            if not self.allow_request_templates:
                 text = "this server takes no chat templates from requests (--trust-request-chat-template)"
-                raise bad("template_not_allowed", text, "chat_template")
+                raise bad_request("template_not_allowed", text, "chat_template")
             template["chat_template"] = given["chat_template"]
         goes_on = template["continue_final_message"] = given.get("continue_final_message", False)
         template["add_generation_prompt"] = given.get("add_generation_prompt", not goes_on)
         if goes_on and template["add_generation_prompt"]:
             text = "continue_final_message and add_generation_prompt exclude each other; set one to false"
-            raise bad("invalid_value", text, "continue_final_message")
+            raise bad_request("invalid_value", text, "continue_final_message")
         return template
 
     # -- what both have ------------------------------------------------------------------------------------------------
@@ -214,28 +226,30 @@ class Rules:
         *,
         max_tokens: int | None,
         default_max_tokens: int | None,
-    ) -> Ask:
+    ) -> ParsedRequest:
         stream = given.get("stream", False)
         options = given.get("stream_options")
         if options is not None:
             _check_stream_options(options, stream)
         beams = given.get("use_beam_search", False) or "beam_width" in given
         if self.strict_openai and isinstance(given.get("stop"), list) and len(given["stop"]) > 4:
-            raise bad("array_above_max_length", f"stop has {len(given['stop'])} strings, at most 4 are allowed", "stop")
-        sent_as = {"structured_outputs": "response_format"} if given.get("structured_outputs") is None else {}
+            raise bad_request(
+                "array_above_max_length", f"stop has {len(given['stop'])} strings, at most 4 are allowed", "stop"
+            )
+        param_aliases = {"structured_outputs": "response_format"} if given.get("structured_outputs") is None else {}
         try:
             if beams:
                 params: SamplingParams | BeamSearchParams = self._beams(given, logprobs, max_tokens)
             else:
                 params = self._sampling(given, logprobs, max_tokens, default_max_tokens)
         except UsageError as error:
-            raise renamed(of(error, ""), sent_as) from None
+            raise rename_params(to_api_error(error, ""), param_aliases) from None
         n = given.get("n", 1) if isinstance(params, SamplingParams) else params.n or params.beam_width
         width = params.width if isinstance(params, SamplingParams) else params.beam_width
         if self.max_num_seqs is not None and width > self.max_num_seqs:
             text = f"{width} sequences do not run together; at most {self.max_num_seqs} do: lower n"
-            raise bad("integer_out_of_range", text, "beam_width" if "beam_width" in given else "n")
-        return Ask(
+            raise bad_request("integer_out_of_range", text, "beam_width" if "beam_width" in given else "n")
+        return ParsedRequest(
             model=model,
             params=params,
             stream=stream,
@@ -250,7 +264,7 @@ class Rules:
             token_ids=given.get("return_token_ids", False),
             tokens_as_ids=given.get("return_tokens_as_token_ids", False),
             n=n,
-            sent_as=sent_as if "response_format" in given else {},
+            param_aliases=param_aliases if "response_format" in given else {},
         )
 
     def _sampling(
@@ -262,13 +276,17 @@ class Rules:
             values["logit_bias"] = _biases(values["logit_bias"])
         if (limit := self._count("prompt_logprobs", values.get("prompt_logprobs"), self.max_logprobs)) is not None:
             if given.get("stream"):
-                raise bad("invalid_value", "prompt_logprobs are not streamed; leave stream out", "prompt_logprobs")
+                raise bad_request(
+                    "invalid_value", "prompt_logprobs are not streamed; leave stream out", "prompt_logprobs"
+                )
             values["prompt_logprobs"] = limit
         if "best_of" in given:
             if given.get("stream"):
-                raise bad("invalid_value", "the best are known at the end; leave out best_of or stream", "best_of")
+                raise bad_request(
+                    "invalid_value", "the best are known at the end; leave out best_of or stream", "best_of"
+                )
             values["best_of"] = given["best_of"]
-        if (structure := structure_of(given)) is not None:
+        if (structure := parse_structured_output(given)) is not None:
             values["structured_outputs"] = self._spaced(structure)
         values["echo"] = given.get("echo", False)
         values["logprobs"] = logprobs
@@ -284,32 +302,34 @@ class Rules:
         for name, most in (("stop_token_ids", MAX_STOP_IDS), ("allowed_token_ids", self.num_ids)):
             if most is not None and (count := len(given.get(name, ()))) > most:
                 text = f"{name} has {count} token ids, at most {most} are allowed; send fewer"
-                raise bad("array_above_max_length", text, name)
+                raise bad_request("array_above_max_length", text, name)
         size = sum(len(word) for word in given.get("bad_words", ()) if isinstance(word, str))
         if size > MAX_BAD_CHARS:
             text = f"bad_words has {size} characters, at most {MAX_BAD_CHARS} are allowed; send fewer or shorter words"
-            raise bad("array_above_max_length", text, "bad_words")
+            raise bad_request("array_above_max_length", text, "bad_words")
 
     def _beams(self, given: dict[str, Any], logprobs: int | None, max_tokens: int | None) -> BeamSearchParams:
         self._check_sizes(given)
         if given.get("stream"):
-            raise bad("invalid_value", "a beam search has no answer before its end; leave stream out", "stream")
+            raise bad_request("invalid_value", "a beam search has no answer before its end; leave stream out", "stream")
         if given.get("use_beam_search") is False:
-            raise bad("invalid_value", "beam_width needs use_beam_search to be true", "beam_width")
+            raise bad_request("invalid_value", "beam_width needs use_beam_search to be true", "beam_width")
         none_drawn = {"temperature": 0, "top_p": 1, "min_p": 0, "top_k": 0, "seed": None, "best_of": None}
         for name, neutral in none_drawn.items():
             if name in given and given[name] != neutral and not (name == "top_k" and given[name] == -1):
                 text = f"a beam search draws nothing; leave {name} out"
-                raise bad("invalid_value", text, "best_of" if name == "best_of" else "use_beam_search")
-        for name in NOT_OF_BEAMS & given.keys():
-            if given[name] != NEUTRAL.get(name, False):
-                raise bad("invalid_value", f"a beam search has no {name}; leave it out", name)
+                raise bad_request("invalid_value", text, "best_of" if name == "best_of" else "use_beam_search")
+        for name in BEAM_SEARCH_UNSUPPORTED & given.keys():
+            if given[name] != NEUTRAL_VALUES.get(name, False):
+                raise bad_request("invalid_value", f"a beam search has no {name}; leave it out", name)
         n = given.get("n", 1)
         width = given.get("beam_width", n)
         if not isinstance(n, int) or not 1 <= n <= 128:
-            raise bad("integer_out_of_range", f"n is {n}, it must be from 1 to 128", "n")
+            raise bad_request("integer_out_of_range", f"n is {n}, it must be from 1 to 128", "n")
         if n > width >= 1:
-            raise bad("invalid_value", f"n is {n} and beam_width {width}; answers are at most the beams", "beam_width")
+            raise bad_request(
+                "invalid_value", f"n is {n} and beam_width {width}; answers are at most the beams", "beam_width"
+            )
         return BeamSearchParams(
             beam_width=width,
             n=n if width >= 1 else None,
@@ -326,7 +346,7 @@ class Rules:
         """The output must be a call of one of these tools. A schema's "#/$defs/..." is its own: each has a name, which
         is what such references are looked up from."""
         if not isinstance(params, SamplingParams) or params.structured_outputs is not None:
-            raise bad(
+            raise bad_request(
                 "invalid_value", "tool_choice says what the answer is; leave the other constraint out", "tool_choice"
             )
         _check_schema_size(
@@ -338,7 +358,7 @@ class Rules:
                 "properties": {
                     "name": {"const": tool["function"]["name"]},
                     "arguments": {"$id": f"urn:tool:{i}", "type": "object"}
-                    | closed(tool["function"].get("parameters") or {}),
+                    | close_objects(tool["function"].get("parameters") or {}),
                 },
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
@@ -364,36 +384,36 @@ class Rules:
 
     def _count(self, name: str, value: int | None, most: int) -> int | None:
         if value is not None and (value < 0 or (value > most and most >= 0)):
-            raise bad("invalid_value", f"{name} is {value}, it must be from 0 to {most}", name)
+            raise bad_request("invalid_value", f"{name} is {value}, it must be from 0 to {most}", name)
         return value
 
     def _priority(self, value: int) -> int:
-        if value and not self.by_priority:
-            raise bad("invalid_value", "priority needs a server with --scheduling-policy priority", "priority")
+        if value and not self.priority_scheduling:
+            raise bad_request("invalid_value", "priority needs a server with --scheduling-policy priority", "priority")
         if abs(value) > MOST_PRIORITY:
             text = f"priority is {value}, it must be from {-MOST_PRIORITY} to {MOST_PRIORITY}"
-            raise bad("invalid_value", text, "priority")
+            raise bad_request("invalid_value", text, "priority")
         return value
 
     def _tools(self, given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
         """The tools that may be called, and the one that must be ("*": any)."""
         tools = given.get("tools") or []
-        names = check_tools(tools)
+        names = validate_tools(tools)
         choice = given.get("tool_choice", "auto" if tools else "none")
         if tools and not self.has_tools:
-            raise bad("unsupported_parameter", "this model's chat template has no place for tools", "tools")
+            raise bad_request("unsupported_parameter", "this model's chat template has no place for tools", "tools")
         if choice in ("none", "auto"):
             return ([] if choice == "none" else tools), None
         forced = "*" if choice == "required" else _chosen(choice)
         if forced is None or (forced != "*" and forced not in names) or not tools:
             text = f"tool_choice is {fields.brief(choice)}; it is none, auto, required, or names one of tools"
-            raise bad("invalid_value", text, "tool_choice")
+            raise bad_request("invalid_value", text, "tool_choice")
         return tools, forced
 
 
-def renamed(problem: Problem, sent_as: Mapping[str, str]) -> Problem:
+def rename_params(problem: ApiError, param_aliases: Mapping[str, str]) -> ApiError:
     """The problem, with the names that the request has for its parameters."""
-    for ours, sent in sent_as.items():
+    for ours, sent in param_aliases.items():
         problem.param = sent if problem.param == ours else problem.param
         problem.message = re.sub(rf"\b{ours}\b", sent, problem.message)
     return problem
@@ -402,64 +422,68 @@ def renamed(problem: Problem, sent_as: Mapping[str, str]) -> Problem:
 # -- the parts of a body -----------------------------------------------------------------------------------------------
 
 
-def prompts_of(value: Any) -> list[str | list[int]]:
+def parse_prompts(value: Any) -> list[str | list[int]]:
     """The prompts of a completion: a text, a list of texts, token ids, or a list of lists of them."""
     if value is None:
-        raise bad("missing_required_parameter", "prompt is missing", "prompt")
+        raise bad_request("missing_required_parameter", "prompt is missing", "prompt")
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        raise bad("invalid_type", f"prompt must be a string or an array, not {fields.brief(value)}", "prompt")
+        raise bad_request("invalid_type", f"prompt must be a string or an array, not {fields.brief(value)}", "prompt")
     if not value:
-        raise bad("empty_array", "prompt is an empty array; give at least one", "prompt")
+        raise bad_request("empty_array", "prompt is an empty array; give at least one", "prompt")
     first = value[0]
     if isinstance(first, int | float):  # one list of token ids
-        return [token_ids_of(value, "prompt")]
+        return [parse_token_ids(value, "prompt")]
     if len(value) > MAX_PROMPTS:
         text = f"prompt has {len(value)} items, at most {MAX_PROMPTS} are allowed; send several requests"
-        raise bad("array_above_max_length", text, "prompt")
+        raise bad_request("array_above_max_length", text, "prompt")
     if isinstance(first, str):
         for i, item in enumerate(value):
             if not isinstance(item, str):
-                raise bad("invalid_type", f"prompt[{i}] must be a string like prompt[0]", "prompt")
+                raise bad_request("invalid_type", f"prompt[{i}] must be a string like prompt[0]", "prompt")
         return value
     prompts: list[str | list[int]] = []
     for i, item in enumerate(value):
         if not isinstance(item, list):
-            raise bad("invalid_type", f"prompt[{i}] must be an array of token ids like prompt[0]", "prompt")
+            raise bad_request("invalid_type", f"prompt[{i}] must be an array of token ids like prompt[0]", "prompt")
         if not item:
-            raise bad("empty_array", f"prompt[{i}] is an empty array; give at least one token id", "prompt")
-        prompts.append(token_ids_of(item, f"prompt[{i}]"))
+            raise bad_request("empty_array", f"prompt[{i}] is an empty array; give at least one token id", "prompt")
+        prompts.append(parse_token_ids(item, f"prompt[{i}]"))
     return prompts
 
 
-def token_ids_of(values: list[Any], path: str) -> list[int]:
+def parse_token_ids(values: list[Any], path: str) -> list[int]:
     if set(map(type, values)) <= {int} and (not values or (min(values) >= 0 and max(values) < 1 << 31)):
         return values  # the usual, many times as fast
     for i, value in enumerate(values):
         if type(value) is int and 0 <= value < 1 << 31:
             continue
         if not isinstance(value, int | float):
-            raise bad("invalid_type", f"{path}[{i}] must be a token id, not {fields.brief(value)}", path.split("[")[0])
-        raise bad("invalid_token_id", f"{path}[{i}] is {fields.brief(value)}, which is no token id", f"{path}[{i}]")
+            raise bad_request(
+                "invalid_type", f"{path}[{i}] must be a token id, not {fields.brief(value)}", path.split("[")[0]
+            )
+        raise bad_request(
+            "invalid_token_id", f"{path}[{i}] is {fields.brief(value)}, which is no token id", f"{path}[{i}]"
+        )
     return values
 
 
-def messages_of(value: Any) -> list[dict[str, Any]]:
+def parse_messages(value: Any) -> list[dict[str, Any]]:
     """A conversation as chat templates take it: each content one text, the arguments of calls as objects."""
     if value is None:
-        raise bad("missing_required_parameter", "messages is missing", "messages")
+        raise bad_request("missing_required_parameter", "messages is missing", "messages")
     if not value:
-        raise bad("empty_array", "messages is an empty array; give at least one", "messages")
+        raise bad_request("empty_array", "messages is an empty array; give at least one", "messages")
     if len(value) > MAX_MESSAGES:
         text = f"messages has {len(value)} items, at most {MAX_MESSAGES} are allowed"
-        raise bad("array_above_max_length", text, "messages")
-    return [message_of(item, f"messages[{i}]") for i, item in enumerate(value)]
+        raise bad_request("array_above_max_length", text, "messages")
+    return [parse_message(item, f"messages[{i}]") for i, item in enumerate(value)]
 
 
-def read_arguments(body: Mapping[str, Any]) -> Iterator[Any]:
+def decode_tool_arguments(body: Mapping[str, Any]) -> Iterator[Any]:
     """Put objects in the place of the strings that calls in a body have as arguments, in slices: what holds of them is
-    found where the messages are read. Raises `Problem` for too many calls."""
+    found where the messages are read. Raises `ApiError` for too many calls."""
     num_calls = 0
     for holder, kind in (("messages", "tool_calls"), ("input", "")):
         items = body.get(holder)
@@ -472,40 +496,40 @@ def read_arguments(body: Mapping[str, Any]) -> Iterator[Any]:
                 num_calls += 1
                 if num_calls > MAX_CALLS:
                     text = f"{holder} has more than {MAX_CALLS} calls of tools; send fewer"
-                    raise bad("array_above_max_length", text, holder)
-                with contextlib.suppress(Problem):
-                    function["arguments"] = arguments_of(function, "")
+                    raise bad_request("array_above_max_length", text, holder)
+                with contextlib.suppress(ApiError):
+                    function["arguments"] = parse_arguments(function, "")
                 yield BREATH
 
 
-def message_of(item: Any, path: str) -> dict[str, Any]:
+def parse_message(item: Any, path: str) -> dict[str, Any]:
     """One message of it; what it makes it leaves as it is. `path`: where the request has it."""
     if not isinstance(item, dict):
-        raise bad("invalid_type", f"{path} must be an object, not {fields.brief(item)}", "messages")
+        raise bad_request("invalid_type", f"{path} must be an object, not {fields.brief(item)}", "messages")
     role = item.get("role")
     if not isinstance(role, str) or role not in ROLES:
         text = f"{path}.role is {fields.brief(role)}, it must be one of {', '.join(ROLES)}"
-        raise bad("invalid_value", text, f"{path}.role")
+        raise bad_request("invalid_value", text, f"{path}.role")
     for name, value in item.items():
-        if name not in MESSAGE_KEYS and name not in ECHOED_KEYS and value is not None:
-            raise bad("unknown_parameter", f"a message has no {name[:64]!r}", f"{path}.{name}")
+        if name not in MESSAGE_KEYS and name not in IGNORED_MESSAGE_KEYS and value is not None:
+            raise bad_request("unknown_parameter", f"a message has no {name[:64]!r}", f"{path}.{name}")
     message: dict[str, Any] = {"role": "system" if role == "developer" else role}
-    message["content"] = content_of(item.get("content"), f"{path}.content", may_lack=role == "assistant")
+    message["content"] = parse_content(item.get("content"), f"{path}.content", may_lack=role == "assistant")
     for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
         if (value := item.get(name)) is not None:
             if not isinstance(value, str):
-                raise bad("invalid_type", f"{path}.{name} must be a string", f"{path}.{name}")
+                raise bad_request("invalid_type", f"{path}.{name} must be a string", f"{path}.{name}")
             message["reasoning_content" if name == "reasoning" else name] = value
     if (calls := item.get("tool_calls")) is not None:
         if not isinstance(calls, list):
             text = f"{path}.tool_calls must be an array, not {fields.brief(calls)}"
-            raise bad("invalid_type", text, f"{path}.tool_calls")
+            raise bad_request("invalid_type", text, f"{path}.tool_calls")
         if role == "assistant" and calls:
             message["tool_calls"] = _calls(calls, f"{path}.tool_calls")
     return message
 
 
-def content_of(value: Any, path: str, *, may_lack: bool = False) -> str:
+def parse_content(value: Any, path: str, *, may_lack: bool = False) -> str:
     """The text of a content, which may be in parts."""
     if isinstance(value, str):
         return value
@@ -513,15 +537,15 @@ def content_of(value: Any, path: str, *, may_lack: bool = False) -> str:
         return ""
     if not isinstance(value, list):
         code = "invalid_value" if value is None else "invalid_type"
-        raise bad(code, f"{path} must be a string or an array of parts, not {fields.brief(value)}", path)
+        raise bad_request(code, f"{path} must be a string or an array of parts, not {fields.brief(value)}", path)
     texts = []
     for i, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in ("text", "input_text", "output_text"):
             text = f"{path}[{i}] is of type {fields.brief(kind)}; this model reads text"
-            raise bad("unsupported_content", text, f"{path}[{i}].type")
+            raise bad_request("unsupported_content", text, f"{path}[{i}].type")
         if not isinstance(part.get("text"), str):
-            raise bad("invalid_type", f"{path}[{i}].text must be a string", f"{path}[{i}].text")
+            raise bad_request("invalid_type", f"{path}[{i}].text must be a string", f"{path}[{i}].text")
         texts.append(part["text"])
     return "\n".join(texts)
 
@@ -531,44 +555,48 @@ def _calls(value: list[Any], path: str) -> list[dict[str, Any]]:
     for i, call in enumerate(value):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise bad("invalid_value", f"{path}[{i}] must be a call with a function and its name", f"{path}[{i}]")
-        arguments = arguments_of(function, f"{path}[{i}].function.arguments")
+            raise bad_request(
+                "invalid_value", f"{path}[{i}] must be a call with a function and its name", f"{path}[{i}]"
+            )
+        arguments = parse_arguments(function, f"{path}[{i}].function.arguments")
         function = {"name": function["name"], "arguments": arguments}
         calls.append({"id": str(call.get("id", "")), "type": "function", "function": function})
     return calls
 
 
-def arguments_of(call: Mapping[str, Any], path: str) -> dict[str, Any]:
+def parse_arguments(call: Mapping[str, Any], path: str) -> dict[str, Any]:
     """A call's arguments as an object. In a string they are JSON, which may be no deeper than a body."""
     arguments = call.get("arguments", "{}")
     if isinstance(arguments, str) and len(arguments) > MAX_ARGUMENT_CHARS:
         text = f"{path} has {len(arguments)} characters, at most {MAX_ARGUMENT_CHARS} are allowed; shorten it"
-        raise bad("invalid_value", text, path)
-    if isinstance(arguments, str) and not json_body.too_deep(arguments.encode()):
+        raise bad_request("invalid_value", text, path)
+    if isinstance(arguments, str) and not json_parser.too_deep(arguments.encode()):
         with contextlib.suppress(ValueError):
             arguments = json.loads(arguments or "{}")
     if not isinstance(arguments, dict):
-        text = f"{path} must be a JSON object in a string, of at most {json_body.MAX_DEPTH} levels"
-        raise bad("invalid_value", text, path)
+        text = f"{path} must be a JSON object in a string, of at most {json_parser.MAX_DEPTH} levels"
+        raise bad_request("invalid_value", text, path)
     return arguments
 
 
-def check_tools(tools: Sequence[Any]) -> set[str]:
-    """The names of tools. Raises `Problem` 400 for one that is none."""
+def validate_tools(tools: Sequence[Any]) -> set[str]:
+    """The names of tools. Raises `ApiError` 400 for one that is none."""
     if len(tools) > MAX_TOOLS:
-        raise bad("invalid_value", f"tools has {len(tools)} items, at most {MAX_TOOLS} are allowed", "tools")
+        raise bad_request("invalid_value", f"tools has {len(tools)} items, at most {MAX_TOOLS} are allowed", "tools")
     names: set[str] = set()
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
             text = f"tools[{i}] must be a function with a name of 1 to 64 letters, digits, _, - and ."
-            raise bad("invalid_value", text, "tools")
+            raise bad_request("invalid_value", text, "tools")
         if name in names:
-            raise bad("invalid_value", f"tools has {name!r} twice; names must differ", "tools")
+            raise bad_request("invalid_value", f"tools has {name!r} twice; names must differ", "tools")
         schema = function.get("parameters") if isinstance(function, dict) else None
         if schema is not None and (not isinstance(schema, dict) or schema.get("type", "object") != "object"):
-            raise bad("invalid_value", f"the parameters of tools[{i}] must be the JSON schema of an object", "tools")
+            raise bad_request(
+                "invalid_value", f"the parameters of tools[{i}] must be the JSON schema of an object", "tools"
+            )
         names.add(name)
     return names
 
@@ -579,16 +607,18 @@ def _chosen(choice: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def structure_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
+def parse_structured_output(given: Mapping[str, Any]) -> dict[str, Any] | None:
     """What the output must be, as `SamplingParams.structured_outputs`, from either of the two ways to say so."""
     structured, form = given.get("structured_outputs"), given.get("response_format")
     if structured is not None:
         kinds = [name for name in STRUCTURES if structured.get(name) not in (None, False)]
         if len(kinds) != 1:
             text = f"structured_outputs has exactly one of {', '.join(STRUCTURES)}, not {len(kinds)}"
-            raise bad("invalid_value", text, "structured_outputs")
+            raise bad_request("invalid_value", text, "structured_outputs")
         if form is not None and form.get("type") != "text":
-            raise bad("invalid_value", "give response_format or structured_outputs, not both", "response_format")
+            raise bad_request(
+                "invalid_value", "give response_format or structured_outputs, not both", "response_format"
+            )
         _check_schema_size(structured.get("json"), "structured_outputs.json has", "structured_outputs")
         return {name: value for name, value in structured.items() if value is not None}
     kind = None if form is None else form.get("type")
@@ -598,14 +628,16 @@ def structure_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
         return {"json_object": True}
     if kind != "json_schema":
         text = f"response_format.type is {fields.brief(kind)}; it is text, json_object or json_schema"
-        raise bad("invalid_json_schema", text, "response_format")
+        raise bad_request("invalid_json_schema", text, "response_format")
     holder = form.get("json_schema")
     holder = holder if isinstance(holder, dict) else {}
     schema = holder.get("schema")
     if not isinstance(schema, dict):
-        raise bad("invalid_json_schema", "response_format.json_schema.schema must be an object", "response_format")
+        raise bad_request(
+            "invalid_json_schema", "response_format.json_schema.schema must be an object", "response_format"
+        )
     _check_schema_size(schema, "response_format.json_schema.schema has", "response_format")
-    return {"json": closed(schema) if holder.get("strict") is True else schema}
+    return {"json": close_objects(schema) if holder.get("strict") is True else schema}
 
 
 def _check_schema_size(schema: Any, what: str, param: str) -> None:
@@ -613,26 +645,26 @@ def _check_schema_size(schema: Any, what: str, param: str) -> None:
     with contextlib.suppress(OverflowError):  # an integer of more than 64 bits: the check behind it has them
         if (size := len(msgspec.json.encode(schema))) > MOST_CHARS:
             text = f"{what} {size} characters, at most {MOST_CHARS} can be kept to; send a smaller schema"
-            raise bad("invalid_json_schema", text, param)
+            raise bad_request("invalid_json_schema", text, param)
 
 
 def _check_stream_options(options: Mapping[str, Any], stream: bool) -> None:
     known = ("include_usage", "continuous_usage_stats")
     if not stream:
-        raise bad("invalid_value", "stream_options needs stream to be true", "stream_options")
+        raise bad_request("invalid_value", "stream_options needs stream to be true", "stream_options")
     for name, value in options.items():
         if name not in known or not isinstance(value, bool | None):
             text = f"stream_options has {name[:64]!r}; it takes {' and '.join(known)}, true or false"
-            raise bad("invalid_value", text, "stream_options")
+            raise bad_request("invalid_value", text, "stream_options")
 
 
 def _biases(value: Mapping[str, Any]) -> dict[int, Any]:
     if len(value) > MAX_BIASES:
         text = f"logit_bias has {len(value)} tokens, at most {MAX_BIASES} are allowed"
-        raise bad("invalid_logit_bias", text, "logit_bias")
+        raise bad_request("invalid_logit_bias", text, "logit_bias")
     for key in value:
         if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key):
-            raise bad("invalid_logit_bias", f"logit_bias has {key[:32]!r}, which is no token id", "logit_bias")
+            raise bad_request("invalid_logit_bias", f"logit_bias has {key[:32]!r}, which is no token id", "logit_bias")
     return {int(key): bias for key, bias in value.items()}
 
 
@@ -641,7 +673,7 @@ def _salt(value: str | None) -> bytes:
         return b""
     if not 1 <= len(value) <= 256 or not value.isprintable():
         text = "cache_salt must be 1 to 256 printable characters"
-        raise bad("invalid_value", text, "cache_salt")
+        raise bad_request("invalid_value", text, "cache_salt")
     return value.encode()
 
 
@@ -651,5 +683,5 @@ def _truncation(value: int | None) -> int | None:
         text = (
             f"truncate_prompt_tokens is {given}, it must be from 1 to {INT32}; leave it out to keep all of the prompt"
         )
-        raise bad("integer_out_of_range", text, "truncate_prompt_tokens")
+        raise bad_request("integer_out_of_range", text, "truncate_prompt_tokens")
     return value

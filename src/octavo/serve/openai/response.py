@@ -17,12 +17,12 @@ import msgspec
 
 from octavo.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from octavo.frontend.time_slices import BREATH
-from octavo.serve.openai.request import Ask
+from octavo.serve.openai.request import ParsedRequest
 from octavo.text.detokenizer import Detokenizer
-from octavo.text.output_parser import END_THINK, AnswerParser
+from octavo.text.output_parser import END_THINK, OutputParser
 from octavo.text.tokenizer import Tokenizer
 
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 """What stands for minus infinity, which JSON has not."""
 Json = dict[str, Any]
 TEXTS = ("content", "reasoning")
@@ -54,7 +54,7 @@ class Usage:
         }
 
 
-class Answer(Protocol):
+class ResponseBuilder(Protocol):
     """One response in the making."""
 
     usage: Usage
@@ -72,31 +72,31 @@ class Answer(Protocol):
         """The response, after as many a `BREATH` as it takes."""
 
 
-class _Answer:
+class _ResponseBuilderBase:
     """What completions and chats have in common."""
 
     object = ""
     chunk_object = ""
 
-    def __init__(self, ask: Ask, name: str, tokenizer: Tokenizer, fingerprint: str) -> None:
-        self.ask = ask
+    def __init__(self, request: ParsedRequest, name: str, tokenizer: Tokenizer, fingerprint: str) -> None:
+        self.request = request
         self.usage = Usage()
         self.tokenizer = tokenizer
-        self._head = {"id": name, "object": "", "created": int(time.time()), "model": ask.model}
+        self._head = {"id": name, "object": "", "created": int(time.time()), "model": request.model}
         self._fingerprint = fingerprint
         self._choices: dict[int, Json] = {}
         self._prompt_logprobs: dict[int, list[Any]] = {}
-        self._echoes = ask.echo or ask.stream  # then the prompt's log-probabilities are not told apart
+        self._echoes = request.echo or request.stream  # then the prompt's log-probabilities are not told apart
 
     reasons = False
 
     def chunk(self, choices: list[Json]) -> Json:
         chunk: Json = {**self._head, "object": self.chunk_object, "choices": choices}
-        if any(c["finish_reason"] for c in choices) and not self.ask.include_usage:
+        if any(c["finish_reason"] for c in choices) and not self.request.include_usage:
             chunk["system_fingerprint"] = self._fingerprint
-        if self.ask.continuous_usage:
+        if self.request.continuous_usage:
             chunk["usage"] = self.usage.as_dict(reasons=self.reasons)
-        elif self.ask.include_usage:
+        elif self.request.include_usage:
             chunk["usage"] = None
         return chunk
 
@@ -143,23 +143,23 @@ class _Answer:
 
     def _extras(self, choice: Json, i: int, c: CompletionOutput, output: RequestOutput, *, first: bool) -> Json:
         """vLLM's own fields of a choice."""
-        if self.ask.token_ids:
+        if self.request.token_ids:
             choice["token_ids"] = c.token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids if first else None
         return choice
 
     def _token(self, token: int, entry: Logprob) -> str:
-        return f"token_id:{token}" if self.ask.tokens_as_ids else entry.decoded_token or ""
+        return f"token_id:{token}" if self.request.tokens_as_ids else entry.decoded_token or ""
 
 
-class CompletionAnswer(_Answer):
+class CompletionResponseBuilder(_ResponseBuilderBase):
     """Of /v1/completions. Sample j of prompt i is choice `i * n + j`."""
 
     object = chunk_object = "text_completion"
 
-    def __init__(self, ask: Ask, name: str, tokenizer: Tokenizer, fingerprint: str) -> None:
-        super().__init__(ask, name, tokenizer, fingerprint)
-        self._offsets: dict[int, _Offsets] = {}
+    def __init__(self, request: ParsedRequest, name: str, tokenizer: Tokenizer, fingerprint: str) -> None:
+        super().__init__(request, name, tokenizer, fingerprint)
+        self._offsets: dict[int, _TextOffsets] = {}
 
     def take(self, i: int, output: RequestOutput) -> Iterator[Json]:
         yield from self._note(i, output)
@@ -168,10 +168,10 @@ class CompletionAnswer(_Answer):
             yield BREATH
 
     def _choice(self, i: int, c: CompletionOutput, output: RequestOutput) -> Generator[Any, None, Json]:
-        index = i * self.ask.n + c.index
+        index = i * self.request.n + c.index
         if first := index not in self._offsets:
-            skip = getattr(self.ask.params, "skip_special_tokens", True)
-            self._offsets[index] = _Offsets(self.tokenizer, output, echo=self.ask.echo, skip_special_tokens=skip)
+            skip, echo = getattr(self.request.params, "skip_special_tokens", True), self.request.echo
+            self._offsets[index] = _TextOffsets(self.tokenizer, output, echo=echo, skip_special_tokens=skip)
         logprobs = None
         if c.logprobs is not None:
             logprobs = yield from self._logprobs(c.token_ids, c.logprobs, self._offsets[index])
@@ -179,7 +179,7 @@ class CompletionAnswer(_Answer):
             "index": index,
             "text": c.text,
             "logprobs": logprobs,
-            "finish_reason": wire_reason(c.finish_reason),
+            "finish_reason": api_finish_reason(c.finish_reason),
             "stop_reason": c.stop_reason,
         }
         if i in self._prompt_logprobs:
@@ -187,7 +187,7 @@ class CompletionAnswer(_Answer):
         return self._extras(choice, i, c, output, first=first)
 
     def _logprobs(
-        self, token_ids: Sequence[int], entries: Sequence[PositionLogprobs | None], places: _Offsets
+        self, token_ids: Sequence[int], entries: Sequence[PositionLogprobs | None], places: _TextOffsets
     ) -> Generator[Any, None, Json]:
         tokens: list[str] = []
         offsets: list[int] = []
@@ -195,7 +195,7 @@ class CompletionAnswer(_Answer):
         top: list[msgspec.Raw | None] = []
         for token, position in zip(token_ids, entries, strict=False):
             if position is None:  # nothing comes before the first token of a prompt
-                text = f"token_id:{token}" if self.ask.tokens_as_ids else self.tokenizer.decode([token], False)
+                text = f"token_id:{token}" if self.request.tokens_as_ids else self.tokenizer.decode([token], False)
                 own.append(None)
                 top.append(None)
             else:
@@ -231,7 +231,7 @@ class CompletionAnswer(_Answer):
         return super().whole()
 
 
-class _Offsets:
+class _TextOffsets:
     """Where each token of a choice begins in the choice's text.
 
     A token without text, such as a special token that is skipped, stands where the next one does; so do the tokens
@@ -257,26 +257,26 @@ class _Offsets:
         return at
 
 
-class ChatAnswer(_Answer):
+class ChatResponseBuilder(_ResponseBuilderBase):
     """Of /v1/chat/completions: deltas of reasoning, content and calls of tools."""
 
     object, chunk_object = "chat.completion", "chat.completion.chunk"
 
     def __init__(
         self,
-        ask: Ask,
+        request: ParsedRequest,
         name: str,
         tokenizer: Tokenizer,
         fingerprint: str,
         *,
-        make_parser: Callable[[], AnswerParser],
+        make_parser: Callable[[], OutputParser],
         reasons: bool,
         new_call_id: Callable[[], str],
     ) -> None:
-        super().__init__(ask, name, tokenizer, fingerprint)
+        super().__init__(request, name, tokenizer, fingerprint)
         self.reasons = reasons
         self._make_parser = make_parser
-        self._parsers: dict[int, AnswerParser] = {}
+        self._parsers: dict[int, OutputParser] = {}
         self._new_call_id = new_call_id
 
     def take(self, i: int, output: RequestOutput) -> Iterator[Json]:
@@ -285,7 +285,7 @@ class ChatAnswer(_Answer):
             first = c.index not in self._parsers
             if first:
                 self._parsers[c.index] = self._make_parser()
-                if self.ask.stream:
+                if self.request.stream:
                     yield self._choice(c, {"role": "assistant", "content": ""}, None)
             yield from (yield from self._choices_of(c, output, first=first))
             yield BREATH
@@ -300,7 +300,7 @@ class ChatAnswer(_Answer):
             self.usage.num_reasoning += self._num_reasoning(c.token_ids, ends=not parser.in_reasoning)
         deltas = [self._delta(part) for part in parts + (parser.finish() if c.finished() else [])]
         deltas = [d for d in _joined(deltas) if d]
-        if not deltas and (c.finished() or c.logprobs or (self.ask.token_ids and (c.token_ids or first))):
+        if not deltas and (c.finished() or c.logprobs or (self.request.token_ids and (c.token_ids or first))):
             deltas = [{}] if c.finished() else [{"content": ""}]
         choices = [self._choice(c, delta, None) for delta in deltas]
         if choices:
@@ -310,7 +310,7 @@ class ChatAnswer(_Answer):
             self._extras(last, 0, c, output, first=first)
             if c.finished():
                 called = parser.num_calls > 0 and c.finish_reason == "stop"
-                last["finish_reason"] = "tool_calls" if called else wire_reason(c.finish_reason)
+                last["finish_reason"] = "tool_calls" if called else api_finish_reason(c.finish_reason)
                 last["stop_reason"] = c.stop_reason
         return choices
 
@@ -326,10 +326,10 @@ class ChatAnswer(_Answer):
 
     def _delta(self, part: Any) -> Json:
         if part.kind == "reasoning":
-            return {"reasoning": part.text} if self.ask.reasoning else {}
+            return {"reasoning": part.text} if self.request.reasoning else {}
         if part.kind == "content":
             return {"content": part.text}
-        if part.index and not self.ask.parallel_tool_calls:
+        if part.index and not self.request.parallel_tool_calls:
             return {}
         if part.name is None:
             return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
@@ -344,10 +344,10 @@ class ChatAnswer(_Answer):
             if position is not None:
                 ranked = list(position.items())
                 # The first is the token that came; it is one of the likeliest only where its rank says so.
-                top = [pair for pair in ranked if pair[1].rank <= (self.ask.top or 0)]
+                top = [pair for pair in ranked if pair[1].rank <= (self.request.top or 0)]
                 top.sort(key=lambda pair: pair[1].rank)
                 entry = self._entry(token, position[token])
-                told.append(_raw({**entry, "top_logprobs": [self._entry(t, lp) for t, lp in top[: self.ask.top]]}))
+                told.append(_raw({**entry, "top_logprobs": [self._entry(t, lp) for t, lp in top[: self.request.top]]}))
                 yield BREATH
         return told
 
@@ -445,13 +445,13 @@ def _end(so_far: Json, choice: Json) -> None:
         so_far["stop_reason"] = choice.get("stop_reason")
 
 
-def wire_reason(reason: str | None) -> str | None:
+def api_finish_reason(reason: str | None) -> str | None:
     """The API knows no aborted answer: one that was cut short has ended by its length."""
     return "length" if reason == "abort" else reason
 
 
 def finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
+    return max(logprob, MIN_LOGPROB)
 
 
 def _prompt_entry(entry: Logprob) -> Mapping[str, Any]:

@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from octavo.serve.openai import schema as parameters
-from octavo.serve.openai.errors import Problem, bad
-from octavo.serve.openai.request import MAX_MESSAGES, arguments_of, content_of, message_of, renamed
+from octavo.serve.openai.errors import ApiError, bad_request
+from octavo.serve.openai.request import MAX_MESSAGES, parse_arguments, parse_content, parse_message, rename_params
 from octavo.serve.openai.response import Json
 from octavo.serve.openai.schema import FLAG, INTEGER, NUMBER, OBJECT, TEXT, Schema
 
@@ -51,7 +51,7 @@ FIELDS: dict[str, Schema] = {
     "include": {"type": "array"},
 }
 SAME = frozenset(FIELDS) & (frozenset(parameters.CHAT) - {"tools", "tool_choice"})
-SENT_AS = {
+PARAM_ALIASES = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "response_format.json_schema": "text.format",
@@ -63,17 +63,17 @@ STATEFUL = ("previous_response_id", "conversation", "background", "prompt")
 
 
 def to_chat(body: Mapping[str, Any], *, warn: bool) -> dict[str, Any]:
-    """The chat that says the same. Raises `Problem` 400."""
+    """The chat that says the same. Raises `ApiError` 400."""
     for name in STATEFUL:
         if body.get(name):
-            raise bad(
+            raise bad_request(
                 "unsupported_parameter", f"{name} is not supported: nothing is stored; send the whole input", name
             )
-    for name in SENT_AS.keys() & body.keys():
-        raise bad("unsupported_parameter", f"{name} is not supported here: give {SENT_AS[name]}", name)
+    for name in PARAM_ALIASES.keys() & body.keys():
+        raise bad_request("unsupported_parameter", f"{name} is not supported here: give {PARAM_ALIASES[name]}", name)
     given = parameters.read({k: v for k, v in body.items() if k not in STATEFUL}, FIELDS, warn=warn)
     if "input" not in given:
-        raise bad("missing_required_parameter", "input is missing", "input")
+        raise bad_request("missing_required_parameter", "input is missing", "input")
     chat: dict[str, Any] = {name: given[name] for name in SAME if name in given}
     if "model" in body:
         chat["model"] = body["model"]
@@ -96,12 +96,12 @@ def to_chat(body: Mapping[str, Any], *, warn: bool) -> dict[str, Any]:
     return chat
 
 
-def blamed(problem: Problem) -> Problem:
+def blamed(problem: ApiError) -> ApiError:
     """A problem of the chat, in the words of the request. Of an item it has them already."""
     if problem.param in ("messages", "prompt"):
         problem.message = re.sub(rf"^{problem.param}\b", "input", problem.message)
         problem.param = "input"
-    return renamed(problem, SENT_AS)
+    return rename_params(problem, PARAM_ALIASES)
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
@@ -110,43 +110,47 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
         code = "empty_array" if value == [] else "invalid_type"
-        raise bad(code, f"input must be a string or an array of items, not {parameters.brief(value)}", "input")
+        raise bad_request(code, f"input must be a string or an array of items, not {parameters.brief(value)}", "input")
     if len(value) > MAX_MESSAGES:
         text = f"input has {len(value)} items, at most {MAX_MESSAGES} are allowed"
-        raise bad("array_above_max_length", text, "input")
+        raise bad_request("array_above_max_length", text, "input")
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(value):
         path = f"input[{i}]"
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "message":
-            messages.append(message_of({k: v for k, v in item.items() if k in ("role", "content")}, path))
+            messages.append(parse_message({k: v for k, v in item.items() if k in ("role", "content")}, path))
         elif kind == "function_call":
             if not isinstance(item.get("name"), str):
-                raise bad("invalid_value", f"{path}.name must be the name of a function", f"{path}.name")
-            function = {"name": item["name"], "arguments": arguments_of(item, f"{path}.arguments")}
+                raise bad_request("invalid_value", f"{path}.name must be the name of a function", f"{path}.name")
+            function = {"name": item["name"], "arguments": parse_arguments(item, f"{path}.arguments")}
             call = {"id": item.get("call_id", ""), "type": "function", "function": function}
             if messages and messages[-1]["role"] == "assistant":
                 messages[-1].setdefault("tool_calls", []).append(call)
             else:
                 messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
         elif kind == "function_call_output":
-            output = content_of(item.get("output"), f"{path}.output")
+            output = parse_content(item.get("output"), f"{path}.output")
             messages.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": output})
         elif kind != "reasoning":  # of which a model is not told again
             text = f"{path} is of type {parameters.brief(kind)}; there are messages, calls and their outputs"
-            raise bad("unsupported_content", text, f"{path}.type")
+            raise bad_request("unsupported_content", text, f"{path}.type")
     if not messages:
-        raise bad("invalid_value", "input is reasoning alone, of which a model is not told; add a message", "input")
+        raise bad_request(
+            "invalid_value", "input is reasoning alone, of which a model is not told; add a message", "input"
+        )
     return messages
 
 
 def _tool(tool: Any) -> Any:
     if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise bad("unsupported_parameter", "of tools there are functions; the server runs none of its own", "tools")
+        raise bad_request(
+            "unsupported_parameter", "of tools there are functions; the server runs none of its own", "tools"
+        )
     return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
 
 
-class ResponseEvents:
+class ResponseEventBuilder:
     """A response in the making: takes a chat's deltas and gives events, each with its number.
 
     Every event is (name, payload), and the response so far is in `response`.
@@ -271,7 +275,7 @@ class ResponseEvents:
         self._number += 1
         return event["type"], event
 
-    def last_words(self, problem: Problem) -> tuple[str, Json]:
+    def last_words(self, problem: ApiError) -> tuple[str, Json]:
         """What a stream ends with when the request fails."""
         error = problem.as_dict()["error"]
         fields = {name: error[name] for name in ("code", "message", "param")}

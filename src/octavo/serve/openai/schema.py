@@ -13,7 +13,7 @@ from typing import Any
 
 from octavo.params.beam_search_params import MAX_LENGTH_PENALTY
 from octavo.params.validation import INT32
-from octavo.serve.openai.errors import bad
+from octavo.serve.openai.errors import bad_request
 
 logger = logging.getLogger("octavo.serve")
 
@@ -210,7 +210,7 @@ TYPE_NAMES = {
 def read(body: Mapping[str, Any], fields: Mapping[str, Schema], *, warn: bool = False) -> dict[str, Any]:
     """The parameters that a body sets, each of its type; null stands for "not set".
 
-    `warn`: parameters that do not exist are logged and left out. Raises `Problem` 400: unknown_parameter,
+    `warn`: parameters that do not exist are logged and left out. Raises `ApiError` 400: unknown_parameter,
     unsupported_parameter, invalid_type.
     """
     given: dict[str, Any] = {}
@@ -228,19 +228,19 @@ def read(body: Mapping[str, Any], fields: Mapping[str, Schema], *, warn: bool = 
 
 
 def _outside(name: str, value: Any, fields: Mapping[str, Schema], *, warn: bool) -> bool:
-    """Whether there is no such parameter anywhere. Raises `Problem` unless it can be left out."""
+    """Whether there is no such parameter anywhere. Raises `ApiError` unless it can be left out."""
     if name in IGNORED or (name == "modalities" and value in (None, ["text"])):
         return False
     if name in UNSUPPORTED or name == "modalities" or name in SHARED or name in COMPLETION or name in CHAT:
         if value is not None and value != []:
             remedy = UNSUPPORTED.get(name, "leave it out here")
-            raise bad("unsupported_parameter", f"{name} is not supported: {remedy}", name)
+            raise bad_request("unsupported_parameter", f"{name} is not supported: {remedy}", name)
         return False
     if warn:
         return True
     near = difflib.get_close_matches(name[:64], fields, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}?" if near else "see /openapi.json for those that exist"
-    raise bad("unknown_parameter", f"there is no parameter {name[:64]!r}; {hint}", name)
+    raise bad_request("unknown_parameter", f"there is no parameter {name[:64]!r}; {hint}", name)
 
 
 def check_type(name: str, value: Any, schema: Schema) -> None:
@@ -259,7 +259,7 @@ def check_type(name: str, value: Any, schema: Schema) -> None:
         code = INVALID_TYPE_CODES.get(name, "invalid_type")
         if name == "seed" and isinstance(value, float):
             code = "integer_out_of_range"
-        raise bad(code, f"{name} must be {TYPE_NAMES[kind]}, not {brief(value)}", name)
+        raise bad_request(code, f"{name} must be {TYPE_NAMES[kind]}, not {brief(value)}", name)
 
 
 INVALID_TYPE_CODES = {

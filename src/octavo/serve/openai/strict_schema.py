@@ -15,7 +15,7 @@ NAMED = ("properties", "patternProperties", "$defs", "definitions")
 NESTED = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf")
 
 
-def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+def close_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema, where objects that name their properties have no others unless it says something of those.
 
     One that puts objects together from parts stays as it is: closed parts exclude each other.

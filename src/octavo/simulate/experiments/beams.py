@@ -11,7 +11,7 @@ import random
 from typing import Any
 
 from octavo.core.plan import RowSetup
-from octavo.simulate.executor import ANSWER
+from octavo.simulate.executor import OUTPUT_TOKEN
 
 OPEN = 0.1
 """Share of the positions at which the next token is open."""
@@ -21,7 +21,7 @@ NUM_LISTS, MOST_CANDIDATES = 4096, 64
 
 
 class MadeUpBeams:
-    """`Answers` for beam searches of up to 32 beams."""
+    """`TokenSource` for beam searches of up to 32 beams."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
@@ -29,17 +29,17 @@ class MadeUpBeams:
 
     def _candidates(self) -> list[tuple[float, int]]:
         if self._random.random() >= OPEN:
-            return [(-12.0 * rank, ANSWER + rank) for rank in range(MOST_CANDIDATES)]
+            return [(-12.0 * rank, OUTPUT_TOKEN + rank) for rank in range(MOST_CANDIDATES)]
         logprob, found = 0.0, []
         for rank in range(MOST_CANDIDATES):
             logprob -= self._random.expovariate(1 / APART_NATS)
-            found.append((logprob, ANSWER + rank))
+            found.append((logprob, OUTPUT_TOKEN + rank))
         return found
 
-    def draws(self, setup: RowSetup, position: int, count: int) -> list[Any]:
+    def samples(self, setup: RowSetup, position: int, count: int) -> list[Any]:
         if not setup.decides:
-            return [ANSWER] * count
+            return [OUTPUT_TOKEN] * count
         return self._lists[self._random.randrange(NUM_LISTS)][:count]
 
     def tokens(self, setup: RowSetup, position: int, count: int) -> list[int]:
-        return [ANSWER] * count
+        return [OUTPUT_TOKEN] * count

@@ -74,8 +74,7 @@ def _latency(paper: Paper, system: str, lengths: Lengths, width: int, beams: boo
     """Normalised by the length of a sample, of which a request has several at a time."""
     seconds = SECONDS[beams] * paper.time
     arrivals = poisson_trace(lengths, rate, seconds, seed=paper.seed, n=width, beams=beams)
-    answers = MadeUpBeams(seed=paper.seed) if beams else None
-    records = simulate(
-        setup_for(system, OPT_13B, era_cost(OPT_13B), swap=width > 1), arrivals, answers=answers, sample_s=1e9
-    )
+    tokens = MadeUpBeams(seed=paper.seed) if beams else None
+    setup = setup_for(system, OPT_13B, era_cost(OPT_13B), swap=width > 1)
+    records = simulate(setup, arrivals, token_source=tokens, interval_s=1e9)
     return normalized_latency(records) * width

@@ -70,6 +70,6 @@ def saving(paper: Paper, name: str, width: int, beams: bool) -> float:
     arrivals = poisson_trace(lengths, rate, end_s, seed=paper.seed, n=width, beams=beams)
     answers = MadeUpBeams(seed=paper.seed) if beams else None
     setup = setup_for(OURS, OPT_13B, era_cost(OPT_13B), swap=True)
-    records = simulate(setup, arrivals, until_s=end_s, answers=answers)
+    records = simulate(setup, arrivals, until_s=end_s, token_source=answers)
     ratios = [(s.num_used + s.num_saved) / s.num_used for s in within(records, begin_s, end_s) if s.num_used]
     return 1 - len(ratios) / sum(ratios)

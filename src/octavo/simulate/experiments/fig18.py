@@ -43,7 +43,7 @@ def run(paper: Paper) -> Figure:
         for size in SIZES:
             paper.progress(f"{name}, blocks of {size}")
             setup = setup_for(OURS, OPT_13B, era_cost(OPT_13B), block_size=size)
-            records = simulate(setup, poisson_trace(lengths, rate, end_s, seed=paper.seed), sample_s=end_s / 500)
+            records = simulate(setup, poisson_trace(lengths, rate, end_s, seed=paper.seed), interval_s=end_s / 500)
             latencies.append(normalized_latency(records))
             figure.rows.append(Row(OURS, f"{name}, blocks of {size}: s/token", None, latencies[-1]))
             figure.rows.append(Row(OURS, f"{name}, blocks of {size}: unfilled %", None, 100 * unfilled(records)))

@@ -63,7 +63,7 @@ def run(paper: Paper) -> Figure:
             moved = replace(cost, move_s=swaps.get(name, 0.0))
             setup = setup_for(OURS, OPT_13B, moved, block_size=size, swap=name in swaps)
             arrivals = poisson_trace(lengths, RATE, end_s, seed=paper.seed)
-            latencies[name].append(normalized_latency(simulate(setup, arrivals, sample_s=1e9)))
+            latencies[name].append(normalized_latency(simulate(setup, arrivals, interval_s=1e9)))
     for name, values in micro.items():
         for size, value in zip(SIZES, values, strict=True):
             figure.rows.append(Row(name, f"{NUM_TOKENS} tokens, blocks of {size}: ms", None, 1e3 * value))

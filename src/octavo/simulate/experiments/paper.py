@@ -20,7 +20,7 @@ from octavo.simulate.cost import DEVICES, CostModel, Device, LinearCost
 from octavo.simulate.models import MODELS, ModelShape
 from octavo.simulate.plot import Chart, svg
 from octavo.simulate.report import normalized_latency
-from octavo.simulate.simulation import MakeCache, Records, Sample, Setup, paged, simulate
+from octavo.simulate.simulation import MakeCache, PoolSample, Records, SimConfig, paged, simulate
 from octavo.simulate.traces import Arrival, Lengths
 
 OURS, ORACLE, POW2, MAX, FT = "Octavo", "Orca (Oracle)", "Orca (Pow2)", "Orca (Max)", "FasterTransformer"
@@ -198,7 +198,7 @@ def setup_for(
     alpaca: bool = False,
     prefixes: bool = False,
     swap: bool = False,
-) -> Setup:
+) -> SimConfig:
     """One of the five systems on a server, with the options of the paper's artifact: 2,560 tokens and 2,048 sequences a
     step, steps that do not overlap, and for ours 1 % of the blocks left alone by admissions."""
     num_blocks = server.num_slots // block_size
@@ -222,7 +222,7 @@ def setup_for(
         make = partial(_batched, batch_size=server.batch_sizes[alpaca], max_len=server.model.max_len)
         assert isinstance(cost, LinearCost)
         cost = PaddedCost(cost)
-    return Setup(server.model, server.device, args, server.num_devices, cost=cost, make_cache=make)
+    return SimConfig(server.model, server.device, args, server.num_devices, cost=cost, make_cache=make)
 
 
 def _contiguous(
@@ -244,9 +244,9 @@ def poisson_trace(
     return traces.first_seconds(arrivals, duration_s)
 
 
-def latency_at(setup: Setup, arrivals: Iterable[Arrival]) -> float:
+def latency_at(setup: SimConfig, arrivals: Iterable[Arrival]) -> float:
     """Normalised latency over all requests of a trace, those included that are served after its end."""
-    return normalized_latency(simulate(setup, arrivals, sample_s=1e9))
+    return normalized_latency(simulate(setup, arrivals, interval_s=1e9))
 
 
 def knee(latency: Callable[[float], float], low: float, high: float, *, steps: int) -> float:
@@ -264,5 +264,5 @@ def knee(latency: Callable[[float], float], low: float, high: float, *, steps: i
     return float(np.sqrt(low * high))
 
 
-def within(records: Records, begin_s: float, end_s: float) -> list[Sample]:
+def within(records: Records, begin_s: float, end_s: float) -> list[PoolSample]:
     return [s for s in records.samples if begin_s <= s.time_s <= end_s]

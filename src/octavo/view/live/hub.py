@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.errors import AnswerError, OctavoError
+from octavo.errors import EngineQueryError, OctavoError
 from octavo.view.live.messages import Frame, Snapshot
 from octavo.view.live.publisher import STOP
 from octavo.view.live.state import FrameLostError, Picture
@@ -128,7 +128,7 @@ class Hub:
                 await asyncio.sleep(max(self._interval_s - spent_s, min(self._share * cost_s, LONGEST_S)))
         except OctavoError as error:
             # Whoever looks need not know of the operator's files, which an error may name.
-            self._end("the view failed; see the log" if isinstance(error, AnswerError) else "the engine is gone")
+            self._end("the view failed; see the log" if isinstance(error, EngineQueryError) else "the engine is gone")
         except Exception:
             logger.exception("the view of the engine failed")
             self._end("the view failed; see the log")

@@ -6,7 +6,7 @@ import asyncio
 import re
 from pathlib import Path
 
-from tests.serve.loop import run
+from tests.serve.event_loop import run
 
 TESTS = Path(__file__).parents[1]
 OTHER_LOOPS = re.compile(r"asyncio\.(run|Runner|new_event_loop)\(")
@@ -20,6 +20,6 @@ def test_the_loop_of_tests_is_uvloop() -> None:
 
 
 def test_no_test_of_the_server_builds_another_loop() -> None:
-    files = [*TESTS.glob("serve/*.py"), TESTS / "reliability.py", TESTS / "view" / "test_page_browser.py"]
-    ours = {Path(__file__), TESTS / "serve" / "loop.py"}
+    files = [*TESTS.glob("serve/**/*.py"), TESTS / "proof" / "reliability.py", TESTS / "view" / "test_page_browser.py"]
+    ours = {Path(__file__), TESTS / "serve" / "event_loop.py"}
     assert [str(path) for path in files if path not in ours and OTHER_LOOPS.search(path.read_text())] == []

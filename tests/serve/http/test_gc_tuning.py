@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from octavo.serve.http import gc_pause as garbage
-from octavo.serve.http.gc_pause import calm_garbage
-from tests.serve.loop import run
+from octavo.serve.http import gc_tuning
+from octavo.serve.http.gc_tuning import defer_full_gc
+from tests.serve.event_loop import run
 
 
 class Knot:
@@ -28,8 +28,8 @@ class Knot:
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(garbage, "CHECK_S", 0.001)
-    monkeypatch.setattr(garbage, "DUE", 0)
+    monkeypatch.setattr(gc_tuning, "CHECK_S", 0.001)
+    monkeypatch.setattr(gc_tuning, "DUE", 0)
     before = gc.get_threshold(), gc.get_freeze_count()
     yield
     assert before == (gc.get_threshold(), gc.get_freeze_count())
@@ -38,7 +38,7 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_old_garbage_is_collected_while_no_request_runs() -> None:
     async def main() -> None:
         idle = False
-        async with calm_garbage(lambda: idle):
+        async with defer_full_gc(lambda: idle):
             Knot()
             gc.collect(1)  # of the young, which also moves those that stay; this one goes at once
             assert not Knot.num_alive
@@ -57,11 +57,11 @@ def test_old_garbage_is_collected_while_no_request_runs() -> None:
 
 def test_old_garbage_is_collected_at_last_though_requests_run(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        async with calm_garbage(lambda: False):
+        async with defer_full_gc(lambda: False):
             knot = Knot()
             gc.collect(1)
             del knot
-            monkeypatch.setattr(garbage, "OVERDUE", 0)
+            monkeypatch.setattr(gc_tuning, "OVERDUE", 0)
             while Knot.num_alive:
                 await asyncio.sleep(0.002)
 

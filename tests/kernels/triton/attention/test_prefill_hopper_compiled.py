@@ -1,31 +1,26 @@
-"""Hopper's prefill kernel without a Hopper: compiled for one, and what its helpers say. tests/gpu runs it.
+"""Hopper's prefill kernel, compiled without a GPU: Gluon has no interpreter.
 
-Gluon has no interpreter, so here is shown that every variant compiles, fits into a multiprocessor's shared memory, and
-keeps what is busy in registers: a spill in its loop costs more than all that is tuned there.
+Every variant must compile, fit into a multiprocessor's shared memory, and keep its inner loop in registers: a spill
+there costs more than all that is tuned.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
 import torch
-
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed (the gpu extra)", allow_module_level=True)
-
 from triton.experimental.gluon import language as gl
 
-from octavo.kernels.triton.attention import prefill_hopper as prefill_gluon
-from tests.kernels.hopper import SHARED_BYTES, compile_for_hopper
+from octavo.kernels.triton.attention import prefill_hopper
+from tests.kernels.triton.hopper import SHARED_BYTES, compile_for_hopper
 
 POINTERS = {"out": "*bf16", "lse": "*fp32", "partial": "*fp32", "partial_lse": "*fp32"}
 INDICES = ("tiles", "count", "block_tables", "query_start", "seq_lens")
 
 
 def compiled(head_dim: int, block_size: int, group: int, *, may_split: bool) -> Any:
-    tuning = prefill_gluon.prefill_tuning(head_dim)
+    tuning = prefill_hopper.prefill_tuning(head_dim)
     padded, packed, rows = 1 << (head_dim - 1).bit_length(), group & -group, min(block_size, tuning.keys)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     constants = {
@@ -38,7 +33,7 @@ def compiled(head_dim: int, block_size: int, group: int, *, may_split: bool) -> 
         "KEYS": tuning.keys,
         "K_STAGES": tuning.k_stages,
         "V_STAGES": tuning.v_stages,
-        "REGISTERS": prefill_gluon.REGISTERS,
+        "REGISTERS": prefill_hopper.REGISTERS,
         "MAY_SPLIT": may_split,
         "WITH_LSE": True,
     }
@@ -49,7 +44,7 @@ def compiled(head_dim: int, block_size: int, group: int, *, may_split: bool) -> 
         **POINTERS,
         **dict.fromkeys(INDICES, "*i32"),
     }
-    return compile_for_hopper(prefill_gluon._prefill, constants, types)
+    return compile_for_hopper(prefill_hopper._prefill, constants, types)
 
 
 @pytest.mark.parametrize(
@@ -65,4 +60,4 @@ def test_it_compiles_for_hopper_and_fits(head_dim: int, block_size: int, group: 
 
 def test_what_is_not_for_it_is_left_to_the_portable_kernel() -> None:
     q, kv = torch.zeros(200, 8, 64, dtype=torch.bfloat16), torch.zeros(5, 2, 2, 16, 64, dtype=torch.bfloat16)
-    assert not prefill_gluon.can_prefill(q, kv)  # no Hopper
+    assert not prefill_hopper.can_prefill(q, kv)  # no Hopper

@@ -20,7 +20,7 @@ DUE, OVERDUE = 20, 2000
 
 
 @contextlib.asynccontextmanager
-async def calm_garbage(is_idle: Callable[[], bool]) -> AsyncIterator[None]:
+async def defer_full_gc(is_idle: Callable[[], bool]) -> AsyncIterator[None]:
     """What is here now is never looked at. Not reentrant: the collector is the process's."""
     thresholds = gc.get_threshold()
     gc.collect()

@@ -1,26 +1,17 @@
-"""The product of q, k and v that turns and writes them, without a Hopper: compiled for one, and how it is told to.
-
-tests/gpu runs it.
-"""
+"""Hopper's fused QKV kernel: compiled without a GPU, and its launch arguments. tests/gpu runs it."""
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
 import torch
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed (the gpu extra)", allow_module_level=True)
-
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference import NormedResidual
-from octavo.kernels.triton.linear import qkv_hopper as stream_heads
-from octavo.kernels.triton.linear import skinny as thin_linear
-from octavo.kernels.triton.linear import skinny_hopper as stream_linear
+from octavo.kernels.triton.linear import qkv_hopper, skinny, skinny_hopper
 from octavo.kernels.triton.linear.qkv_hopper import heads_tuning
-from tests.kernels.hopper import SHARED_BYTES, compile_for_hopper, registers_of
+from tests.kernels.triton.hopper import SHARED_BYTES, compile_for_hopper, registers_of
 
 POINTERS = {
     **dict.fromkeys(("bias", "q_norm", "k_norm", "q", "kv"), "*bf16"),
@@ -40,8 +31,8 @@ def test_it_compiles_for_hopper_and_fits(
 ) -> None:
     """Of Qwen3-0.6B, Llama 3.1 8B, Qwen2.5-1.5B and 0.5B."""
     tuning = heads_tuning(heads + 2 * kv_heads, head_dim, num_in, num_tokens)
-    padded = stream_linear.padded_tokens(num_tokens)
-    tokens = min(padded, stream_linear.TILE_TOKENS)
+    padded = skinny_hopper.padded_tokens(num_tokens)
+    tokens = min(padded, skinny_hopper.TILE_TOKENS)
     constants = {
         "HEADS": heads,
         "KV_HEADS": kv_heads,
@@ -57,13 +48,13 @@ def test_it_compiles_for_hopper_and_fits(
         "OVERLAPPED": True,
     }
     types = {
-        "xs": f"tensordesc<bf16[{tokens}, {tuning.columns}],{stream_linear.LAYOUT!r}>",
-        "weights": f"tensordesc<bf16[{head_dim}, {tuning.columns}],{stream_linear.LAYOUT!r}>",
+        "xs": f"tensordesc<bf16[{tokens}, {tuning.columns}],{skinny_hopper.LAYOUT!r}>",
+        "weights": f"tensordesc<bf16[{head_dim}, {tuning.columns}],{skinny_hopper.LAYOUT!r}>",
         "eps": "fp32",
         "norm_eps": "fp32",
         **POINTERS,
     }
-    kernel = compile_for_hopper(stream_heads._stream_heads, constants, types, maxnreg=tuning.registers)
+    kernel = compile_for_hopper(qkv_hopper._stream_heads, constants, types, maxnreg=tuning.registers)
     assert kernel.metadata.shared <= SHARED_BYTES and registers_of(kernel)[1] == 0
     ptx = kernel.asm["ptx"]
     assert ("atom" in ptx) == (tuning.splits > 1)
@@ -75,21 +66,21 @@ def test_it_compiles_for_hopper_and_fits(
 def test_every_program_of_a_tuning_is_at_work_at_once() -> None:
     """Those that share a tile wait for each other; and a thread stores four rows of a token's share."""
     for num_heads in (6, 18, 24, 32, 48, 80):
-        for head_dim in stream_heads.HEAD_DIMS:
+        for head_dim in qkv_hopper.HEAD_DIMS:
             for num_tokens in (1, 16, 32, 33, 64, 65, 128, 256):
                 for num_in in (576, 1024, 4096):
                     tuning = heads_tuning(num_heads, head_dim, num_in, num_tokens)
-                    padded = stream_linear.padded_tokens(num_tokens)
-                    tokens = min(padded, stream_linear.TILE_TOKENS)
+                    padded = skinny_hopper.padded_tokens(num_tokens)
+                    tokens = min(padded, skinny_hopper.TILE_TOKENS)
                     programs = num_heads * (padded // tokens) * tuning.splits
-                    assert tuning.splits == 1 or programs <= stream_linear.MULTIPROCESSORS
+                    assert tuning.splits == 1 or programs <= skinny_hopper.MULTIPROCESSORS
                     assert tokens % tuning.splits == 0 and tuning.rows == head_dim
                     assert (head_dim + tokens) * tuning.columns * 2 * tuning.stages + 18432 <= SHARED_BYTES
 
 
 def test_what_the_kernel_is_told_and_who_takes_a_projection(monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, Any] = {}
-    names = stream_heads._stream_heads.arg_names
+    names = qkv_hopper._stream_heads.arg_names
 
     class Kernel:
         def __getitem__(self, grid: tuple[int]) -> Any:
@@ -97,8 +88,8 @@ def test_what_the_kernel_is_told_and_who_takes_a_projection(monkeypatch: pytest.
                 {"grid": grid} | dict(zip(names, given, strict=False)) | options
             )
 
-    monkeypatch.setattr(stream_heads, "_stream_heads", Kernel())
-    monkeypatch.setattr(stream_linear, "_hopper", lambda device: True)
+    monkeypatch.setattr(qkv_hopper, "_stream_heads", Kernel())
+    monkeypatch.setattr(skinny_hopper, "_hopper", lambda device: True)
     x, bias = torch.zeros(70, 256, dtype=torch.bfloat16), torch.zeros(8 * 64, dtype=torch.bfloat16)
     weight, norm = torch.zeros(8 * 64, 256, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
     stream = NormedResidual(x, x + 1, torch.zeros(3, 128))
@@ -106,7 +97,7 @@ def test_what_the_kernel_is_told_and_who_takes_a_projection(monkeypatch: pytest.
     batch = RaggedBatch.from_lists([1] * 70, [5] * 70, [[1]] * 70, 16)
     table = torch.zeros(99, 64)
     norms = {"q_norm": norm, "k_norm": norm + 1, "norm_eps": 1e-6}
-    q = thin_linear.project_qkv(stream, 1e-5, weight, bias, kv[:, 1], batch, table, **norms)
+    q = skinny.project_qkv(stream, 1e-5, weight, bias, kv[:, 1], batch, table, **norms)
     assert q.shape == (70, 4, 64) and told["q"] is q and told["bias"] is bias and told["squares"] is stream.squares
     assert told["q_norm"] is norm and told["k_norm"] is norms["k_norm"] and told["NORM"] and told["WITH_BIAS"]
     assert told["positions"] is batch.positions and told["slots"] is batch.slot_mapping and told["cos_sin"] is table
@@ -116,8 +107,8 @@ def test_what_the_kernel_is_told_and_who_takes_a_projection(monkeypatch: pytest.
     assert told["grid"] == (8 * 2 * told["SPLITS"],)
     told.clear()
     asked = []
-    monkeypatch.setattr(thin_linear, "norm_linear", lambda *given: asked.append(given) or x)
-    monkeypatch.setattr(thin_linear, "rope_kv_write", lambda *given, **_: given)
+    monkeypatch.setattr(skinny, "norm_linear", lambda *given: asked.append(given) or x)
+    monkeypatch.setattr(skinny, "rope_kv_write", lambda *given, **_: given)
     narrow = torch.zeros(9, 3, 2, 2, 16, 32, dtype=torch.bfloat16)  # heads of 32: two kernels
-    q, *_ = thin_linear.project_qkv(stream, 1e-5, weight, bias, narrow[:, 1], batch, table)
+    q, *_ = skinny.project_qkv(stream, 1e-5, weight, bias, narrow[:, 1], batch, table)
     assert not told and asked == [(stream, 1e-5, weight, bias)] and q.shape == (70, 4, 32)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from octavo.serve import debug_queries as questions
+from octavo.serve import debug_rate_limit
 from octavo.serve import view_routes as view
-from octavo.serve.debug_queries import MAX_WAITING, SharedAnswer, Turns
-from octavo.serve.openai.errors import Problem
+from octavo.serve.debug_rate_limit import MAX_WAITING, CoalescedQuery, TenantRateLimiter
+from octavo.serve.openai.errors import ApiError
 from octavo.serve.view_routes import View
 from octavo.view.live.hub import Hub
-from tests.serve.http_lab import run, serving
+from tests.serve.in_process_server import run, serving
 from tests.serve.test_view_routes import Listener
 
 
@@ -38,7 +38,7 @@ class Engine:
 def test_callers_share_an_answer_that_is_not_older_than_their_call() -> None:
     async def main() -> None:
         engine = Engine()
-        shared = SharedAnswer(engine.ask)
+        shared = CoalescedQuery(engine.ask)
         first = asyncio.ensure_future(shared.get())
         await asyncio.sleep(0.01)  # it is being asked
         others = [asyncio.ensure_future(shared.get()) for _ in range(500)]
@@ -62,12 +62,12 @@ def test_an_engine_that_was_busy_with_an_answer_is_left_alone(monkeypatch: pytes
     async def main() -> None:
         for cost_s, least in ((0.01, 0.1), (10.0, 0.9)):
             engine = Engine(cost_s)
-            shared = SharedAnswer(engine.ask)
-            monkeypatch.setattr(questions.asyncio, "sleep", sleep)
+            shared = CoalescedQuery(engine.ask)
+            monkeypatch.setattr(debug_rate_limit.asyncio, "sleep", sleep)
             await shared.get()
             await shared.get()
             monkeypatch.undo()
-            assert least < max(pauses) <= questions.MAX_PAUSE_S
+            assert least < max(pauses) <= debug_rate_limit.MAX_PAUSE_S
 
     run(main())
 
@@ -82,7 +82,7 @@ def test_an_answer_that_fails_is_asked_again() -> None:
                 raise answer
             return answer
 
-        shared = SharedAnswer(ask)
+        shared = CoalescedQuery(ask)
         with pytest.raises(OSError, match="away"):
             await shared.get()
         assert await shared.get() == {"cost_s": 0.0}
@@ -92,7 +92,7 @@ def test_an_answer_that_fails_is_asked_again() -> None:
 
 def test_a_tenant_has_one_question_at_a_time_and_keeps_nobody_from_asking() -> None:
     async def main() -> None:
-        engine, turns = Engine(), Turns(interval_s=0.0)
+        engine, turns = Engine(), TenantRateLimiter(interval_s=0.0)
 
         async def ask(tenant: str) -> None:
             async with turns.of(tenant):
@@ -104,7 +104,7 @@ def test_a_tenant_has_one_question_at_a_time_and_keeps_nobody_from_asking() -> N
         results = await asyncio.gather(*many, return_exceptions=True)
         refused = [result for result in results if result is not None]
         assert len(refused) == 200 - MAX_WAITING
-        assert {(p.status, p.code) for p in refused if isinstance(p, Problem)} == {(429, "too_many_questions")}
+        assert {(p.status, p.code) for p in refused if isinstance(p, ApiError)} == {(429, "too_many_questions")}
         assert engine.most == 2
         await ask("one")  # all turns are over
 
@@ -146,8 +146,8 @@ def test_the_playground_works_on_a_thread_of_its_own() -> None:
     async def main() -> None:
         shown = View()
         shown._playgrounds = Recording()  # type: ignore[assignment]
-        exchange: Any = type("Exchange", (), {"body": {"history": "64x16"}})()
-        await asyncio.gather(*[shown._play(exchange) for _ in range(50)])
+        context: Any = type("Exchange", (), {"body": {"history": "64x16"}})()
+        await asyncio.gather(*[shown._play(context) for _ in range(50)])
         assert set(threads) == {"octavo-playground_0"}
 
         async def ask(question: str, argument: str) -> Any:

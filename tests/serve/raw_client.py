@@ -14,7 +14,7 @@ KEY = "key"
 
 
 @dataclass(slots=True)
-class Answer:
+class RawResponse:
     """`head_at`: when its status came, on the monotonic clock; that of a stream comes with its first token."""
 
     status: int
@@ -55,7 +55,7 @@ class Answer:
         return [so_far[index] for index in sorted(so_far)]
 
 
-class Wire:
+class RawClient:
     """One connection, and one request after another over it. What breaks raises `OSError`."""
 
     def __init__(self, port: int, *, key: str = KEY) -> None:
@@ -73,7 +73,7 @@ class Wire:
         on_head: Callable[[], object] = lambda: None,
         on_data: Callable[[bytes], object] = lambda data: None,
         raw: bytes | None = None,
-    ) -> Answer:
+    ) -> RawResponse:
         """POST `body`, or `raw`; GET without either. `on_head` is called when the status has come, `on_data` with each
         part of a stream."""
         content = raw if raw is not None else b"" if body is None else json.dumps(body).encode()
@@ -97,7 +97,7 @@ class Wire:
 
     async def _answer(
         self, reader: asyncio.StreamReader, on_head: Callable[[], object], on_data: Callable[[bytes], object]
-    ) -> Answer:
+    ) -> RawResponse:
         lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         head_at = time.monotonic()
         on_head()
@@ -118,7 +118,7 @@ class Wire:
         self.idle_since = time.monotonic()
         if headers.get("connection") == "close":
             self.close()
-        return Answer(int(lines[0].split()[1]), headers, body, head_at)
+        return RawResponse(int(lines[0].split()[1]), headers, body, head_at)
 
     def close(self) -> None:
         if self._writer is not None:
@@ -127,9 +127,11 @@ class Wire:
         self._reader = self._writer = None
 
 
-async def ask_once(port: int, body: Any = None, path: str = "/v1/completions", *, raw: bytes | None = None) -> Answer:
-    wire = Wire(port)
+async def request_once(
+    port: int, body: Any = None, path: str = "/v1/completions", *, raw: bytes | None = None
+) -> RawResponse:
+    client = RawClient(port)
     try:
-        return await wire.ask(body, path, raw=raw)
+        return await client.ask(body, path, raw=raw)
     finally:
-        wire.close()
+        client.close()

@@ -1,4 +1,4 @@
-"""The Triton kernels without a GPU, in Triton's interpreter."""
+"""Runs the kernels' tests without a GPU, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -10,18 +10,24 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+PARTS = {
+    "attention": ["attention"],
+    "sampling": ["sampling"],
+    "others": ["linear", "kv", *(path.name for path in HERE.glob("test_*.py"))],
+}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed (the gpu extra)")
-@pytest.mark.parametrize("cases", ["triton_cases", "triton_step_cases", "cascade_cases"])
-def test_the_kernels_in_tritons_interpreter(cases: str) -> None:
+@pytest.mark.parametrize("part", PARTS)
+def test_kernels_in_tritons_interpreter(part: str) -> None:
     """In a process of its own: whether a kernel is interpreted is decided when its module is imported."""
-    command = [sys.executable, "-m", "pytest", f"tests/kernels/{cases}.py", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *(str(HERE / path) for path in PARTS[part]), "-p", "no:cacheprovider"]
     command += ["-W", "ignore:Conversion of an array with ndim:DeprecationWarning"]  # Triton's own, of numpy
-    # Without the plugins of whatever else is installed: some warn where xdist is in use, and warnings are errors.
-    own = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    environment = {**os.environ, **own}
+    # Without other installed plugins: some warn where xdist is in use, and warnings are errors.
+    settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment = {**os.environ, **settings}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-1000:]

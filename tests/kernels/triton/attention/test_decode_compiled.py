@@ -1,20 +1,15 @@
-"""Decode attention, without a GPU: compiled for Hopper. The interpreter and tests/gpu run it."""
+"""Decode and cascade attention, compiled for Hopper without a GPU."""
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
 import torch
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed (the gpu extra)", allow_module_level=True)
-
-from octavo.kernels.triton.attention import cascade
-from octavo.kernels.triton.attention import decode as decode_attention
+from octavo.kernels.triton.attention import cascade, decode
 from octavo.kernels.triton.attention.decode_schedule import DecodeTuning, decode_tuning
-from tests.kernels.hopper import REGISTERS_OF_ALL, SHARED_BYTES_OF_ALL, compile_for_hopper, registers_of
+from tests.kernels.triton.hopper import REGISTERS_OF_ALL, SHARED_BYTES_OF_ALL, compile_for_hopper, registers_of
 
 POINTERS = {
     **dict.fromkeys(("q", "kv", "out"), "*bf16"),
@@ -50,7 +45,7 @@ def compiled(tuning: DecodeTuning, group: int, head_dim: int, *, cascaded: bool 
         "OVERLAPPED": True,
     }
     options = {"num_warps": tuning.num_warps, "maxnreg": tuning.registers}
-    return compile_for_hopper(decode_attention._decode, constants, types_of(decode_attention._decode), **options)
+    return compile_for_hopper(decode._decode, constants, types_of(decode._decode), **options)
 
 
 @pytest.mark.parametrize(("group", "head_dim"), [(2, 128), (4, 128), (7, 64)])

@@ -1,4 +1,4 @@
-"""Decoding sequences that begin alike, which reads once what they have in common. See `triton_cases`."""
+"""Cascade attention: a prefix that sequences share is read once for several of them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels import reference
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.row_state import DecodeInputs, RowState
-from octavo.kernels.triton import ops as cuda
 from octavo.kernels.triton.attention.cascade import UNIT, CascadeTuning, make_cascade
 from octavo.kernels.triton.attention.decode import decode_attention
 from tests.kernels.pool import Case, make_case, naive_attention, relative_error
-from tests.kernels.triton_cases import DEVICE, DTYPES, INTERPRETED, TOLERANCE, on_device
+from tests.kernels.triton.device import DEVICE, DTYPES, INTERPRETED, TOLERANCE, on_device
 
 SMALL = CascadeTuning(rows=16, tile=16, num_warps=4, num_stages=2, programs_per_multiprocessor=2, least=UNIT)
 
@@ -123,32 +120,3 @@ def test_a_long_beginning_of_few_is_better_than_a_short_one_of_all() -> None:
     common = torch.tensor([0, 1024, 1024, 1024, 256, 1024, 1024, 1024], dtype=torch.int32, device=DEVICE)
     made = make_cascade(replace(batch, common_prefix_lens=common), SMALL, 5, num_kv_heads=1, group_size=1, head_dim=16)
     assert made.joins.view(-1, 4)[:, 0].tolist() == [1024] * 8
-
-
-def test_a_step_finds_what_neighbours_have_in_common() -> None:
-    num_rows, block_size, max_blocks = 7, 4, 600
-    state = RowState.empty(num_rows, max_blocks, "cpu")
-    state.block_tables[:-1] = torch.arange(1, num_rows * max_blocks + 1, dtype=torch.int32).view(num_rows, max_blocks)
-    for row, blocks in ((1, 300), (2, 300), (3, 2), (4, 600), (5, 600)):
-        state.block_tables[row, :blocks] = state.block_tables[row - 1, :blocks]
-    state.done[4] = True
-    rows = torch.tensor([0, 1, 2, 3, 4, 5, 1, num_rows])
-    starts = torch.tensor([1001, 1298, 1199, 1500, 1500, 1500, 9, 0])
-    ends, step_counter = starts + 5, torch.tensor([0, 1])
-    ends[5], ends[7] = 1501, 0  # the first has nothing left to do at the second pass
-    found = []
-    for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
-        tensors = [x.to(device) for x in (step_counter, rows, starts, ends)]
-        step = DecodeInputs.allocate(*tensors, max_blocks=max_blocks, block_size=block_size).first(8, cascade=True)
-        own = RowState(
-            *(
-                x.to(device, copy=True)
-                for x in (state.block_tables, state.last_token, state.done, state.sampling_params)
-            )
-        )
-        ops.prepare_decode_inputs(own, step, block_size)
-        assert step.batch.common_prefix_lens is not None
-        found.append(step.batch.common_prefix_lens.tolist())
-    # The last token of either is its own, even in a block of both. Row 3 begins with two blocks of row 2; rows 4 and 5
-    # have nothing to do; row 1 stands alone behind those.
-    assert found[0] == found[1] == [0, 1000, 1200, 8, 0, 0, 0, 0]

@@ -1,21 +1,16 @@
-"""The kernel that streams weights, without a Hopper: compiled for one, and how it is told to. tests/gpu runs it."""
+"""Hopper's kernel for linear layers of few tokens: compiled without a GPU, and its launch arguments."""
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
 import torch
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed (the gpu extra)", allow_module_level=True)
-
 from octavo.kernels.reference import NormedResidual
-from octavo.kernels.triton.linear import skinny as thin_linear
-from octavo.kernels.triton.linear import skinny_hopper as stream_linear
+from octavo.kernels.triton.linear import skinny, skinny_hopper
 from octavo.kernels.triton.linear.skinny_hopper import StreamTuning, stream_tuning
-from tests.kernels.hopper import SHARED_BYTES, compile_for_hopper
+from tests.kernels.triton.hopper import SHARED_BYTES, compile_for_hopper
 
 POINTERS = {
     **dict.fromkeys(("bias", "residual", "norm", "y", "weighted"), "*bf16"),
@@ -26,8 +21,8 @@ POINTERS = {
 
 def compiled(tuning: StreamTuning, num_tokens: int, *, gate: str, sums: bool) -> Any:
     """A product behind a norm, or one that is added to a stream."""
-    padded = stream_linear.padded_tokens(num_tokens)
-    tokens = min(padded, stream_linear.TILE_TOKENS)
+    padded = skinny_hopper.padded_tokens(num_tokens)
+    tokens = min(padded, skinny_hopper.TILE_TOKENS)
     constants = {
         "ROWS": tuning.rows,
         "TOKENS": tokens,
@@ -43,12 +38,12 @@ def compiled(tuning: StreamTuning, num_tokens: int, *, gate: str, sums: bool) ->
         "OVERLAPPED": True,
     }
     types = {
-        "xs": f"tensordesc<bf16[{tokens}, {tuning.columns}],{stream_linear.LAYOUT!r}>",
-        "weights": f"tensordesc<bf16[{tuning.rows}, {tuning.columns}],{stream_linear.LAYOUT!r}>",
+        "xs": f"tensordesc<bf16[{tokens}, {tuning.columns}],{skinny_hopper.LAYOUT!r}>",
+        "weights": f"tensordesc<bf16[{tuning.rows}, {tuning.columns}],{skinny_hopper.LAYOUT!r}>",
         "eps": "fp32",
         **POINTERS,
     }
-    return compile_for_hopper(stream_linear._stream_linear, constants, types, maxnreg=tuning.registers)
+    return compile_for_hopper(skinny_hopper._stream_linear, constants, types, maxnreg=tuning.registers)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 32, 64, 130])
@@ -84,18 +79,18 @@ def test_every_program_of_a_tuning_is_at_work_at_once() -> None:
         for num_tokens in (1, 32, 33, 64, 65, 256):
             for gated in (False, True):
                 tuning = stream_tuning(num_out, 4096, num_tokens, gated)
-                padded = stream_linear.padded_tokens(num_tokens)
-                rows = tuning.rows * (2 if gated else 1) + min(padded, stream_linear.TILE_TOKENS)
+                padded = skinny_hopper.padded_tokens(num_tokens)
+                rows = tuning.rows * (2 if gated else 1) + min(padded, skinny_hopper.TILE_TOKENS)
                 used = rows * tuning.columns * 2 * tuning.stages + 2048
-                programs = -(-num_out // tuning.rows) * tuning.splits * -(-padded // stream_linear.TILE_TOKENS)
+                programs = -(-num_out // tuning.rows) * tuning.splits * -(-padded // skinny_hopper.TILE_TOKENS)
                 assert used <= SHARED_BYTES and tuning.rows // tuning.splits >= 8
-                assert programs <= stream_linear.MULTIPROCESSORS * (SHARED_BYTES // used) or tuning.splits == 1
+                assert programs <= skinny_hopper.MULTIPROCESSORS * (SHARED_BYTES // used) or tuning.splits == 1
 
 
 def test_what_the_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each tensor under its name; what is not there is none that it would follow."""
     told: dict[str, Any] = {}
-    names = stream_linear._stream_linear.arg_names
+    names = skinny_hopper._stream_linear.arg_names
 
     class Kernel:
         def __getitem__(self, grid: tuple[int]) -> Any:
@@ -103,17 +98,17 @@ def test_what_the_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
                 {"grid": grid} | dict(zip(names, given, strict=False)) | options
             )
 
-    monkeypatch.setattr(stream_linear, "_stream_linear", Kernel())
+    monkeypatch.setattr(skinny_hopper, "_stream_linear", Kernel())
     x, weight, bias, norm = (torch.zeros(n, dtype=torch.bfloat16) for n in ((70, 96), (304, 96), 304, 304))
     stream = NormedResidual(*(torch.zeros(70, 304, dtype=torch.bfloat16) for _ in range(2)), torch.zeros(5, 128))
-    after = thin_linear.add_linear(stream, x, weight, bias, norm, tuning=StreamTuning(128, 64, 4, 3))
+    after = skinny.add_linear(stream, x, weight, bias, norm, tuning=StreamTuning(128, 64, 4, 3))
     expected = {"bias": bias, "residual": stream.x, "norm": norm, "y": after.x, "weighted": after.weighted}
     assert all(told[name] is tensor for name, tensor in expected.items()) and told["own_squares"] is after.squares
     assert after.squares.shape == (12, 128) and told["grid"] == (24,)  # 3 tiles of rows, 4 shares, 2 tiles of tokens
     assert told["parts"].numel() == 24 * 128 * 64 and told["squares"] is after.x and not told["SCALED"]
     assert (told["num_tokens"], told["num_out"], told["num_in"]) == (70, 304, 96)
     gate_up = torch.zeros(608, 304, dtype=torch.bfloat16)
-    y = thin_linear.norm_linear(stream, 1e-6, gate_up, None, "silu", tuning=StreamTuning(64, 64, 1, 3))
+    y = skinny.norm_linear(stream, 1e-6, gate_up, None, "silu", tuning=StreamTuning(64, 64, 1, 3))
     assert y.shape == (70, 304) and told["y"] is y and told["bias"] is y and not told["WITH_BIAS"]
     assert told["squares"] is stream.squares and told["num_squares"] == 5 and told["grid"] == (10,)
     assert told["xs"].base is stream.weighted and told["weights"].base is gate_up and not told["WITH_NORM"]
@@ -123,11 +118,11 @@ def test_who_takes_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
     def weight(megabytes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(megabytes << 10, 1024 // dtype.itemsize, dtype=dtype, device="meta")
 
-    assert thin_linear.max_small_batch_tokens(weight(30)) == thin_linear.EDGE_TOKENS  # no Hopper
-    assert thin_linear.max_small_batch_tokens(weight(200)) == 0
-    assert not isinstance(thin_linear._tuning(weight(30), 8, False), StreamTuning)
-    monkeypatch.setattr(stream_linear, "_hopper", lambda device: True)
-    assert [thin_linear.max_small_batch_tokens(weight(size)) for size in (30, 32, 33, 200)] == [256, 256, 64, 64]
-    assert isinstance(thin_linear._tuning(weight(30), 40, False), StreamTuning)
-    assert thin_linear.max_small_batch_tokens(weight(200, torch.float32)) == 0  # the matrix units multiply bfloat16
-    assert not isinstance(thin_linear._tuning(weight(30, torch.float32), 8, False), StreamTuning)
+    assert skinny.max_small_batch_tokens(weight(30)) == skinny.EDGE_TOKENS  # no Hopper
+    assert skinny.max_small_batch_tokens(weight(200)) == 0
+    assert not isinstance(skinny._tuning(weight(30), 8, False), StreamTuning)
+    monkeypatch.setattr(skinny_hopper, "_hopper", lambda device: True)
+    assert [skinny.max_small_batch_tokens(weight(size)) for size in (30, 32, 33, 200)] == [256, 256, 64, 64]
+    assert isinstance(skinny._tuning(weight(30), 40, False), StreamTuning)
+    assert skinny.max_small_batch_tokens(weight(200, torch.float32)) == 0  # the matrix units multiply bfloat16
+    assert not isinstance(skinny._tuning(weight(30, torch.float32), 8, False), StreamTuning)

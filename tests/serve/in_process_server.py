@@ -16,10 +16,10 @@ from octavo.frontend.async_llm import AsyncEngine
 from octavo.frontend.build import Built, build
 from octavo.serve.app import App
 from octavo.serve.args import ServeArgs
-from octavo.serve.http.middleware import Keys
-from octavo.serve.service import Limits, Service
+from octavo.serve.http.middleware import ApiKeys
+from octavo.serve.service import EngineLimits, Service
 from octavo.serve.tracing import Tracing
-from tests.serve.loop import run as run  # with the server, for those who test one
+from tests.serve.event_loop import run as run  # with the server, for those who test one
 
 NAME = "tiny"
 OPTIONS: dict[str, Any] = {"block_size": 4, "num_gpu_blocks_override": 300, "max_num_seqs": 16}
@@ -92,10 +92,10 @@ async def serving(
     args = EngineArgs(model=model, **({"chat_template": TEMPLATE} | options))
     built = build(args)
     async with AsyncEngine(built.engine, built.tokenizer) as engine:
-        limits = Limits(args.max_num_seqs, args.max_logprobs, args.scheduling_policy == "priority")
+        limits = EngineLimits(args.max_num_seqs, args.max_logprobs, args.scheduling_policy == "priority")
         serve_args = ServeArgs(**({"served_model_name": [NAME]} | settings))
         service = Service(engine, serve_args, model, limits, tracing)
-        app = App(service, Keys(keys, admin_keys))
+        app = App(service, ApiKeys(keys, admin_keys))
         transport = httpx.ASGITransport(app.asgi, raise_app_exceptions=True)
         headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable
 from typing import Any
 
-from octavo.serve.openai.errors import Problem
+from octavo.serve.openai.errors import ApiError
 
 SHARE, MAX_PAUSE_S = 20, 1.0
 """The engine is left alone for so many times as long as its last answer took, but no longer than this."""
@@ -17,7 +17,7 @@ MAX_WAITING = 32
 """Questions of one tenant that wait for their turn."""
 
 
-class SharedAnswer:
+class CoalescedQuery:
     """A question about the whole engine. Callers that come while it is being asked share the next answer, so no answer
     is older than the request for it. `ask`: the answer has `cost_s`, the engine's seconds."""
 
@@ -42,20 +42,20 @@ class SharedAnswer:
             return answer
 
 
-class Turns:
+class TenantRateLimiter:
     """Questions about one request or block: one at a time for each tenant, and one in `interval_s` at most."""
 
     def __init__(self, interval_s: float = INTERVAL_S) -> None:
         self._interval_s = interval_s
-        self._lines: dict[Hashable, _Line] = {}
+        self._lines: dict[Hashable, _TenantQueue] = {}
 
     @contextlib.asynccontextmanager
     async def of(self, tenant: Hashable) -> AsyncGenerator[None, None]:
-        """Raises `Problem` where too many questions of this tenant wait."""
-        line = self._lines.setdefault(tenant, _Line())
+        """Raises `ApiError` where too many questions of this tenant wait."""
+        line = self._lines.setdefault(tenant, _TenantQueue())
         if line.num_waiting >= MAX_WAITING:
             text = f"{MAX_WAITING} questions of this key wait for the engine, the limit; ask again later"
-            raise Problem(429, "too_many_questions", text, retry_after_s=1)
+            raise ApiError(429, "too_many_questions", text, retry_after_s=1)
         line.num_waiting += 1
         try:
             async with line.turn:
@@ -68,7 +68,7 @@ class Turns:
             line.num_waiting -= 1
 
 
-class _Line:
+class _TenantQueue:
     """The questions of one tenant."""
 
     def __init__(self) -> None:

@@ -1,0 +1,33 @@
+"""Paged attention on the kernels' device against the definition."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from octavo.kernels.triton import ops as cuda
+from tests.kernels.pool import Case, naive_attention, norm_error, relative_error
+from tests.kernels.triton.device import DEVICE, NORM_TOLERANCE, TOLERANCE, on_device
+
+DECODE = ([1, 1, 1, 1], [70, 1, 300, 64])
+MIXED = ([5, 1, 1, 7, 33], [5, 1, 90, 130, 40])
+
+
+def attend(case: Case, window: int = 0) -> tuple[Tensor, Tensor]:
+    out, lse = cuda.paged_attention(
+        case.q.to(DEVICE),
+        case.kv.to(DEVICE)[:, 1],
+        on_device(case.batch),
+        scale=case.scale,
+        window=window,
+        return_lse=True,
+    )
+    return out.cpu(), lse.cpu()
+
+
+def check(case: Case, window: int = 0) -> None:
+    """All but the tokens' own slots is NaN in the case's pool."""
+    out, lse = attend(case, window)
+    expected, expected_lse = naive_attention(case, window)
+    assert relative_error(out, expected) < TOLERANCE[case.q.dtype]
+    assert norm_error(out, expected) < NORM_TOLERANCE[case.q.dtype]
+    assert relative_error(lse, expected_lse) < 3e-6

@@ -1,0 +1,45 @@
+"""Where the kernels' tests run: in Triton's interpreter, or on a GPU; and how close their results must be."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.metadata import RaggedBatch
+from tests.kernels.pool import relative_error
+from tests.kernels.triton import fixed_order
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+if INTERPRETED:
+    fixed_order.install()
+# The interpreter multiplies bfloat16 as the integers that it keeps them in.
+DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+"""Of the number that is furthest off; and of all of them together, as docs/gpu-kernels.md has it:"""
+NORM_TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+
+
+def on_device(batch: RaggedBatch) -> RaggedBatch:
+    return RaggedBatch(
+        batch.positions.to(DEVICE),
+        batch.slot_mapping.to(DEVICE),
+        batch.query_start.to(DEVICE),
+        batch.seq_lens.to(DEVICE),
+        batch.block_tables.to(DEVICE),
+        batch.max_query_len,
+        batch.max_seq_len,
+        fixed_split=batch.fixed_split,
+    )
+
+
+def synchronize() -> None:
+    """Before the host reads what the device writes into pinned memory."""
+    if not INTERPRETED:
+        torch.cuda.synchronize()
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float = 3e-6) -> bool:
+    return relative_error(actual.cpu(), expected.cpu().double()) < tolerance

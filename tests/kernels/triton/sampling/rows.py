@@ -1,0 +1,28 @@
+"""Rows with random contents, on the CPU and on the kernels' device."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+
+from octavo.kernels.row_state import FIRST_STOP_ID, MIN_P, NUM_COLUMNS, TEMPERATURE, TOP_P, RowState
+from tests.kernels.triton.device import DEVICE
+
+NUM_ROWS, MAX_BLOCKS, BLOCK_SIZE = 6, 300, 4
+
+
+def make_state() -> RowState:
+    state = RowState.empty(NUM_ROWS, MAX_BLOCKS, "cpu")
+    state.block_tables[:-1] = torch.arange(1, NUM_ROWS * MAX_BLOCKS + 1, dtype=torch.int32).view(NUM_ROWS, MAX_BLOCKS)
+    state.last_token[:] = torch.randint(0, 50, (NUM_ROWS + 1,))
+    state.done[2] = True
+    state.sampling_params.random_(-(1 << 62), 1 << 62)
+    state.sampling_params[:, 3] = torch.arange(NUM_ROWS + 1)  # top_k
+    state.sampling_params.view(torch.float64)[:, [TEMPERATURE, TOP_P, MIN_P]] = torch.rand(NUM_ROWS + 1, 3).double()
+    state.sampling_params[:, FIRST_STOP_ID:] = torch.randint(0, 50, (NUM_ROWS + 1, NUM_COLUMNS - FIRST_STOP_ID))
+    return state
+
+
+def moved(state: RowState) -> RowState:
+    return RowState(*(getattr(state, f.name).to(DEVICE, copy=True) for f in fields(RowState)))

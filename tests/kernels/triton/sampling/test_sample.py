@@ -1,0 +1,145 @@
+"""Sampling against the reference."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.kernels import reference
+from octavo.kernels.metadata import SamplingTensors
+from octavo.kernels.triton import ops as cuda
+from tests.kernels.triton.device import DEVICE, INTERPRETED
+
+
+def make_params(device: str = DEVICE, **changes: list[Any]) -> SamplingTensors:
+    """Greedy, warm, and each filter alone and with others."""
+    columns: dict[str, list[Any]] = {
+        "temperature": [0.0, 1.0, 0.6, 0.8, 1.3, 0.7, 1.0, 2.0],
+        "top_k": [0, 0, 3, 0, 50, 0, 1, 7],
+        "top_p": [1.0, 1.0, 1.0, 0.9, 0.8, 0.3, 1.0, 0.5],
+        "min_p": [0.0, 0.0, 0.0, 0.0, 0.02, 0.1, 0.0, 0.3],
+        "seed": [random.getrandbits(64) - (1 << 63) for _ in range(8)],
+        "sample_index": list(range(8)),
+        "position": [random.randrange(1 << 20) for _ in range(8)],
+    }
+    return SamplingTensors.from_lists(**(columns | changes), device=device)
+
+
+def on_cpu(params: SamplingTensors) -> SamplingTensors:
+    values = {f.name: getattr(params, f.name) for f in fields(SamplingTensors)}
+    return SamplingTensors(**{k: v.cpu() if isinstance(v, Tensor) else v for k, v in values.items()})
+
+
+@pytest.mark.parametrize("kind", ["flat", "peaked", "equals"])
+@pytest.mark.parametrize("vocab", [5, 300, 5003] if INTERPRETED else [5, 300, 5003, 151_936])
+def test_the_same_tokens_as_the_reference(vocab: int, kind: str) -> None:
+    different = total = 0
+    for _ in range(1 if INTERPRETED else 20):
+        logits = torch.randn(8, vocab) * {"flat": 0.5, "peaked": 8.0, "equals": 2.0}[kind]
+        if kind == "equals":
+            logits = logits.round()
+        params = make_params()
+        mine = cuda.sample(logits.to(DEVICE), params).cpu()
+        different += int((mine != reference.sample(logits, on_cpu(params))).sum())
+        total += 8
+    assert different <= total // 100  # where two scores are within rounding of each other
+
+
+def test_logits_of_half_precision_and_a_strided_row() -> None:
+    logits = torch.randn(8, 1000).half()
+    wide = torch.zeros(8, 1500, dtype=torch.float16)
+    wide[:, :1000] = logits
+    params = make_params()
+    expected = reference.sample(logits.float(), on_cpu(params))
+    assert torch.equal(cuda.sample(wide.to(DEVICE)[:, :1000], params).cpu(), expected)
+
+
+def test_a_row_that_is_not_finite_is_marked_and_no_other() -> None:
+    logits = torch.randn(8, 5003)
+    expected = reference.sample(logits, on_cpu(params := make_params()))
+    for row, (column, value) in {1: (5002, math.nan), 3: (0, math.inf), 5: (2500, -math.inf)}.items():
+        logits[row, column] = value
+    expected[[1, 3, 5]] = -1
+    assert torch.equal(cuda.sample_checked(logits.to(DEVICE), params).cpu(), expected)
+    assert torch.equal(reference.sample_checked(logits, on_cpu(params)), expected)
+
+
+@pytest.mark.parametrize("num_left", [1, 3, 400])
+def test_masked_tokens_are_never_drawn(num_left: int) -> None:
+    """Of a vocabulary in several pieces, some of which have no token left; two of the rows have no mask."""
+    vocab = 9003
+    logits, params = torch.randn(8, vocab), make_params()
+    which = torch.tensor([1, -1, 5, 2, -1, 3, 0, 3], dtype=torch.int32)  # two share one, one is nobody's
+    words = torch.zeros(6, -(-vocab // 32), dtype=torch.int32)
+    for line in range(len(words)):
+        for token in torch.randperm(vocab)[:num_left].tolist():
+            words[line, token // 32] |= (1 << token % 32) - ((1 << 32) if token % 32 == 31 else 0)
+    masked, mine = logits.clone(), logits.to(DEVICE)
+    reference.apply_token_bitmask(masked, which, words)
+    cuda.apply_token_bitmask(mine, which.to(DEVICE), words.to(DEVICE))
+    assert torch.equal(mine.cpu(), masked)
+    assert (masked > -math.inf).sum(1).tolist() == [vocab if i < 0 else num_left for i in which.tolist()]
+    assert torch.equal(cuda.sample(mine, params).cpu(), reference.sample(masked, on_cpu(params)))
+
+
+@pytest.mark.parametrize("num_left", [1, 2, 400])
+def test_draws_behind_masks(num_left: int) -> None:
+    """One mask leaves nothing; a row that is not finite says so, also where the number is masked."""
+    vocab = 9003
+    logits, params = torch.randn(8, vocab), make_params()
+    which = torch.tensor([1, -1, 0, 2, 4, 3, 0, 3], dtype=torch.int32)
+    words = torch.zeros(5, -(-vocab // 32), dtype=torch.int32)
+    for line in range(4):
+        for token in torch.randperm(vocab)[:num_left].tolist():
+            words[line, token // 32] |= (1 << token % 32) - ((1 << 32) if token % 32 == 31 else 0)
+    masked = logits.clone()
+    reference.apply_token_bitmask(masked, which, words)
+    expected = reference.sample(masked, on_cpu(params))
+    logits[5, int((masked[5] == -math.inf).nonzero()[7])] = math.nan
+    expected[4], expected[5] = -2, -1
+    for draw, device in ((reference.sample_checked, "cpu"), (cuda.sample_checked, DEVICE)):
+        mine = logits.to(device, copy=True)
+        found = draw(mine, params if device == DEVICE else on_cpu(params), (which.to(device), words.to(device)))
+        assert torch.equal(found.cpu(), expected)
+        good = [0, 1, 2, 3, 4, 6, 7]
+        assert torch.equal(mine.cpu()[good], masked[good])
+
+
+def test_greedy_takes_the_first_of_equals_in_whatever_piece() -> None:
+    logits = torch.zeros(3, 20_000)
+    for row, first in enumerate((19_999, 4096, 4095)):
+        logits[row, first:] = 1.0
+    params = SamplingTensors.from_lists(
+        [0.0] * 3, [0] * 3, [1.0] * 3, [0.0] * 3, [1] * 3, [0] * 3, [0] * 3, device=DEVICE
+    )
+    assert cuda.sample(logits.to(DEVICE), params).tolist() == [19_999, 4096, 4095]
+
+
+def test_draws_follow_the_filtered_distribution() -> None:
+    """Of 6 tokens that four filters leave, in a vocabulary of 40: a chi-squared test against the probabilities."""
+    count = 25 if INTERPRETED else 4000
+    logits = torch.linspace(0, 4, 40)[torch.randperm(40)].repeat(count, 1)
+    params = SamplingTensors.from_lists(
+        [0.8] * count,
+        [8] * count,
+        [0.9] * count,
+        [0.3] * count,
+        [3] * count,
+        [0] * count,
+        list(range(count)),
+        device=DEVICE,
+    )
+    tokens = cuda.sample(logits.to(DEVICE), params).cpu()
+    probs = reference.filtered_logits(logits[:1], on_cpu(params).rows(torch.tensor([0]))).softmax(-1)[0]
+    counts = torch.bincount(tokens, minlength=40)
+    assert not counts[probs == 0].any()
+    kept = probs > 0
+    expected = probs[kept] * count
+    statistic = float(((counts[kept] - expected) ** 2 / expected).sum())
+    assert statistic < 20.5  # 0.1 % of honest samples are beyond, for 5 degrees of freedom

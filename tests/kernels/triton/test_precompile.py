@@ -1,0 +1,132 @@
+"""Precompiling kernels, without a GPU: which kernels a dry run lists, and that a launch finds what was compiled."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+
+from octavo.kernels.reference import NormedResidual
+from octavo.kernels.triton import precompile
+from octavo.kernels.triton.linear import skinny, skinny_hopper
+from octavo.kernels.triton.linear.skinny_hopper import StreamTuning
+
+
+class FakeDriver:
+    """A Hopper GPU that compiles kernels and runs none."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake GPU with an empty cache on disk, also for child processes, and no kernel in memory."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.runtime.driver, "_active", FakeDriver())
+    for kernel in (skinny_hopper._stream_linear, skinny._make_normed_residual):
+        monkeypatch.setattr(kernel, "device_caches", type(kernel.device_caches)(kernel.create_binder))
+
+
+def forward_pass() -> None:
+    """Two kernels; one is in Gluon, and launched three times in two variants."""
+    x, norm = torch.zeros(5, 256, dtype=torch.bfloat16), torch.ones(256, dtype=torch.bfloat16)
+    weight = torch.zeros(128, 256, dtype=torch.bfloat16)
+    stream = NormedResidual(x, x, torch.zeros(3, 16))
+    skinny.make_normed_residual(x, norm)
+    for tuning in (StreamTuning(128, 64, 1, 3), StreamTuning(128, 64, 1, 3), StreamTuning(64, 64, 2, 2)):
+        skinny.norm_linear(stream, 1e-6, weight, tuning=tuning)
+
+
+def run_and_compile(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """(kernel, found in the cache on disk) of each that `forward_pass` compiles; nothing is launched."""
+    compiled: list[tuple[str, bool]] = []
+
+    def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        compiled.append((src.name, cache_hit))
+
+    run = precompile.JITFunction.run
+    with monkeypatch.context() as patch:
+        patch.setattr(knobs.compilation, "listener", listen)
+        patch.setattr(precompile.JITFunction, "run", lambda *args, **kw: run(*args, **(kw | {"warmup": True})))
+        forward_pass()
+    return compiled
+
+
+def test_listed_kernels_are_found_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = precompile.list_kernels(forward_pass)
+    assert len(lines) == 3 and knobs.runtime.jit_cache_hook is None
+    assert sum("_stream_linear" in line for line in lines) == 2
+    for line in lines[:2]:
+        precompile.compile_kernel(line)
+    assert run_and_compile(monkeypatch) == [
+        ("_make_normed_residual", True),
+        ("_stream_linear", True),
+        ("_stream_linear", False),
+    ]
+    assert precompile.list_kernels(forward_pass) == []  # all of them are in memory
+
+
+def test_other_threads_launch_during_a_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second engine may start while the first one computes."""
+    ran: list[bool] = []
+    monkeypatch.setattr(precompile.JITFunction, "run", lambda self, *args, warmup, **kwargs: ran.append(warmup))
+
+    def compiles() -> None:
+        kernel = SimpleNamespace(module="a module", name="a kernel")
+        ran.append(knobs.runtime.jit_cache_hook(fn=kernel, compile={"specialization_data": "{}"}))  # type: ignore[misc]
+
+    def in_two_threads() -> None:
+        for target in (forward_pass, compiles):
+            target()
+            thread = threading.Thread(target=target)
+            thread.start()
+            thread.join()
+
+    assert len(precompile.list_kernels(in_two_threads)) == 1
+    assert ran == [True] * 4 + [False] * 4 + [True, False]
+
+
+def test_a_compiler_that_dies_loses_only_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    compilers = precompile.CompilerPool(2)
+    try:
+        lines = precompile.list_kernels(forward_pass)
+        assert compilers.compile([*lines, "no kernel"]) == 3
+        compilers._processes[0].kill()
+        compilers._processes[0].wait()
+        assert compilers.compile(lines) < 3
+    finally:
+        compilers.close()
+    assert [hit for _, hit in run_and_compile(monkeypatch)] == [True] * 3
+
+
+def test_kernels_of_a_key_are_precompiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+    calls: list[list[str]] = []
+    fake = SimpleNamespace(compile=calls.append, close=lambda: calls.append(["closed"]))
+    monkeypatch.setattr(precompile, "CompilerPool", lambda num: fake)
+    device = torch.device("cuda")
+    with pytest.raises(KeyError), precompile.Precompiler("a model", device):
+        raise KeyError
+    with precompile.Precompiler("a model", device) as first:
+        first.precompile(forward_pass)
+        first.precompile(lambda: [][0])  # a failing pass is ignored here: the real run raises
+    assert [len(lines) for lines in calls] == [1, 3, 1]
+    with precompile.Precompiler("a model", device) as again:
+        again.precompile(lambda: pytest.fail("this key was compiled before"))
+    with precompile.Precompiler("another", device) as other:
+        other.precompile(lambda: None)
+    assert calls[3:] == [[], ["closed"]]
