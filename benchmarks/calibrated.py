@@ -31,7 +31,7 @@ import torch
 
 from octavo.bench.throughput import WORKLOADS
 from octavo.config import EngineArgs
-from octavo.frontend.build import Built, build
+from octavo.frontend.build import BuiltEngine, build
 from octavo.params.sampling_params import SamplingParams
 from octavo.simulate.calibrate import MAX_BATCH, MeasuredStep, fit, measure, median_error
 from octavo.simulate.cost import DEVICES, LinearCost
@@ -93,7 +93,7 @@ def mixed(vocab_size: int) -> Trace:
 
 
 @contextmanager
-def engine(model: str, **options: Any) -> Iterator[Built]:
+def engine(model: str, **options: Any) -> Iterator[BuiltEngine]:
     options |= {"enable_prefix_caching": False, "skip_tokenizer_init": True}
     with tempfile.TemporaryDirectory() as folder:
         if model == "tiny":
@@ -133,7 +133,7 @@ def fitted(steps: list[MeasuredStep]) -> LinearCost:
     return cost
 
 
-def real(built: Built, trace: Trace, make_watch: Callable[[], Stopwatch]) -> dict[str, float]:
+def real(built: BuiltEngine, trace: Trace, make_watch: Callable[[], Stopwatch]) -> dict[str, float]:
     rnd = random.Random(2)
     calls = []
     for i, (time_s, prompt, output) in enumerate(trace.requests):
@@ -143,7 +143,7 @@ def real(built: Built, trace: Trace, make_watch: Callable[[], Stopwatch]) -> dic
         )
         calls.append(ScheduledCall(time_s, str(i), tokens, params))
     built.engine._clock = watch = make_watch()
-    with built.engine.garbage:
+    with built.engine.gc_pause:
         outputs = run_calls(built.engine, calls, watch)
     records = Records()
     for call in calls:
@@ -169,7 +169,7 @@ def told(records: Records) -> dict[str, float]:
 class Bench:
     """One engine, which is calibrated, runs traces, and is compared with what is simulated of them."""
 
-    def __init__(self, built: Built, options: argparse.Namespace) -> None:
+    def __init__(self, built: BuiltEngine, options: argparse.Namespace) -> None:
         self.built, self.options = built, options
         self._watch, self._clock = (
             (ProcessorTime, time.process_time) if options.processor_time else (Stopwatch, time.perf_counter)

@@ -258,7 +258,7 @@ def test_who_takes_ctrl_c_over_where_the_handler_is_the_default_one_finds_it() -
 import asyncio, os, signal, sys
 import octavo.cli.app
 from octavo.cli.main import main
-from octavo.engine.sigint import BetweenSteps
+from octavo.engine.sigint import DeferredSigint
 
 async def wait():
     try:
@@ -270,7 +270,7 @@ async def wait():
 
 def call(args):
     try:
-        with BetweenSteps():
+        with DeferredSigint():
             os.kill(os.getpid(), signal.SIGINT)
             print("to the step's end")
     except KeyboardInterrupt:

@@ -19,10 +19,10 @@ from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence
 from octavo.core.scheduler import Scheduler
 from octavo.engine import oom_backoff as step_limit
-from octavo.engine.engine import MOST_PRIORITY, Engine
-from octavo.engine.executor import Masks
-from octavo.engine.oom_backoff import StepLimit, pass_size
-from octavo.engine.outputs import RequestOutput, RequestState, failure
+from octavo.engine.engine import MAX_PRIORITY, Engine
+from octavo.engine.executor import GrammarBitmask
+from octavo.engine.oom_backoff import OOMBackoff, pass_size
+from octavo.engine.outputs import RequestOutput, RequestState, request_failed_error
 from octavo.engine.timeline import describe_kv
 from octavo.errors import ContextLengthError, EngineError, ParameterError, PromptError, StepError, StepMemoryError
 from octavo.params.beam_search_params import BeamSearchParams
@@ -131,7 +131,7 @@ class _Flaky:
         self.num_given += 1
         return cast("StepResult", result)
 
-    def put(self, masks: Masks | None) -> None:
+    def put_bitmask(self, masks: GrammarBitmask | None) -> None:
         """Of exactly who lives and has a token in the next column, each of all its tokens before that."""
         plan, column = self.plan, self.num_put
         assert self.executor.queued[0] is self and column < plan.num_masked
@@ -140,7 +140,7 @@ class _Flaky:
         for line, i in enumerate(live):
             seq = plan.sequences[i]
             assert len(seq.token_ids) == plan.starts[i] + plan.counts[i] - plan.samples[i] + 1 + column
-            assert masks is not None and masks.words[line].tolist()[1:] == Counting.words(seq)
+            assert masks is not None and masks.bitmask[line].tolist()[1:] == Counting.words(seq)
         self.num_put += 1
 
     def result(self) -> StepResult:
@@ -241,7 +241,7 @@ class World:
         needs = self.cache.blocks_at_longest(len(prompt), params.max_tokens or 0, params.n)
         if needs > self.cache.pool.num_blocks:
             return
-        self.engine.add(
+        self.engine.add_request(
             name, prompt, params, priority=rng.choice([0, 0, 1]), make_detokenizer=Letters,
             stream=rng.random() < 0.5, grammar=Counting() if rng.random() < 0.3 else None,
         )  # fmt: skip
@@ -377,7 +377,7 @@ def test_who_does_not_fit_alone_is_given_up_and_nobody_else(overlap: bool) -> No
             if "error" not in reasons:  # all of it had landed before its last step was found to have failed
                 assert world.executor.oracle.habits.splits
                 continue
-            error = failure(output)
+            error = request_failed_error(output)
             assert error.code == "out_of_memory"
             assert "lower --gpu-memory-utilization or --max-num-batched-tokens" in str(error)
             num_given_up += 1
@@ -391,7 +391,7 @@ def test_steps_are_halved_until_they_fit_and_grow_again() -> None:
     told: list[Any] = []
     engine.scheduler.events.subscribe(told.append)
     for name in "abcd":
-        engine.add(name, [1, 2, 3], SamplingParams(max_tokens=12, ignore_eos=True))
+        engine.add_request(name, [1, 2, 3], SamplingParams(max_tokens=12, ignore_eos=True))
     wanted = {name: o.reference(request) for name, request in engine.scheduler.requests.items()}
     outputs = {}
     for _ in range(3):
@@ -417,7 +417,7 @@ def test_steps_are_halved_until_they_fit_and_grow_again() -> None:
 
 def test_patience_grows_with_tries_that_fail() -> None:
     engine, _ = make_engine(max_num_batched_tokens=64)
-    scheduler, limit = engine.scheduler, StepLimit(engine.scheduler)
+    scheduler, limit = engine.scheduler, OOMBackoff(engine.scheduler)
     plan = StepPlan()
     plan.rows, plan.counts, plan.samples = [0, 1, 2], [30, 8, 4], [0, 8, 1]
     plan.sequences = [type("S", (), {"request": i})() for i in range(3)]
@@ -453,14 +453,14 @@ def make_engine(**options: Any) -> tuple[Engine, FlakyOracle]:
 def test_the_door() -> None:
     engine, _ = make_engine()
     params = SamplingParams(max_tokens=4)
-    engine.add("a", [1, 2], params)
+    engine.add_request("a", [1, 2], params)
     with pytest.raises(ParameterError, match="'a' is running already"):
-        engine.add("a", [1, 2], params)
+        engine.add_request("a", [1, 2], params)
     for prompt, word in (([], "empty"), ([5], "0 to 4"), ([-1], "-1"), ([True], "True")):
         with pytest.raises(PromptError, match=word):
-            engine.add("b", prompt, params)
+            engine.add_request("b", prompt, params)
     with pytest.raises(ContextLengthError, match="64"):
-        engine.add("b", [1] * 61, params)
+        engine.add_request("b", [1] * 61, params)
     assert engine.num_requests == 1
     assert engine.abort("b") is None
     output = engine.abort("a")
@@ -471,7 +471,7 @@ def test_the_door() -> None:
 def test_overlap_plans_ahead_by_one_step() -> None:
     for overlap in (False, True):
         engine, executor = make_engine(overlap=overlap)
-        engine.add("a", [1, 2], SamplingParams(max_tokens=8, ignore_eos=True))
+        engine.add_request("a", [1, 2], SamplingParams(max_tokens=8, ignore_eos=True))
         deepest = 0
         while engine.has_work:
             engine.step()
@@ -501,9 +501,11 @@ def test_a_failed_step_after_draws_have_landed() -> None:
             executor.oracle.fail([self.plan])
             raise StepError("planted")
 
-    engine.add("window", [1, 2], SamplingParams(max_tokens=20, ignore_eos=True), stream=True)
+    engine.add_request("window", [1, 2], SamplingParams(max_tokens=20, ignore_eos=True), stream=True)
     engine.step()
-    engine.add("samples", [3, 3, 1, 0, 2, 2, 1, 0, 4], SamplingParams(max_tokens=5, n=3, ignore_eos=True), stream=True)
+    engine.add_request(
+        "samples", [3, 3, 1, 0, 2, 2, 1, 0, 4], SamplingParams(max_tokens=5, n=3, ignore_eos=True), stream=True
+    )
     requests = [engine.scheduler.requests[name] for name in ("window", "samples")]
     wanted = {r.request_id: o.reference(r) for r in requests}
     outputs: dict[str, RequestOutput] = {}
@@ -534,13 +536,13 @@ def test_a_failed_step_after_draws_have_landed() -> None:
 
 def test_a_closed_engine() -> None:
     engine, executor = make_engine()
-    engine.add("a", [1, 2], SamplingParams(max_tokens=8))
+    engine.add_request("a", [1, 2], SamplingParams(max_tokens=8))
     engine.step()
     engine.close()
     engine.close()
     assert executor.closed == 1 and not engine.num_requests
     assert engine.scheduler.stats().num_used == 0
-    for ask in (engine.step, lambda: engine.add("b", [1], SamplingParams())):
+    for ask in (engine.step, lambda: engine.add_request("b", [1], SamplingParams())):
         with pytest.raises(EngineError, match="closed"):
             ask()
 
@@ -606,13 +608,13 @@ def test_a_beam_search_that_fails_is_no_success_though_it_had_found_something(n:
     params = BeamSearchParams(beam_width=2, n=n, max_tokens=8, stop_token_ids=[5], early_stopping="never")
     for fails_at in (6, 99):
         engine = scripted(lambda plan, at=fails_at: beams(plan, at))  # type: ignore[misc]
-        engine.add("b", [1, 2, 3, 4], params)
+        engine.add_request("b", [1, 2, 3, 4], params)
         output = to_the_end(engine)[-1]
         assert len(output.outputs) == n and output.outputs[0].token_ids == [10, 5]
         reasons = {(c.finish_reason, c.stop_reason) for c in output.outputs}
         if fails_at == 6:
             assert reasons == {("error", "out_of_memory: planted")}
-            assert failure(output).code == "out_of_memory"
+            assert request_failed_error(output).code == "out_of_memory"
         else:
             assert ("stop", 5) in reasons and reasons <= {("stop", 5), ("length", None)}
 
@@ -625,7 +627,7 @@ def test_a_request_for_the_best_that_fails_is_no_success_though_the_best_was_the
         return StepResult([[6]], {0: "NaN"}, {0: entries[1:]})
 
     engine = scripted(give)
-    engine.add("b", [1, 2, 3], SamplingParams(n=1, best_of=2, max_tokens=8, stop_token_ids=[5], logprobs=0))
+    engine.add_request("b", [1, 2, 3], SamplingParams(n=1, best_of=2, max_tokens=8, stop_token_ids=[5], logprobs=0))
     (output,) = to_the_end(engine)
     assert [(c.finish_reason, c.stop_reason, c.token_ids) for c in output.outputs] == [("error", "NaN", [5])]
 
@@ -636,7 +638,7 @@ def test_beam_searches_of_the_largest_penalties_end(penalty: float) -> None:
     params = BeamSearchParams(
         beam_width=2, max_tokens=1500, length_penalty=penalty, stop_token_ids=[5], early_stopping="never"
     )
-    engine.add("b", [1, 2, 3, 4], params)
+    engine.add_request("b", [1, 2, 3, 4], params)
     output = to_the_end(engine)[-1]
     assert all(c.score is not None and -1e308 < c.score <= 0 for c in output.outputs)
 
@@ -646,7 +648,7 @@ def test_the_tokens_of_a_beam_search_are_counted() -> None:
     engine = scripted(lambda plan: beams(plan, 99))
     told: list[Any] = []
     engine.scheduler.events.subscribe(told.append)
-    engine.add("b", [1, 2, 3, 4], BeamSearchParams(beam_width=2, max_tokens=8))
+    engine.add_request("b", [1, 2, 3, 4], BeamSearchParams(beam_width=2, max_tokens=8))
     (output,) = to_the_end(engine)
     assert output.metrics.num_generation_tokens == 16
     assert engine.stats.num_generation_tokens == told[-1].num_tokens == 16 and told[-1].reason == "stop"
@@ -665,10 +667,10 @@ def test_a_linear_cost_is_learnt_whatever_the_window(window: int) -> None:
     windows: set[int] = set()
     engine = scripted(give, window=window, budget=200)
     executor = cast("Scripted", engine.executor)
-    engine.add("d", [2] * 10, SamplingParams(max_tokens=300))
+    engine.add_request("d", [2] * 10, SamplingParams(max_tokens=300))
     for _ in range(6):
         engine.step()
-    engine.add("p", [3] * 900, SamplingParams(max_tokens=8))
+    engine.add_request("p", [3] * 900, SamplingParams(max_tokens=8))
     for _ in range(10):
         engine.step()
     costs = engine.scheduler.policy.costs
@@ -682,11 +684,13 @@ def test_samples_are_read_once_a_step(stream: bool, monkeypatch: pytest.MonkeyPa
     inner = RequestState.read
     monkeypatch.setattr(RequestState, "read", lambda state, seq: (reads.append(seq.index), inner(state, seq))[1])
     engine = scripted(ones, rows=32)
-    engine.add("a", [2, 3], SamplingParams(n=32, max_tokens=9, stop=["zz"]), make_detokenizer=Letters, stream=stream)
+    engine.add_request(
+        "a", [2, 3], SamplingParams(n=32, max_tokens=9, stop=["zz"]), make_detokenizer=Letters, stream=stream
+    )
     for _ in range(3):
         engine.step()
     reads.clear()
-    engine.advance()
+    engine.step_states()
     assert sorted(reads) == list(range(32))
 
 
@@ -695,20 +699,20 @@ def test_a_beam_search_asks_for_no_more_logprobs_than_there_are() -> None:
     for num in (2, 3):
         params = BeamSearchParams(beam_width=2, max_tokens=3, logprobs=num)
         if num == 2:
-            engine.add("fine", [1], params)
+            engine.add_request("fine", [1], params)
             continue
         with pytest.raises(ParameterError, match="logprobs is 3, at most 2 are given") as caught:
-            engine.add("b", [1], params)
+            engine.add_request("b", [1], params)
         assert caught.value.param == "logprobs" and engine.num_requests == 1
 
 
-@pytest.mark.parametrize("priority", [MOST_PRIORITY + 1, -MOST_PRIORITY - 1, 1 << 80, 0.5, "1", True])
+@pytest.mark.parametrize("priority", [MAX_PRIORITY + 1, -MAX_PRIORITY - 1, 1 << 80, 0.5, "1", True])
 def test_priorities_are_bounded(priority: Any) -> None:
     engine, _ = make_engine()
     with pytest.raises(ParameterError, match=r"priority is .*, it must be an integer from -2147483648") as caught:
-        engine.add("a", [1], SamplingParams(max_tokens=1), priority=priority)
+        engine.add_request("a", [1], SamplingParams(max_tokens=1), priority=priority)
     assert caught.value.param == "priority" and not engine.num_requests
-    engine.add("a", [1], SamplingParams(max_tokens=1), priority=-MOST_PRIORITY)
+    engine.add_request("a", [1], SamplingParams(max_tokens=1), priority=-MAX_PRIORITY)
 
 
 def test_pins_that_come_and_go_leave_no_timeline() -> None:
@@ -727,7 +731,7 @@ def test_what_a_request_holds_is_of_its_tier_and_no_null_block() -> None:
     cache = KVCache(12, 4, 12, num_rows=4, attention_window=8)
     scheduler = Scheduler(cache, policy=Policy(mode=PreemptionMode.SWAP))
     engine = Engine(scheduler, o.Oracle(cache), vocab_size=o.VOCAB, max_model_len=64, overlap=False)
-    engine.add("w", [1] * 20, SamplingParams(max_tokens=20, ignore_eos=True))
+    engine.add_request("w", [1] * 20, SamplingParams(max_tokens=20, ignore_eos=True))
     for _ in range(4):
         engine.step()
     (seq,) = scheduler.requests["w"].sequences
@@ -744,6 +748,6 @@ def test_what_a_request_holds_is_of_its_tier_and_no_null_block() -> None:
 def test_an_end_that_the_model_has_no_logits_for_is_none() -> None:
     """Files name them where a token was added and the table never resized; `min_tokens` would rule out its logit."""
     engine, _ = make_engine(eos_token_ids=[EOS, o.VOCAB, o.VOCAB + 7])
-    engine.add("a", [1, 2], SamplingParams(max_tokens=4, min_tokens=2))
+    engine.add_request("a", [1, 2], SamplingParams(max_tokens=4, min_tokens=2))
     assert engine.eos_token_ids == (EOS,)
     assert engine._states["a"].request.stop_ids == {EOS}

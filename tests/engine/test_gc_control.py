@@ -14,26 +14,26 @@ from typing import Any
 import msgspec
 import pytest
 
-from octavo import LLM, AsyncEngine, SamplingParams
+from octavo import LLM, AsyncLLM, SamplingParams
 from octavo.config import EngineArgs
 from octavo.core.request import Request, Sequence
 from octavo.engine.beam_search import BeamSearch
 from octavo.engine.engine import Engine
-from octavo.engine.gc_control import QuietGarbage
+from octavo.engine.gc_control import GCPause
 from octavo.engine.outputs import RequestState
-from octavo.engine.process.ipc import Abort, Add, Close, Command, pack, params_to_wire
-from octavo.engine.process.server import EngineHost
+from octavo.engine.process.ipc import AbortRequest, AddRequest, CloseEngine, Command, pack, params_to_wire
+from octavo.engine.process.server import EngineServer
 from octavo.engine.structured_output import Constraint
 from octavo.errors import RequestFailedError
 from octavo.frontend.build import build
-from octavo.frontend.client_request import Mirror
-from octavo.frontend.input_processor import Prompts
+from octavo.frontend.client_request import ClientRequest
+from octavo.frontend.input_processor import InputProcessor
 from octavo.params.beam_search_params import BeamSearchParams
-from tests.engine.models import WrappedModel, make_talking_checkpoint
+from tests.engine.models import WrappedModel
 from tests.engine.process.engines import last_of, oracle_client, own_directory, run, serving  # noqa: F401
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 8}
-KINDS = (Request, Sequence, RequestState, BeamSearch, Constraint, Mirror)
+KINDS = (Request, Sequence, RequestState, BeamSearch, Constraint, ClientRequest)
 LENGTH: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "seed": 3}
 CASES: dict[str, SamplingParams | BeamSearchParams] = {
     "plain": SamplingParams(**LENGTH),
@@ -46,11 +46,6 @@ CASES: dict[str, SamplingParams | BeamSearchParams] = {
     "beams with stop strings": BeamSearchParams(beam_width=3, max_tokens=12, stop=["a", "e"]),
     "beams of a form": BeamSearchParams(beam_width=2, max_tokens=9, structured_outputs={"regex": "[a-c]{20}"}),  # type: ignore[arg-type]
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_talking_checkpoint(tmp_path_factory.mktemp("talking")))
 
 
 @contextlib.contextmanager
@@ -118,7 +113,7 @@ def test_an_llm_keeps_nothing_of_streams_that_are_left_and_of_pins_that_are_give
 def test_an_async_engine_keeps_nothing_of_a_request(model: str, case: str, how: str) -> None:
     async def main() -> None:
         built = build(EngineArgs(model=model, **OPTIONS))
-        async with AsyncEngine(built.engine, built.tokenizer) as engine:
+        async with AsyncLLM(built.engine, built.tokenizer) as engine:
 
             async def ask() -> None:
                 async for _ in engine.generate("abc", CASES[case], "it"):
@@ -177,13 +172,13 @@ def test_an_engines_host_keeps_nothing_of_a_request(model: str, case: str, how: 
     engine = built.engine
     if how == "failed":
         WrappedModel(Has(engine), after=spoil)  # type: ignore[arg-type]
-    prompts = Prompts(built.tokenizer, engine.vocab_size, engine.max_model_len)
-    add = Add("it", pack([5, 6, 7]), params_to_wire(params), isinstance(params, BeamSearchParams), 3)
+    prompts = InputProcessor(built.tokenizer, engine.vocab_size, engine.max_model_len)
+    add = AddRequest("it", pack([5, 6, 7]), params_to_wire(params), isinstance(params, BeamSearchParams), 3)
     ended: list[list[str]] = []
     with by_reference_count() as left:
-        rest: list[list[Command] | None] = [None, None, [Abort("it")]] if how == "aborted" else []
-        wire = Wire([add], *rest, [Close()])
-        host = EngineHost(engine, wire, NoPulse(), prompts, {})  # type: ignore[arg-type]
+        rest: list[list[Command] | None] = [None, None, [AbortRequest("it")]] if how == "aborted" else []
+        wire = Wire([add], *rest, [CloseEngine()])
+        host = EngineServer(engine, wire, NoPulse(), prompts, {})  # type: ignore[arg-type]
         inner = host._tell
 
         def tell(state: RequestState) -> None:
@@ -222,7 +217,7 @@ def test_a_client_keeps_nothing_of_a_request(model: str, n: int, how: str) -> No
 
 
 def test_it_may_be_entered_again_inside_and_collects_as_before_when_it_is_left() -> None:
-    garbage = QuietGarbage()
+    garbage = GCPause()
     assert gc.isenabled()
     with garbage:
         with garbage:

@@ -26,19 +26,13 @@ from octavo.core.kv_cache_manager import KVCache
 from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
 from octavo.core.types import block_names
-from octavo.engine.kv_events import END, KVEvents, Ledger, Told
+from octavo.engine.kv_events import END, KVEventPublisher, Ledger, Told
 from octavo.errors import ParameterError, UnknownOptionError
-from tests.engine.models import make_talking_checkpoint
 from tests.engine.process.engines import last_of, nothing_left, oracle_client, own_directory, run, until  # noqa: F401
 from tests.proof.oracle import Oracle
 from tests.proof.workloads import KINDS, World
 
 LONG_MS = 20_000
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_talking_checkpoint(tmp_path_factory.mktemp("talking")))
 
 
 def numbers_of(tokens: Any, block_size: int, salt: bytes = b"") -> list[int]:
@@ -106,12 +100,12 @@ class Contents:
 
 
 @contextlib.contextmanager
-def by_hand(cache: KVCache, **options: Any) -> Iterator[KVEvents]:
+def by_hand(cache: KVCache, **options: Any) -> Iterator[KVEventPublisher]:
     """No thread tells anything; the test does."""
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KVEvents, "_work", lambda self: None)
+        patch.setattr(KVEventPublisher, "_work", lambda self: None)
         endpoint = f"ipc://{directory}/told"
-        events = KVEvents(cache, KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint, **options))
+        events = KVEventPublisher(cache, KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint, **options))
         try:
             yield events
         finally:
@@ -119,7 +113,7 @@ def by_hand(cache: KVCache, **options: Any) -> Iterator[KVEvents]:
             events._context.destroy(linger=0)
 
 
-def settle(events: KVEvents, router: Router) -> None:
+def settle(events: KVEventPublisher, router: Router) -> None:
     told: list[Told] = events._ledger.digest(list(events._happened))
     router.take(msgspec.msgpack.decode(msgspec.msgpack.encode(told)))
     events._happened.clear()
@@ -250,7 +244,7 @@ def test_subscribers_and_those_who_missed_something(tmp_path: Path) -> None:
     complete, contents = engine_of(cache), Contents(cache)
     detach = cache.events.subscribe(contents, blocks=True)
     on: dict[str, Any] = {"enable_kv_cache_events": True, "topic": "kv@here", "endpoint": told}
-    events = KVEvents(cache, KVEventsConfig(**on, replay_endpoint=replay))
+    events = KVEventPublisher(cache, KVEventsConfig(**on, replay_endpoint=replay))
     with subscribed(told, topic="kv@", replay=replay) as one, subscribed(told, topic="other") as other:
         complete(*PROMPTS)
         wanted = set(contents.blocks())
@@ -276,7 +270,7 @@ def test_subscribers_and_those_who_missed_something(tmp_path: Path) -> None:
         events.close()
     detach()
     assert not cache.events.active
-    KVEvents(cache, KVEventsConfig(**on)).close()  # the address is free again
+    KVEventPublisher(cache, KVEventsConfig(**on)).close()  # the address is free again
 
 
 def test_who_cannot_keep_up_says_less_and_nothing_false() -> None:
@@ -332,7 +326,7 @@ def test_an_address_that_is_taken_is_a_mistake(model: str) -> None:
             config | {"endpoint": "tcp://*:0", "replay_endpoint": endpoint},
         ):
             with pytest.raises(ParameterError, match="cannot be used") as caught:
-                KVEvents(KVCache(4, 2), KVEventsConfig(**wrong))
+                KVEventPublisher(KVCache(4, 2), KVEventsConfig(**wrong))
             assert caught.value.param == "kv_events_config"
 
 

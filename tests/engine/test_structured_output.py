@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octavo import LLM, AsyncEngine, BeamSearchParams, RequestOutput, SamplingParams
+from octavo import LLM, AsyncLLM, BeamSearchParams, RequestOutput, SamplingParams
 from octavo.core.plan import StepPlan
 from octavo.core.request import Request
-from octavo.engine.executor import Masks
+from octavo.engine.executor import GrammarBitmask
 from octavo.engine.structured_output import Constraint, Wanted, work_out
 from octavo.errors import ParameterError, RequestFailedError
 from octavo.runner import model_runner as runner
@@ -260,7 +260,7 @@ def test_ends_in_masks() -> None:
             if allowed is not None:
                 masks, errors = work_out([Wanted(7, sequence, constraint)])
                 assert masks is not None and masks.slices == [7] and not errors
-                assert {i for i in range(32) if masks.words[0, 0] >> i & 1} == allowed
+                assert {i for i in range(32) if masks.bitmask[0, 0] >> i & 1} == allowed
 
 
 def test_an_end_is_allowed_exactly_where_the_output_is_complete(llm: LLM) -> None:
@@ -311,11 +311,11 @@ def test_one_batch_of_everything(talking: Path) -> None:
     with open_llm(talking, decode_window=4) as llm:
         prompts_of = llm._prompts
         for i, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-            llm.engine.add(
+            llm.engine.add_request(
                 str(i),
                 prompts_of.encode(prompt)[1],
                 request,
-                grammar=prompts_of.grammar(request),
+                grammar=prompts_of.compile_grammar(request),
                 make_detokenizer=prompts_of.make_detokenizer,
             )
         together: dict[str, RequestOutput] = {}
@@ -336,9 +336,9 @@ def test_one_batch_of_everything(talking: Path) -> None:
 def test_only_masked_slices_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step without a constrained slice is never put any masks, and one with some gets one for each."""
     seen: list[tuple[int, int]] = []
-    put = LocalStepHandle.put
+    put = LocalStepHandle.put_bitmask
 
-    def spied(self: LocalStepHandle, masks: Masks | None) -> None:
+    def spied(self: LocalStepHandle, masks: GrammarBitmask | None) -> None:
         slices = () if masks is None else masks.slices
         seen.append((len(self.plan.rows), len(slices)))
         for i in slices:
@@ -346,7 +346,7 @@ def test_only_masked_slices_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> N
             assert len(sequence.token_ids) == position, "of all tokens before it, and of no others"
         put(self, masks)
 
-    monkeypatch.setattr(LocalStepHandle, "put", spied)
+    monkeypatch.setattr(LocalStepHandle, "put_bitmask", spied)
     llm.generate(["abc", "defg"], [params(None, max_tokens=30), params({"regex": "[ab]{5}"})], use_tqdm=False)
     # Five letters and the end; and the step behind that, which was planned before the end was known.
     assert [num for _, num in seen] == [1] * 6 + [0]
@@ -415,7 +415,9 @@ def test_who_is_aborted_needs_no_mask(llm: LLM) -> None:
     engine, asked = llm.engine, [params({"regex": "[ab]{9}"}, ignore_eos=True), params({"regex": "[cd]{9}"})]
     expected = one(llm, "x", asked[1]).outputs[0].token_ids
     for i, request in enumerate(asked):
-        engine.add(str(i), llm.get_tokenizer().encode("x"), request, grammar=llm._prompts.grammar(request))
+        engine.add_request(
+            str(i), llm.get_tokenizer().encode("x"), request, grammar=llm._prompts.compile_grammar(request)
+        )
     told: list[RequestOutput] = []
     for step in range(60):
         if step == 4:
@@ -489,7 +491,7 @@ def test_who_is_given_up_is_told_once(llm: LLM, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Constraint, "finish", broken)
     monkeypatch.setattr(LocalStepHandle, "done", True)  # tokens come with the end of their step, never before it
     asked = params({"regex": "[ab]{9}"})
-    llm.engine.add("a", [5, 6, 7], asked, grammar=llm._prompts.grammar(asked), stream=True)
+    llm.engine.add_request("a", [5, 6, 7], asked, grammar=llm._prompts.compile_grammar(asked), stream=True)
     told: list[RequestOutput] = []
     while llm.engine.has_work:
         told += llm.engine.step()
@@ -539,7 +541,7 @@ def test_it_takes_a_tokenizer(talking: Path) -> None:
     ):
         llm.generate([[3, 4]], params({"regex": "a"}), use_tqdm=False)
     with open_llm(talking) as llm, pytest.raises(ParameterError, match="take a tokenizer"):
-        llm.engine.add("x", [3, 4], params({"regex": "a"}))
+        llm.engine.add_request("x", [3, 4], params({"regex": "a"}))
 
 
 def test_matchers_go_with_their_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -567,7 +569,7 @@ def test_an_explosion_delays_no_stream(talking: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(grammar, "COMPILE_S", 4.0)
 
     async def main() -> None:
-        engine = AsyncEngine.from_options(str(talking), num_gpu_blocks_override=400, block_size=4)
+        engine = AsyncLLM.from_options(str(talking), num_gpu_blocks_override=400, block_size=4)
         async with engine:
 
             async def last(prompt: str, asked: SamplingParams) -> RequestOutput:
@@ -595,7 +597,7 @@ def test_an_explosion_delays_no_stream(talking: Path, monkeypatch: pytest.Monkey
 
 def test_whoever_leaves_while_it_compiles(talking: Path) -> None:
     async def main() -> None:
-        engine = AsyncEngine.from_options(str(talking), num_gpu_blocks_override=400, block_size=4)
+        engine = AsyncLLM.from_options(str(talking), num_gpu_blocks_override=400, block_size=4)
         async with engine:
 
             async def last(asked: SamplingParams) -> str:

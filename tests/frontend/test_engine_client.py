@@ -16,7 +16,6 @@ from octavo.errors import ParameterError
 from octavo.frontend.engine_client import EngineClient
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind
-from tests.engine.models import make_talking_checkpoint
 from tests.engine.process.engines import OPTIONS, own_directory, real_client, run, serving, until  # noqa: F401
 
 LENGTH: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
@@ -40,11 +39,6 @@ CASES: dict[str, SamplingParams | BeamSearchParams] = {
     "beams": BeamSearchParams(beam_width=3, max_tokens=30, logprobs=2),
     "beams that stop": BeamSearchParams(beam_width=4, n=2, max_tokens=30, stop=["3", "H"], length_penalty=0.5),
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_talking_checkpoint(tmp_path_factory.mktemp("talking")))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from octavo import LLM, SamplingParams
 from octavo.config import EngineArgs
 from octavo.errors import CheckpointError, ContextLengthError, ParameterError, PromptError, TemplateError, UsageError
 from octavo.frontend.build import build
-from octavo.frontend.input_processor import Prompts, list_of
+from octavo.frontend.input_processor import InputProcessor, prompt_list
 from tests.engine.models import make_talking_checkpoint
 
 ONE = SamplingParams(temperature=0, max_tokens=1)
@@ -186,14 +186,14 @@ def test_the_bar_is_the_caller_s(llm: LLM) -> None:
 
 
 def test_without_a_tokenizer_ids_are_all() -> None:
-    prompts = Prompts(None)
+    prompts = InputProcessor(None)
     assert prompts.encode([1, 2]) == (None, [1, 2]) and prompts.make_detokenizer is None
     for ask in (lambda: prompts.encode("x"), lambda: prompts.chat(HELLO), lambda: prompts.tokenizer):
         with pytest.raises(ParameterError, match="skip_tokenizer_init"):
             ask()
     with pytest.raises(PromptError, match="bytes"):
         prompts.encode(b"x")
-    assert list_of([1, 2]) == [[1, 2]] and list_of(["a", [1]]) == ["a", [1]]
+    assert prompt_list([1, 2]) == [[1, 2]] and prompt_list(["a", [1]]) == ["a", [1]]
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,15 +32,10 @@ from octavo.errors import (
     UnknownOptionError,
     UsageError,
 )
-from tests.engine.models import WrappedModel, make_talking_checkpoint
+from tests.engine.models import WrappedModel
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"block_size": 4, "num_gpu_blocks_override": 120, "max_num_seqs": 16}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_talking_checkpoint(tmp_path_factory.mktemp("talking")))
 
 
 @pytest.fixture

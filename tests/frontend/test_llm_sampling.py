@@ -120,7 +120,7 @@ def test_bad_words_take_a_tokenizer(model: Path) -> None:
         with pytest.raises(ParameterError, match="skip_tokenizer_init"):
             generate(llm, [5], asked(bad_words=["x"]))
         with pytest.raises(ParameterError, match="use bad_words_token_ids"):
-            llm.engine.add("x", [5], asked(bad_words=["x"]))
+            llm.engine.add_request("x", [5], asked(bad_words=["x"]))
         assert one(llm, [5], bad_words_token_ids=[[7]]).text == ""
 
 
@@ -166,7 +166,7 @@ def test_bad_words_do_not_come_up_with_or_without_a_space(llm: LLM, monkeypatch:
     assert text != plain and not any(word in text for word in words)
     tokenizer = llm.get_tokenizer()
     monkeypatch.setattr(tokenizer, "encode", lambda text, add_special_tokens=True: [1000 + len(text)])
-    ready = llm._prompts.ready(asked(bad_words=[" to", "be"], bad_words_token_ids=[[3, 4]]))
+    ready = llm._prompts.prepare_params(asked(bad_words=[" to", "be"], bad_words_token_ids=[[3, 4]]))
     assert ready.bad_words_token_ids == ((3, 4), (1002,), (1003,))  # "to" and " to", as "be" and " be"
 
 

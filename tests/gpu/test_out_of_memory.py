@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo import LLM
-from octavo.engine.outputs import failure
+from octavo.engine.outputs import request_failed_error
 from tests.models.tiny import make_tiny_checkpoint
 from tests.proof.ways import OPTIONS
 from tests.runner.test_cuda_model_runner import mixture, told
@@ -80,4 +80,4 @@ def test_who_does_not_fit_alone_is_given_up_and_nobody_else(tmp_path: Path, litt
         outputs = llm.generate(few, params, use_tqdm=False)
     assert told([outputs[0], outputs[2]]) == [expected[0], expected[2]]
     assert outputs[1].outputs[0].finish_reason == "error"
-    assert failure(outputs[1]).code == "out_of_memory"
+    assert request_failed_error(outputs[1]).code == "out_of_memory"

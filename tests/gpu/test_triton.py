@@ -252,7 +252,7 @@ def test_long_queries_of_sizes_that_nothing_divides(group: int, head_dim: int, b
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_with_a_fixed_split_forty_others_change_no_bit(head_dim: int) -> None:
-    """Nor in which order they come. Many sequences are decoded by programs of other shapes than few."""
+    """Nor in mask_index order they come. Many sequences are decoded by programs of other shapes than few."""
     lens = [1 + 37 * i % 1300 for i in range(40)]
     case = make_case([1] * 40, lens, group_size=4, head_dim=head_dim, block_size=16, dtype=torch.bfloat16)
 

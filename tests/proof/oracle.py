@@ -25,7 +25,7 @@ from octavo.core.kv_cache_manager import KVCache
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.scheduler import Scheduler
-from octavo.engine.executor import Masks
+from octavo.engine.executor import GrammarBitmask
 
 VOCAB = 5
 GARBAGE = "garbage"
@@ -161,7 +161,7 @@ class _Running:
         self._given += 1
         return StepResult(column, corrupt=self.oracle.corrupt.pop(id(self.plan), []))
 
-    def put(self, masks: Masks | None) -> None:
+    def put_bitmask(self, masks: GrammarBitmask | None) -> None:
         """What it gives comes of the slots alone."""
 
     def result(self) -> StepResult:

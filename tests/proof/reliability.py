@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo import LLM, SamplingParams
-from octavo.engine.process.supervisor import Limits
+from octavo.engine.process.supervisor import EngineTimeouts
 from octavo.errors import OctavoError
 from octavo.frontend.engine_client import EngineClient
 from tests.engine.models import make_talking_checkpoint
@@ -82,7 +82,7 @@ async def strike(tally: Tally, client: EngineClient, number: int, noticed_s: flo
     tally.back_s = max(tally.back_s, back)
 
 
-async def streams_under_fire(tally: Tally, world: World, number: int, times: int, limits: Limits) -> None:
+async def streams_under_fire(tally: Tally, world: World, number: int, times: int, limits: EngineTimeouts) -> None:
     """16 streams without end, and a signal every now and then."""
     chance, over = random.Random(0), asyncio.Event()
 
@@ -111,11 +111,11 @@ def num_told(client: EngineClient) -> int:
 
 
 async def killed(tally: Tally, world: World) -> None:
-    await streams_under_fire(tally, world, signal.SIGKILL, world.times(100), Limits())
+    await streams_under_fire(tally, world, signal.SIGKILL, world.times(100), EngineTimeouts())
 
 
 async def stopped(tally: Tally, world: World) -> None:
-    await streams_under_fire(tally, world, signal.SIGSTOP, world.times(5), Limits())
+    await streams_under_fire(tally, world, signal.SIGSTOP, world.times(5), EngineTimeouts())
 
 
 ORACLE_PARAMS = SamplingParams(max_tokens=40, seed=1)

@@ -24,7 +24,7 @@ from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.core import events as ev
 from octavo.core.plan import StepPlan
 from octavo.core.request import Request
-from octavo.engine.executor import Running
+from octavo.engine.executor import StepHandle
 from octavo.errors import CapacityError
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.row_state import DecodeInputs, RowState
@@ -211,7 +211,7 @@ class TaggedExecutor:
 
         setattr(executor.runner, way, torch.inference_mode()(begin))
 
-    def submit(self, plan: StepPlan) -> Running:
+    def submit(self, plan: StepPlan) -> StepHandle:
         known = [(plan.rows[i], plan.sequences[i].token_ids.tolist()) for i in plan.host_tokens]
         self._notes[id(plan)] = Note(plan.step, self._losses.collect(), known)
         return self.executor.submit(plan)
@@ -221,7 +221,7 @@ def tag(llm: LLM, ops: Any, *, rows_on_device: bool, graphs: bool | Callable[[Te
     """Give an engine that has done nothing yet a pool with tags, and a runner that looks at them.
 
     rows_on_device  the GPU's runner, whatever the device is, else the CPU's
-    graphs          with its graphs; or what plays their part, made of its step counter
+    graphs          with its graphs; or what plays their part, made of its step_counter
     """
     engine, args = llm.engine, llm.config.args
     old: Any = engine.executor.runner  # type: ignore[attr-defined]
@@ -315,7 +315,7 @@ def serve(llm: LLM, seed: int) -> tuple[dict[str, list[list[int]]], Counter[str]
         while to_come and (random.random() < 0.7 or not engine.has_work):
             load = to_come.pop(0)
             with suppress(CapacityError):
-                engine.add(load.request_id, load.prompt, load.params, salt=load.salt)
+                engine.add_request(load.request_id, load.prompt, load.params, salt=load.salt)
         if random.random() < 0.02 and engine.num_requests > 1:
             engine.abort(next(reversed(engine.scheduler.requests)))
         for output in engine.step():

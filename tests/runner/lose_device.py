@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from octavo import LLM, AsyncEngine, SamplingParams
+from octavo import LLM, AsyncLLM, SamplingParams
 from octavo.config import EngineArgs
 from octavo.core.plan import StepPlan
 from octavo.errors import EngineError
-from octavo.frontend.build import Built, build
-from octavo.frontend.input_processor import Prompts
+from octavo.frontend.build import BuiltEngine, build
+from octavo.frontend.input_processor import InputProcessor
 from octavo.runner.cuda_model_runner import CudaModelRunner, Finish
 from tests.runner.test_cuda_model_runner import on_rows
 
@@ -78,7 +78,7 @@ def lose(runner: CudaModelRunner, harm: str) -> None:
     runner.launch = broken  # type: ignore[method-assign]
 
 
-def prepare(built: LLM | Built, harm: str) -> None:
+def prepare(built: LLM | BuiltEngine, harm: str) -> None:
     if harm == "told":
         on_rows(built)  # type: ignore[arg-type]
     lose(built.engine.executor.runner, harm)  # type: ignore[attr-defined]
@@ -96,12 +96,12 @@ def run_async(model: str, harm: str) -> None:
     prepare(built, harm)
     print("started", flush=True)
 
-    async def one(engine: AsyncEngine, prompt: list[int]) -> None:
+    async def one(engine: AsyncLLM, prompt: list[int]) -> None:
         async for _ in engine.generate(prompt, PARAMS):
             pass
 
     async def main() -> None:
-        engine = AsyncEngine(built.engine)
+        engine = AsyncLLM(built.engine)
         ends = await asyncio.gather(*(one(engine, prompt) for prompt in PROMPTS), return_exceptions=True)
         assert all(isinstance(end, EngineError) and str(end).endswith(WORDS[harm]) for end in ends), ends
         assert isinstance(ends[0], EngineError) and not engine.is_running
@@ -119,7 +119,7 @@ def run_engine_process(harm: str, once: Path) -> None:
         if once.exists():
             once.unlink()
             prepare(built, harm)
-        return built.engine, Prompts(built.tokenizer, built.engine.vocab_size), {}
+        return built.engine, InputProcessor(built.tokenizer, built.engine.vocab_size), {}
 
     engine_process.run(build_one)
 

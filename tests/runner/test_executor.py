@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from octavo.core.plan import StepPlan, StepResult, TokenLogprobs
-from octavo.engine.executor import Masks
+from octavo.engine.executor import GrammarBitmask
 from octavo.errors import StepError
 from octavo.runner.executor import LocalExecutor
 
@@ -153,16 +153,16 @@ def test_what_is_submitted_before_the_failure_is_seen_fails_too(executor: LocalE
 def test_a_masked_plan_waits_for_its_masks_and_those_behind_it_for_it(
     executor: LocalExecutor, runner: FakeRunner
 ) -> None:
-    masked, behind, masks = plan_of(0), plan_of(1), Masks([0], np.zeros((1, 2), dtype=np.int32))
+    masked, behind, masks = plan_of(0), plan_of(1), GrammarBitmask([0], np.zeros((1, 2), dtype=np.int32))
     masked.masked, masked.samples = [0], [1]
     first = executor.submit(masked)
     second = executor.submit(behind)
     assert first.poll(0.1) is None and not first.done and not second.done
-    first.put(masks)
+    first.put_bitmask(masks)
     assert first.result().tokens == [[0]] and second.result().tokens == [[1]]
     assert runner.masks == [masks]
     again = executor.submit(masked)
-    again.put(None)  # nothing to say is an answer, too
+    again.put_bitmask(None)  # nothing to say is an answer, too
     assert again.result().tokens == [[0]]
 
 
@@ -171,14 +171,14 @@ def test_each_column_of_a_window_waits_for_its_masks(executor: LocalExecutor, ru
     plan.masked, plan.samples = [0], [3]
     runner.columns[0] = [[[4]], [[5]], [[6]]]
     run = executor.submit(plan)
-    each = [Masks([0], np.full((1, 2), i, dtype=np.int32)) for i in range(3)]
+    each = [GrammarBitmask([0], np.full((1, 2), i, dtype=np.int32)) for i in range(3)]
     assert run.poll(0.05) is None and not run.done
     for i, masks in enumerate(each[:2]):
-        run.put(masks)
+        run.put_bitmask(masks)
         column = run.poll(20)
         assert column is not None and column.tokens == [[4 + i]] and not run.done
         assert run.poll(0.05) is None
-    run.put(each[2])
+    run.put_bitmask(each[2])
     assert run.result().tokens == [[6]] and runner.masks == each
 
 

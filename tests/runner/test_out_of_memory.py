@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo import LLM, SamplingParams
 from octavo.core import events as ev
 from octavo.core.plan import StepPlan
-from octavo.engine.outputs import failure
+from octavo.engine.outputs import request_failed_error
 from octavo.errors import StepError, StepMemoryError
 from octavo.kernels import reference
 from octavo.runner.cuda_executor import CudaExecutor
@@ -100,13 +100,13 @@ def test_who_does_not_fit_alone_is_told_what_would_help(model: str, rows: bool) 
             on_rows(llm)
         hungry(llm, room=1000, never=never)
         for i, prompt in enumerate(few):
-            llm.engine.add(str(i), prompt, params)
+            llm.engine.add_request(str(i), prompt, params)
         outputs = {}
         while llm.engine.has_work:
             outputs |= {output.request_id: output for output in llm.engine.step()}
         assert told([outputs[name] for name in "013"]) == [expected[i] for i in (0, 1, 3)]
         assert outputs["2"].outputs[0].finish_reason == "error"
-        error = failure(outputs["2"])
+        error = request_failed_error(outputs["2"])
         assert error.code == "out_of_memory" and "\n" not in str(error)
         assert "lower --gpu-memory-utilization or --max-num-batched-tokens" in str(error)
         assert "Tried to allocate 1 GiB" in str(error)

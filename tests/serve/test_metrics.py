@@ -17,7 +17,7 @@ import pytest
 from octavo import SamplingParams
 from octavo.core.kv_cache_manager import KVCache
 from octavo.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from octavo.engine.stats import BackendStats, EngineStats, Health
+from octavo.engine.stats import EngineStats, Health, StatsSnapshot
 from octavo.log_setup import JsonFormatter
 from octavo.serve.metrics import (
     BETWEEN_TOKENS_S,
@@ -115,7 +115,7 @@ def test_a_gap_before_every_token_but_the_first_of_a_sample(
         clock[0] = 10.0 + (at or 0.0)
         outputs = [CompletionOutput(i, "", []) for i in range(samples)]
         watch.take(RequestOutput("r", None, [1, 2, 3], outputs, False, told))
-    got = values_of(metrics.text(BackendStats(EngineStats(), None), Health("running", 0.0)).decode())
+    got = values_of(metrics.text(StatsSnapshot(EngineStats(), None), Health("running", 0.0)).decode())
     assert got["vllm:inter_token_latency_seconds_count"] == gaps
     assert got["vllm:inter_token_latency_seconds_sum"] == pytest.approx(total)
 
@@ -133,7 +133,7 @@ def test_the_gaps_of_a_sample_that_goes_on_alone(monkeypatch: pytest.MonkeyPatch
     ]:
         clock[0], told = at, RequestMetrics(9.0, 9.0, 10.0, at, num_generation_tokens=num_tokens)
         watch.take(RequestOutput("r", None, [1, 2, 3], outputs, False, told))
-    got = values_of(metrics.text(BackendStats(EngineStats(), None), Health("running", 0.0)).decode())
+    got = values_of(metrics.text(StatsSnapshot(EngineStats(), None), Health("running", 0.0)).decode())
     assert got["vllm:inter_token_latency_seconds_count"] == 3
     assert got["vllm:inter_token_latency_seconds_sum"] == pytest.approx(6.0)
 
@@ -263,19 +263,19 @@ def test_the_line_of_numbers_reads_as_vllms() -> None:
     line = StatsLogger(metrics, "CPU")
     kv = KVCache(100, 4).stats()
     engine: dict[str, Any] = {"num_preemptions": 3}
-    assert line.tell(BackendStats(EngineStats(), kv)) is None
+    assert line.tell(StatsSnapshot(EngineStats(), kv)) is None
     metrics.note_prompt(100, 60)
     metrics.note_tokens(10)
-    text = line.tell(BackendStats(EngineStats(**engine), kv, num_running=8, num_waiting=1, num_swapped=1))
+    text = line.tell(StatsSnapshot(EngineStats(**engine), kv, num_running=8, num_waiting=1, num_swapped=1))
     assert text is not None
     pattern = (
         r"Engine 000: Avg prompt throughput: [\d.]+ tokens/s, Avg generation throughput: [\d.]+ tokens/s, "
         r"Running: 8 reqs, Waiting: 2 reqs, Preemptions: 3, CPU KV cache usage: 0.0%, Prefix cache hit rate: 60.0%"
     )
     assert re.fullmatch(pattern, text)
-    last = line.tell(BackendStats(EngineStats(**engine), kv))
+    last = line.tell(StatsSnapshot(EngineStats(**engine), kv))
     assert last is not None and "Preemptions" not in last and "throughput: 0.0 tokens/s" in last
-    assert line.tell(BackendStats(EngineStats(**engine), kv)) is None  # nothing happens: nothing is said
+    assert line.tell(StatsSnapshot(EngineStats(**engine), kv)) is None  # nothing happens: nothing is said
 
 
 def test_paths_that_are_not_logged_are_the_routes_behind_a_proxy_too(

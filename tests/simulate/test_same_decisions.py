@@ -78,7 +78,7 @@ def live(directory: Path, calls: list[ScheduledCall], **options: Any) -> Live:
     engine._clock = watch
     try:
         engine.scheduler.events.subscribe(events.append, blocks=True)
-        with engine.garbage:
+        with engine.gc_pause:
             outputs = run_calls(engine, calls, watch)
     finally:
         engine.close()

@@ -21,7 +21,7 @@ import tokenizers
 from llguidance import LLParserLimits
 from tokenizers import decoders, models
 
-from octavo.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, failure
+from octavo.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, request_failed_error
 from octavo.errors import EngineError, ParameterError, RequestFailedError
 from octavo.serve.openai import errors
 from octavo.text import grammar
@@ -425,7 +425,9 @@ def test_a_grammar_that_grows_too_large_on_the_way_says_so(monkeypatch: pytest.M
         grammar_module.compute_bitmasks([matcher])
     assert matcher.error.startswith("grammar_too_complex: ")
     failed = CompletionOutput(0, "", [], finish_reason="error", stop_reason=matcher.error)
-    problem = errors.to_api_error(failure(RequestOutput("a", None, [1], [failed], True, RequestMetrics(0.0))), "a")
+    problem = errors.to_api_error(
+        request_failed_error(RequestOutput("a", None, [1], [failed], True, RequestMetrics(0.0))), "a"
+    )
     assert (problem.status, problem.code, problem.param) == (400, "grammar_too_complex", "structured_outputs")
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from octavo import SamplingParams
 from octavo.core.request import Request
-from octavo.frontend.input_processor import Prompts
+from octavo.frontend.input_processor import InputProcessor
 from octavo.text.stop_strings import ROOT, StopStrings
 from octavo.text.tokenizer import Tokenizer
 from tests.text.conftest import train_byte_level
@@ -23,16 +23,16 @@ def test_the_automaton_finds_and_holds_what_plain_comparison_does(texts: list[st
         before = text[:at]
         place = stops.step(place, text[at - 1])
         complete = [s for s in texts if before.endswith(s)]
-        assert stops.found(place) == (max(complete, key=len) if complete else None)
-        place = stops.pass_over(place)
+        assert stops.match_at(place) == (max(complete, key=len) if complete else None)
+        place = stops.skip_matches(place)
         begun = (n for s in texts for n in range(1, len(s)) if before.endswith(s[:n]))
-        assert stops.num_held(place) == max(begun, default=0)
+        assert stops.num_partial_chars(place) == max(begun, default=0)
 
 
 def test_samples_of_a_request_share_one_automaton() -> None:
     tokenizer = Tokenizer(train_byte_level())
     request = Request("r", [5], SamplingParams(n=3, stop=["one", "two"]))
-    make = Prompts(tokenizer).make_detokenizer
+    make = InputProcessor(tokenizer).make_detokenizer
     assert make is not None
     assert len({id(make(request)._stops) for _ in range(3)}) == 1
 

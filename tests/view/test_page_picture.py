@@ -17,7 +17,7 @@ import pytest
 import octavo.view
 from octavo.core.plan import StepPlan
 from octavo.view.live.messages import Snapshot
-from octavo.view.live.publisher import Tap
+from octavo.view.live.publisher import Publisher
 from tests.proof.workloads import World
 
 STATIC = Path(octavo.view.__file__).parent / "static"
@@ -62,7 +62,7 @@ class FilmedWorld(World):
     def __init__(self, seed: int) -> None:
         super().__init__(seed, Counter(), listen=True)
         self.coin = random.Random(seed + 0.25)
-        self.tap = Tap(self.scheduler)
+        self.publisher = Publisher(self.scheduler)
         self.frames: list[Any] = []
         self.truths: list[dict[str, Any]] = []
 
@@ -79,7 +79,7 @@ class FilmedWorld(World):
         if self.coin.random() > 0.4:
             return
         # Now and then everything once more, as after a lost connection.
-        frame = self.tap.frame(self.tap.last if self.frames and self.coin.random() < 0.95 else "")
+        frame = self.publisher.frame(self.publisher.last if self.frames and self.coin.random() < 0.95 else "")
         if frame is None:
             return
         self.frames.append(json.loads(msgspec.json.encode(frame)))

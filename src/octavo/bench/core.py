@@ -21,10 +21,10 @@ from octavo.core.kv_cache_manager import KVCache
 from octavo.core.plan import StepResult
 from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
-from octavo.engine.gc_control import QuietGarbage
+from octavo.engine.gc_control import GCPause
 from octavo.engine.stats import EngineStats
 from octavo.params.sampling_params import SamplingParams
-from octavo.view.recording.event_log import Recorder
+from octavo.view.recording.event_log import EventLog
 
 BLOCK_SIZE = 16
 CASES = (  # requests, context, window
@@ -62,7 +62,7 @@ def measure(requests: int, context: int, window: int, num_rounds: int = NUM_ROUN
     num_blocks = requests * ((context + output) // BLOCK_SIZE + 2)
     cache = KVCache(num_blocks, BLOCK_SIZE, num_rows=requests)
     cache.events.subscribe(EngineStats())
-    cache.events.subscribe(Recorder())
+    cache.events.subscribe(EventLog())
     scheduler = Scheduler(cache, max_num_batched_tokens=1 << 40, decode_window=window)
     params = SamplingParams(max_tokens=output)
     for i in range(requests):
@@ -71,7 +71,7 @@ def measure(requests: int, context: int, window: int, num_rounds: int = NUM_ROUN
     column = array("i", [7] * window)
     rounds: list[float] = []
     longest = 0.0
-    with QuietGarbage() as garbage:
+    with GCPause() as garbage:
         _round(scheduler, column, garbage)  # the prompts, and the first of everything
         gc.collect()
         for _ in range(num_rounds):
@@ -82,7 +82,7 @@ def measure(requests: int, context: int, window: int, num_rounds: int = NUM_ROUN
     return Cost(requests, context, window, us, us / requests, us / requests / window, longest * 1e6)
 
 
-def _round(scheduler: Scheduler, column: array[int], garbage: QuietGarbage) -> list[tuple[float, float]]:
+def _round(scheduler: Scheduler, column: array[int], garbage: GCPause) -> list[tuple[float, float]]:
     """(wall clock, processor time) of each step of a round, in seconds, the making of the result left out."""
     took = []
     for _ in range(BLOCK_SIZE):
@@ -92,7 +92,7 @@ def _round(scheduler: Scheduler, column: array[int], garbage: QuietGarbage) -> l
         result = StepResult([column[:n] for n in plan.samples])
         landed, landed_cpu = time.perf_counter(), time.thread_time()
         scheduler.update(plan, result)
-        garbage.breathe()
+        garbage.collect_young()
         end, end_cpu = time.perf_counter(), time.thread_time()
         took.append((planned - begin + end - landed, planned_cpu - begin_cpu + end_cpu - landed_cpu))
     return took

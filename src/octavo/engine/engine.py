@@ -17,11 +17,11 @@ from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import Request, Sequence
 from octavo.core.scheduler import Scheduler
 from octavo.engine.beam_search import BeamSearch
-from octavo.engine.executor import Executor, Masks, Running
-from octavo.engine.failure_search import Halving
-from octavo.engine.gc_control import QuietGarbage
-from octavo.engine.oom_backoff import StepLimit
-from octavo.engine.outputs import MakeDetokenizer, RequestMetrics, RequestOutput, RequestState, code_of
+from octavo.engine.executor import Executor, GrammarBitmask, StepHandle
+from octavo.engine.failure_bisection import FailureBisection
+from octavo.engine.gc_control import GCPause
+from octavo.engine.oom_backoff import OOMBackoff
+from octavo.engine.outputs import MakeDetokenizer, RequestMetrics, RequestOutput, RequestState, error_code
 from octavo.engine.stats import EngineStats
 from octavo.engine.structured_output import Constraint, Grammar, Wanted, work_out
 from octavo.engine.timeline import Timelines
@@ -45,13 +45,13 @@ TOO_LARGE = (
     "takes more memory than the device has beside the weights and the KV pool; lower --gpu-memory-utilization or "
     "--max-num-batched-tokens, or shorten the request"
 )
-MOST_PRIORITY = 1 << 31
+MAX_PRIORITY = 1 << 31
 """Of a request, either way."""
 PIN_PARAMS = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
 """Of a request that is there for its prompt alone."""
 
 
-class BlackBox(Protocol):
+class Recorder(Protocol):
     """Keeps an engine's last minutes: `octavo.view.recording.recorder.FlightRecorder`."""
 
     def dump(self, why: str) -> Path:
@@ -66,7 +66,7 @@ class _InFlight:
 
     __slots__ = ("num_put", "plan", "running")
 
-    def __init__(self, plan: StepPlan, running: Running) -> None:
+    def __init__(self, plan: StepPlan, running: StepHandle) -> None:
         self.plan, self.running, self.num_put = plan, running, 0
 
     @property
@@ -111,26 +111,26 @@ class Engine:
         self.default_params = default_params or SamplingParams()
         self.stats = EngineStats()
         self.timelines = Timelines(clock)
-        self.garbage = QuietGarbage()
+        self.gc_pause = GCPause()
         self._clock = clock
         self._seeds = random.Random(seed)
         self.overlap = overlap
-        self._step_limit = StepLimit(scheduler)
-        self._suspects: Halving[Request] = Halving()  # whose steps failed twice
+        self._step_limit = OOMBackoff(scheduler)
+        self._suspects: FailureBisection[Request] = FailureBisection()  # whose steps failed twice
         self._flight: deque[_InFlight] = deque()
         self._states: dict[str, RequestState] = {}
         self._num_incremental = 0
         self._device_since = 0.0
         self._closed = False
         self.on_close: list[Callable[[], None]] = []
-        self.recorder: BlackBox | None = None
+        self.recorder: Recorder | None = None
         scheduler.events.subscribe(self.stats)
         scheduler.events.subscribe(self.timelines)
         scheduler.events.subscribe(self._listen)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def add(
+    def add_request(
         self,
         request_id: str,
         prompt_token_ids: Seq[int],
@@ -220,7 +220,7 @@ class Engine:
         `CapacityError` where the pin would leave too little to others.
         """
         request_id = pin_id(name)
-        self.add(request_id, token_ids, PIN_PARAMS, salt=salt, pin=True)
+        self.add_request(request_id, token_ids, PIN_PARAMS, salt=salt, pin=True)
         return request_id
 
     def unpin(self, name: str) -> int:
@@ -291,11 +291,11 @@ class Engine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request, whatever it is doing; its output so far, None when there is no such request."""
-        state = self.drop(request_id)
+        state = self.abort_state(request_id)
         return None if state is None else _last_output(state)
 
-    def drop(self, request_id: str) -> RequestState | None:
-        """As `abort`, for who makes something else of its state than an output, and then calls `forget` on it."""
+    def abort_state(self, request_id: str) -> RequestState | None:
+        """As `abort`, for who makes something else of its state than an output, and then calls `release` on it."""
         self.scheduler.abort(request_id)
         return self._close(request_id)
 
@@ -308,7 +308,7 @@ class Engine:
                     self._close(request_id)
                 return
 
-    def find(self, request_id: str) -> RequestState | None:
+    def get_state(self, request_id: str) -> RequestState | None:
         """One that runs or waits."""
         return self._states.get(request_id)
 
@@ -342,10 +342,10 @@ class Engine:
         May return nothing while the device works. Waits for the device when there is nothing else to do. Raises
         `EngineError` once the engine is closed, `DeviceLostError` where there is no device any more.
         """
-        return _outputs(self.advance())
+        return _outputs(self.step_states())
 
-    def advance(self) -> list[RequestState]:
-        """As `step`, for who makes something else of the states than outputs, and then calls `forget` on those that
+    def step_states(self) -> list[RequestState]:
+        """As `step`, for who makes something else of the states than outputs, and then calls `release` on those that
         have ended, which come last. Raises `EngineError` once the engine is closed."""
         self._check_open()
         if self._suspects:
@@ -361,7 +361,7 @@ class Engine:
                     return given_up
         if not self._flight or (plan and len(self._flight) < self._depth):
             return []
-        self.garbage.breathe()
+        self.gc_pause.collect_young()
         return self._next_result()
 
     def drain(self) -> list[RequestOutput]:
@@ -414,16 +414,16 @@ class Engine:
                 return []
             wanted.append(Wanted(i, seq, state.constraint))
         step.num_put += 1
-        masks: Masks | None = None
+        masks: GrammarBitmask | None = None
         try:
             masks, errors = work_out(wanted)
         finally:
-            step.running.put(masks)  # whatever happens: the device waits for them
+            step.running.put_bitmask(masks)  # whatever happens: the device waits for them
         given_up: dict[str, RequestState] = {}
         for i, error in errors.items():
             if (state := self._state_of(plan.sequences[i])) is not None:
                 why = str(error)
-                self._give_up(state, why if code_of(why) else f"its structured_outputs cannot be followed: {why}")
+                self._give_up(state, why if error_code(why) else f"its structured_outputs cannot be followed: {why}")
                 given_up[state.request.request_id] = state
         return list(given_up.values())
 
@@ -605,7 +605,7 @@ def _outputs(states: list[RequestState]) -> list[RequestOutput]:
 
 def _last_output(state: RequestState) -> RequestOutput:
     output = state.output()
-    state.forget()
+    state.release()
     return output
 
 
@@ -625,10 +625,10 @@ def check_prompt(prompt_token_ids: Seq[int], vocab_size: int) -> None:
 
 
 def check_priority(priority: int) -> None:
-    """Raises `ParameterError` for one that is no integer, or beyond `MOST_PRIORITY`."""
-    if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > MOST_PRIORITY:
+    """Raises `ParameterError` for one that is no integer, or beyond `MAX_PRIORITY`."""
+    if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > MAX_PRIORITY:
         raise ParameterError(
-            f"priority is {priority!r}, it must be an integer from {-MOST_PRIORITY} to {MOST_PRIORITY}",
+            f"priority is {priority!r}, it must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}",
             param="priority",
         )
 

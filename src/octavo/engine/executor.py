@@ -15,19 +15,19 @@ if TYPE_CHECKING:  # clients, too, import what imports this
     import numpy as np
 
 
-class Masks(NamedTuple):
+class GrammarBitmask(NamedTuple):
     """Which tokens may come next in slices.
 
     slices   those that have a mask
-    words    [len(slices), num_words] int32, contiguous: token t is bit t % 32 of word t // 32. What is past the
+    bitmask  [len(slices), num_words] int32, contiguous: token t is bit t % 32 of word t // 32. What is past the
              vocabulary, whole words too, means nothing
     """
 
     slices: Seq[int]
-    words: np.ndarray
+    bitmask: np.ndarray
 
 
-class Running(Protocol):
+class StepHandle(Protocol):
     """A plan that was submitted."""
 
     @property
@@ -38,7 +38,7 @@ class Running(Protocol):
         """The columns of tokens that have landed since the last call, before the last of them; waits at most that long
         for one. None when there is nothing of the kind: then either nothing has landed, or all has."""
 
-    def put(self, masks: Masks | None) -> None:
+    def put_bitmask(self, masks: GrammarBitmask | None) -> None:
         """What the plan's `masked` slices wait for before they sample: once for each of its first `num_masked` columns,
         when all of those slices' tokens before that are in, and before the plan after it is submitted. A slice that is
         left out is sampled from all tokens, with None all are."""
@@ -53,7 +53,7 @@ class Running(Protocol):
 
 
 class Executor(Protocol):
-    def submit(self, plan: StepPlan) -> Running:
+    def submit(self, plan: StepPlan) -> StepHandle:
         """Queue a plan behind those submitted before, and return at once."""
 
     def close(self) -> None:

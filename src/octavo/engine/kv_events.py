@@ -153,7 +153,7 @@ def number(name: bytes) -> int:
     return int.from_bytes(name[-8:], "big")
 
 
-class KVEvents:
+class KVEventPublisher:
     """Publishes what a cache has, until `close`. Raises `ParameterError` for an address that cannot be taken."""
 
     def __init__(self, cache: KVCache, config: KVEventsConfig) -> None:

@@ -10,7 +10,7 @@ FIRST_PATIENCE = 32
 MOST_PATIENCE = 1 << 16
 
 
-class StepLimit:
+class OOMBackoff:
     """Halves what a step computes each time that one was too large, and lets it grow again while none is.
 
     Whoever took the memory (another process, as a rule) may give it back; so one tries. A try that fails costs

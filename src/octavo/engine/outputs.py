@@ -247,9 +247,9 @@ class RequestState:
         """Tokens that the host knows, over all sequences."""
         return sum(len(s.token_ids) for s in (*self.request.sequences, *self.request.done))
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """It has ended, and the last of it has been told. Its sequences point to it, and a search to its text: without
-        this only the collector could free them, which does not look for them while an engine works (`QuietGarbage`)."""
+        this only the collector could free them, which does not look for them while an engine works (`GCPause`)."""
         request = self.request
         request.sequences, request.done, request.solo = [], [], None
         if self.search is not None:
@@ -504,15 +504,15 @@ REQUEST_FAILED = "request_failed"
 """The code of all other reasons."""
 
 
-def code_of(reason: str) -> str | None:
+def error_code(reason: str) -> str | None:
     if "not finite" in reason:
         return RequestFailedError.code
     return next((code for code in REASON_CODES if reason.startswith(code)), None)
 
 
-def failure(output: RequestOutput) -> RequestFailedError:
+def request_failed_error(output: RequestOutput) -> RequestFailedError:
     """What a reader gets in the place of an output with an error."""
     reason = next(c.stop_reason for c in output.outputs if c.finish_reason == "error")
     return RequestFailedError(
-        f"request {output.request_id} failed: {reason}", code=code_of(str(reason)) or REQUEST_FAILED
+        f"request {output.request_id} failed: {reason}", code=error_code(str(reason)) or REQUEST_FAILED
     )

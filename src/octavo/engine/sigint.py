@@ -8,7 +8,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 
-class BetweenSteps:
+class DeferredSigint:
     """While it is entered, Ctrl-C is noted, and raised on leaving; pressed again before that, it is raised at once.
 
     Leaves signals alone outside the main thread, and where the program has a handler of its own.
@@ -19,7 +19,7 @@ class BetweenSteps:
         self._before: Any = None
         self._mine = False
 
-    def __enter__(self) -> BetweenSteps:
+    def __enter__(self) -> DeferredSigint:
         self._pressed = False
         in_main = threading.current_thread() is threading.main_thread()
         self._mine = in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -61,7 +61,7 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True)
-class BackendStats:
+class StatsSnapshot:
     """What an engine did and how full it is, between two steps.
 
     engine   totals, over all restarts
@@ -77,7 +77,7 @@ class BackendStats:
     waits: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, engine: Engine) -> BackendStats:
+    def of(cls, engine: Engine) -> StatsSnapshot:
         scheduler = engine.scheduler
         return cls(
             engine.stats,

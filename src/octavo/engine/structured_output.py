@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from octavo.core.request import Sequence
-from octavo.engine.executor import Masks
+from octavo.engine.executor import GrammarBitmask
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,7 +37,7 @@ class Grammar(Protocol):
     def start(self) -> Matcher: ...
 
     def bitmasks(self, matchers: Seq[Any]) -> np.ndarray:
-        """What may come next of each, of this grammar or another of the same model's: `Masks.words`."""
+        """What may come next of each, of this grammar or another of the same model's: `GrammarBitmask.bitmask`."""
 
 
 class _Place:
@@ -119,7 +119,7 @@ class Wanted(NamedTuple):
     constraint: Constraint
 
 
-def work_out(wanted: Seq[Wanted]) -> tuple[Masks | None, dict[int, Exception]]:
+def work_out(wanted: Seq[Wanted]) -> tuple[GrammarBitmask | None, dict[int, Exception]]:
     """The masks, and why there is none: slice -> what is wrong with its request alone."""
     followed: set[Constraint] = set()
     found: list[tuple[Wanted, Matcher]] = []
@@ -142,7 +142,7 @@ def work_out(wanted: Seq[Wanted]) -> tuple[Masks | None, dict[int, Exception]]:
             want.constraint.finish(matcher, octets[i * size : (i + 1) * size])
         except Exception as error:
             errors[want.slice_index] = error
-    return Masks([want.slice_index for want, _ in found], words), errors
+    return GrammarBitmask([want.slice_index for want, _ in found], words), errors
 
 
 def _put(mask: memoryview, token_ids: Iterable[int], allowed: bool) -> None:

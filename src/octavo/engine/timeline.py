@@ -66,7 +66,7 @@ def _fields(event: ev.Event) -> dict[str, Any]:
 
 def describe_request(engine: Engine, request_id: str) -> dict[str, Any] | None:
     """One request. None if nobody has heard of it, or it ended long ago."""
-    timeline, state = engine.timelines.of(request_id), engine.find(request_id)
+    timeline, state = engine.timelines.of(request_id), engine.get_state(request_id)
     if state is None:
         return {"request_id": request_id, "status": "finished", "timeline": timeline} if timeline else None
     request = state.request

@@ -1,4 +1,4 @@
-"""`AsyncEngine`: the engine for programs that run on an event loop."""
+"""`AsyncLLM`: the engine for programs that run on an event loop."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import Any, TypeVar
 
 from octavo.core.kv_cache_manager import KVStats
 from octavo.engine.engine import Engine, pin_id
-from octavo.engine.outputs import RequestOutput, failure
+from octavo.engine.outputs import RequestOutput, request_failed_error
 from octavo.engine.process.thread import EngineThread
-from octavo.engine.stats import BackendStats, Health
+from octavo.engine.stats import Health, StatsSnapshot
 from octavo.engine.timeline import describe_kv, describe_request
 from octavo.errors import OctavoError
-from octavo.frontend.input_processor import Messages, Prompt, Prompts
+from octavo.frontend.input_processor import InputProcessor, Messages, Prompt
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind, SamplingParams
 from octavo.text.tokenizer import Tokenizer
-from octavo.view.live import publisher as tap
+from octavo.view.live import publisher
 
 T = TypeVar("T")
 
 
-class AsyncEngine:
+class AsyncLLM:
     """A model behind an engine on a thread of its own; any number of requests at once, each an async iterator.
 
-        engine = AsyncEngine.from_options("smollm2-135m-instruct")
+        engine = AsyncLLM.from_options("smollm2-135m-instruct")
         async with engine:
             async for output in engine.generate("Once upon a time", SamplingParams(max_tokens=32)):
                 print(output.outputs[0].text)
@@ -39,18 +39,18 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None = None) -> None:
-        self._prompts = Prompts(tokenizer, engine.vocab_size, engine.max_model_len)
+        self._prompts = InputProcessor(tokenizer, engine.vocab_size, engine.max_model_len)
         self._default_params = engine.default_params
         self._max_model_len = engine.max_model_len
         self._begin = time.monotonic()
         self._thread = EngineThread(engine)
         self._names = itertools.count()
-        self._looks = tap.questions()
+        self._looks = publisher.view_queries()
         # Whoever forgets to shut it down gets the memory back with the object.
         self._finalizer = weakref.finalize(self, self._thread.close)
 
     @classmethod
-    def from_options(cls, model: str, **options: Any) -> AsyncEngine:
+    def from_options(cls, model: str, **options: Any) -> AsyncLLM:
         """Load a model; the options are those of `octavo.config.EngineArgs`, and the errors those of `LLM`.
 
         This takes seconds and blocks: call it before the event loop runs, or in `asyncio.to_thread`.
@@ -86,16 +86,16 @@ class AsyncEngine:
         Raises a `UsageError` if the request is not acceptable, `RequestFailedError` if it failed on its own, and
         `EngineError` if the engine died or was shut down; the errors of one request reach no other.
         """
-        params = self._prompts.ready(self._default_params if sampling_params is None else sampling_params)
-        text, token_ids = await self._prompts.encode_aside(prompt)
-        grammar = await self._prompts.grammar_aside(params)
+        params = self._prompts.prepare_params(self._default_params if sampling_params is None else sampling_params)
+        text, token_ids = await self._prompts.encode_async(prompt)
+        grammar = await self._prompts.compile_grammar_async(params)
         name = f"octavo-{next(self._names)}" if request_id is None else request_id
         kind = params.output_kind if isinstance(params, SamplingParams) else RequestOutputKind.FINAL_ONLY
         mail = self._thread.open(name, joins=kind is RequestOutputKind.DELTA)
         try:
             await asyncio.wrap_future(
                 self._thread.call(
-                    lambda engine: engine.add(
+                    lambda engine: engine.add_request(
                         name,
                         token_ids,
                         params,
@@ -113,7 +113,7 @@ class AsyncEngine:
             while True:
                 output = await mail.read()
                 if any(c.finish_reason == "error" for c in output.outputs):
-                    raise failure(output)
+                    raise request_failed_error(output)
                 yield output
                 if output.finished:
                     return
@@ -158,7 +158,7 @@ class AsyncEngine:
             await self._ask(lambda engine: queued.append(engine.pin(name, token_ids, salt=salt)))
             output = await mail.read()
             if output.outputs[0].finish_reason == "error":
-                raise failure(output)
+                raise request_failed_error(output)
         except asyncio.CancelledError:
             self._thread.leave(mail)
             # It may be computed already. Of a name that was taken, the pin that is there is another's.
@@ -196,9 +196,9 @@ class AsyncEngine:
         """How the engine is; nobody starts one again that has died in this process."""
         return Health("running" if self.is_running else "failed", time.monotonic() - self._begin)
 
-    async def stats(self) -> BackendStats:
+    async def stats(self) -> StatsSnapshot:
         """What the engine has done so far, and how full it is."""
-        return await self._ask(BackendStats.of)
+        return await self._ask(StatsSnapshot.of)
 
     async def kv_stats(self) -> KVStats:
         """The KV cache between two steps."""
@@ -216,8 +216,8 @@ class AsyncEngine:
         """The KV cache, and who holds how much of it."""
         return await self._ask(describe_kv)
 
-    async def look(self, question: str, argument: str) -> Any:
-        """One of `view.tap.questions`, for who shows the pool."""
+    async def view_rpc(self, question: str, argument: str) -> Any:
+        """One of `view.publisher.view_queries`, for who shows the pool."""
         return await self._ask(lambda engine: self._looks[question](engine, argument))
 
     async def _ask(self, question: Callable[[Engine], T]) -> T:
@@ -232,7 +232,7 @@ class AsyncEngine:
         self._finalizer()
         self._prompts.close()
 
-    async def __aenter__(self) -> AsyncEngine:
+    async def __aenter__(self) -> AsyncLLM:
         return self
 
     async def __aexit__(

@@ -26,7 +26,7 @@ from octavo.config import GIB, EngineArgs, EngineConfig
 from octavo.core.kv_cache_manager import KVCache
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
-from octavo.engine.kv_events import KVEvents
+from octavo.engine.kv_events import KVEventPublisher
 from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.kernels.cpu import native
 from octavo.kernels.cpu import ops as cpu_ops
@@ -50,7 +50,7 @@ NO_SWAP = "lower swap_space, or set it to 0"
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class BuiltEngine:
     """An engine and what was resolved on the way."""
 
     engine: Engine
@@ -76,7 +76,7 @@ class _Stopwatch:
         return f"ready in {self._last - self._began:.1f} s: {', '.join(self._laps)}"
 
 
-def build(args: EngineArgs) -> Built:
+def build(args: EngineArgs) -> BuiltEngine:
     """Load the model, plan the memory, and put the engine together. Raises `ModelError` or `MemoryBudgetError`."""
     if args.flight_recorder is not None:
         check_folder(args.flight_recorder)
@@ -84,7 +84,7 @@ def build(args: EngineArgs) -> Built:
         return _build(args, starting)
 
 
-def _build(args: EngineArgs, starting: ExitStack) -> Built:
+def _build(args: EngineArgs, starting: ExitStack) -> BuiltEngine:
     """starting: what is left when the engine has started, or has not."""
     watch = _Stopwatch()
     checkpoint = open_checkpoint(args.model, revision=args.revision, weights=args.load_format != "dummy")
@@ -155,11 +155,11 @@ def _build(args: EngineArgs, starting: ExitStack) -> Built:
         seed=args.seed,
     )
     if args.kv_events().is_enabled:
-        engine.on_close.append(KVEvents(scheduler.cache, args.kv_events()).close)
+        engine.on_close.append(KVEventPublisher(scheduler.cache, args.kv_events()).close)
     if args.flight_recorder is not None:
         engine.recorder = FlightRecorder(engine, Path(args.flight_recorder))
     logger.info("%s", watch)
-    return Built(engine, config, spec, tokenizer, defaults)
+    return BuiltEngine(engine, config, spec, tokenizer, defaults)
 
 
 def check_folder(flight_recorder: str) -> None:
@@ -236,7 +236,7 @@ def _check_quantization(args: EngineArgs, dtype: torch.dtype, device: torch.devi
     if args.quantization is None:
         return
     if device.type != "cpu":
-        raise ParameterError(f"quantization {args.quantization!r} is for CPUs; leave it out", param="quantization")
+        raise ParameterError(f"quantization {args.quantization!r} is for CPUs; remove it", param="quantization")
     if dtype != torch.bfloat16:
         raise ParameterError(
             f"quantization {args.quantization!r} computes beside it in bfloat16, not in {args.dtype}; use dtype auto",

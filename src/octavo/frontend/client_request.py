@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from octavo.core.request import Request, Sequence
 from octavo.engine.beam_search import BeamSearch
 from octavo.engine.outputs import MakeDetokenizer, RequestMetrics, RequestOutput, RequestState
-from octavo.engine.process.ipc import Add, Sample, Update, pack, params_to_wire
+from octavo.engine.process.ipc import AddRequest, RequestUpdate, SampleUpdate, pack, params_to_wire
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
 from octavo.params.validation import INT32
@@ -23,7 +23,7 @@ class TokensLostError(ValueError):
     """An update goes on behind tokens that have not come: an earlier one was lost, or this one is wrong."""
 
 
-class Mirror:
+class ClientRequest:
     """One request.
 
     seed            for parameters that bring none; it must outlive the engine
@@ -102,7 +102,7 @@ class Mirror:
 
     # -- taking in -----------------------------------------------------------------------------------------------------
 
-    def take_in(self, update: Update) -> list[int]:
+    def take_in(self, update: RequestUpdate) -> list[int]:
         """What an engine tells. Returns the samples that end in a stop string now, which it cannot know.
 
         Raises `TokensLostError` where tokens before these did not come, `ValueError` for what no engine can tell of
@@ -148,7 +148,7 @@ class Mirror:
             raise ValueError(f"the request is over, and nothing tells of the end of samples {alive}")
         return stopped
 
-    def _check(self, sample: Sample) -> None:
+    def _check(self, sample: SampleUpdate) -> None:
         request, index, tokens = self.state.request, sample.index, sample.token_ids
         if index >= request.width:
             raise ValueError(f"it tells of sample {index}, and the request has {request.width}")
@@ -164,7 +164,7 @@ class Mirror:
         if sample.logprobs is not None and len(sample.logprobs) > len(tokens):
             raise ValueError(f"it has log-probabilities of {len(sample.logprobs)} tokens, and {len(tokens)} tokens")
 
-    def _sequence(self, sample: Sample) -> Sequence | None:
+    def _sequence(self, sample: SampleUpdate) -> Sequence | None:
         """A live one, which has begun with this sample if need be; None if it has ended here."""
         request = self.state.request
         for sequence in request.sequences:
@@ -176,7 +176,7 @@ class Mirror:
         request.sequences.append(sequence)
         return sequence
 
-    def _take_in_facts(self, update: Update) -> None:
+    def _take_in_facts(self, update: RequestUpdate) -> None:
         facts, state, metrics = update.facts, self.state, self.state.metrics
         assert facts is not None
         if metrics.first_scheduled_time is None:
@@ -200,7 +200,7 @@ class Mirror:
         self.state.metrics.finished_time = time.monotonic()
 
     def agrees(self, told: dict[int, int]) -> bool:
-        """Whether all that an engine has told (`EngineHost`'s question TOLD) has come."""
+        """Whether all that an engine has told (`EngineServer`'s question DELIVERED) has come."""
         state, request = self.state, self.state.request
         if state.search is not None:
             return True  # of a search the last is told alone
@@ -215,18 +215,18 @@ class Mirror:
         """Samples that ended here, and go on in the engine."""
         return [s.index for s in self.state.request.done if s.index in told]
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Nobody looks at it any more."""
-        self.state.forget()
+        self.state.release()
 
     # -- beginning it, the first time or again -------------------------------------------------------------------------
 
-    def add(self) -> Add:
+    def add(self) -> AddRequest:
         """For an engine that does not know it. A beam search begins at its prompt."""
         request, start = self.state.request, len(self.state.request.prompt_token_ids)
         self._num_preemptions = self.state.metrics.num_preemptions
         begun = {s.index: pack(s.token_ids[start:]) for s in request.sequences if len(s.token_ids) > start}
-        return Add(
+        return AddRequest(
             request.request_id,
             pack(request.prompt_token_ids),
             params_to_wire(self._asked),

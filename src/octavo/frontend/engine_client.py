@@ -1,4 +1,4 @@
-"""`EngineClient`: an engine in a process of its own, for programs on an event loop (a `serve.backend.Backend`).
+"""`EngineClient`: an engine in a process of its own, for programs on an event loop (a `serve.backend.EngineInterface`).
 
 The text is made in this process, the tokens in the other one. When that one dies or hangs, it is started again and is
 given every request as far as it had come (`engine.mirror`): its readers notice a pause, and nothing else.
@@ -23,30 +23,30 @@ from octavo.checkpoint.resolve import open_checkpoint
 from octavo.config import EngineArgs
 from octavo.core.kv_cache_manager import KVStats
 from octavo.engine.engine import PIN_PARAMS, check_priority, check_prompt, draw_seed, pin_id
-from octavo.engine.failure_search import Halving
-from octavo.engine.outputs import RequestOutput, failure
+from octavo.engine.failure_bisection import FailureBisection
+from octavo.engine.outputs import RequestOutput, request_failed_error
 from octavo.engine.process.ipc import (
     BAD_MESSAGE,
-    TOLD,
-    Abort,
-    Answer,
-    Ask,
+    DELIVERED,
+    AbortRequest,
     BadMessage,
     Command,
     Ready,
-    Step,
-    Stop,
-    Update,
+    RequestUpdate,
+    RpcCall,
+    RpcReply,
+    StepReport,
+    StopSample,
     encoded,
 )
-from octavo.engine.process.supervisor import ENGINE, Limits, Supervisor, error_of
+from octavo.engine.process.supervisor import ENGINE_COMMAND, EngineTimeouts, Supervisor, rebuild_error
 from octavo.engine.process.thread import again
-from octavo.engine.stats import BackendStats, EngineStats, Health
+from octavo.engine.stats import EngineStats, Health, StatsSnapshot
 from octavo.errors import EngineError, EngineQueryError, OctavoError, ParameterError, RequestFailedError
-from octavo.frontend.client_request import Mirror, TokensLostError
-from octavo.frontend.input_processor import Messages, Prompt, Prompts
+from octavo.frontend.client_request import ClientRequest, TokensLostError
+from octavo.frontend.cooperative import YIELD_POINT, run_cooperatively
+from octavo.frontend.input_processor import InputProcessor, Messages, Prompt
 from octavo.frontend.interface import ClientStats
-from octavo.frontend.time_slices import BREATH, done
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind, SamplingParams
 from octavo.text import chat_template
@@ -74,7 +74,7 @@ class _Stream:
     ending       it is to be aborted, and only the engine knows with what answers (a beam search)
     """
 
-    def __init__(self, mirror: Mirror, *, only_final: bool) -> None:
+    def __init__(self, mirror: ClientRequest, *, only_final: bool) -> None:
         self.mirror = mirror
         self.only_final = only_final
         self.news = asyncio.Event()
@@ -99,13 +99,13 @@ class _Stream:
         if self.mirror.finished or not self.only_final:
             self.news.set()
 
-    def take_in(self, update: Update) -> list[int]:
+    def take_in(self, update: RequestUpdate) -> list[int]:
         """Returns the samples that end in a stop string now."""
         stopped = self.mirror.take_in(update)
         self.num_deaths = self.num_kills = self.num_losses = 0
         return stopped
 
-    def num_new(self, update: Update) -> int:
+    def num_new(self, update: RequestUpdate) -> int:
         """Tokens that an update, taken in, stands for: its own, and with the first of them what was computed of the
         prompt, though that may have taken several steps. So does vLLM count."""
         count = sum(len(sample.token_ids) for sample in update.samples)
@@ -121,12 +121,12 @@ class _Stream:
     async def read(self) -> RequestOutput:
         await self.news.wait()
         self.news.clear()
-        await done(BREATH for _ in self.mirror.state.prepare())
+        await run_cooperatively(YIELD_POINT for _ in self.mirror.state.prepare())
         if self.error is not None:
             raise again(self.error)
         output = self.mirror.output()
         if any(c.finish_reason == "error" for c in output.outputs):
-            raise failure(output)
+            raise request_failed_error(output)
         return output
 
 
@@ -143,13 +143,18 @@ class EngineClient:
     """
 
     def __init__(
-        self, model: str, *, command: Sequence[str] = ENGINE, limits: Limits | None = None, **options: Any
+        self,
+        model: str,
+        *,
+        command: Sequence[str] = ENGINE_COMMAND,
+        limits: EngineTimeouts | None = None,
+        **options: Any,
     ) -> None:
         args = EngineArgs(model=str(model), **options)
         checkpoint = open_checkpoint(args.model, revision=args.revision, weights=args.load_format != "dummy")
         template = None if args.chat_template is None else chat_template.load(args.chat_template)
         tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_checkpoint(checkpoint, chat_template=template)
-        self._prompts = Prompts(tokenizer)
+        self._prompts = InputProcessor(tokenizer)
         self._default_params = sampling_defaults(args.generation_config, checkpoint).params
         self._supervisor = Supervisor(
             asdict(args),
@@ -168,15 +173,15 @@ class EngineClient:
         self._num_early = 0  # requests that no stream is opened for before an engine is up
         self._ending: set[str] = set()  # whose streams are gone, while the engine may still tell of them
         self._pins: dict[str, _Pin] = {}  # by request id; the next engine computes them again, as requests
-        self._asked: dict[int, asyncio.Future[Answer]] = {}
+        self._asked: dict[int, asyncio.Future[RpcReply]] = {}
         self._outbox: list[msgspec.Raw] = []
-        self._suspects: Halving[_Stream] = Halving()  # that several engines died over
+        self._suspects: FailureBisection[_Stream] = FailureBisection()  # that several engines died over
         self._audit: _Audit | None = None
         self._will_audit = False
         self._up = asyncio.Event()  # an engine runs, or none ever will again
         self._error: OctavoError | None = None
         self._info: Ready | None = None
-        self._stats = BackendStats(EngineStats(), None)
+        self._stats = StatsSnapshot(EngineStats(), None)
         self._past = EngineStats()  # of engines that have died
         self.on_step: Callable[[int], object] = lambda count: None
 
@@ -201,9 +206,9 @@ class EngineClient:
         tenant: int = 0,
         rank: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `AsyncEngine.generate`. While the engine is being started (again), requests wait."""
-        params = self._prompts.ready(self._default_params if sampling_params is None else sampling_params)
-        text, token_ids = await self._prompts.encode_aside(prompt)
+        """As `AsyncLLM.generate`. While the engine is being started (again), requests wait."""
+        params = self._prompts.prepare_params(self._default_params if sampling_params is None else sampling_params)
+        text, token_ids = await self._prompts.encode_async(prompt)
         self._num_early += 1
         try:
             info = await self._when_up()
@@ -214,7 +219,7 @@ class EngineClient:
         name = f"octavo-{next(self._names)}" if request_id is None else request_id
         if name in self._streams:
             raise ParameterError(f"a request {name!r} is running already; ids must differ", param="request_id")
-        mirror = Mirror(
+        mirror = ClientRequest(
             name,
             token_ids,
             params,
@@ -249,7 +254,7 @@ class EngineClient:
         salt: bytes = b"",
         **template: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `AsyncEngine.chat`."""
+        """As `AsyncLLM.chat`."""
         prompt = await asyncio.to_thread(self._prompts.chat, messages, **template)
         run = self.generate(prompt, sampling_params, request_id, priority=priority, salt=salt)
         async with contextlib.aclosing(run):
@@ -262,14 +267,14 @@ class EngineClient:
         if stream is None:
             return False
         if stream.sent:
-            self._send(Abort(request_id))
+            self._send(AbortRequest(request_id))
         if stream.sent and stream.mirror.state.search is not None:
             stream.ending = True
         else:
             self._end(stream, "abort")
         return True
 
-    def _open(self, mirror: Mirror, *, only_final: bool) -> _Stream:
+    def _open(self, mirror: ClientRequest, *, only_final: bool) -> _Stream:
         stream = self._streams[mirror.request_id] = _Stream(mirror, only_final=only_final)
         if not self._suspects:
             self._give(stream)
@@ -280,10 +285,10 @@ class EngineClient:
         if self._streams.get(stream.mirror.request_id) is stream:
             del self._streams[stream.mirror.request_id]
             if stream.sent:
-                self._send(Abort(stream.mirror.request_id))
+                self._send(AbortRequest(stream.mirror.request_id))
                 self._ending.add(stream.mirror.request_id)
             self._settle(stream)
-        stream.mirror.forget()
+        stream.mirror.release()
 
     def _end(self, stream: _Stream, reason: str, error: str = "") -> None:
         """With what there is, and without the engine."""
@@ -299,7 +304,7 @@ class EngineClient:
         name = stream.mirror.request_id
         del self._streams[name]
         if stream.sent:
-            self._send(Abort(name))
+            self._send(AbortRequest(name))
             self._ending.add(name)
         stream.fail(error)
         self._settle(stream)
@@ -327,7 +332,7 @@ class EngineClient:
 
     def _give_back(self, request_id: str) -> None:
         """The blocks of a pin that came to nothing: the engine may have computed it already."""
-        self._send(Ask(next(self._questions), "unpin", request_id.removeprefix(pin_id(""))))
+        self._send(RpcCall(next(self._questions), "unpin", request_id.removeprefix(pin_id(""))))
 
     async def unpin_prefix(self, name: str) -> int:
         """Give back what was pinned under that name; how many blocks that are. Who runs with them goes on."""
@@ -369,7 +374,7 @@ class EngineClient:
     def health(self) -> Health:
         return self._supervisor.health()
 
-    async def stats(self) -> BackendStats:
+    async def stats(self) -> StatsSnapshot:
         """At most a moment old; at once, also while the engine is busy or away."""
         num_held = self._num_early + sum(not stream.sent for stream in self._streams.values())
         engine, stats = self._past.plus(self._stats.engine), self._stats
@@ -392,7 +397,7 @@ class EngineClient:
         answer: dict[str, Any] = await self._ask("debug_kv")
         return answer
 
-    async def look(self, question: str, argument: str) -> Any:
+    async def view_rpc(self, question: str, argument: str) -> Any:
         return await self._ask(question, argument)
 
     async def _ask(self, question: str, argument: str = "") -> Any:
@@ -401,7 +406,7 @@ class EngineClient:
             number = next(self._questions)
             future = self._asked[number] = asyncio.get_running_loop().create_future()
             try:
-                self._send(Ask(number, question, argument))
+                self._send(RpcCall(number, question, argument))
                 answer = await future
             except _Gone:
                 continue  # the next engine may know
@@ -441,7 +446,7 @@ class EngineClient:
         self._streams = pins | self._streams  # first of all, so that no request stands in their way
         self._feed()
 
-    def _on_step(self, step: Step) -> None:
+    def _on_step(self, step: StepReport) -> None:
         if step.stats is not None:
             if step.stats.engine.num_bad_messages > self._stats.engine.num_bad_messages:
                 self._look_for_losses()
@@ -450,7 +455,7 @@ class EngineClient:
             if refusal.request_id in self._ending:
                 self._ended(refusal.request_id)
             elif (stream := self._streams.pop(refusal.request_id, None)) is not None:
-                stream.fail(error_of(refusal.error, refusal.message, refusal.param, refusal.code))
+                stream.fail(rebuild_error(refusal.error, refusal.message, refusal.param, refusal.code))
                 self._settle(stream)
         num_new = 0
         for update in step.updates:
@@ -469,7 +474,7 @@ class EngineClient:
                 self._on_bad(BadMessage("an update", str(error), update.request_id))
                 continue
             for index in stopped:
-                self._send(Stop(update.request_id, index))
+                self._send(StopSample(update.request_id, index))
             num_new += stream.num_new(update)
             if stream.mirror.finished:
                 del self._streams[update.request_id]
@@ -516,9 +521,9 @@ class EngineClient:
         if self._supervisor.is_up:
             sent = [stream for stream in self._streams.values() if stream.sent]
             self._audit = _Audit(next(self._questions), sent, set(self._ending))
-            self._send(Ask(self._audit.number, TOLD))
+            self._send(RpcCall(self._audit.number, DELIVERED))
 
-    def _repair(self, audit: _Audit, answer: Answer) -> None:
+    def _repair(self, audit: _Audit, answer: RpcReply) -> None:
         """Begin those again, from what has come of them, of which messages were lost; and say again what the engine
         has not heard."""
         self._audit = None
@@ -529,7 +534,7 @@ class EngineClient:
                 continue
             if name in told and ((counts := told[name]) is None or mirror.agrees(counts)):
                 for index in () if counts is None else mirror.stopped_of(counts):
-                    self._send(Stop(name, index))
+                    self._send(StopSample(name, index))
                 continue
             stream.num_losses += 1
             if stream.num_losses > MAX_LOSSES:
@@ -539,13 +544,13 @@ class EngineClient:
             logger.warning("messages about request %s were lost; it is begun again where it was", name)
             stream.sent = False
             if name in told:
-                self._send(Abort(name))
+                self._send(AbortRequest(name))
                 self._ending.add(name)
             else:
                 self._give(stream)
         for name in audit.ending & self._ending:
             if name in told:
-                self._send(Abort(name))
+                self._send(AbortRequest(name))
             else:
                 self._ended(name)
         for number, future in list(self._asked.items()):
@@ -556,7 +561,7 @@ class EngineClient:
         self._up.clear()
         self._outbox.clear()
         self._past = self._past.plus(self._stats.engine)
-        self._stats = BackendStats(EngineStats(), self._stats.kv, waits=self._stats.waits)
+        self._stats = StatsSnapshot(EngineStats(), self._stats.kv, waits=self._stats.waits)
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(_Gone())
@@ -638,8 +643,8 @@ class _Pin(NamedTuple):
     token_ids: Sequence[int]
     salt: bytes
 
-    def mirror(self, request_id: str) -> Mirror:
-        return Mirror(request_id, self.token_ids, PIN_PARAMS, seed=0, salt=self.salt, pin=True)
+    def mirror(self, request_id: str) -> ClientRequest:
+        return ClientRequest(request_id, self.token_ids, PIN_PARAMS, seed=0, salt=self.salt, pin=True)
 
 
 class _Audit(NamedTuple):

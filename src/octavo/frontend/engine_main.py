@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from octavo import log_setup as logs
-from octavo.engine.process.ipc import Channel, Failed, Hello, Launch, Lifeline
-from octavo.engine.process.server import EngineHost, Pulse, Text
-from octavo.view.live import publisher as tap
+from octavo.engine.process.ipc import Channel, EngineFailed, Hello, Launch, Lifeline
+from octavo.engine.process.server import EngineServer, HeartbeatSender, Text
+from octavo.view.live import publisher
 
 if TYPE_CHECKING:
     from octavo.engine.engine import Engine
@@ -34,14 +34,14 @@ def build(options: dict[str, Any], enter: Callable[[str], None]) -> tuple[Engine
     enter("importing torch")
     from octavo.config import EngineArgs
     from octavo.frontend.build import build
-    from octavo.frontend.input_processor import Prompts
+    from octavo.frontend.input_processor import InputProcessor
 
     enter("loading the model")
     built = build(EngineArgs(**options))
     config = built.config
     names = ("device", "dtype", "max_model_len", "num_blocks", "num_host_blocks", "kv_bytes", "weight_bytes")
     summary = {name: getattr(config, name) for name in names} | {"block_size": config.args.block_size}
-    return built.engine, Prompts(built.tokenizer, built.engine.vocab_size), summary
+    return built.engine, InputProcessor(built.tokenizer, built.engine.vocab_size), summary
 
 
 def main(fd: int, build: Build = build) -> int:
@@ -61,16 +61,16 @@ def main(fd: int, build: Build = build) -> int:
         shutil.rmtree(directory, ignore_errors=True)  # if the parent has not come to it
         os._exit(1)  # whatever the other threads do: nobody waits for it any more
 
-    pulse = Pulse(lifeline, orphaned)
+    pulse = HeartbeatSender(lifeline, orphaned)
     channel = Channel(connect=launch.endpoint)
     channel.send(Hello())
     try:
         _die_with_parent()  # not before there is nothing left to tidy up
         engine, text, summary = build(launch.options, pulse.enter)
-        EngineHost(engine, channel, pulse, text, summary, tap.questions()).serve()
+        EngineServer(engine, channel, pulse, text, summary, publisher.view_queries()).serve()
     except Exception as error:
         logging.getLogger("octavo").debug("the engine process ends", exc_info=True)
-        channel.send(Failed(type(error).__name__, str(error) or type(error).__name__))
+        channel.send(EngineFailed(type(error).__name__, str(error) or type(error).__name__))
         channel.close(linger_s=1.0)
         return 1
     channel.close(linger_s=1.0)

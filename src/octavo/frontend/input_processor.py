@@ -51,8 +51,8 @@ def check_template_names(names: Iterable[object]) -> None:
             )
 
 
-class Prompts:
-    """What `LLM` and `AsyncEngine` do with text. `tokenizer` is None for an engine that takes and gives ids alone.
+class InputProcessor:
+    """What `LLM` and `AsyncLLM` do with text. `tokenizer` is None for an engine that takes and gives ids alone.
 
     vocab_size      tokens that the model has logits for, where that is not the tokenizer's number of ids
     max_model_len   what no text can fit is refused before it is tokenised; None: that is left to the engine
@@ -106,7 +106,7 @@ class Prompts:
             prefix = self.chat(cast("Messages", prefix), add_generation_prompt=False)
         return self.encode(cast("Prompt", prefix))[1]
 
-    async def encode_aside(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+    async def encode_async(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         """As `encode`, without holding up the event loop for long."""
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         if isinstance(text, str) and len(text) > LONG_TEXT_CHARS:
@@ -156,10 +156,10 @@ class Prompts:
         return {"prompt": text, "prompt_token_ids": token_ids}
 
     @overload
-    def ready(self, params: SamplingParams) -> SamplingParams: ...
+    def prepare_params(self, params: SamplingParams) -> SamplingParams: ...
     @overload
-    def ready(self, params: BeamSearchParams) -> BeamSearchParams: ...
-    def ready(self, params: SamplingParams | BeamSearchParams) -> SamplingParams | BeamSearchParams:
+    def prepare_params(self, params: BeamSearchParams) -> BeamSearchParams: ...
+    def prepare_params(self, params: SamplingParams | BeamSearchParams) -> SamplingParams | BeamSearchParams:
         """The parameters, with what they say in words said in tokens too.
 
         A bad word is forbidden as it is spelled at the beginning of a text and as it is spelled after a space: most
@@ -173,32 +173,32 @@ class Prompts:
             _ = self.tokenizer  # there must be one
         if not params.bad_words:
             return params
-        words = [*(params.bad_words_token_ids or ()), *map(tuple, self.word_ids(params.bad_words))]
+        words = [*(params.bad_words_token_ids or ()), *map(tuple, self.encode_bad_words(params.bad_words))]
         return replace(params, bad_words_token_ids=tuple(dict.fromkeys(words)))
 
-    def word_ids(self, words: Sequence[str]) -> list[list[int]]:
+    def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """What `ready` puts in the place of bad words: each as it is spelled in two places."""
         texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
         return [ids for text in texts if (ids := self.tokenizer.encode(text, add_special_tokens=False))]
 
-    def grammar(self, params: SamplingParams | BeamSearchParams) -> Grammar | None:
+    def compile_grammar(self, params: SamplingParams | BeamSearchParams) -> Grammar | None:
         """What the engine is to be given with parameters that have `structured_outputs`; None with others.
 
         Raises `ParameterError` with the code invalid_json_schema or invalid_grammar for what cannot be compiled, or
         not within two seconds.
         """
-        future = self.compiling(params)
+        future = self.submit_grammar(params)
         return None if future is None else future.result()
 
-    async def grammar_aside(self, params: SamplingParams | BeamSearchParams) -> Grammar | None:
+    async def compile_grammar_async(self, params: SamplingParams | BeamSearchParams) -> Grammar | None:
         """As `grammar`, without holding up the event loop."""
-        future = self.compiling(params)
+        future = self.submit_grammar(params)
         if future is None:
             return None
         compiling = asyncio.wrap_future(future)
         return await asyncio.shield(compiling)  # whoever leaves early leaves it to the others who want it
 
-    def compiling(self, params: SamplingParams | BeamSearchParams) -> Future[Grammar] | None:
+    def submit_grammar(self, params: SamplingParams | BeamSearchParams) -> Future[Grammar] | None:
         """As `grammar`, for who looks in again when it is done."""
         wanted = params.structured_outputs
         if wanted is None:
@@ -285,7 +285,7 @@ def _parts_of(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, bool]:
     raise PromptError(f"a prompt is text, a list of token ids or a dict, not {type(prompt).__name__}", param="prompt")
 
 
-def list_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several: a list of integers is one."""
     if isinstance(prompts, str | Mapping):
         return [prompts]

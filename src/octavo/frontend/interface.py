@@ -1,6 +1,6 @@
-"""What the HTTP side asks of an engine, wherever that engine runs: `Backend`.
+"""What the HTTP side asks of an engine, wherever that engine runs: `EngineInterface`.
 
-`octavo.frontend.async_llm.AsyncEngine` is one, with the engine on a thread of this process;
+`octavo.frontend.async_llm.AsyncLLM` is one, with the engine on a thread of this process;
 `octavo.frontend.engine_client.EngineClient` is another: it runs the engine in a watched process, restarts it
 and sends its requests again.
 """
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from octavo.core.kv_cache_manager import KVStats
 from octavo.engine.outputs import RequestOutput
-from octavo.engine.stats import BackendStats, Health
+from octavo.engine.stats import Health, StatsSnapshot
 from octavo.frontend.input_processor import Messages, Prompt
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
@@ -21,13 +21,13 @@ from octavo.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class ClientStats(BackendStats):
+class ClientStats(StatsSnapshot):
     """num_deferred   of those that wait, how many do so because no engine can take them now, be there room or not"""
 
     num_deferred: int = 0
 
 
-class Backend(Protocol):
+class EngineInterface(Protocol):
     def generate(
         self,
         prompt: Prompt,
@@ -89,7 +89,7 @@ class Backend(Protocol):
 
     # -- looking: these ask the engine, between two steps --------------------------------------------------------------
 
-    async def stats(self) -> BackendStats:
+    async def stats(self) -> StatsSnapshot:
         """Counters and gauges for /metrics and /load; at most a moment old."""
 
     async def kv_stats(self) -> KVStats: ...
@@ -104,8 +104,8 @@ class Backend(Protocol):
     async def debug_kv(self) -> dict[str, Any]:
         """The pool: `kv_stats`, and who holds how much, as plain data."""
 
-    async def look(self, question: str, argument: str) -> Any:
-        """One of `view.tap.questions`."""
+    async def view_rpc(self, question: str, argument: str) -> Any:
+        """One of `view.publisher.view_queries`."""
 
     def shutdown(self) -> None:
         """Abort what runs and give everything back. Iterators get an `EngineError`. A second call does nothing."""

@@ -14,13 +14,13 @@ from typing import Any, cast
 
 from octavo.config import EngineArgs
 from octavo.core.kv_cache_manager import KVStats
-from octavo.engine.outputs import RequestOutput, failure
+from octavo.engine.outputs import RequestOutput, request_failed_error
 from octavo.engine.process.thread import joined
-from octavo.engine.sigint import BetweenSteps
+from octavo.engine.sigint import DeferredSigint
 from octavo.engine.stats import EngineStats
 from octavo.errors import EngineError, ParameterError
 from octavo.frontend.build import build
-from octavo.frontend.input_processor import Messages, Prompt, Prompts, list_of
+from octavo.frontend.input_processor import InputProcessor, Messages, Prompt, prompt_list
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
 from octavo.text.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ class LLM:
         self.config = built.config
         self.spec = built.spec
         self.sampling_defaults = built.sampling_defaults
-        self._prompts = Prompts(built.tokenizer, built.engine.vocab_size, built.engine.max_model_len)
+        self._prompts = InputProcessor(built.tokenizer, built.engine.vocab_size, built.engine.max_model_len)
         self._ids = itertools.count()
         self._mail: dict[str, RequestOutput] = {}  # the newest output of requests, for those who run them
         self._lock = threading.RLock()  # over the engine and all of these
@@ -160,19 +160,19 @@ class LLM:
         stream: bool,
     ) -> list[str]:
         """Queue requests, all or none; returns their ids."""
-        encoded = [self._prompts.encode(p) for p in list_of(prompts)]
+        encoded = [self._prompts.encode(p) for p in prompt_list(prompts)]
         params = self._params_of(sampling_params, len(encoded))
-        grammars = [self._prompts.grammar(p) for p in params]
+        grammars = [self._prompts.compile_grammar(p) for p in params]
         if priority is not None and not (isinstance(priority, Sequence) and all(isinstance(p, int) for p in priority)):
             raise ParameterError(f"priority is a list of integers, not {priority!r}", param="priority")
         if priority is not None and len(priority) != len(encoded):
             raise ParameterError(f"{len(priority)} priorities for {len(encoded)} prompts; give one for each")
         names: list[str] = []
-        with self._alone(), self.engine.garbage:  # the device waits for this, too
+        with self._alone(), self.engine.gc_pause:  # the device waits for this, too
             try:
                 for i, ((text, token_ids), p) in enumerate(zip(encoded, params, strict=True)):
                     name = str(next(self._ids))
-                    self.engine.add(
+                    self.engine.add_request(
                         name,
                         token_ids,
                         p,
@@ -194,14 +194,14 @@ class LLM:
     ) -> Sequence[SamplingParams]:
         """One for each of so many prompts, from what a caller gave."""
         if isinstance(params, BeamSearchParams):
-            return [cast("SamplingParams", self._prompts.ready(params))] * num
+            return [cast("SamplingParams", self._prompts.prepare_params(params))] * num
         if params is None or isinstance(params, SamplingParams):
-            return [self._prompts.ready(params or self.engine.default_params)] * num
+            return [self._prompts.prepare_params(params or self.engine.default_params)] * num
         if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
             raise ParameterError(f"sampling_params are SamplingParams, one or a list of them, not {params!r}")
         if len(params) != num:
             raise ParameterError(f"{len(params)} sampling_params for {num} prompts; give one for all or one for each")
-        return [self._prompts.ready(p) for p in params]
+        return [self._prompts.prepare_params(p) for p in params]
 
     def _run(self, names: list[str]) -> Generator[RequestOutput, None, None]:
         """Step the engine until these requests have finished. Whoever leaves early takes his requests along, also
@@ -216,7 +216,7 @@ class LLM:
             self._num_runs += 1
         try:
             yield None
-            with self.engine.garbage:
+            with self.engine.gc_pause:
                 while mine:
                     for output in self._step(mine):
                         if output.finished:
@@ -231,7 +231,7 @@ class LLM:
         """One step for all, unless another thread's has given these requests something already: their outputs."""
         if self._num_runs > 1:
             time.sleep(TURN_S)
-        with BetweenSteps(), self._alone():
+        with DeferredSigint(), self._alone():
             if self._mail.keys().isdisjoint(mine):
                 self._in_step = True
                 try:
@@ -304,7 +304,7 @@ class LLM:
             request_id = self.engine.pin(name, token_ids)
         (output,) = self._run([request_id])
         if output.outputs[0].finish_reason == "error":
-            raise failure(output)
+            raise request_failed_error(output)
         return name
 
     def unpin_prefix(self, name: str) -> int:

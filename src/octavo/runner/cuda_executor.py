@@ -6,7 +6,7 @@ import ctypes
 import time
 
 from octavo.core.plan import StepPlan, StepResult
-from octavo.engine.executor import Masks
+from octavo.engine.executor import GrammarBitmask
 from octavo.errors import StepError
 from octavo.runner.checksums import NO_SWAP_IN_CHECK
 from octavo.runner.cuda_model_runner import CudaModelRunner, Finish
@@ -37,9 +37,9 @@ class CudaStepHandle:
         except Exception as error:
             self._error = error
         if not plan.masked:
-            self.put(None)
+            self.put_bitmask(None)
 
-    def put(self, masks: Masks | None) -> None:
+    def put_bitmask(self, masks: GrammarBitmask | None) -> None:
         self._num_waits -= 1
         if self._error is None:
             try:
@@ -118,7 +118,7 @@ class CudaExecutor:
             self._failed = True
             raise
 
-    def finish(self, finish: Finish, masks: Masks | None) -> StepOutput:
+    def finish(self, finish: Finish, masks: GrammarBitmask | None) -> StepOutput:
         try:
             return finish(masks)
         except Exception:

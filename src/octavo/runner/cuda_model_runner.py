@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.plan import RowSetup, StepPlan, StepResult, TableWrite
-from octavo.engine.executor import Masks
+from octavo.engine.executor import GrammarBitmask
 from octavo.integers import cdiv
 from octavo.kernels.metadata import SamplingTensors
 from octavo.kernels.row_state import (
@@ -54,7 +54,7 @@ from octavo.runner.sampling.host_sampling import HostSamplingRunner, Logits
 from octavo.runner.sampling.logits_state import DeviceLogitsProcessors
 from octavo.runner.shared_prefixes import SharedPrefixes
 
-Finish = Callable[[Masks | None], StepOutput]
+Finish = Callable[[GrammarBitmask | None], StepOutput]
 MOST_CANDIDATES = 64
 """Of a beam, that a graph finds."""
 NO_WORDS = np.empty(0, dtype=np.int64)
@@ -226,7 +226,7 @@ class CudaModelRunner:
         draw = self._launch_logits(size, words, len(again), kind)
 
         @torch.inference_mode()
-        def finish(masks: Masks | None) -> StepOutput:
+        def finish(masks: GrammarBitmask | None) -> StepOutput:
             nonlocal draw, slices
             self.masks.fill(masks, slices)
             goes_on = len(landing.events) + 1 < num_masked
@@ -300,7 +300,7 @@ class CudaModelRunner:
         host_sampling, columns, num_columns = self.host_sampling, list[StepResult](), max(plan.samples, default=0)
         if host_sampling.tells_prompts(plan):
 
-            def work(masks: Masks | None) -> None:
+            def work(masks: GrammarBitmask | None) -> None:
                 columns.append(host_sampling.column(plan, len(columns), masks))
                 self.rules.note(*host_sampling.went_on(plan, columns))
 
@@ -314,7 +314,7 @@ class CudaModelRunner:
             else:
                 made, slices = self._decode_logits(len(again)), list(again)
 
-            def work(masks: Masks | None) -> None:
+            def work(masks: GrammarBitmask | None) -> None:
                 nonlocal made, slices
                 drawn = host_sampling.sample(plan, made, host_sampling.draws(plan, slices, len(columns)), masks)
                 self.rules.note(drawn.rows, drawn.positions, drawn.tokens)
@@ -326,7 +326,7 @@ class CudaModelRunner:
                     made, slices = self._decode_logits(len(again)), list(again)
 
         @torch.inference_mode()
-        def finish(masks: Masks | None) -> StepOutput:
+        def finish(masks: GrammarBitmask | None) -> StepOutput:
             work(masks)
             while plan.num_masked <= len(columns) < num_columns:
                 work(None)

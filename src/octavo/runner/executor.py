@@ -10,7 +10,7 @@ from collections import deque
 import torch
 
 from octavo.core.plan import StepPlan, StepResult
-from octavo.engine.executor import Masks
+from octavo.engine.executor import GrammarBitmask
 from octavo.errors import DeviceLostError, StepError, StepMemoryError
 from octavo.runner.model_runner import ModelRunner
 
@@ -32,7 +32,7 @@ class LocalStepHandle:
         self._columns: deque[StepResult] = deque()
         self._error: BaseException | None = None
         self._done = False
-        self._masks: list[Masks | None] = []  # column by column
+        self._masks: list[GrammarBitmask | None] = []  # column by column
 
     @property
     def done(self) -> bool:
@@ -54,12 +54,12 @@ class LocalStepHandle:
         self._executor.recover()
         raise step_error(self._error) from self._error
 
-    def put(self, masks: Masks | None) -> None:
+    def put_bitmask(self, masks: GrammarBitmask | None) -> None:
         with self._landed:
             self._masks.append(masks)
             self._landed.notify_all()
 
-    def wait_for_masks(self, column: int) -> Masks | None:
+    def wait_for_masks(self, column: int) -> GrammarBitmask | None:
         """On the executor's thread."""
         with self._landed:
             while len(self._masks) <= column:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.plan import RowSetup, StepPlan, StepResult
-from octavo.engine.executor import Masks
+from octavo.engine.executor import GrammarBitmask
 from octavo.integers import cdiv
 from octavo.kernels.metadata import SamplingTensors
 from octavo.runner.checksums import NO_SWAP_IN_CHECK, Checksums, SwapInCheck
@@ -23,7 +23,7 @@ from octavo.runner.streams import CompletedEvent
 
 Land = Callable[[StepResult], None]
 """Takes one column of tokens: at most one more for each slice."""
-WaitForMasks = Callable[[int], Masks | None]
+WaitForMasks = Callable[[int], GrammarBitmask | None]
 """Gives what a plan's masked slices wait for in a column; asked only once there are logits to mask."""
 
 
@@ -204,7 +204,7 @@ class ModelRunner:
         self,
         logits: Tensor,
         draws: list[SampleSpec],
-        masks: Masks | None,
+        masks: GrammarBitmask | None,
         tokens: list[list[Any]],
         result: StepResult,
         sampling: SamplingTensors | None = None,

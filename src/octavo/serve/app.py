@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 import octavo
 from octavo.errors import UsageError
-from octavo.frontend.time_slices import done, sliced
+from octavo.frontend.cooperative import iter_cooperatively, run_cooperatively
 from octavo.serve.debug_rate_limit import CoalescedQuery, TenantRateLimiter
 from octavo.serve.http.allowed_hosts import AllowedHosts
 from octavo.serve.http.endpoint import (
@@ -116,7 +116,7 @@ class App:
         text_of: Callable[[list[int]], str] | None = None
         if service.settings.view_text:
             text_of = functools.partial(service.tokenizer.decode, skip_special_tokens=False)
-        hub = Hub(service.backend.look)
+        hub = Hub(service.backend.view_rpc)
         return View(service.names[0], hub=hub, text_of=text_of, turns=self._turns, playground=False)
 
     def _add(self, app: FastAPI, method: str, path: str, handler: Handler, *, streams: bool = False) -> None:
@@ -156,7 +156,7 @@ class App:
         return await self._generate(context, request, name, prompts, self.service.completion_response(request, name))
 
     async def chat_completions(self, context: RequestContext) -> HttpResponse | EventStream:
-        await done(protocol.decode_tool_arguments(context.body))
+        await run_cooperatively(protocol.decode_tool_arguments(context.body))
         request = self.service.request_parser.parse_chat(context.body)
         name = f"chatcmpl-{context.request_id}"
         prompt = await self.service.encode_chat(request.messages, request.template, request.truncate)
@@ -181,7 +181,7 @@ class App:
             async for chunk in events:
                 for choice in chunk["choices"]:
                     answer.fold(choice)
-        (whole,) = await done(answer.whole())
+        (whole,) = await run_cooperatively(answer.whole())
         return json_response(whole)
 
     async def _chunks(
@@ -195,14 +195,14 @@ class App:
         run = self.service.run(request, prompts, name, context.salt, context.trace, context.tenant.number)
         async with contextlib.aclosing(run) as outputs:
             async for i, output in outputs:
-                async for choice in sliced(answer.take(i, output)):
+                async for choice in iter_cooperatively(answer.take(i, output)):
                     yield answer.chunk([choice])
         if request.include_usage:
             yield answer.usage_chunk()
 
     async def responses(self, context: RequestContext) -> HttpResponse | EventStream:
         service, name = self.service, f"resp_{context.request_id}"
-        await done(protocol.decode_tool_arguments(context.body))
+        await run_cooperatively(protocol.decode_tool_arguments(context.body))
         chat = to_chat(context.body, warn=service.request_parser.warn_unknown)
         try:
             request = service.request_parser.parse_chat(chat)
@@ -233,7 +233,7 @@ class App:
                         has_begun = True
                         for event in making.begin():
                             yield event
-                    async for choice in sliced(answer.take(i, output)):
+                    async for choice in iter_cooperatively(answer.take(i, output)):
                         reason = choice["finish_reason"] or reason
                         for event in making.take(choice["delta"]):
                             yield event
@@ -249,7 +249,7 @@ class App:
         given = parameters.read(context.body, parameters.TOKENIZE, warn=service.request_parser.warn_unknown)
         service.request_parser.resolve_model(context.body)
         if "messages" in given:
-            await done(protocol.decode_tool_arguments(given))
+            await run_cooperatively(protocol.decode_tool_arguments(given))
             messages = protocol.parse_messages(given["messages"])
             template = service.request_parser.chat_template_options(given)
             if given.get("tools"):

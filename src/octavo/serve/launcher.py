@@ -168,7 +168,7 @@ def _dump_on_signal(backend: EngineClient) -> None:
 
     async def dump() -> None:
         try:
-            told = await backend.look("dump_flight", "asked")
+            told = await backend.view_rpc("dump_recording", "asked")
         except OctavoError as error:
             told = {"error": str(error)}
         if "path" in told:

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from octavo.engine.outputs import RequestOutput
-from octavo.engine.stats import BackendStats, Health
+from octavo.engine.stats import Health, StatsSnapshot
 from octavo.frontend.interface import ClientStats
 from octavo.integers import cdiv
 from octavo.params.beam_search_params import BeamSearchParams
@@ -125,7 +125,7 @@ class Metrics:
         info = Gauge("vllm:cache_config_info", "The KV cache.", ("engine", *texts), registry=self.registry)
         info.labels(engine="0", **texts).set(1)
 
-    def text(self, stats: BackendStats, health: Health) -> bytes:
+    def text(self, stats: StatsSnapshot, health: Health) -> bytes:
         self._engine.stats, self._engine.health = stats, health
         return generate_latest(self.registry)
 
@@ -252,7 +252,7 @@ class _EngineCollector:
     """The engine's own counts, as of the last look."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
-        self.stats: BackendStats | None = None
+        self.stats: StatsSnapshot | None = None
         self.health = Health("starting", 0.0)
         self._labels = labels
 
@@ -325,7 +325,7 @@ class StatsLogger:
         self._num_preemptions = 0
         self._was_idle = True
 
-    def tell(self, stats: BackendStats) -> str | None:
+    def tell(self, stats: StatsSnapshot) -> str | None:
         """The line; None while nothing happens."""
         metrics, (prompt, generated, then) = self._metrics, self._before
         now = time.monotonic()

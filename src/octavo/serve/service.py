@@ -14,8 +14,8 @@ from typing import Any
 
 from octavo.engine.outputs import RequestOutput
 from octavo.errors import RequestFailedError, TemplateError, UsageError
-from octavo.frontend.input_processor import Prompts
-from octavo.frontend.interface import Backend
+from octavo.frontend.input_processor import InputProcessor
+from octavo.frontend.interface import EngineInterface
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
 from octavo.serve.admission import Admission
@@ -65,7 +65,7 @@ class Service:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: EngineInterface,
         settings: ServeArgs,
         model: str,
         limits: EngineLimits,
@@ -77,7 +77,7 @@ class Service:
         self.limits = limits
         self.names = tuple(settings.served_model_name) or (model,)
         self.tokenizer: Tokenizer = backend.get_tokenizer()
-        self.prompts = Prompts(self.tokenizer, max_model_len=backend.max_model_len)
+        self.prompts = InputProcessor(self.tokenizer, max_model_len=backend.max_model_len)
         self.texts = TextWorkerPool(self.tokenizer)
         self.metrics = Metrics(self.names[0], backend.max_model_len)
         self.admission = Admission(

@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 
 from octavo.errors import UsageError
-from octavo.frontend.input_processor import Prompts
+from octavo.frontend.input_processor import InputProcessor
 from octavo.serve.openai.errors import ApiError, bad_request
 from octavo.text.tokenizer import Tokenizer
 
@@ -93,7 +93,7 @@ class TextWorkerPool:
         return found
 
     async def word_ids(self, words: Sequence[str]) -> list[list[int]]:
-        """As `Prompts.word_ids`."""
+        """As `InputProcessor.encode_bad_words`."""
         found: list[list[int]] = await self._ask("word_ids", list(words), size=2 * sum(map(len, words)))
         return found
 
@@ -216,11 +216,11 @@ class _Worker:
 
 
 def _error(kind: str, message: str, param: str | None, code: str) -> Exception:
-    from octavo.engine.process.supervisor import error_of
+    from octavo.engine.process.supervisor import rebuild_error
 
     if kind == "bug":
         return RuntimeError(message)
-    return error_of(kind, message, param, code)
+    return rebuild_error(kind, message, param, code)
 
 
 def _pack(ids: Sequence[int]) -> bytes:
@@ -239,7 +239,7 @@ def _unpack(packed: bytes) -> list[int]:
 def answer_to(tokenizer: Tokenizer, what: str, given: list[Any]) -> Any:
     if what == "chat":
         messages, template = given
-        prompt = Prompts(tokenizer).chat(messages, **template)
+        prompt = InputProcessor(tokenizer).chat(messages, **template)
         return prompt["prompt"], _pack(prompt["prompt_token_ids"])
     if what == "encode":
         texts, add_special_tokens = given
@@ -250,7 +250,7 @@ def answer_to(tokenizer: Tokenizer, what: str, given: list[Any]) -> Any:
     if what == "pieces":
         return [tokenizer.decode([token], False) for token in _unpack(*given)]
     if what == "word_ids":
-        return Prompts(tokenizer).word_ids(*given)
+        return InputProcessor(tokenizer).encode_bad_words(*given)
     raise ValueError(what)
 
 

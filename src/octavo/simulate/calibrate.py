@@ -18,7 +18,7 @@ import numpy as np
 
 from octavo.core.plan import StepPlan, StepResult
 from octavo.engine.engine import Engine
-from octavo.engine.executor import Executor, Masks, Running
+from octavo.engine.executor import Executor, GrammarBitmask, StepHandle
 from octavo.errors import UsageError
 from octavo.params.sampling_params import SamplingParams
 from octavo.simulate.cost import LinearCost, StepWork, step_work
@@ -149,7 +149,7 @@ class TimedExecutor:
 class TimedRunning:
     """A step under way, as its executor's, with the time. `is_behind` another that was in flight before it."""
 
-    def __init__(self, executor: TimedExecutor, inner: Running, work: StepWork, begin_s: float) -> None:
+    def __init__(self, executor: TimedExecutor, inner: StepHandle, work: StepWork, begin_s: float) -> None:
         self.work, self.begin_s, self.host_s, self.is_behind = work, begin_s, 0.0, False
         self._executor, self._inner = executor, inner
 
@@ -160,8 +160,8 @@ class TimedRunning:
     def poll(self, timeout_s: float = 0.0) -> StepResult | None:
         return self._inner.poll(timeout_s)
 
-    def put(self, masks: Masks | None) -> None:
-        self._inner.put(masks)
+    def put_bitmask(self, masks: GrammarBitmask | None) -> None:
+        self._inner.put_bitmask(masks)
 
     def result(self) -> StepResult:
         waited = not self._inner.done
@@ -192,7 +192,7 @@ def measure(
         for repeat in range(-warm_up, repeats):
             for number, each in enumerate(rounds, 1 + (repeat + warm_up) * len(rounds)):
                 progress(f"round {number} of {(repeats + warm_up) * len(rounds)}")
-                with engine.garbage:  # as whoever serves has it
+                with engine.gc_pause:  # as whoever serves has it
                     _work_through(engine, rnd, each)
                 timed.rest()
             if repeat < 0:
@@ -214,7 +214,7 @@ def _work_through(engine: Engine, rnd: random.Random, each: Round) -> None:
         # The others come while these decode, soon enough to be with them for a while: steps of both kinds of work.
         if i >= first and (i - first) % each_step == 0:
             engine.step()
-        engine.add(f"calibrate-{i}", prompt_token_ids, params)
+        engine.add_request(f"calibrate-{i}", prompt_token_ids, params)
     while engine.has_work:
         engine.step()
 

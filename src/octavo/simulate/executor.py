@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from octavo.core.plan import RowSetup, StepPlan, StepResult
 from octavo.core.types import Row
-from octavo.engine.executor import Masks
+from octavo.engine.executor import GrammarBitmask
 from octavo.simulate.clock import VirtualClock
 from octavo.simulate.cost import CostModel
 
@@ -41,7 +41,7 @@ class SimulatedRunning:
         self._clock.advance_to(min(self.done_s, self._clock.now + timeout_s))
         return None
 
-    def put(self, masks: Masks | None) -> None:
+    def put_bitmask(self, masks: GrammarBitmask | None) -> None:
         """Its tokens are not drawn."""
 
     def result(self) -> StepResult:

@@ -81,7 +81,7 @@ def run_calls(
 def _make(engine: Engine, call: ScheduledCall) -> RequestOutput | None:
     if call.params is None:
         return engine.abort(call.request_id)
-    engine.add(call.request_id, call.prompt_token_ids, call.params)
+    engine.add_request(call.request_id, call.prompt_token_ids, call.params)
     return None
 
 

@@ -205,7 +205,7 @@ class Replica:
         self.clock.advance_to(arrival.time_s)
         name = str(index)
         try:
-            self.engine.add(name, arrival.prompt(), _params(arrival, index if self._seeded else None))
+            self.engine.add_request(name, arrival.prompt(), _params(arrival, index if self._seeded else None))
         except UsageError as error:
             count, message = self.records.refused.get(type(error).__name__, (0, str(error)))
             self.records.refused[type(error).__name__] = (count + 1, message)
@@ -291,7 +291,7 @@ def simulate(
     ]
     with ExitStack() as stack:
         for replica in replicas:
-            stack.enter_context(replica.engine.garbage)
+            stack.enter_context(replica.engine.gc_pause)
         for index, arrival in enumerate(arrivals):
             if arrival.time_s >= until_s:
                 break

@@ -20,27 +20,27 @@ from octavo import SamplingParams
 from octavo.core import events as ev
 from octavo.core.plan import TokenLogprobs
 from octavo.engine.beam_search import Hypothesis
-from octavo.engine.outputs import failure
+from octavo.engine.outputs import request_failed_error
 from octavo.engine.process.ipc import (
     HERE,
-    Abort,
-    Add,
-    Answer,
-    Ask,
-    Beat,
+    AbortRequest,
+    AddRequest,
     Channel,
-    Close,
+    CloseEngine,
     Command,
-    Facts,
-    Failed,
+    EngineFailed,
+    EngineMessage,
+    Heartbeat,
     Hello,
     Lifeline,
     Ready,
-    Report,
-    Sample,
-    Step,
-    Stop,
-    Update,
+    RequestStats,
+    RequestUpdate,
+    RpcCall,
+    RpcReply,
+    SampleUpdate,
+    StepReport,
+    StopSample,
     encoded,
     endpoint_in,
     pack,
@@ -48,14 +48,14 @@ from octavo.engine.process.ipc import (
     params_to_wire,
     unpack,
 )
-from octavo.engine.process.server import FIRST_STEPS, PATIENCE, WARM_UP_S, EngineHost, Pulse, StepTimes
-from octavo.engine.process.supervisor import error_of
+from octavo.engine.process.server import FIRST_STEPS, PATIENCE, WARM_UP_S, EngineServer, HeartbeatSender, StepTimes
+from octavo.engine.process.supervisor import rebuild_error
 from octavo.errors import CapacityError, EngineError, ParameterError, RequestFailedError, UnknownOptionError
-from octavo.frontend.client_request import Mirror
+from octavo.frontend.client_request import ClientRequest
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind
 from octavo.serve.openai import errors
-from tests.engine.process.engines import own_directory, run  # noqa: F401
+from tests.engine.process.engines import run
 
 OTHER: dict[str, Any] = {
     "n": 2,
@@ -121,26 +121,30 @@ def test_parameters_are_checked_again(said: dict[str, Any], error: type[Exceptio
 
 def test_messages_arrive_as_they_were() -> None:
     commands: list[Command] = [
-        Add("a", pack([1, 2]), {"n": 2}, False, -5, 1, b"salt", {0: pack([3]), 2: pack([4, 5])}),
-        Abort("a"),
-        Stop("a", 1),
-        Ask(1, "kv_stats"),
-        Close(),
+        AddRequest("a", pack([1, 2]), {"n": 2}, False, -5, 1, b"salt", {0: pack([3]), 2: pack([4, 5])}),
+        AbortRequest("a"),
+        StopSample("a", 1),
+        RpcCall(1, "kv_stats"),
+        CloseEngine(),
     ]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(commands), type=list[Command]) == commands
     entry = TokenLogprobs(-0.1, 1, [5, 6], [-0.1, float("-inf")])
-    facts = Facts(4, 1, 2.5, "", [Hypothesis(-1.0, -2.0, [1, 2], "stop", [entry])])
-    reports: list[Report] = [
+    facts = RequestStats(4, 1, 2.5, "", [Hypothesis(-1.0, -2.0, [1, 2], "stop", [entry])])
+    reports: list[EngineMessage] = [
         Hello(),
         Ready(97, 128, [2], 20, {"device": "cpu"}),
-        Step([Update("a", [Sample(0, [1], "stop", 1, [entry])], True, facts, 3, [entry])], [], [Answer(1, {"x": 1})]),
-        Failed("ModelError", "no"),
+        StepReport(
+            [RequestUpdate("a", [SampleUpdate(0, [1], "stop", 1, [entry])], True, facts, 3, [entry])],
+            [],
+            [RpcReply(1, {"x": 1})],
+        ),
+        EngineFailed("ModelError", "no"),
     ]
     for report in reports:
-        got = msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=Report)
+        got = msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=EngineMessage)
         assert got == report and type(got) is type(report)
     assert isinstance(got.__class__, type)
-    step = msgspec.msgpack.decode(msgspec.msgpack.encode(reports[2]), type=Report)
+    step = msgspec.msgpack.decode(msgspec.msgpack.encode(reports[2]), type=EngineMessage)
     assert step.updates[0].samples[0].logprobs[0].top == [-0.1, float("-inf")]
     assert step.updates[0].facts.hypotheses[0].logprobs[0].rank == 1
 
@@ -159,21 +163,21 @@ def test_token_ids() -> None:
 
 
 def test_errors_of_another_process() -> None:
-    error = error_of("CapacityError", "too much", "n", "exceeds_kv_capacity")
+    error = rebuild_error("CapacityError", "too much", "n", "exceeds_kv_capacity")
     assert type(error) is CapacityError and (str(error), error.param) == ("too much", "n")
     for name in ("ValueError", "Iterable", "difflib", "__builtins__", ""):
-        assert type(error_of(name, "x")) is EngineError
+        assert type(rebuild_error(name, "x")) is EngineError
 
 
 def test_a_grammar_that_no_process_tries_fails_its_request_alone() -> None:
-    host = EngineHost.__new__(EngineHost)
+    host = EngineServer.__new__(EngineServer)
     failed: Future[Any] = Future()
     failed.set_exception(RequestFailedError("no process", code="grammar_unavailable"))
-    host._compiling = {"a": (Add("a", b"", {}), SamplingParams(), failed)}
+    host._compiling = {"a": (AddRequest("a", b"", {}), SamplingParams(), failed)}
     host._refusals = []
     host._add_compiled()
     (refusal,) = host._refusals
-    error = error_of(refusal.error, refusal.message, refusal.param, refusal.code)
+    error = rebuild_error(refusal.error, refusal.message, refusal.param, refusal.code)
     problem = errors.to_api_error(error, refusal.request_id)
     assert (problem.status, problem.code, str(problem)) == (503, "grammar_unavailable", "no process")
 
@@ -216,17 +220,17 @@ def test_a_channel_carries_all_in_order(tmp_path: Path) -> None:
 
 def test_a_lifeline_ends_with_either_side() -> None:
     here, there = Lifeline.pair()
-    here.send(Beat(3))
-    assert msgspec.msgpack.decode(there.receive() or b"", type=Beat).num_steps == 3
+    here.send(Heartbeat(3))
+    assert msgspec.msgpack.decode(there.receive() or b"", type=Heartbeat).num_steps == 3
     assert there.receive(wait=False) is None
     for _ in range(10_000):  # nobody reads: what does not fit is dropped, and nobody waits
-        here.send(Beat())
+        here.send(Heartbeat())
     here.close()
     while there.receive(wait=False):
         pass
     assert there.receive(wait=False) == b""
     with pytest.raises(OSError):
-        there.send(Beat())
+        there.send(Heartbeat())
     there.close()
 
 
@@ -285,18 +289,25 @@ def test_how_long_a_step_may_take_is_asked_while_another_is_noted(asks: bool) ->
 def test_a_failed_search_is_told_as_one_by_its_mirror() -> None:
     """Whether the engine tells of it, with what it had found, or went with it."""
     params = BeamSearchParams(beam_width=2, n=1, max_tokens=9)
-    told = Facts(0, 0, 1.0, "no_allowed_token: it", [Hypothesis(-0.1, -0.2, [5], "stop", [])])
-    for end in (lambda m: m.take_in(Update("a", [], True, told)), lambda m: m.end("error", "no_allowed_token: it")):
-        mirror = Mirror("a", [1, 2], params, seed=0)
+    told = RequestStats(0, 0, 1.0, "no_allowed_token: it", [Hypothesis(-0.1, -0.2, [5], "stop", [])])
+    for end in (
+        lambda m: m.take_in(RequestUpdate("a", [], True, told)),
+        lambda m: m.end("error", "no_allowed_token: it"),
+    ):
+        mirror = ClientRequest("a", [1, 2], params, seed=0)
         end(mirror)
         output = mirror.output()
         assert output.finished and [c.finish_reason for c in output.outputs] == ["error"]
-        assert failure(output).code == "no_allowed_token"
+        assert request_failed_error(output).code == "no_allowed_token"
 
 
 def test_what_an_engine_could_not_read_is_not_sent() -> None:
-    assert msgspec.msgpack.decode(encoded(Abort("a")), type=Command) == Abort("a")
-    for bad in (Add("a", b"", {"top_k": 1 << 80}), Add("a", b"", {}, priority=0.5), Ask(1, "x", "\udfff")):  # type: ignore[arg-type]
+    assert msgspec.msgpack.decode(encoded(AbortRequest("a")), type=Command) == AbortRequest("a")
+    for bad in (
+        AddRequest("a", b"", {"top_k": 1 << 80}),
+        AddRequest("a", b"", {}, priority=0.5),
+        RpcCall(1, "x", "\udfff"),
+    ):  # type: ignore[arg-type]
         with pytest.raises(ParameterError, match="the engine cannot be told of it"):
             encoded(bad)
 
@@ -304,7 +315,7 @@ def test_what_an_engine_could_not_read_is_not_sent() -> None:
 def test_a_pulse_tells_of_progress_and_of_its_lack() -> None:
     here, there = Lifeline.pair()
     ended = threading.Event()
-    pulse = Pulse(there, ended.set)
+    pulse = HeartbeatSender(there, ended.set)
     assert pulse.beat().waited_s is None
     pulse.work()
     for step, tokens in enumerate([5, 6]):

@@ -21,7 +21,7 @@ import pytest
 
 from octavo import SamplingParams
 from octavo.engine.process.ipc import Lifeline
-from octavo.engine.process.supervisor import Limits
+from octavo.engine.process.supervisor import EngineTimeouts
 from octavo.errors import (
     CapacityError,
     EngineError,
@@ -35,16 +35,18 @@ from octavo.frontend import engine_client as client_module
 from octavo.frontend.engine_client import EngineClient
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind
-from tests.engine.models import make_talking_checkpoint
 from tests.engine.process.engines import (
-    IMPATIENT,
+    PARAMS,
+    SHORT_TIMEOUTS,
     answers,
     children_of,
+    expected,
     is_alive,
     last_of,
+    many,
     nothing_left,
     oracle_client,
-    own_directory,  # noqa: F401
+    prompt,
     real_client,
     residue,
     run,
@@ -53,26 +55,7 @@ from tests.engine.process.engines import (
     until,
 )
 
-SLOW = Limits(step_s=2.0)
-PARAMS = SamplingParams(max_tokens=40, seed=1)
-
-
-def prompt(number: int, length: int = 11) -> list[int]:
-    return random.Random(number).choices(range(5), k=length)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_talking_checkpoint(tmp_path_factory.mktemp("talking")))
-
-
-async def many(client: EngineClient, num: int = 8, params: SamplingParams = PARAMS) -> list[list[list[int]]]:
-    outputs = await asyncio.gather(*[last_of(client, prompt(i), params) for i in range(num)])
-    return [tokens_of(output) for output in outputs]
-
-
-def expected(num: int = 8, params: SamplingParams = PARAMS) -> list[list[list[int]]]:
-    return [answers(prompt(i), params) for i in range(num)]
+SLOW = EngineTimeouts(step_s=2.0)
 
 
 # -- dying and hanging -------------------------------------------------------------------------------------------------
@@ -185,7 +168,7 @@ def test_what_was_told_is_not_made_again(model: str) -> None:
         ("stop_at", 9, "no sign of life"),
         ("die_at", 9, "SIGKILL"),
         ("raise_in", ["scheduler.update", 9], "RuntimeError: a bug in scheduler.update"),
-        ("raise_in", ["host._report", 9], "RuntimeError: a bug in host._report"),
+        ("raise_in", ["server._report", 9], "RuntimeError: a bug in server._report"),
     ],
 )
 def test_a_step_that_never_ends_well(model: str, tmp_path: Path, fault: str, where: Any, says: str) -> None:
@@ -195,7 +178,7 @@ def test_a_step_that_never_ends_well(model: str, tmp_path: Path, fault: str, whe
         once = tmp_path / "once"
         once.touch()
         faults = {"once": str(once), "step_s": 0.002, fault: where}
-        limits = IMPATIENT if fault == "stop_at" else None
+        limits = SHORT_TIMEOUTS if fault == "stop_at" else None
         async with serving(oracle_client(model, limits=limits, **faults)) as client:
             assert await many(client) == expected()
             assert client.health().num_restarts == 1
@@ -206,7 +189,7 @@ def test_a_step_that_never_ends_well(model: str, tmp_path: Path, fault: str, whe
 
 def test_an_idle_engine_that_hangs_is_noticed(model: str) -> None:
     async def main() -> None:
-        async with serving(oracle_client(model, limits=IMPATIENT)) as client:
+        async with serving(oracle_client(model, limits=SHORT_TIMEOUTS)) as client:
             assert client.health().last_step_age_s is None
             assert client.pid is not None
             os.kill(client.pid, signal.SIGSTOP)
@@ -235,7 +218,7 @@ def test_work_that_lets_no_thread_speak_is_left_alone(model: str) -> None:
     """As compiling a kernel may be: silent for longer than an engine may be that does nothing."""
 
     async def main() -> None:
-        async with serving(oracle_client(model, limits=Limits(silence_s=1.5), busy_at=[2, 3.5])) as client:
+        async with serving(oracle_client(model, limits=EngineTimeouts(silence_s=1.5), busy_at=[2, 3.5])) as client:
             streams = asyncio.ensure_future(many(client, 2))
             longest = 0.0
             while not streams.done():
@@ -362,7 +345,7 @@ def test_three_restarts_that_come_to_nothing_are_the_end(model: str, tmp_path: P
             block_size=4,
             num_gpu_blocks_override=200,
             max_num_seqs=16,
-            limits=IMPATIENT,
+            limits=SHORT_TIMEOUTS,
         )
         await client.start()
         stream = asyncio.ensure_future(last_of(client, prompt(0), PARAMS))
@@ -621,7 +604,7 @@ def test_questions(model: str) -> None:
             assert stats.engine.num_finished == 1 and stats.num_running == 0
             pid = client.pid
             with pytest.raises(EngineError, match="ValueError: invalid literal"):
-                await client.look("view_block", "no number")
+                await client.view_rpc("view_block", "no number")
             assert (await client.kv_stats()).num_used == 0 and client.pid == pid  # it is none the worse for it
             os.kill(client.pid or 0, signal.SIGKILL)
             assert (await client.kv_stats()).num_used == 0  # the next engine is asked

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from octavo.core.plan import RowSetup
-from octavo.engine.executor import Masks
+from octavo.engine.executor import GrammarBitmask
 from octavo.kernels import reference
 from octavo.kernels.cpu import ops as cpu
 from octavo.params.sampling_params import SamplingParams
@@ -49,11 +49,11 @@ def test_a_row_that_is_not_finite_spoils_no_other(ops: ModuleType, bad: float, w
         assert 0 <= tokens[victim] < 50
 
 
-def masks_of(allowed: dict[int, list[int]], vocab_size: int) -> Masks:
+def masks_of(allowed: dict[int, list[int]], vocab_size: int) -> GrammarBitmask:
     bits = np.zeros((len(allowed), -(-vocab_size // 32) * 32), dtype=np.bool_)
     for line, ids in zip(bits, allowed.values(), strict=True):
         line[ids] = True
-    return Masks(list(allowed), np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+    return GrammarBitmask(list(allowed), np.packbits(bits, axis=1, bitorder="little").view(np.int32))
 
 
 @pytest.mark.parametrize("ops", [cpu, reference], ids=["cpu", "reference"])

@@ -16,9 +16,9 @@ from octavo.errors import ParameterError
 from octavo.view.playground.lessons import LESSONS, LessonStep
 from octavo.view.playground.session import (
     MAX_HELD_TOKENS,
+    MAX_PHASES,
+    MAX_TOKENS,
     MAX_WORK,
-    MOST_PHASES,
-    MOST_TOKENS,
     NUM_KEPT,
     Playground,
     Playgrounds,
@@ -161,7 +161,7 @@ def test_what_comes_back_from_the_host_can_be_found_again() -> None:
 
 def test_a_history_cannot_make_tokens_without_end() -> None:
     play = Playgrounds()
-    history = "4096x16" + f";new,{MOST_TOKENS // 2};free,A;new,{MOST_TOKENS // 2}"
+    history = "4096x16" + f";new,{MAX_TOKENS // 2};free,A;new,{MAX_TOKENS // 2}"
     assert "the most that one can" in play.answer(history, "append,B,1")["says"]
 
 
@@ -252,8 +252,8 @@ def test_the_work_and_memory_of_a_history_are_bounded(history: str) -> None:
     with contextlib.suppress(RefusedError, ParameterError):
         for action in history.split(";")[1:]:
             playground.do(action)
-    assert playground._work <= MAX_WORK + MOST_TOKENS
+    assert playground._work <= MAX_WORK + MAX_TOKENS
     assert sum(len(sequence.token_ids) for sequence in playground.sequences.values()) <= MAX_HELD_TOKENS
-    assert len(playground.phases) <= MOST_PHASES
+    assert len(playground.phases) <= MAX_PHASES
     with contextlib.suppress(ParameterError):
         assert Playgrounds().answer(history)["done"]

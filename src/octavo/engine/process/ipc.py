@@ -3,8 +3,8 @@
     callers                                                   engine
     -------                                                   ------
     Launch  ------------------- lifeline ------------------>
-            <------------------ lifeline --------------------  Beat, a few times a second
-    [Add, Abort, Stop, Ask] --- channel, once a turn ------->
+            <------------------ lifeline --------------------  Heartbeat, a few times a second
+    [AddRequest, AbortRequest, StopSample, RpcCall] --- channel, once a turn ------->
             <------------------ channel, once a step --------  Ready, then Step after Step; Failed at last
 
 The channel is a ZeroMQ pair over a Unix socket in a directory of its own. The lifeline is a pair of sockets that dies
@@ -31,7 +31,7 @@ from msgspec import Meta
 
 from octavo.core.plan import TokenLogprobs
 from octavo.engine.beam_search import Hypothesis
-from octavo.engine.stats import BackendStats
+from octavo.engine.stats import StatsSnapshot
 from octavo.errors import ParameterError, PromptError
 from octavo.log_setup import LogSettings
 from octavo.params.beam_search_params import BeamSearchParams
@@ -60,7 +60,7 @@ class Launch(msgspec.Struct, array_like=True):
     logs: LogSettings | None = None
 
 
-class Add(msgspec.Struct, array_like=True, tag="add"):
+class AddRequest(msgspec.Struct, array_like=True, tag="add"):
     """A new request, or one of an engine that has died: `resume` holds the outputs of the samples that live, by index.
 
     prompt, outputs   token ids, as int32 in native byte order
@@ -80,33 +80,35 @@ class Add(msgspec.Struct, array_like=True, tag="add"):
     rank: int = 0
 
 
-class Abort(msgspec.Struct, array_like=True, tag="abort"):
-    """End a request. An `Update` tells what there is of it."""
+class AbortRequest(msgspec.Struct, array_like=True, tag="abort"):
+    """Abort a request. A last `RequestUpdate` returns its tokens."""
 
     request_id: str
 
 
-class Stop(msgspec.Struct, array_like=True, tag="stop"):
-    """A sample has ended in a stop string, which is seen where its text is made. After the last one an `Update` tells
-    that the request is over."""
+class StopSample(msgspec.Struct, array_like=True, tag="stop"):
+    """End one sample at a stop string, which the client finds in its text.
+
+    After the last sample a `RequestUpdate` reports that the request has finished.
+    """
 
     request_id: str
     index: Index
 
 
-class Ask(msgspec.Struct, array_like=True, tag="ask"):
-    """`question` is one that the engine's `EngineHost` knows; an `Answer` of that number comes back."""
+class RpcCall(msgspec.Struct, array_like=True, tag="rpc"):
+    """`question` is one that the engine's `EngineServer` knows; an `RpcReply` of that number comes back."""
 
     number: Count
     question: str
     argument: str = ""
 
 
-class Close(msgspec.Struct, array_like=True, tag="close"):
+class CloseEngine(msgspec.Struct, array_like=True, tag="close"):
     """Leave."""
 
 
-Command: TypeAlias = Add | Abort | Stop | Ask | Close
+Command: TypeAlias = AddRequest | AbortRequest | StopSample | RpcCall | CloseEngine
 
 # -- from the engine ---------------------------------------------------------------------------------------------------
 
@@ -125,7 +127,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     summary: dict[str, Any]
 
 
-class Sample(msgspec.Struct, array_like=True, gc=False):
+class SampleUpdate(msgspec.Struct, array_like=True, gc=False):
     """What is new of one sample: the tokens of its output from `position` on. `logprobs` has an entry for each of them,
     where they are asked for."""
 
@@ -137,7 +139,7 @@ class Sample(msgspec.Struct, array_like=True, gc=False):
     position: Count = 0
 
 
-class Facts(msgspec.Struct, array_like=True, gc=False):
+class RequestStats(msgspec.Struct, array_like=True, gc=False):
     """Of a whole request, told with its first tokens and its last. Times are the monotonic clock's, in seconds."""
 
     num_cached_tokens: Count
@@ -147,18 +149,18 @@ class Facts(msgspec.Struct, array_like=True, gc=False):
     hypotheses: list[Hypothesis] | None = None
 
 
-class Update(msgspec.Struct, array_like=True, gc=False):
+class RequestUpdate(msgspec.Struct, array_like=True, gc=False):
     """What is new of one request. `prompt_logprobs` are those of the prompt's tokens from `prompt_position` on."""
 
     request_id: str
-    samples: list[Sample]
+    samples: list[SampleUpdate]
     finished: bool = False
-    facts: Facts | None = None
+    facts: RequestStats | None = None
     prompt_position: Count = 0
     prompt_logprobs: list[TokenLogprobs] | None = None
 
 
-class Refusal(msgspec.Struct, array_like=True):
+class RequestError(msgspec.Struct, array_like=True):
     """A request that the engine does not take: a class of `octavo.errors`, and what it says."""
 
     request_id: str
@@ -168,32 +170,32 @@ class Refusal(msgspec.Struct, array_like=True):
     code: str | None = None
 
 
-class Answer(msgspec.Struct, array_like=True):
+class RpcReply(msgspec.Struct, array_like=True):
     number: Count
     value: Any = None
     error: str = ""
 
 
-class Step(msgspec.Struct, array_like=True, tag="step"):
+class StepReport(msgspec.Struct, array_like=True, tag="step"):
     """All that is new since the last one. `stats` comes along a few times a second."""
 
-    updates: list[Update]
-    refusals: list[Refusal]
-    answers: list[Answer]
-    stats: BackendStats | None = None
+    updates: list[RequestUpdate]
+    refusals: list[RequestError]
+    answers: list[RpcReply]
+    stats: StatsSnapshot | None = None
 
 
-class Failed(msgspec.Struct, array_like=True, tag="failed"):
+class EngineFailed(msgspec.Struct, array_like=True, tag="failed"):
     """The last words of an engine that cannot go on: a class of `octavo.errors`, or any other's name, and a line."""
 
     error: str
     message: str
 
 
-Report: TypeAlias = Hello | Ready | Step | Failed
+EngineMessage: TypeAlias = Hello | Ready | StepReport | EngineFailed
 
 
-class Beat(msgspec.Struct, array_like=True, gc=False):
+class Heartbeat(msgspec.Struct, array_like=True, gc=False):
     """The engine's process is alive, and how far it is.
 
     num_steps   steps whose results have come
@@ -250,7 +252,7 @@ def params_from_wire(said: Mapping[str, Any], is_beam_search: bool) -> SamplingP
     return SamplingParams(**said, detokenize=False, output_kind=RequestOutputKind.CUMULATIVE)
 
 
-_COMMANDS = msgspec.msgpack.Decoder(Command)
+_COMMAND = msgspec.msgpack.Decoder(Command)
 
 
 def encoded(command: Command) -> msgspec.Raw:
@@ -260,7 +262,7 @@ def encoded(command: Command) -> msgspec.Raw:
     """
     try:
         data = msgspec.msgpack.encode(command)
-        _COMMANDS.decode(data)
+        _COMMAND.decode(data)
     except Exception as error:
         raise ParameterError(f"the engine cannot be told of it: {type(error).__name__}: {error}") from error
     return msgspec.Raw(data)
@@ -269,7 +271,7 @@ def encoded(command: Command) -> msgspec.Raw:
 # -- messages that cannot be read --------------------------------------------------------------------------------------
 
 MAX_SHOWN = 120
-TOLD = "told"
+DELIVERED = "delivered"
 """The question by which a client sees whether it knows all that an engine has told."""
 BAD_MESSAGE = "bad_message"
 """The code of a request that ends because of one."""
@@ -294,29 +296,29 @@ class BadMessage(NamedTuple):
         return f"{self.what} of {name} cannot be used and is dropped: {' '.join(self.why.split())[:MAX_SHOWN]}"
 
 
-_BATCH = msgspec.msgpack.Decoder(list[Command])
+_COMMAND_LIST = msgspec.msgpack.Decoder(list[Command])
 _RAW_LIST = msgspec.msgpack.Decoder(list[msgspec.Raw])
-_REPORT = msgspec.msgpack.Decoder(Report)
+_MESSAGE = msgspec.msgpack.Decoder(EngineMessage)
 _PARTS: tuple[tuple[str, msgspec.msgpack.Decoder[Any]], ...] = (
-    ("an update", msgspec.msgpack.Decoder(Update)),
-    ("a refusal", msgspec.msgpack.Decoder(Refusal)),
-    ("an answer", msgspec.msgpack.Decoder(Answer)),
+    ("an update", msgspec.msgpack.Decoder(RequestUpdate)),
+    ("a refusal", msgspec.msgpack.Decoder(RequestError)),
+    ("an answer", msgspec.msgpack.Decoder(RpcReply)),
 )
-"""Of a `Step`, in order."""
+"""Of a `StepReport`, in order."""
 
 
 def read_commands(data: bytes) -> tuple[list[Command], list[BadMessage]]:
     """What an engine receives: the commands that can be read, and what cannot."""
     try:
-        return _BATCH.decode(data), []
+        return _COMMAND_LIST.decode(data), []
     except Exception as error:  # besides msgspec's own, RecursionError and UnicodeDecodeError
-        return _read_each("a command", data, _COMMANDS, 1, error)
+        return _read_each("a command", data, _COMMAND, 1, error)
 
 
-def read_report(data: bytes) -> tuple[Report | None, list[BadMessage]]:
+def read_message(data: bytes) -> tuple[EngineMessage | None, list[BadMessage]]:
     """What an engine's client receives, as `read_commands`."""
     try:
-        return _REPORT.decode(data), []
+        return _MESSAGE.decode(data), []
     except Exception as error:
         try:
             tag, *parts = _RAW_LIST.decode(data)
@@ -326,7 +328,7 @@ def read_report(data: bytes) -> tuple[Report | None, list[BadMessage]]:
             return None, [BadMessage(f"a message of {len(data)} bytes", str(error))]
     read = [_read_each(what, part, decoder, 0) for (what, decoder), part in zip(_PARTS, parts, strict=False)]
     updates, refusals, answers = (good for good, _ in read)
-    return Step(updates, refusals, answers), [bad for _, bads in read for bad in bads]
+    return StepReport(updates, refusals, answers), [bad for _, bads in read for bad in bads]
 
 
 def _read_each(

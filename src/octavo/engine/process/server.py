@@ -20,31 +20,31 @@ from octavo.engine.engine import Engine, pin_id
 from octavo.engine.outputs import MakeDetokenizer, RequestState
 from octavo.engine.process.ipc import (
     BAD_MESSAGE,
-    TOLD,
-    Abort,
-    Add,
-    Answer,
-    Ask,
+    DELIVERED,
+    AbortRequest,
+    AddRequest,
     BadMessage,
-    Beat,
     Channel,
-    Close,
+    CloseEngine,
     Command,
-    Facts,
     FinishReason,
+    Heartbeat,
     Lifeline,
     Ready,
-    Refusal,
-    Sample,
-    Step,
-    Stop,
-    Update,
+    RequestError,
+    RequestStats,
+    RequestUpdate,
+    RpcCall,
+    RpcReply,
+    SampleUpdate,
+    StepReport,
+    StopSample,
     params_from_wire,
     read_commands,
     sendable,
     unpack,
 )
-from octavo.engine.stats import BackendStats
+from octavo.engine.stats import StatsSnapshot
 from octavo.engine.structured_output import Grammar
 from octavo.errors import OctavoError, UsageError
 from octavo.params.beam_search_params import BeamSearchParams
@@ -60,18 +60,18 @@ WARM_UP_S = 300.0
 PATIENCE = 5
 """A step may take so many times as long as was to be expected."""
 
-Question: TypeAlias = Callable[[Engine, str], Any]
-QUESTIONS: dict[str, Question] = {
+RpcMethod: TypeAlias = Callable[[Engine, str], Any]
+RPC_METHODS: dict[str, RpcMethod] = {
     "kv_stats": lambda engine, _: engine.scheduler.stats(),
     "unpin": lambda engine, name: engine.scheduler.unpin(pin_id(name)),
     "reset_prefix_cache": lambda engine, _: engine.scheduler.cache.reset_prefix_cache(),
-    "dump_flight": lambda engine, why: dump_flight(engine, why),
+    "dump_recording": lambda engine, why: dump_recording(engine, why),
     "debug_request": inspect.describe_request,
     "debug_kv": lambda engine, _: inspect.describe_kv(engine),
 }
 
 
-def dump_flight(engine: Engine, why: str) -> dict[str, str]:
+def dump_recording(engine: Engine, why: str) -> dict[str, str]:
     """Have the flight recorder write down the last minutes: the file's `path`, or the `error` that was in the way."""
     if engine.recorder is None:
         return {"error": "there is no flight recorder; start with --flight-recorder DIR"}
@@ -109,7 +109,7 @@ class StepTimes:
         return PATIENCE * max([grown, *(seen[size] for size in seen if size <= bits)])
 
 
-class Pulse:
+class HeartbeatSender:
     """Tells over the lifeline that the process lives and how far it is, from a thread of its own, which calls `on_end`
     when the other side is gone."""
 
@@ -152,10 +152,10 @@ class Pulse:
         self._since = None
         self._planned.clear()
 
-    def beat(self) -> Beat:
+    def beat(self) -> Heartbeat:
         since, planned = self._since, sum(self._planned)
         waited = None if since is None else time.monotonic() - since
-        return Beat(self._times.num_steps, waited, self._times.allowed_s(planned), self._phase)
+        return Heartbeat(self._times.num_steps, waited, self._times.allowed_s(planned), self._phase)
 
     def _send(self) -> None:
         self._lifeline.send(self.beat())
@@ -174,18 +174,24 @@ class Pulse:
 
 
 class Text(Protocol):
-    """Text work of the engine itself; `frontend.input_processor.Prompts` implements it. Callers make all other text."""
+    """Text work in the engine process; `frontend.input_processor.InputProcessor` implements it.
+
+    The client process does all other detokenizing.
+    """
 
     @property
     def make_detokenizer(self) -> MakeDetokenizer | None:
         """For beam searches with stop strings, which decide by them."""
 
-    def compiling(self, params: SamplingParams | BeamSearchParams) -> Future[Any] | None:
+    def submit_grammar(self, params: SamplingParams | BeamSearchParams) -> Future[Any] | None:
         """The grammar of parameters that have one. It raises `UsageError`."""
 
 
-class EngineHost:
-    """Serves one caller, at the other end of `channel`, until it says `Close`. It answers `QUESTIONS`, and more."""
+class EngineServer:
+    """Serves the client at the other end of `channel` until it sends `CloseEngine`.
+
+    more_methods   RPC methods besides `RPC_METHODS`
+    """
 
     COMPILING_S = 0.005
     """How often to look whether a grammar is compiled."""
@@ -196,21 +202,21 @@ class EngineHost:
         self,
         engine: Engine,
         channel: Channel,
-        pulse: Pulse,
+        pulse: HeartbeatSender,
         text: Text | None,
         summary: dict[str, Any],
-        more_questions: Mapping[str, Question] | None = None,
+        more_methods: Mapping[str, RpcMethod] | None = None,
     ) -> None:
-        self._questions = QUESTIONS | dict(more_questions or {}) | {TOLD: lambda *_: self._told()}
+        self._rpc_methods = RPC_METHODS | dict(more_methods or {}) | {DELIVERED: lambda *_: self._told()}
         self._engine = engine
         self._channel = channel
         self._pulse = pulse
         self._text = text
         self._summary = summary
-        self._compiling: dict[str, tuple[Add, SamplingParams | BeamSearchParams, Future[Any]]] = {}
-        self._updates: list[Update] = []
-        self._refusals: list[Refusal] = []
-        self._answers: list[Answer] = []
+        self._compiling: dict[str, tuple[AddRequest, SamplingParams | BeamSearchParams, Future[Any]]] = {}
+        self._updates: list[RequestUpdate] = []
+        self._refusals: list[RequestError] = []
+        self._answers: list[RpcReply] = []
         self._stats_at = 0.0
         self._closing = False
 
@@ -227,10 +233,10 @@ class EngineHost:
                 pulse.rest()
                 self._obey(wait=True)
                 self._add_compiled()
-                with engine.garbage:
+                with engine.gc_pause:
                     while engine.has_work and not self._closing:
                         pulse.work()
-                        for state in engine.advance():
+                        for state in engine.step_states():
                             self._tell(state)
                         pulse.advanced(engine.num_in_flight)
                         self._report()
@@ -261,7 +267,7 @@ class EngineHost:
             patience, begin = 0, begin or time.monotonic()
             if time.monotonic() - begin > self.READING_S:
                 break
-        if self._answers:  # with all that was told until now, and nothing later: `TOLD` is about that
+        if self._answers:  # with all that was told until now, and nothing later: `DELIVERED` is about that
             self._report()
 
     def _drop(self, bad: BadMessage) -> None:
@@ -272,40 +278,40 @@ class EngineHost:
         if name is None or (bad.is_add and self._knows(name)):
             return
         self._compiling.pop(name, None)
-        if (state := self._engine.drop(name)) is not None:
-            state.forget()
-        self._refusals.append(Refusal(name, "RequestFailedError", f"{BAD_MESSAGE}: {bad}", None, BAD_MESSAGE))
+        if (state := self._engine.abort_state(name)) is not None:
+            state.release()
+        self._refusals.append(RequestError(name, "RequestFailedError", f"{BAD_MESSAGE}: {bad}", None, BAD_MESSAGE))
 
     def _knows(self, name: str) -> bool:
-        return name in self._compiling or self._engine.find(name) is not None
+        return name in self._compiling or self._engine.get_state(name) is not None
 
     def _carry_out(self, command: Command) -> None:
         engine = self._engine
-        if isinstance(command, Add):
+        if isinstance(command, AddRequest):
             self._receive(command)
-        elif isinstance(command, Abort):
+        elif isinstance(command, AbortRequest):
             if self._compiling.pop(command.request_id, None) is not None:
-                self._updates.append(Update(command.request_id, [], finished=True))
-            if (state := engine.drop(command.request_id)) is not None:
+                self._updates.append(RequestUpdate(command.request_id, [], finished=True))
+            if (state := engine.abort_state(command.request_id)) is not None:
                 self._tell(state)
-        elif isinstance(command, Stop):
-            state = engine.find(command.request_id)
+        elif isinstance(command, StopSample):
+            state = engine.get_state(command.request_id)
             engine.stop(command.request_id, command.index)
-            if state is not None and engine.find(command.request_id) is None:
+            if state is not None and engine.get_state(command.request_id) is None:
                 self._tell(state)
-        elif isinstance(command, Ask):
+        elif isinstance(command, RpcCall):
             self._answers.append(self._answer(command))
-        elif isinstance(command, Close):
+        elif isinstance(command, CloseEngine):
             self._closing = True
 
-    def _receive(self, add: Add) -> None:
+    def _receive(self, add: AddRequest) -> None:
         if self._knows(add.request_id):
             why = "a request of that name runs already, and goes on"
             self._drop(BadMessage("a command", why, add.request_id, is_add=True))
             return
         try:
             params = params_from_wire(add.params, add.is_beam_search)
-            future = None if self._text is None else self._text.compiling(params)
+            future = None if self._text is None else self._text.submit_grammar(params)
         except UsageError as error:
             self._refuse(add, error)
             return
@@ -330,7 +336,7 @@ class EngineHost:
             else:
                 self._add(add, params, grammar)
 
-    def _add(self, add: Add, params: SamplingParams | BeamSearchParams, grammar: Grammar | None) -> None:
+    def _add(self, add: AddRequest, params: SamplingParams | BeamSearchParams, grammar: Grammar | None) -> None:
         try:
             try:
                 self._begin(add, params, grammar)
@@ -338,16 +344,16 @@ class EngineHost:
                 raise
             except Exception:  # once may be chance
                 logger.exception("request %s could not be added; it is added again", add.request_id)
-                self._engine.drop(add.request_id)
+                self._engine.abort_state(add.request_id)
                 self._begin(add, params, grammar)
         except UsageError as error:
             self._refuse(add, error)
         except Exception as error:  # what no check has thought of is this request's alone
             self._drop(BadMessage("a command", f"{type(error).__name__}: {error}", add.request_id))
 
-    def _begin(self, add: Add, params: SamplingParams | BeamSearchParams, grammar: Grammar | None) -> None:
+    def _begin(self, add: AddRequest, params: SamplingParams | BeamSearchParams, grammar: Grammar | None) -> None:
         text = self._text if isinstance(params, BeamSearchParams) and params.stop else None
-        self._engine.add(
+        self._engine.add_request(
             add.request_id,
             unpack(add.prompt).tolist(),
             params,
@@ -362,7 +368,7 @@ class EngineHost:
             make_detokenizer=None if text is None else text.make_detokenizer,
             stream=True,
         )
-        state = self._engine.find(add.request_id)
+        state = self._engine.get_state(add.request_id)
         for index, output in (add.resume or {}).items():
             assert state is not None
             state.told_of(index).num_tokens = len(output) // 4  # it comes from there
@@ -376,42 +382,42 @@ class EngineHost:
             told[name] = counts | {-1: state.num_prompt_logprobs_told}
         return told
 
-    def _refuse(self, add: Add, error: OctavoError) -> None:
+    def _refuse(self, add: AddRequest, error: OctavoError) -> None:
         text = sendable(str(error))
-        self._refusals.append(Refusal(add.request_id, type(error).__name__, text, error.param, error.code))
+        self._refusals.append(RequestError(add.request_id, type(error).__name__, text, error.param, error.code))
 
-    def _answer(self, ask: Ask) -> Answer:
-        question = self._questions.get(ask.question)
+    def _answer(self, ask: RpcCall) -> RpcReply:
+        question = self._rpc_methods.get(ask.question)
         if question is None:
-            return Answer(ask.number, error=f"no question {ask.question!r}")
+            return RpcReply(ask.number, error=f"no question {ask.question!r}")
         try:
             # Encoded here: an answer that cannot be sent must not take a step's news with it.
-            return Answer(ask.number, msgspec.Raw(msgspec.msgpack.encode(question(self._engine, ask.argument))))
+            return RpcReply(ask.number, msgspec.Raw(msgspec.msgpack.encode(question(self._engine, ask.argument))))
         except Exception as error:  # whoever looks must not end the engine, and then the next one that is asked
             logger.exception("%s has no answer", ask.question)
-            return Answer(ask.number, error=sendable(f"{type(error).__name__}: {error}"))
+            return RpcReply(ask.number, error=sendable(f"{type(error).__name__}: {error}"))
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
     def _tell(self, state: RequestState) -> None:
         self._updates.append(update_of(state))
         if not state.request.sequences:
-            state.forget()
+            state.release()
 
     def _report(self) -> None:
         now = time.monotonic()
         stats = None
         if now - self._stats_at >= STATS_S:
-            self._stats_at, stats = now, BackendStats.of(self._engine)
+            self._stats_at, stats = now, StatsSnapshot.of(self._engine)
         if self._updates or self._refusals or self._answers or stats is not None:
-            self._channel.send(Step(self._updates, self._refusals, self._answers, stats))
+            self._channel.send(StepReport(self._updates, self._refusals, self._answers, stats))
             self._updates, self._refusals, self._answers = [], [], []
 
 
-def update_of(state: RequestState) -> Update:
+def update_of(state: RequestState) -> RequestUpdate:
     """What of a request has not been told yet."""
     request, finished = state.request, not state.request.sequences
-    update = Update(request.request_id, [], finished)
+    update = RequestUpdate(request.request_id, [], finished)
     is_new = not state.told
     if state.search is None:
         ended = [s for s in request.done if not state.told_of(s.index).finished]
@@ -420,13 +426,13 @@ def update_of(state: RequestState) -> Update:
         return update
     if is_new or finished:
         metrics = state.metrics
-        facts = Facts(max(0, request.num_cached_tokens), metrics.num_preemptions, metrics.first_scheduled_time)
+        facts = RequestStats(max(0, request.num_cached_tokens), metrics.num_preemptions, metrics.first_scheduled_time)
         facts.error = sendable(request.error)
         if state.search is not None:
             state.output()  # what lives of a search that was ended early becomes hypotheses here
             facts.hypotheses = state.search.hypotheses
             reasons = [cast(FinishReason, s.finish_reason) for s in request.done[:1]]
-            update.samples = [Sample(0, [], reason) for reason in reasons]
+            update.samples = [SampleUpdate(0, [], reason) for reason in reasons]
         update.facts = facts
     if state.prompt_logprobs:
         update.prompt_position = 1 + state.num_prompt_logprobs_told
@@ -435,7 +441,7 @@ def update_of(state: RequestState) -> Update:
     return update
 
 
-def _sample(state: RequestState, sequence: Sequence) -> Sample:
+def _sample(state: RequestState, sequence: Sequence) -> SampleUpdate:
     told = state.told_of(sequence.index)
     position = told.num_tokens
     token_ids = sequence.token_ids[len(state.request.prompt_token_ids) + position :].tolist()
@@ -446,4 +452,4 @@ def _sample(state: RequestState, sequence: Sequence) -> Sample:
     told.num_tokens += len(token_ids)
     told.finished = bool(sequence.finish_reason)
     reason = cast(FinishReason, sequence.finish_reason)
-    return Sample(sequence.index, token_ids, reason, sequence.stop_token, logprobs, position)
+    return SampleUpdate(sequence.index, token_ids, reason, sequence.stop_token, logprobs, position)

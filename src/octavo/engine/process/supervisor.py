@@ -30,24 +30,24 @@ from octavo import errors
 from octavo import log_setup as logs
 from octavo.engine.process.ipc import (
     BadMessage,
-    Beat,
     Channel,
-    Close,
-    Failed,
+    CloseEngine,
+    EngineFailed,
+    Heartbeat,
     Hello,
     Launch,
     Lifeline,
     Ready,
-    Step,
+    StepReport,
     endpoint_in,
-    read_report,
+    read_message,
 )
 from octavo.engine.stats import Health
 from octavo.errors import EngineError, OctavoError
 
 logger = logging.getLogger("octavo.supervisor")
 
-ENGINE = (sys.executable, *(("-O",) if sys.flags.optimize else ()), "-P", "-m", "octavo.frontend.engine_main")
+ENGINE_COMMAND = (sys.executable, *(("-O",) if sys.flags.optimize else ()), "-P", "-m", "octavo.frontend.engine_main")
 """-P: what lies in the working directory is not imported."""
 MOST_FAILURES = 3
 """Starts in a row that come to nothing before the engine is given up."""
@@ -58,7 +58,7 @@ SOCKET_PATH_CHARS = 90
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineTimeouts:
     """How long to wait for an engine, in seconds.
 
     silence_s       without a sign of life, and without work
@@ -79,7 +79,7 @@ class Limits:
 class EngineProcess:
     """One life of an engine, on the running event loop: its process, the channel, and the lifeline.
 
-    on_step   called with each `Step` that it sends; on_bad: with each `BadMessage`
+    on_step   called with each `StepReport` that it sends; on_bad: with each `BadMessage`
     """
 
     TICK_S = 0.25
@@ -90,8 +90,8 @@ class EngineProcess:
         self,
         command: Sequence[str],
         options: dict[str, Any],
-        limits: Limits,
-        on_step: Callable[[Step], None],
+        limits: EngineTimeouts,
+        on_step: Callable[[StepReport], None],
         on_bad: Callable[[BadMessage], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -99,11 +99,11 @@ class EngineProcess:
         self._on_step, self._on_bad = on_step, on_bad
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._over = asyncio.Event()
-        self._last_words: Failed | None = None
+        self._last_words: EngineFailed | None = None
         self.was_killed = False  # from outside: by a person, or by a system that is short of memory
-        self._beat, self._beat_at = Beat(phase="starting"), time.monotonic()
+        self._beat, self._beat_at = Heartbeat(phase="starting"), time.monotonic()
         self._cpu_s = 0.0  # that the process had used then
-        self._beats = msgspec.msgpack.Decoder(Beat)
+        self._beats = msgspec.msgpack.Decoder(Heartbeat)
         self._lifeline, there = Lifeline.pair()
         with contextlib.ExitStack() as undo, contextlib.closing(there):
             undo.callback(self._lifeline.close)
@@ -177,7 +177,7 @@ class EngineProcess:
     def _cause(self, why: str) -> OctavoError:
         """Why it did not start."""
         if self._last_words is not None:
-            return error_of(self._last_words.error, self._last_words.message)
+            return rebuild_error(self._last_words.error, self._last_words.message)
         return EngineError(f"the engine process ended while {self._beat.phase}: {why}")
 
     def _reap(self) -> str:
@@ -196,16 +196,16 @@ class EngineProcess:
     # -- what it says --------------------------------------------------------------------------------------------------
 
     def _take_in(self, data: bytes) -> None:
-        report, bad = read_report(data)
+        report, bad = read_message(data)
         for message in bad:
             self._on_bad(message)
         if report is None:
             return
-        if isinstance(report, Step):
+        if isinstance(report, StepReport):
             self._on_step(report)
         elif isinstance(report, Hello):
             self._leave_directory()
-        elif isinstance(report, Failed):
+        elif isinstance(report, EngineFailed):
             self._last_words = report
         elif not self._ready.done():
             self._ready.set_result(report)
@@ -230,7 +230,7 @@ class EngineProcess:
 
     def leave(self) -> None:
         """Tell it to leave, and give it a moment."""
-        self._channel.send([Close()])
+        self._channel.send([CloseEngine()])
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(self._limits.close_s)
 
@@ -263,14 +263,14 @@ class Supervisor:
         options: dict[str, Any],
         *,
         on_ready: Callable[[Ready], None],
-        on_step: Callable[[Step], None],
+        on_step: Callable[[StepReport], None],
         on_bad: Callable[[BadMessage], None],
         on_down: Callable[[bool], None],
         on_failed: Callable[[OctavoError], None],
-        command: Sequence[str] = ENGINE,
-        limits: Limits | None = None,
+        command: Sequence[str] = ENGINE_COMMAND,
+        limits: EngineTimeouts | None = None,
     ) -> None:
-        self._options, self._command, self._limits = options, command, limits or Limits()
+        self._options, self._command, self._limits = options, command, limits or EngineTimeouts()
         self._on_ready, self._on_step, self._on_bad = on_ready, on_step, on_bad
         self._on_down, self._on_failed = on_down, on_failed
         self._process: EngineProcess | None = None
@@ -366,7 +366,7 @@ class Supervisor:
             logger.warning("the engine runs again, after %.1f s", time.monotonic() - begin)
 
 
-def error_of(name: str, message: str, param: str | None = None, code: str | None = None) -> OctavoError:
+def rebuild_error(name: str, message: str, param: str | None = None, code: str | None = None) -> OctavoError:
     """An exception that was raised in another process. Of a class that is none of ours, the name is said."""
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, OctavoError):

@@ -2,8 +2,8 @@
 
     event loops                                     the engine's thread
     -----------                                     -------------------
-    open() -> Mail --- calls, in order -----------> add, abort, ... between two steps
-    await mail.read() <-- wake-up --- Mail <------- the outputs of a step
+    open() -> OutputQueue --- calls, in order -----------> add, abort, ... between two steps
+    await mail.read() <-- wake-up --- OutputQueue <------- the outputs of a step
 
 The thread blocks while there is nothing to do, and nothing here blocks an event loop. A mailbox holds one output at
 most: whoever reads slowly gets outputs merged, and costs no memory.
@@ -26,7 +26,7 @@ from octavo.errors import EngineError, OctavoError, ParameterError
 T = TypeVar("T")
 
 
-class Mail:
+class OutputQueue:
     """What one request has to tell its reader, who waits on the event loop on which the mailbox was made.
 
     joins   each output tells what is new (deltas), so that two make one; else the newer output replaces the older
@@ -108,7 +108,7 @@ class EngineThread:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._mail: dict[str, Mail] = {}
+        self._mail: dict[str, OutputQueue] = {}
         self._lock = threading.Lock()  # over `_mail`, `_error`, and the order of calls and the end
         self._error: EngineError | None = None
         self._closing = False
@@ -140,9 +140,9 @@ class EngineThread:
             self._calls.put(carry_out)
         return future
 
-    def open(self, request_id: str, *, joins: bool = False) -> Mail:
+    def open(self, request_id: str, *, joins: bool = False) -> OutputQueue:
         """The mailbox of a request that is about to be added; on a running event loop."""
-        mail = Mail(request_id, joins=joins)
+        mail = OutputQueue(request_id, joins=joins)
         with self._lock:
             if self._error is not None:
                 raise again(self._error)
@@ -153,7 +153,7 @@ class EngineThread:
             self._mail[request_id] = mail
         return mail
 
-    def leave(self, mail: Mail) -> None:
+    def leave(self, mail: OutputQueue) -> None:
         """Its reader has gone: the request is aborted, if it still runs, before the next step is planned."""
         with self._lock:
             if self._mail.get(mail.request_id) is not mail:
@@ -178,7 +178,7 @@ class EngineThread:
         try:
             while not self._closing:
                 self._calls.get()()  # here it sleeps
-                with self._engine.garbage:
+                with self._engine.gc_pause:
                     while self._engine.has_work and not self._closing:
                         self._carry_out_calls()
                         self._post(self._engine.step())
@@ -204,7 +204,7 @@ class EngineThread:
             self._post([output])
         return output is not None
 
-    def _forget(self, mail: Mail) -> None:
+    def _forget(self, mail: OutputQueue) -> None:
         with self._lock:
             mine = self._mail.get(mail.request_id) is mail
             if mine:
@@ -214,7 +214,7 @@ class EngineThread:
 
     def _post(self, outputs: list[RequestOutput]) -> None:
         """One wake-up a loop, however many requests have something to tell."""
-        waiting: dict[asyncio.AbstractEventLoop, list[Mail]] = {}
+        waiting: dict[asyncio.AbstractEventLoop, list[OutputQueue]] = {}
         for output in outputs:
             mail = self._mail.get(output.request_id)
             if mail is None:
@@ -226,7 +226,7 @@ class EngineThread:
                 waiting.setdefault(mail.loop, []).append(mail)
         self._wake(waiting)
 
-    def _wake(self, waiting: dict[asyncio.AbstractEventLoop, list[Mail]]) -> None:
+    def _wake(self, waiting: dict[asyncio.AbstractEventLoop, list[OutputQueue]]) -> None:
         for loop, mails in waiting.items():
             try:
                 loop.call_soon_threadsafe(_wake_all, mails)
@@ -240,7 +240,7 @@ class EngineThread:
             mails = list(self._mail.values())
             self._mail.clear()
         self._carry_out_calls()  # each finds the error
-        waiting: dict[asyncio.AbstractEventLoop, list[Mail]] = {}
+        waiting: dict[asyncio.AbstractEventLoop, list[OutputQueue]] = {}
         for mail in mails:
             mail.fail(error)
             waiting.setdefault(mail.loop, []).append(mail)
@@ -248,6 +248,6 @@ class EngineThread:
         self._engine.close()
 
 
-def _wake_all(mails: list[Mail]) -> None:
+def _wake_all(mails: list[OutputQueue]) -> None:
     for mail in mails:
         mail.wake()

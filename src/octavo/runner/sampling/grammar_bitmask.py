@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from octavo.engine.executor import Masks
+from octavo.engine.executor import GrammarBitmask
 from octavo.integers import cdiv
 from octavo.runner.sampling.sampler import mask_indices
 from octavo.runner.streams import SideStream
@@ -35,7 +35,7 @@ class BitmaskBuffer:
         self.which.fill_(-1)
         self._is_read = False
 
-    def fill(self, masks: Masks | None, slices: Seq[int]) -> None:
+    def fill(self, masks: GrammarBitmask | None, slices: Seq[int]) -> None:
         """Queue a copy of the masks of draws for these slices, beside the pass that they draw behind. Nothing here
         waits: who has made them knows the tokens that were drawn behind the last ones, so those have been copied, and
         read."""
@@ -44,7 +44,7 @@ class BitmaskBuffer:
         if masks is not None:
             numbers[: len(slices)] = mask_indices(masks, slices)
             end += len(masks.slices) * num_words
-            np.copyto(numbers[self._head : end].reshape(-1, num_words), masks.words[:, :num_words])
+            np.copyto(numbers[self._head : end].reshape(-1, num_words), masks.bitmask[:, :num_words])
         with self._copies.apart() if self._is_read else self._copies:
             self._all[:end].copy_(self._staging[:end], non_blocking=True)
         self._copies.join()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.plan import StepPlan, StepResult
-from octavo.engine.executor import Masks
+from octavo.engine.executor import GrammarBitmask
 from octavo.kernels.metadata import RaggedBatch, SamplingTensors
 from octavo.kernels.row_state import RowState
 from octavo.runner.executor import append
@@ -150,7 +150,7 @@ class HostSamplingRunner(ModelRunner):
             self.is_behind = False
 
     def sample(
-        self, plan: StepPlan, made: Logits, wanted: list[SampleSpec | None], masks: Masks | None
+        self, plan: StepPlan, made: Logits, wanted: list[SampleSpec | None], masks: GrammarBitmask | None
     ) -> HostSampledColumn:
         """Waits for the logits."""
         told: list[list[Any]] = [[] for _ in plan.rows]
@@ -185,7 +185,7 @@ class HostSamplingRunner(ModelRunner):
         return rows, positions, told
 
     @torch.inference_mode()
-    def column(self, plan: StepPlan, number: int, masks: Masks | None) -> StepResult:
+    def column(self, plan: StepPlan, number: int, masks: GrammarBitmask | None) -> StepResult:
         """Of a step that tells of prompts. The rows are read before and written after."""
         state, rows = self._state, self.rows
         rows.block_tables = state.block_tables[:-1].cpu()

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.core.plan import RowSetup, StepPlan, TokenLogprobs
-from octavo.engine.executor import Masks
+from octavo.engine.executor import GrammarBitmask
 from octavo.kernels.metadata import LogitsProcessorParams, SamplingTensors, TokenHistory
 
 NOT_FINITE = "the model gave numbers that are not finite for this request"
@@ -137,7 +137,7 @@ class Sampler:
         self,
         logits: Tensor,
         draws: Seq[SampleSpec],
-        masks: Masks | None = None,
+        masks: GrammarBitmask | None = None,
         sampling: SamplingTensors | None = None,
     ) -> SamplerOutput:
         """One token for each row of logits [num_draws, vocab_size] float32, which are changed on the way; from the
@@ -162,7 +162,7 @@ class Sampler:
         if masks is not None:
             which = mask_indices(masks, [draw.slice_index for draw in draws])
             masked = np.flatnonzero(which >= 0).tolist()
-            on_device = [to_device(torch.from_numpy(words), self.device) for words in (which, masks.words)]
+            on_device = [to_device(torch.from_numpy(words), self.device) for words in (which, masks.bitmask)]
             self.ops.apply_token_bitmask(logits, *on_device)
         if ruled:
             self.ops.apply_logits_processors(logits, self._gathered(draws, ruled))
@@ -320,7 +320,7 @@ def to_lists(tensors: Seq[Tensor]) -> list[list[Any]]:
     ]
 
 
-def mask_indices(masks: Masks, slices: Seq[int]) -> np.ndarray:
+def mask_indices(masks: GrammarBitmask, slices: Seq[int]) -> np.ndarray:
     """The mask of each draw, -1 without one: [num_draws] int32. The draws of a slice share one.
 
     slices   draw -> the slice that it is for

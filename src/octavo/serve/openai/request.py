@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from octavo.engine.engine import MOST_PRIORITY
+from octavo.engine.engine import MAX_PRIORITY
 from octavo.errors import UsageError
-from octavo.frontend.time_slices import BREATH
+from octavo.frontend.cooperative import YIELD_POINT
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind, SamplingParams
 from octavo.params.structured_outputs import MOST_CHARS, StructuredOutputsParams
@@ -390,8 +390,8 @@ class RequestParser:
     def _priority(self, value: int) -> int:
         if value and not self.priority_scheduling:
             raise bad_request("invalid_value", "priority needs a server with --scheduling-policy priority", "priority")
-        if abs(value) > MOST_PRIORITY:
-            text = f"priority is {value}, it must be from {-MOST_PRIORITY} to {MOST_PRIORITY}"
+        if abs(value) > MAX_PRIORITY:
+            text = f"priority is {value}, it must be from {-MAX_PRIORITY} to {MAX_PRIORITY}"
             raise bad_request("invalid_value", text, "priority")
         return value
 
@@ -499,7 +499,7 @@ def decode_tool_arguments(body: Mapping[str, Any]) -> Iterator[Any]:
                     raise bad_request("array_above_max_length", text, holder)
                 with contextlib.suppress(ApiError):
                     function["arguments"] = parse_arguments(function, "")
-                yield BREATH
+                yield YIELD_POINT
 
 
 def parse_message(item: Any, path: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from octavo.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
-from octavo.frontend.time_slices import BREATH
+from octavo.frontend.cooperative import YIELD_POINT
 from octavo.serve.openai.request import ParsedRequest
 from octavo.text.detokenizer import Detokenizer
 from octavo.text.output_parser import END_THINK, OutputParser
@@ -60,7 +60,7 @@ class ResponseBuilder(Protocol):
     usage: Usage
 
     def take(self, i: int, output: RequestOutput) -> Iterator[Json]:
-        """The choices of the next chunks, from what is new of prompt `i`; and `BREATH`, see `slices`."""
+        """The choices of the next chunks, from what is new of prompt `i`; and `YIELD_POINT`, see `slices`."""
 
     def chunk(self, choices: list[Json]) -> Json: ...
 
@@ -69,7 +69,7 @@ class ResponseBuilder(Protocol):
     def fold(self, choice: Json) -> None: ...
 
     def whole(self) -> Iterator[Any]:
-        """The response, after as many a `BREATH` as it takes."""
+        """The response, after as many a `YIELD_POINT` as it takes."""
 
 
 class _ResponseBuilderBase:
@@ -117,7 +117,7 @@ class _ResponseBuilderBase:
         encoded = []
         for choice in choices:
             encoded.append(_raw(choice))
-            yield BREATH
+            yield YIELD_POINT
         return encoded
 
     def _response(self, choices: list[Any]) -> Json:
@@ -137,7 +137,7 @@ class _ResponseBuilderBase:
             for entries in output.prompt_logprobs:
                 if entries is not None:
                     told.append(_raw({str(t): _prompt_entry(lp) for t, lp in entries.items()}))
-                    yield BREATH
+                    yield YIELD_POINT
                 else:
                     told.append(None)
 
@@ -165,7 +165,7 @@ class CompletionResponseBuilder(_ResponseBuilderBase):
         yield from self._note(i, output)
         for c in output.outputs:
             yield (yield from self._choice(i, c, output))
-            yield BREATH
+            yield YIELD_POINT
 
     def _choice(self, i: int, c: CompletionOutput, output: RequestOutput) -> Generator[Any, None, Json]:
         index = i * self.request.n + c.index
@@ -202,7 +202,7 @@ class CompletionResponseBuilder(_ResponseBuilderBase):
                 text = self._token(token, position[token])
                 own.append(finite(position[token].logprob))
                 top.append(_raw({self._token(t, lp): finite(lp.logprob) for t, lp in position.items()}))
-                yield BREATH
+                yield YIELD_POINT
             tokens.append(text)
             offsets.append(places.next(token))
         return {"text_offset": offsets, "token_logprobs": own, "tokens": tokens, "top_logprobs": top}
@@ -288,7 +288,7 @@ class ChatResponseBuilder(_ResponseBuilderBase):
                 if self.request.stream:
                     yield self._choice(c, {"role": "assistant", "content": ""}, None)
             yield from (yield from self._choices_of(c, output, first=first))
-            yield BREATH
+            yield YIELD_POINT
 
     def _choices_of(
         self, c: CompletionOutput, output: RequestOutput, *, first: bool
@@ -348,7 +348,7 @@ class ChatResponseBuilder(_ResponseBuilderBase):
                 top.sort(key=lambda pair: pair[1].rank)
                 entry = self._entry(token, position[token])
                 told.append(_raw({**entry, "top_logprobs": [self._entry(t, lp) for t, lp in top[: self.request.top]]}))
-                yield BREATH
+                yield YIELD_POINT
         return told
 
     def _entry(self, token: int, entry: Logprob) -> Json:

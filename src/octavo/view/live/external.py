@@ -35,15 +35,15 @@ import numpy as np
 import zmq
 
 from octavo.errors import ParameterError
-from octavo.view.live.messages import MOST_EVENTS, SEALED_BIT, BlockChange, Counts, Delta, Frame, Seals, Snapshot
+from octavo.view.live.messages import MAX_EVENTS, SEALED_BIT, BlockChange, Counts, Delta, Frame, Seals, Snapshot
 from octavo.view.live.publisher import STOP
 
 FIRST_BLOCKS = 1024
 """Places that there are at first, while nobody says how many; when they are full there are twice as many."""
-MOST_BLOCKS = 1 << 22
-MOST_MESSAGES = 1000
+MAX_BLOCKS = 1 << 22
+MAX_MESSAGES = 1000
 """Taken in between two frames."""
-MOST_HELD = 100_000
+MAX_HELD = 100_000
 """That wait while nobody looks; those after them are lost."""
 REPLAY_S = 2.0
 """Without a word from the replay socket: then what is missing is lost."""
@@ -70,7 +70,7 @@ class _Malformed(Exception):  # noqa: N818 - it is counted, and shown to nobody
     pass
 
 
-class Attached:
+class ExternalPool:
     """What a publisher's events come to. `ask` is as an engine's, for a `Hub`.
 
     endpoint   where it publishes, such as tcp://127.0.0.1:5557
@@ -106,7 +106,7 @@ class Attached:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, 256 << 20)
-        socket.setsockopt(zmq.RCVHWM, MOST_HELD)
+        socket.setsockopt(zmq.RCVHWM, MAX_HELD)
         if kind == zmq.SUB:
             socket.setsockopt(zmq.SUBSCRIBE, b"")
         try:
@@ -137,15 +137,15 @@ class Attached:
         self._epoch, self._frame = secrets.token_hex(8), 0
         self._is_new = True
         self._touched: dict[int, None] = {}
-        self._events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
+        self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._counts = Counts()
 
     # -- questions -----------------------------------------------------------------------------------------------------
 
-    async def ask(self, question: str, argument: str) -> Any:
-        if question == "view_block":
-            name = self._names.get(int(argument))
-            digest = None if name is None else blake2b(repr(name).encode(), digest_size=16, key=self._key).hexdigest()
+    async def query(self, name: str, argument: str) -> Any:
+        if name == "view_block":
+            hash_ = self._names.get(int(argument))
+            digest = None if hash_ is None else blake2b(repr(hash_).encode(), digest_size=16, key=self._key).hexdigest()
             return {"name": digest, "token_ids": None}
         if argument == STOP:
             return None  # what comes meanwhile waits, or it would be missing for ever
@@ -213,7 +213,7 @@ class Attached:
     # -- what arrives --------------------------------------------------------------------------------------------------
 
     def _take_in(self) -> None:
-        for _ in range(MOST_MESSAGES):
+        for _ in range(MAX_MESSAGES):
             try:
                 parts, again = self._next()
             except zmq.Again:
@@ -301,7 +301,7 @@ class Attached:
             stored = self._stored.get((rank, name))
             if stored is None:
                 if not self._free:
-                    if self._num_blocks >= MOST_BLOCKS:
+                    if self._num_blocks >= MAX_BLOCKS:
                         raise _Malformed
                     self._start_anew(2 * self._num_blocks)
                 self._num_seals += 1
@@ -342,7 +342,7 @@ class Attached:
                 lines[name] += float(number)
             self._running, self._waiting = int(lines["running"]), int(lines["waiting"])
             found = POOL.search(text)
-            if found is not None and 0 < int(found[1]) <= MOST_BLOCKS and int(found[1]) != self._num_known:
+            if found is not None and 0 < int(found[1]) <= MAX_BLOCKS and int(found[1]) != self._num_known:
                 self._num_known = int(found[1])
                 if len(self._stored) <= self._num_known < self._num_blocks or self._num_blocks < self._num_known:
                     self._place_again()

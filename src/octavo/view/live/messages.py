@@ -1,4 +1,4 @@
-"""What is told of a pool and its requests: a whole picture, then what has changed. See PROTOCOL.md.
+"""What is told of a pool and its requests: a whole state, then what has changed. See PROTOCOL.md.
 
 Arrays are bytes, little-endian: raw in msgpack, between processes, and base64 in JSON, for browsers and recordings.
 """
@@ -9,11 +9,11 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-SEALED_BIT, MOST_REFS = 0x8000, 0x7FFF
+SEALED_BIT, MAX_REFS = 0x8000, 0x7FFF
 """A block's word, 0 if free: bit 15 says that it is sealed, the others are its references, as far as they can."""
-MOST_EVENTS = 256
+MAX_EVENTS = 256
 """Of events and of steps, each, that a frame tells."""
-MOST_WAITING = 256
+MAX_WAITING = 256
 """Of those that wait, the first in line that are told."""
 
 

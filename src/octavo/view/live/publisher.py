@@ -27,9 +27,9 @@ from octavo.core import events as ev
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.scheduler import Scheduler
 from octavo.view.live.messages import (
-    MOST_EVENTS,
-    MOST_REFS,
-    MOST_WAITING,
+    MAX_EVENTS,
+    MAX_REFS,
+    MAX_WAITING,
     SEALED_BIT,
     BlockChange,
     Counts,
@@ -51,7 +51,7 @@ SEALS_A_FRAME = 8192
 """Seals of before the first look that a frame tells at most: each takes about a microsecond to read."""
 STOP = "stop"
 
-Question = Callable[["Engine", str], Any]
+Query = Callable[["Engine", str], Any]
 
 
 class _Told:
@@ -86,7 +86,7 @@ class _Told:
         return None if len(sequence.block_ids) == self.num_entries else self.num_entries
 
 
-class Tap:
+class Publisher:
     """Frames of one scheduler. Nothing is listened to before the first one, nor after `stop`.
 
     clock   seconds; frames tell them since the first one, or since `begin_s`
@@ -115,8 +115,8 @@ class Tap:
         self._sequences: dict[Sequence, _Told] = {}
         self._lines: dict[str, list[str]] = {}
         self._stats: dict[str, Any] = {}
-        self._happened: deque[tuple[float, ev.Event] | dict[str, Any]] = deque(maxlen=MOST_EVENTS)
-        self._steps: deque[tuple[float, ev.Step, int]] = deque(maxlen=MOST_EVENTS)  # with the tokens that are sampled
+        self._happened: deque[tuple[float, ev.Event] | dict[str, Any]] = deque(maxlen=MAX_EVENTS)
+        self._steps: deque[tuple[float, ev.Step, int]] = deque(maxlen=MAX_EVENTS)  # with the tokens that are sampled
         self._num_events = self._num_steps = 0
 
     @property
@@ -205,7 +205,7 @@ class Tap:
             cache.pool.num_blocks,
             cache.block_size,
             cache.swap_space.num_blocks,
-            words_of(self._refs[1:], self._seal_ids[1:]),
+            pack_words(self._refs[1:], self._seal_ids[1:]),
             self._seals_of([]) or Seals(),
             requests,
             sequences,
@@ -272,7 +272,7 @@ class Tap:
         ids = np.nonzero((refs != self._refs) | (seal_ids != self._seal_ids))[0]
         newly = ids[seal_ids[ids] != self._seal_ids[ids]]
         gone = newly[self._seal_ids[newly] != 0]
-        time_s, told = self._time_s(), gone[-MOST_EVENTS:]
+        time_s, told = self._time_s(), gone[-MAX_EVENTS:]
         self._num_events += len(gone) - len(told)
         for block, seal in zip(told.tolist(), self._seal_ids[told].tolist(), strict=True):
             self._note({"event": "evicted", "time_s": time_s, "block_id": block, "seal_id": seal})
@@ -280,7 +280,7 @@ class Tap:
         seals = self._seals_of(newly[seal_ids[newly] != 0].tolist())
         if not len(ids):
             return None, seals
-        return BlockChange(ids.astype("<u4").tobytes(), words_of(refs[ids], seal_ids[ids])), seals
+        return BlockChange(ids.astype("<u4").tobytes(), pack_words(refs[ids], seal_ids[ids])), seals
 
     def _seals_of(self, blocks: list[int]) -> Seals | None:
         pool = self._scheduler.cache.pool
@@ -299,7 +299,7 @@ class Tap:
     def _current(self) -> dict[str, Request]:
         """Those to be told of, in the order of the protocol."""
         scheduler = self._scheduler
-        waiting = islice(scheduler.waiting, MOST_WAITING)
+        waiting = islice(scheduler.waiting, MAX_WAITING)
         current = {r.request_id: r for line in (scheduler.running, scheduler.swapped, waiting) for r in line}
         return current | {name: s.request for name, s in scheduler.cache.pins.items()}
 
@@ -388,13 +388,13 @@ class Tap:
         return {
             "running": [r.request_id for r in scheduler.running],
             "swapped": [r.request_id for r in scheduler.swapped],
-            "waiting": [r.request_id for r in islice(scheduler.waiting, MOST_WAITING)],
+            "waiting": [r.request_id for r in islice(scheduler.waiting, MAX_WAITING)],
         }
 
 
-def words_of(refs: np.ndarray, seal_ids: np.ndarray) -> bytes:
+def pack_words(refs: np.ndarray, seal_ids: np.ndarray) -> bytes:
     """u16[num] of int32[num] references and int64[num] seal ids."""
-    words = np.minimum(refs, MOST_REFS).astype(np.uint16)
+    words = np.minimum(refs, MAX_REFS).astype(np.uint16)
     words[seal_ids != 0] |= SEALED_BIT
     data: bytes = words.astype("<u2").tobytes()
     return data
@@ -417,29 +417,29 @@ def _step(time_s: float, step: ev.Step, num_sampled: int) -> list[int | float]:
     return [step.step, time_s, step.num_tokens, num_sampled, *lines, step.used, step.cached, step.free]
 
 
-def questions() -> dict[str, Question]:
+def view_queries() -> dict[str, Query]:
     """What an engine can be asked for the view, by name.
 
     view         argument: the frame that is there, "EPOCH:NUMBER", or "" for everything, or "stop"
     view_block   argument: a block's id. Its name is a digest of the tokens in it, under a key of the process; with
                  the seal that it has now, and the epoch of the frames
     """
-    taps: dict[int, Tap] = {}  # of the one engine, once somebody has asked
+    taps: dict[int, Publisher] = {}  # of the one engine, once somebody has asked
     key = secrets.token_bytes(16)
 
     def view(engine: Engine, after: str) -> Frame | None:
-        tap = taps.get(id(engine))
+        publisher = taps.get(id(engine))
         if after == STOP:
-            if tap is not None:
-                tap.stop()
+            if publisher is not None:
+                publisher.stop()
             return None
-        if tap is None:
-            tap = taps[id(engine)] = Tap(engine.scheduler)
-        return tap.frame(after)
+        if publisher is None:
+            publisher = taps[id(engine)] = Publisher(engine.scheduler)
+        return publisher.frame(after)
 
     def view_block(engine: Engine, block: str) -> dict[str, Any]:
         # One that was asked for as the engine before this one had it: that may have had more of them.
-        pool, number, tap = engine.scheduler.cache.pool, int(block), taps.get(id(engine))
+        pool, number, publisher = engine.scheduler.cache.pool, int(block), taps.get(id(engine))
         found = pool.key_of(number) if number <= pool.num_blocks else None
         if found is None:
             return {"name": None, "token_ids": None}
@@ -447,7 +447,7 @@ def questions() -> dict[str, Question]:
             "name": blake2b(found[1], digest_size=16, key=key).hexdigest(),
             "token_ids": np.frombuffer(found[1], np.int32).tolist(),
             "seal_id": pool.seal_id[number],
-            "epoch": "" if tap is None else tap.epoch,
+            "epoch": "" if publisher is None else publisher.epoch,
         }
 
     return {"view": view, "view_block": view_block}

@@ -1,4 +1,4 @@
-"""The other end of a `Tap`: what its frames say, put together again. Whoever comes late is given a snapshot of this."""
+"""The receiving end of a `Publisher`: applies its frames. A viewer that comes late gets a snapshot of this state."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from octavo.errors import EngineError
 from octavo.view.live.messages import (
-    MOST_EVENTS,
-    MOST_REFS,
+    MAX_EVENTS,
+    MAX_REFS,
     SEALED_BIT,
     BlockChange,
     Counts,
@@ -24,7 +24,7 @@ from octavo.view.live.messages import (
     Snapshot,
 )
 
-MOST_SEALS = 65_536
+MAX_SEALS = 65_536
 """Items of the prefix tree that a snapshot has: twenty bytes each, and more than anybody looks at."""
 
 
@@ -47,7 +47,7 @@ class Table:
         return np.frombuffer(self.entries, dtype="<i4")
 
 
-class Picture:
+class PoolState:
     """The state of a pool and its requests, as the frames so far tell it. Begins with a snapshot."""
 
     epoch: str
@@ -99,8 +99,8 @@ class Picture:
         }
         self.stats: dict[str, Any] = dict(snapshot.stats)
         self.counts = snapshot.counts
-        self.steps: deque[list[int | float]] = deque(snapshot.steps, maxlen=MOST_EVENTS)
-        self.events: deque[dict[str, Any]] = deque(snapshot.events, maxlen=MOST_EVENTS)
+        self.steps: deque[list[int | float]] = deque(snapshot.steps, maxlen=MAX_EVENTS)
+        self.events: deque[dict[str, Any]] = deque(snapshot.events, maxlen=MAX_EVENTS)
 
     def _take_blocks(self, blocks: BlockChange | None, seals: Seals | None) -> None:
         if blocks is not None:
@@ -125,8 +125,8 @@ class Picture:
     def snapshot(self) -> Snapshot:
         """For somebody who comes now: the frames that follow for us follow for them."""
         sealed = np.nonzero((self.words & SEALED_BIT != 0) & (self.seal_ids != 0))[0]
-        if len(sealed) > MOST_SEALS:  # what is in use tells more
-            sealed = np.sort(sealed[np.argsort(self.words[sealed] == SEALED_BIT, kind="stable")[:MOST_SEALS]])
+        if len(sealed) > MAX_SEALS:  # what is in use tells more
+            sealed = np.sort(sealed[np.argsort(self.words[sealed] == SEALED_BIT, kind="stable")[:MAX_SEALS]])
         lines = [name for status in ("running", "swapped", "waiting") for name in self.lines[status]]
         names = dict.fromkeys([name for name in lines if name in self.requests]) | dict.fromkeys(self.requests)
         return Snapshot(
@@ -153,7 +153,7 @@ class Picture:
 
     @property
     def num_used(self) -> int:
-        return int(np.count_nonzero(self.words & MOST_REFS))
+        return int(np.count_nonzero(self.words & MAX_REFS))
 
     @property
     def num_cached(self) -> int:
@@ -178,7 +178,7 @@ class Picture:
         sealed = bool(self.words[block] & SEALED_BIT)
         return {
             "id": block,
-            "references": int(self.words[block] & MOST_REFS),
+            "references": int(self.words[block] & MAX_REFS),
             "sealed": sealed,
             "seal_id": int(self.seal_ids[block]) if sealed else 0,
             "parent_id": int(self.parent_ids[block]) if sealed else 0,

@@ -26,25 +26,25 @@ from octavo.core.request import Request, Sequence, Status
 from octavo.errors import ParameterError
 from octavo.params.sampling_params import SamplingParams
 from octavo.view.live.messages import Counts, RequestView, Seals, SequenceView, Snapshot, Wait
-from octavo.view.live.publisher import words_of
+from octavo.view.live.publisher import pack_words
 from octavo.view.playground.contiguous import Contiguous
 
-MOST_BLOCKS, LARGEST_BLOCK = 4096, 256
-MOST_TOKENS = 65_536
+MAX_BLOCKS, MAX_BLOCK_SIZE = 4096, 256
+MAX_TOKENS = 65_536
 """That a pool can hold, and that a history can make."""
-MOST_SEQUENCES = 64
-MAX_HELD_TOKENS = 4 * MOST_TOKENS
+MAX_SEQUENCES = 64
+MAX_HELD_TOKENS = 4 * MAX_TOKENS
 """In all sequences of a pool together, each fork with its own list: eight bytes a token."""
 MAX_WORK = 200_000
 """Block operations and tokens that a history may cost. A link is a stranger's, and opening it runs its history."""
-MOST_BEAMS, MOST_BEAM_STEPS = 16, 100
-MOST_ACTIONS, MOST_CHARS = 500, 16_384
-MOST_WORDS, MOST_CHARS_A_WORD = 512, 32
-MOST_PHASES = 200
-MOST_TEXTS = 4096
+MAX_BEAMS, MAX_BEAM_STEPS = 16, 100
+MAX_ACTIONS, MAX_CHARS = 500, 16_384
+MAX_WORDS, MAX_WORD_CHARS = 512, 32
+MAX_PHASES = 200
+MAX_TEXTS = 4096
 NUM_KEPT = 16
 """Pools at hand. The one used longest ago goes; it comes back from its history."""
-LONGEST = 1 << 30
+MAX_LEN = 1 << 30
 
 POOL = re.compile(r"([0-9]{1,5})x([0-9]{1,4})(?:x([0-9]{1,6})(?:x([0-9]{1,5}))?)?")
 NUMBER = re.compile(r"[0-9]{1,6}")
@@ -63,10 +63,10 @@ class Pool(NamedTuple):
         if found is None:
             raise _bad(f"a history begins with its pool, such as 64x16, and not with {text[:40]!r}")
         num_blocks, size = int(found[1]), int(found[2])
-        if not (1 <= num_blocks <= MOST_BLOCKS and 1 <= size <= LARGEST_BLOCK and num_blocks * size <= MOST_TOKENS):
+        if not (1 <= num_blocks <= MAX_BLOCKS and 1 <= size <= MAX_BLOCK_SIZE and num_blocks * size <= MAX_TOKENS):
             raise _bad(
-                f"a pool of {num_blocks} blocks of {size} tokens is not offered: 1 to {MOST_BLOCKS} blocks of 1 to "
-                f"{LARGEST_BLOCK}, for {MOST_TOKENS} tokens in all at most; take a smaller one"
+                f"a pool of {num_blocks} blocks of {size} tokens is not offered: 1 to {MAX_BLOCKS} blocks of 1 to "
+                f"{MAX_BLOCK_SIZE}, for {MAX_TOKENS} tokens in all at most; take a smaller one"
             )
         num_slots = num_blocks * size
         max_len = int(found[3]) if found[3] else min(16 * size, num_slots)
@@ -111,7 +111,7 @@ class Playground:
         self.kv = KVCache(pool.num_blocks, pool.block_size, pool.num_host_blocks)
         self.contiguous = Contiguous(pool.num_blocks * pool.block_size, pool.max_len)
         self.sequences: dict[str, Sequence] = {}
-        self.phases: deque[Phase] = deque(maxlen=MOST_PHASES)
+        self.phases: deque[Phase] = deque(maxlen=MAX_PHASES)
         self._work = 0
         self._texts: list[str] = []  # of each token
         self._typed: dict[str, int] = {}  # word -> token
@@ -217,8 +217,8 @@ class Playground:
     def beam(self, name: str, width: str, num_steps: str = "1") -> Told:
         sequence, num = self._on_device(name), self._number(width, least=2)
         steps, group = self._number(num_steps), sequence.request
-        if num > MOST_BEAMS or steps > MOST_BEAM_STEPS:
-            raise _bad(f"a beam search has at most {MOST_BEAMS} beams, and {MOST_BEAM_STEPS} steps at once; take fewer")
+        if num > MAX_BEAMS or steps > MAX_BEAM_STEPS:
+            raise _bad(f"a beam search has at most {MAX_BEAMS} beams, and {MAX_BEAM_STEPS} steps at once; take fewer")
         if len(group.sequences) > num:
             raise RefusedError(
                 f"{group.request_id} and its forks are {len(group.sequences)} sequences already.",
@@ -253,7 +253,7 @@ class Playground:
         chunk, names, evicted = max(1, self.pool.num_blocks // 8), [], self.kv.pool.num_evicted
         self._next_name()
         self._check_room(1)
-        while (left := self.kv.pool.num_available) and len(self.sequences) < MOST_SEQUENCES:
+        while (left := self.kv.pool.num_available) and len(self.sequences) < MAX_SEQUENCES:
             name = self._next_name()
             tokens = self._own(name, 0, min(chunk, left) * self.pool.block_size)
             self._begin(name, tokens)
@@ -345,8 +345,8 @@ class Playground:
 
     def _begin(self, name: str, tokens: list[int]) -> Told:
         self._check_held(len(tokens))
-        request = Request(name, tokens, SamplingParams(max_tokens=LONGEST))
-        request.begin(0, (0, 0), LONGEST)
+        request = Request(name, tokens, SamplingParams(max_tokens=MAX_LEN))
+        request.begin(0, (0, 0), MAX_LEN)
         request.status = Status.RUNNING
         (sequence,) = request.sequences
         prefix = self.kv.lookup(sequence)
@@ -467,8 +467,8 @@ class Playground:
     # -- names and tokens ----------------------------------------------------------------------------------------------
 
     def _next_name(self) -> str:
-        if len(self.sequences) >= MOST_SEQUENCES:
-            raise RefusedError(f"There are {MOST_SEQUENCES} sequences, the most there can be here.", "Free some.")
+        if len(self.sequences) >= MAX_SEQUENCES:
+            raise RefusedError(f"There are {MAX_SEQUENCES} sequences, the most there can be here.", "Free some.")
         number, name = self._num_named, ""
         while number >= 0:
             name = chr(ord("A") + number % 26) + name
@@ -494,8 +494,8 @@ class Playground:
         return sequence
 
     def _number(self, text: str, least: int = 1) -> int:
-        if NUMBER.fullmatch(text) is None or not least <= int(text) <= MOST_TOKENS:
-            raise _bad(f"{text[:40]!r} is no number from {least} to {MOST_TOKENS}")
+        if NUMBER.fullmatch(text) is None or not least <= int(text) <= MAX_TOKENS:
+            raise _bad(f"{text[:40]!r} is no number from {least} to {MAX_TOKENS}")
         return int(text)
 
     def _own(self, name: str, begin: int, count: int) -> list[int]:
@@ -503,17 +503,17 @@ class Playground:
         return [self._make(f"{name.lower()}{i + 1}") for i in range(begin, begin + count)]
 
     def _make(self, text: str) -> int:
-        if len(self._texts) >= MOST_TOKENS:
+        if len(self._texts) >= MAX_TOKENS:
             raise RefusedError(
-                f"This history has made {MOST_TOKENS} tokens, the most that one can.", "Reset, and begin another."
+                f"This history has made {MAX_TOKENS} tokens, the most that one can.", "Reset, and begin another."
             )
         self._texts.append(text)
         return len(self._texts) - 1
 
     def _tokens_of(self, words: str) -> list[int]:
         texts = unquote(words).split()
-        if not 1 <= len(texts) <= MOST_WORDS or any(len(text) > MOST_CHARS_A_WORD for text in texts):
-            raise _bad(f"a text has 1 to {MOST_WORDS} words of at most {MOST_CHARS_A_WORD} characters; shorten it")
+        if not 1 <= len(texts) <= MAX_WORDS or any(len(text) > MAX_WORD_CHARS for text in texts):
+            raise _bad(f"a text has 1 to {MAX_WORDS} words of at most {MAX_WORD_CHARS} characters; shorten it")
         for text in texts:
             if text not in self._typed:
                 self._typed[text] = self._make(text)
@@ -562,7 +562,7 @@ class Playground:
             "picture": self._picture(),
             "names": {str(self._uids[s]): name for name, s in self.sequences.items()},
             "tokens": {
-                str(self._uids[s]): [self._texts[t] for t in s.token_ids[:MOST_TEXTS]] for s in self.sequences.values()
+                str(self._uids[s]): [self._texts[t] for t in s.token_ids[:MAX_TEXTS]] for s in self.sequences.values()
             },
             "compare": self.compare(),
             "contiguous": {
@@ -609,7 +609,7 @@ class Playground:
             kv.pool.num_blocks,
             kv.block_size,
             kv.swap_space.num_blocks,
-            words_of(refs[1:], seals[1:]),
+            pack_words(refs[1:], seals[1:]),
             Seals(
                 sealed.astype("<u4").tobytes(),
                 seals[sealed].astype("<f8").tobytes(),
@@ -699,10 +699,8 @@ class Playgrounds:
 def check_history(history: str, action: str | None) -> list[str]:
     """The pool and the actions. Raises `ParameterError`."""
     actions = history.split(";")
-    if len(history) + len(action or "") > MOST_CHARS or len(actions) > MOST_ACTIONS:
-        raise _bad(
-            f"a history has at most {MOST_ACTIONS} actions and {MOST_CHARS} characters; reset, and begin another"
-        )
+    if len(history) + len(action or "") > MAX_CHARS or len(actions) > MAX_ACTIONS:
+        raise _bad(f"a history has at most {MAX_ACTIONS} actions and {MAX_CHARS} characters; reset, and begin another")
     if action is not None and ";" in action:
         raise _bad("one action at a time, without a semicolon")
     return actions

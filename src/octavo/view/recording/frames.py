@@ -23,21 +23,21 @@ import msgspec
 from octavo.errors import OctavoError, TraceError
 from octavo.integers import cdiv
 from octavo.view.live.messages import Delta, Frame, Snapshot
-from octavo.view.live.publisher import Tap
-from octavo.view.live.state import FrameLostError, Picture
-from octavo.view.recording.player import Flight
+from octavo.view.live.publisher import Publisher
+from octavo.view.live.state import FrameLostError, PoolState
+from octavo.view.recording.player import Recording
 
 logger = logging.getLogger("octavo.view")
 
-EVERY_S = 0.1
+FRAME_INTERVAL_S = 0.1
 """Between two frames of what is run again."""
-MOST_MARKS = 10_000
-MOST_LOOKS = 1000
+MAX_MARKS = 10_000
+MAX_CURVE_POINTS = 1000
 """Points of the curve that a scrubber shows."""
 NUM_KEYS = 64
 """Moments that can be gone to at once; others are up to a 64th of the recording later."""
-MOST_KEY_BYTES = 256 << 20
-MOST_FRAMES_AT_ONCE = 500
+MAX_KEY_BYTES = 256 << 20
+MAX_FRAMES_PER_REPLY = 500
 MARKED = ("preempted", "swaplost", "recomputed")
 
 
@@ -51,14 +51,14 @@ def read_frames(path: Path) -> Iterator[Frame]:
         packed = file.read(2) == b"\x1f\x8b"
     with gzip.open(path) if packed else path.open("rb") as lines:
         try:
-            yield from frames_in(lines, str(path))
+            yield from parse_frames(lines, str(path))
         except EOFError:
             logger.warning("%s is cut: there is no more of it than what was read", path)
         except (gzip.BadGzipFile, zlib.error) as error:
             raise TraceError(f"{path} is damaged: {error}") from None
 
 
-def frames_in(lines: Iterable[bytes], name: str) -> Iterator[Frame]:
+def parse_frames(lines: Iterable[bytes], name: str) -> Iterator[Frame]:
     """Those in a file's lines, or in a server's event stream. Raises `TraceError`, as `read_frames` does."""
     decoder = msgspec.json.Decoder(Frame)
     for number, line in enumerate(lines, 1):
@@ -76,31 +76,31 @@ def frames_in(lines: Iterable[bytes], name: str) -> Iterator[Frame]:
             raise TraceError(f"line {number} of {name} is no frame: {error}") from None
 
 
-def frames_of_flight(path: Path, every_s: float = EVERY_S) -> Iterator[Frame]:
+def frames_of_recording(path: Path, every_s: float = FRAME_INTERVAL_S) -> Iterator[Frame]:
     """A dump of the flight recorder, run again. Raises `TraceError` for what is none, is damaged, or was another
     version's. Where the engine died of a bug that is still there, the frames end as it did, with a warning."""
-    flight = Flight.load(path)
-    run = flight.replay()
+    recording = Recording.load(path)
+    run = recording.replay()
     now = next_s = 0.0
-    tap = Tap(run.scheduler, clock=lambda: now, begin_s=0.0)
-    turns = run.turns()
+    publisher = Publisher(run.scheduler, clock=lambda: now, begin_s=0.0)
+    calls = run.calls()
     try:
-        for at in (at for leg in run.legs for at in array("d", leg.times_s)):
-            now = at - flight.begin_s
+        for at in (at for segment in run.segments for at in array("d", segment.times_s)):
+            now = at - recording.begin_s
             if now >= next_s:
                 next_s = now + every_s
-                if (frame := tap.frame(tap.last)) is not None:
+                if (frame := publisher.frame(publisher.last)) is not None:
                     yield frame
-            next(turns)
+            next(calls)
     except Exception as error:  # the bug that ended it is still there, or the file is damaged
-        if flight.file.why != "crash" or isinstance(error, OctavoError):
+        if recording.file.reason != "crash" or isinstance(error, OctavoError):
             raise TraceError(f"{path} cannot be followed: {error}") from error
         logger.warning("%s ends as its engine did: %r", path, error)
-    if (frame := tap.frame(tap.last)) is not None:
+    if (frame := publisher.frame(publisher.last)) is not None:
         yield frame
 
 
-def lines_of(frames: Iterable[Frame]) -> bytes:
+def encode_frames(frames: Iterable[Frame]) -> bytes:
     """As a file."""
     return b"".join(msgspec.json.encode(frame) + b"\n" for frame in frames)
 
@@ -120,27 +120,27 @@ class Replay:
         self._curve: list[list[float]] = []
         self._marks: list[dict[str, Any]] = []
         self._keys: list[tuple[int, Snapshot]] = []  # position of the frame it stands after
-        picture: Picture | None = None
+        state: PoolState | None = None
         offset = 0.0
         for number, frame in enumerate(frames, 1):
             try:
                 if isinstance(frame, Snapshot):
                     offset = (self._times[-1] if self._times else 0.0) - frame.time_s
-                    picture = Picture(frame)
-                elif picture is None:
+                    state = PoolState(frame)
+                elif state is None:
                     raise FrameLostError("the recording does not begin with a snapshot; begin one anew")
                 else:
-                    picture.apply(frame)
-                self._take(frame, round(frame.time_s + offset, 6), offset, picture)
+                    state.apply(frame)
+                self._take(frame, round(frame.time_s + offset, 6), offset, state)
             except FrameLostError as error:
                 raise TraceError(f"frame {number} of the recording is not the next one: {error}") from None
             except (KeyError, IndexError, ValueError, TypeError) as error:
                 raise TraceError(f"frame {number} of the recording contradicts itself: {error!r}") from None
-        if picture is None:
+        if state is None:
             raise TraceError("the recording is empty; it has a snapshot at least")
-        self._make_keys(len(picture.words) * 2)
+        self._make_keys(len(state.words) * 2)
 
-    def _take(self, frame: Frame, time_s: float, offset: float, picture: Picture) -> None:
+    def _take(self, frame: Frame, time_s: float, offset: float, state: PoolState) -> None:
         shift = round(offset, 6)
         if shift:
             frame.time_s = time_s
@@ -148,9 +148,9 @@ class Replay:
             frame.steps = [[s[0], round(s[1] + shift, 6), *s[2:]] for s in frame.steps]
         self._frames.append(frame)
         self._times.append(max(time_s, self._times[-1]) if self._times else time_s)
-        counts, stats = picture.counts, picture.stats
+        counts, stats = state.counts, state.stats
         self._curve.append([time_s, stats["num_used"], stats["num_cached"], counts.running, counts.waiting])
-        if len(self._marks) < MOST_MARKS and isinstance(frame, Delta):  # what a snapshot tells of was before it
+        if len(self._marks) < MAX_MARKS and isinstance(frame, Delta):  # what a snapshot tells of was before it
             evicted = False
             for event in frame.events:
                 if event["event"] in MARKED or (event["event"] == "evicted" and not evicted):
@@ -160,16 +160,16 @@ class Replay:
 
     def _make_keys(self, snapshot_bytes: int) -> None:
         """Snapshots at even distances, as many as memory allows."""
-        num = max(1, min(NUM_KEYS, MOST_KEY_BYTES // max(1, snapshot_bytes), len(self._frames)))
+        num = max(1, min(NUM_KEYS, MAX_KEY_BYTES // max(1, snapshot_bytes), len(self._frames)))
         distance = cdiv(len(self._frames), num)
         first = self._frames[0]
         assert isinstance(first, Snapshot)
-        picture = Picture(first)
+        state = PoolState(first)
         for i, frame in enumerate(self._frames):
             if i:
-                picture.apply(frame)
+                state.apply(frame)
             if i % distance == 0:
-                self._keys.append((i, picture.snapshot()))
+                self._keys.append((i, state.snapshot()))
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class Replay:
     def summary(self) -> dict[str, Any]:
         first, last = self._frames[0], self._frames[-1]
         assert isinstance(first, Snapshot)
-        every = cdiv(len(self._curve), MOST_LOOKS)
+        every = cdiv(len(self._curve), MAX_CURVE_POINTS)
         return {
             "duration_s": self.duration_s,
             "num_frames": len(self._frames),
@@ -191,37 +191,37 @@ class Replay:
             "used": self._curve[::every],
         }
 
-    def picture_at(self, time_s: float) -> Picture:
+    def state_at(self, time_s: float) -> PoolState:
         """As it was after the last frame that is not later; before the first, as at first."""
         end = max(0, bisect.bisect_right(self._times, time_s) - 1)
         at = bisect.bisect_right(self._keys, end, key=lambda key: key[0]) - 1
         position, snapshot = self._keys[at]
-        picture = Picture(snapshot)
+        state = PoolState(snapshot)
         for frame in self._frames[position + 1 : end + 1]:
-            picture.apply(frame)
-        return picture
+            state.apply(frame)
+        return state
 
     def at(self, time_s: float) -> Snapshot:
-        return self.picture_at(time_s).snapshot()
+        return self.state_at(time_s).snapshot()
 
     def frames(self, from_s: float, to_s: float) -> tuple[Sequence[Frame], float]:
         """Those with from_s < time <= to_s, and up to when: earlier than `to_s` if there are too many for once."""
         begin, end = bisect.bisect_right(self._times, from_s), bisect.bisect_right(self._times, to_s)
-        if end - begin <= MOST_FRAMES_AT_ONCE:
+        if end - begin <= MAX_FRAMES_PER_REPLY:
             return self._frames[begin:end], to_s
-        end = begin + MOST_FRAMES_AT_ONCE
+        end = begin + MAX_FRAMES_PER_REPLY
         while end < len(self._times) and self._times[end] == self._times[end - 1]:  # a moment is told whole
             end += 1
         return self._frames[begin:end], self._times[end - 1]
 
     def block(self, block: int, time_s: float) -> dict[str, Any] | None:
-        picture = self.picture_at(time_s)
-        return picture.block(block) if 1 <= block <= picture.num_blocks else None
+        state = self.state_at(time_s)
+        return state.block(block) if 1 <= block <= state.num_blocks else None
 
     def export(self, from_s: float, to_s: float) -> bytes:
         """A range as a recording of its own."""
         begin, end = bisect.bisect_right(self._times, from_s), bisect.bisect_right(self._times, to_s)
-        return lines_of([self.at(from_s), *self._frames[begin:end]])
+        return encode_frames([self.at(from_s), *self._frames[begin:end]])
 
     # -- Chrome's trace ------------------------------------------------------------------------------------------------
 

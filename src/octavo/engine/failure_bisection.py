@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T", bound=Hashable)
 
 
-class Halving(Generic[T]):
+class FailureBisection(Generic[T]):
     """Groups of suspects, of which one at a time is tried: `on_trial`. The user runs those and no other suspects.
 
     A group that fails is tried in halves, and one that gets on makes room for the next. A suspect is guilty when it has
