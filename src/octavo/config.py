@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from octavo.core.policy import Policy, PreemptionMode, VictimChoice
+from octavo.core.policy import Policy, PreemptionMode, VictimPolicy
 from octavo.errors import ParameterError
 from octavo.params.validation import Checked, wrong
 
@@ -244,7 +244,7 @@ class EngineArgs(Checked):
             by_priority=self.scheduling_policy == "priority",
             mode=None if self.preemption_mode == "auto" else PreemptionMode(self.preemption_mode),
             ageing=self.priority_ageing,
-            victims=VictimChoice(self.preemption_victim),
+            victims=VictimPolicy(self.preemption_victim),
             long_prefill_token_threshold=self.long_prefill_token_threshold or 0,
             max_long_partial_prefills=self.max_long_partial_prefills,
         )

@@ -69,7 +69,7 @@ class _Told:
     def note(self, sequence: Sequence) -> None:
         self.num_tokens, self.num_computed = len(sequence.token_ids), sequence.num_computed
         self.num_entries, self.num_dropped = len(sequence.block_ids), sequence.num_dropped
-        self.block_ids = None if sequence.request.solo is not None else sequence.block_ids[:]
+        self.block_ids = None if sequence.request.only_sequence is not None else sequence.block_ids[:]
 
     def is_still(self, sequence: Sequence) -> bool:
         """Nothing that no event tells of has changed, of a sequence alone in its request: tables grow with what is
@@ -160,7 +160,7 @@ class Publisher:
             plan = self._scheduler.in_flight[-1]  # that the event tells of
             self._num_steps += 1
             self._num_tokens += event.num_tokens
-            self._steps.append((self._clock(), event, sum(plan.samples)))
+            self._steps.append((self._clock(), event, sum(plan.num_sampled)))
             for src, dst in plan.copies:
                 self._note({"event": "copied", "time_s": self._time_s(), "src": src, "dst": dst})
             return
@@ -310,7 +310,7 @@ class Publisher:
             del told[name]
         for name, request in current.items():
             before = told.get(name)
-            if before is None or name in self._dirty or request.solo is None:
+            if before is None or name in self._dirty or request.only_sequence is None:
                 view = self._view(request)
                 if view != before:
                     told[name] = view
@@ -319,7 +319,7 @@ class Publisher:
 
     def _view(self, request: Request) -> RequestView:
         waits = None
-        if reason := request.waits_for:
+        if reason := request.wait_reason:
             said = self._waits.get(request.request_id)
             numbers = said[2:] if said is not None and said.reason == reason else ()
             waits = Wait(reason, *numbers)
@@ -357,7 +357,7 @@ class Publisher:
         seen: dict[Sequence, _Told] = {}
         known, dirty = self._sequences, self._dirty
         for name, request in current.items():
-            whole, solo = name in dirty, request.solo
+            whole, solo = name in dirty, request.only_sequence
             if solo is not None and not whole and (told := known.get(solo)) is not None and told.is_still(solo):
                 seen[solo] = told  # most of those who wait
                 continue

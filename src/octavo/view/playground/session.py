@@ -20,7 +20,7 @@ from urllib.parse import unquote
 import numpy as np
 
 from octavo.core import events as ev
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan
 from octavo.core.request import Request, Sequence, Status
 from octavo.errors import ParameterError
@@ -108,7 +108,7 @@ class Playground:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self.kv = KVCache(pool.num_blocks, pool.block_size, pool.num_host_blocks)
+        self.kv = KVCacheManager(pool.num_blocks, pool.block_size, pool.num_host_blocks)
         self.contiguous = Contiguous(pool.num_blocks * pool.block_size, pool.max_len)
         self.sequences: dict[str, Sequence] = {}
         self.phases: deque[Phase] = deque(maxlen=MAX_PHASES)
@@ -270,7 +270,7 @@ class Playground:
         if how not in ("swap", "recompute"):
             raise _bad(f"preempt takes swap or recompute, and not {how[:40]!r}")
         group = self._on_device(name).request
-        names, num_blocks = _list(self._names[s] for s in group.sequences), self.kv.owned_by(group)[0]
+        names, num_blocks = _list(self._names[s] for s in group.sequences), self.kv.count_private_blocks(group)[0]
         if how == "recompute":
             for sequence in group.sequences:
                 self.kv.free(sequence)
@@ -288,7 +288,7 @@ class Playground:
                 )
             group.status = Status.SWAPPED
             self._say("swap", f"{_count(num_blocks, 'block')} copied to the host", name)
-            kept = len(group.left_behind)
+            kept = len(group.shared_on_device)
             told = Told(
                 f"{names} went to the host with {_count(num_blocks, 'block')}"
                 + (f"; {kept} that others use stayed." if kept else "."),
@@ -305,12 +305,12 @@ class Playground:
             raise RefusedError(f"{name} is on the device.", "Only what was preempted comes back.")
         names, size = _list(self._names[s] for s in group.sequences), self.pool.block_size
         if group.status is Status.SWAPPED:
-            if (found := self.kv.find_swapped(group)) is not None:
+            if (found := self.kv.find_swap_in_blocks(group)) is not None:
                 self._check_room(found.num_needed)
                 self.kv.swap_in(group, found, StepPlan())
                 told = Told(
                     f"{names} came back from the host with {_count(len(found.host_ids), 'block')}"
-                    + (f", and share {len(found.left_behind)} again." if found.left_behind else "."),
+                    + (f", and share {len(found.shared_on_device)} again." if found.shared_on_device else "."),
                     "They get other blocks than before: a table may point anywhere, so nobody has to make room at any "
                     "particular place.",
                 )
@@ -318,7 +318,7 @@ class Playground:
                 return told
             for sequence in group.sequences:
                 self.kv.free(sequence)
-            group.status, group.left_behind = Status.WAITING, {}
+            group.status, group.shared_on_device = Status.WAITING, {}
         num_found = num_computed = 0
         for sequence in group.sequences:
             prefix = max(self.kv.lookup(sequence), self.kv.sibling_prefix(sequence), key=lambda p: p.num_positions)
@@ -397,7 +397,7 @@ class Playground:
     def _fork(self, parent: Sequence) -> str:
         name, group = self._next_name(), parent.request
         self._check_held(len(parent.token_ids))
-        child = Sequence(group, len(group.sequences), parent.token_ids[:], parent.limit)
+        child = Sequence(group, len(group.sequences), parent.token_ids[:], parent.max_length)
         group.sequences.append(child)
         self._name(child, name)
         self._num_named += 1
