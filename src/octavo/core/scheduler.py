@@ -20,7 +20,7 @@ from octavo.core.kv_cache_manager import KVCacheManager, KVStats
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence, Status
-from octavo.core.tenants import Tenant, Tenants, level
+from octavo.core.tenants import Tenant, Tenants, catch_up_shares
 from octavo.core.types import HostBlockId
 from octavo.errors import CapacityError
 
@@ -441,7 +441,7 @@ class Scheduler:
             tenant = min(passed, key=place) if len(passed) > 1 else next(iter(passed))
             request, budget = tenant.waiting[passed[tenant]], draft.budget
             if shares is not None and shares[tenant.number] <= 0:
-                shares.update(level(budget, passed))
+                shares.update(catch_up_shares(budget, passed))
                 continue
             if self._admit(request, draft):
                 if shares is not None:
