@@ -139,7 +139,7 @@ MUTANTS = [
     Mutant("what was left behind is not verified", CACHE, "if any(pool.seal_id[b] != seal for b, seal in shared.items()):", "if False:"),
     Mutant("what was left behind only has to be sealed", CACHE, "if any(pool.seal_id[b] != seal for b, seal in shared.items()):", "if any(not pool.seal_id[b] for b, seal in shared.items()):"),
     Mutant("what was left behind is not counted", CACHE, "len(host_ids) + revived)", "len(host_ids))"),
-    Mutant("what was left behind is counted though in use", CACHE, "len(host_ids) + revived)", "len(host_ids) + len(left))"),
+    Mutant("what was left behind is counted though in use", CACHE, "len(host_ids) + revived)", "len(host_ids) + len(shared))"),
     Mutant("blocks are taken before what was left behind is shared", CACHE, "        for sequence in request.sequences:\n            for block in sequence.block_ids:\n                if block < 0:\n                    pool.share(-block)\n        to = {h: pool.allocate() for h in found.host_ids}\n", "        to = {h: pool.allocate() for h in found.host_ids}\n        for sequence in request.sequences:\n            for block in sequence.block_ids:\n                if block < 0:\n                    pool.share(-block)\n"),
     Mutant("references are not restored on return", CACHE, "                    pool.share(to[block])\n", "                    pass\n"),
     Mutant("host blocks are kept after the return", CACHE, "                host.release(block)\n", ""),
