@@ -58,7 +58,7 @@ def check(state: PoolState, scheduler: Scheduler) -> None:
         stats.num_free,
     )
     lines = {"running": scheduler.running, "swapped": scheduler.swapped, "waiting": scheduler.waiting}
-    assert state.lines == {name: [r.request_id for r in line] for name, line in lines.items()}
+    assert state.queues == {name: [r.request_id for r in line] for name, line in lines.items()}
     live = {r.request_id: (r, r.status.value, r.sequences) for line in lines.values() for r in line}
     live |= {name: (s.request, "pinned", [s]) for name, s in cache.pins.items()}
     assert state.requests.keys() == live.keys()
@@ -70,7 +70,7 @@ def check(state: PoolState, scheduler: Scheduler) -> None:
             request.num_cached_tokens,
             request.num_preemptions,
         )
-        assert (view.waits.reason if view.waits else "") == request.waits_for
+        assert (view.wait.reason if view.wait else "") == request.waits_for
         tables = [state.tables[uid] for uid in view.sequences]
         told = [(t.num_tokens, t.num_computed, t.block_ids.tolist()) for t in tables]
         assert told == [(len(s.token_ids), s.num_computed, s.block_ids) for s in sequences], request
