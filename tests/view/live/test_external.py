@@ -402,9 +402,9 @@ def test_a_replay_that_reaches_less_far_back_loses_the_rest(topic: list[bytes]) 
 
 
 def test_an_address_that_is_none() -> None:
-    with pytest.raises(ParameterError, match=r"attach .* it looks like tcp://"):
+    with pytest.raises(ParameterError, match=r"attach .* use one such as tcp://"):
         ExternalPool("127.0.0.1")
-    with pytest.raises(ParameterError, match=r"replay .* it looks like tcp://"):
+    with pytest.raises(ParameterError, match=r"replay .* use one such as tcp://"):
         ExternalPool("tcp://127.0.0.1:9", replay="127.0.0.1")
 
 

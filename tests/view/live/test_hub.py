@@ -16,7 +16,7 @@ import pytest
 from octavo.errors import EngineError
 from octavo.view.live.hub import MAX_QUEUED, Hub, Message
 from octavo.view.live.messages import Delta, Frame, Snapshot
-from octavo.view.live.publisher import STOP, Publisher, view_queries
+from octavo.view.live.publisher import STOP, Publisher, view_rpc_methods
 from octavo.view.live.state import FrameLostError, PoolState
 from tests.core.lab import SWAP, Lab
 from tests.view.live.test_state import check
@@ -36,7 +36,7 @@ class World:
 
     def __init__(self, *, plain: bool = False) -> None:
         self.lab = Lab(40, 2, rows=4, host=8, policy=SWAP, listen=False)
-        self.questions = view_queries()
+        self.questions = view_rpc_methods()
         self.plain = plain
         self.asked: Counter[str] = Counter()
         self.error: EngineError | None = None

@@ -14,7 +14,7 @@ import pytest
 from octavo.core.plan import StepPlan
 from octavo.core.scheduler import Scheduler
 from octavo.view.live.messages import Delta, Frame, Snapshot
-from octavo.view.live.publisher import Publisher, view_queries
+from octavo.view.live.publisher import Publisher, view_rpc_methods
 from octavo.view.live.state import PoolState
 from tests.core.lab import Lab
 from tests.proof.workloads import World
@@ -34,7 +34,7 @@ def test_a_block_that_this_engine_does_not_have_is_nothing() -> None:
     """The one before it may have had more memory, and what is asked came of its state."""
     lab = Lab(4, 2, rows=4, listen=False)
     engine: Any = SimpleNamespace(scheduler=lab.scheduler)
-    ask = view_queries()["view_block"]
+    ask = view_rpc_methods()["view_block"]
     for block in ("1", "4", "5", "1000"):
         assert ask(engine, block) == {"name": None, "token_ids": None}
 

@@ -113,7 +113,7 @@ class ExternalPool:
         except zmq.ZMQError as error:
             self.close()
             raise ParameterError(
-                f"{name} {endpoint!r} is not an address: {error.strerror}; expected something like tcp://127.0.0.1:5557",
+                f"{name} {endpoint!r} is not an address: {error.strerror}; use one such as tcp://127.0.0.1:5557",
                 param=name,
             ) from None
         return socket
