@@ -1,6 +1,6 @@
 """Everything that a sequence does to blocks: the one facade over the pool, the swap space and the rows.
 
-The scheduler asks first whether there is room (`blocks_needed`, `blocks_to_admit`, `find_swapped`), and then acts. A
+The scheduler asks first whether there is room (`blocks_needed`, `blocks_to_admit`, `find_swap_in_blocks`), then acts. A
 question changes nothing, and an action that was asked about cannot fail: all or nothing.
 """
 
@@ -32,10 +32,10 @@ class Prefix(NamedTuple):
     num_positions: int
 
 
-class Swapped(NamedTuple):
+class SwapInBlocks(NamedTuple):
     """What bringing a request back takes."""
 
-    left_behind: list[BlockId]  # still on the device, to be shared again
+    shared_on_device: list[BlockId]  # still on the device, to be shared again
     host_ids: list[HostBlockId]  # to be copied back
     num_needed: int  # blocks: those copied, and those left behind that are in no use now
 
@@ -88,7 +88,7 @@ def common(a: array[int], b: array[int]) -> int:
     return next(i for i in range(num) if a[i] != b[i])
 
 
-class KVCache:
+class KVCacheManager:
     """Blocks of `block_size` tokens: `num_blocks` on the device, `num_host_blocks` in the swap space.
 
     `num_rows` are the lines of the device's tables. `attention_window` is the number of keys that a query sees at most,
@@ -126,21 +126,21 @@ class KVCache:
     def blocks_for(self, num_positions: int) -> int:
         return -(-num_positions // self.block_size)
 
-    def blocks_at_longest(self, num_prompt: int, max_tokens: int, width: int = 1) -> int:
+    def blocks_at_max_length(self, num_prompt: int, max_tokens: int, width: int = 1) -> int:
         """Blocks of a request alone at its longest. Its sequences share the prompt's full blocks and no more; the last
         token is never computed."""
         shared = num_prompt // self.block_size
         return shared + width * (self.blocks_for(num_prompt + max_tokens - 1) - shared)
 
     @property
-    def num_usable(self) -> int:
+    def num_unpinned_blocks(self) -> int:
         """Blocks that a request may have when it is alone."""
         return self.pool.num_blocks - self.num_pinned
 
-    def longest_output(self, num_prompt: int, width: int = 1) -> int:
-        """The largest `max_tokens` that fits: the inverse of `blocks_at_longest`. Below 1 when nothing does."""
+    def max_output_tokens(self, num_prompt: int, width: int = 1) -> int:
+        """The largest `max_tokens` that fits: the inverse of `blocks_at_max_length`. Below 1 when nothing does."""
         shared = num_prompt // self.block_size
-        return (shared + (self.num_usable - shared) // width) * self.block_size - num_prompt + 1
+        return (shared + (self.num_unpinned_blocks - shared) // width) * self.block_size - num_prompt + 1
 
     # -- prefixes ------------------------------------------------------------------------------------------------------
 
@@ -239,7 +239,7 @@ class KVCache:
         sequence.block_ids = list(prefix.block_ids)
         sequence.room = len(prefix.block_ids) * self.block_size
         sequence.num_computed = prefix.num_positions
-        sequence.request.newest_found = max(sequence.request.newest_found, *prefix.seal_ids, 0)
+        sequence.request.newest_prefix_seal = max(sequence.request.newest_prefix_seal, *prefix.seal_ids, 0)
         self._holders[sequence] = None
         self._sealed_as(sequence, list(prefix.seal_ids))
 
@@ -297,7 +297,7 @@ class KVCache:
             self.events.emit_block(Copied(src, dst))
         self.rows.write(sequence, index, [dst], plan)
 
-    def drop_unseen(self, sequence: Sequence, plan: StepPlan) -> None:
+    def drop_out_of_window(self, sequence: Sequence, plan: StepPlan) -> None:
         """Give up the leading blocks that no position from `num_computed` on looks at; their entries become null.
 
         blocks  | null | null | . . k k | k k k k | q       q: the next query    k: keys within the window
@@ -412,10 +412,10 @@ class KVCache:
     def reset_prefix_cache(self) -> int:
         """Forget every cached block; returns how many there were. What is in use stays findable."""
         num_cached = self.pool.num_cached
-        self.pool.forget_cached()
+        self.pool.evict_all_cached()
         return num_cached
 
-    def owned_by(self, request: Request) -> tuple[int, int]:
+    def count_private_blocks(self, request: Request) -> tuple[int, int]:
         """Blocks of a running request that go with it when it gives way, and the positions in them."""
         own, _ = self._parted(request)
         return len(own), sum(own.values())
@@ -454,9 +454,9 @@ class KVCache:
                 pool.release(block)
             self._holders.pop(sequence, None)
         plan.swap_outs += [SwapOut(src, dst) for src, dst in moved.items()]
-        plan.swapped.append(request)
+        plan.swapped_requests.append(request)
         self.num_swapped_out += len(moved)
-        request.left_behind = stays
+        request.shared_on_device = stays
         return True
 
     def _to_host(self, block: BlockId, moved: dict[BlockId, HostBlockId]) -> HostBlockId:
@@ -466,7 +466,7 @@ class KVCache:
             moved[block] = self.swap_space.take()
         return moved[block]
 
-    def find_swapped(self, request: Request) -> Swapped | None:
+    def find_swap_in_blocks(self, request: Request) -> SwapInBlocks | None:
         """What bringing it back takes; None when a block left behind is gone (seal ids are never used twice: exact)."""
         pool = self.pool
         host_ids: dict[HostBlockId, None] = {}
@@ -474,13 +474,13 @@ class KVCache:
             for block in sequence.block_ids:
                 if block > 0:
                     host_ids[block] = None
-        left = list(request.left_behind.items())
+        left = list(request.shared_on_device.items())
         if any(pool.seal_id[b] != seal for b, seal in left):
             return None
         revived = sum(not pool.refs[b] for b, _ in left)
-        return Swapped([b for b, _ in left], list(host_ids), len(host_ids) + revived)
+        return SwapInBlocks([b for b, _ in left], list(host_ids), len(host_ids) + revived)
 
-    def swap_in(self, request: Request, found: Swapped, plan: StepPlan) -> None:
+    def swap_in(self, request: Request, found: SwapInBlocks, plan: StepPlan) -> None:
         """Bring it back. What was left behind is shared first: taking blocks might evict it."""
         pool, host = self.pool, self.swap_space
         for sequence in request.sequences:
@@ -490,8 +490,8 @@ class KVCache:
         to = {h: pool.take() for h in found.host_ids}
         fresh = set(found.host_ids)
         plan.swap_ins += [SwapIn(src, dst) for src, dst in to.items()]
-        plan.swapped.append(request)
-        plan.returning.update(dict.fromkeys(to, request))
+        plan.swapped_requests.append(request)
+        plan.swap_in_requests.update(dict.fromkeys(to, request))
         self.num_swapped_in += len(to)
         for sequence in request.sequences:
             num_kept = 0
@@ -510,7 +510,7 @@ class KVCache:
             sequence.block_ids = table
             self._holders[sequence] = None
             self._sealed_as(sequence, sequence.seal_ids[:num_kept])  # what came back is sealed anew
-        request.left_behind = {}
+        request.shared_on_device = {}
 
     # -- what it looks like --------------------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ class RowTable:
                 request.stop_ids,
                 num_prompt,
                 history,
-                decides=request.decide is not None,
+                returns_candidates=request.select_beams is not None,
             )
         )
         self.write(sequence, 0, sequence.block_ids, plan)

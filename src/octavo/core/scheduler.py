@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from octavo.core import events as ev
 from octavo.core.block_pool import Key
-from octavo.core.kv_cache_manager import KVCache, KVStats
+from octavo.core.kv_cache_manager import KVCacheManager, KVStats
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence, Status
@@ -52,7 +52,7 @@ class _Draft:
 
 
 class Scheduler:
-    """The queues of requests, over one `KVCache` that nobody else touches.
+    """The queues of requests, over one `KVCacheManager` that nobody else touches.
 
     max_num_batched_tokens  positions a step computes at most, windows included
     max_num_seqs            sequences that run at most: the rows of the cache
@@ -66,7 +66,7 @@ class Scheduler:
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: KVCacheManager,
         *,
         max_num_batched_tokens: int = 8192,
         decode_window: int = 1,
@@ -75,7 +75,7 @@ class Scheduler:
     ) -> None:
         self.cache = cache
         self.max_num_seqs = cache.rows.num_rows
-        self.max_num_batched_tokens = self.step_limit = max_num_batched_tokens
+        self.max_num_batched_tokens = self.max_num_scheduled_tokens = max_num_batched_tokens
         self.decode_window = decode_window
         self.num_watermark_blocks = num_watermark_blocks
         self.policy = policy or Policy()
@@ -102,10 +102,10 @@ class Scheduler:
         """
         prompt, width, cache = len(request.prompt_token_ids), request.width, self.cache
         assert request.request_id not in self.requests and request.request_id not in cache.pins, request.request_id
-        most = cache.longest_output(prompt, width)
+        most = cache.max_output_tokens(prompt, width)
         wanted = most if request.max_tokens is None else request.max_tokens
         if wanted > most or most < 1:
-            needs = cache.blocks_at_longest(prompt, max(wanted, 1), width)
+            needs = cache.blocks_at_max_length(prompt, max(wanted, 1), width)
             raise CapacityError(
                 f"the request needs {needs} blocks of {cache.block_size} tokens at its longest ({prompt} prompt "
                 f"tokens, max_tokens {request.max_tokens}, width {width}) and the pool has {self._capacity()}; "
@@ -134,7 +134,7 @@ class Scheduler:
 
     def _capacity(self) -> str:
         pinned = self.cache.num_pinned
-        return f"{self.cache.num_usable}" + (f", beside {pinned} that are pinned" if pinned else "")
+        return f"{self.cache.num_unpinned_blocks}" + (f", beside {pinned} that are pinned" if pinned else "")
 
     @staticmethod
     def _remedy(width: int) -> str:
@@ -155,11 +155,11 @@ class Scheduler:
             assert other.max_tokens is not None
             if not other.pin:
                 prompt = len(other.prompt_token_ids)
-                longest = max(longest, cache.blocks_at_longest(prompt, other.max_tokens, other.width))
-        if longest > cache.num_usable - needs:
+                longest = max(longest, cache.blocks_at_max_length(prompt, other.max_tokens, other.width))
+        if longest > cache.num_unpinned_blocks - needs:
             raise CapacityError(
                 f"a request that was let in may come to need {longest} blocks, and with {needs} more pinned "
-                f"{cache.num_usable - needs} are left for it; pin before it comes or after it has gone",
+                f"{cache.num_unpinned_blocks - needs} are left for it; pin before it comes or after it has gone",
                 param="prompt",
             )
         cache.num_pinned += needs
@@ -198,7 +198,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """The next step; an empty plan (false) when there is nothing to do before a result has come."""
         plan = StepPlan(self.num_steps, self.cache.pool.last_seal_id)
-        draft = _Draft(plan, self.step_limit)
+        draft = _Draft(plan, self.max_num_scheduled_tokens)
         window, several = self._window(), self.tenants.several and not self.confined_to
         if several:
             draft.shares = self._shares(window)
@@ -228,7 +228,7 @@ class Scheduler:
         A request that waits for blocks or rows could come in only when another ends; it waits a window for that.
         """
         first = self.swapped[0] if self.swapped else self._first_waiting()
-        if first is None or first.waits_for in ("blocks", "rows"):
+        if first is None or first.wait_reason in ("blocks", "rows"):
             return self.decode_window
         return 1
 
@@ -241,15 +241,15 @@ class Scheduler:
     def _plan_running(self, draft: _Draft, window: int) -> bool:
         """Plan the running in order. True when all of them were seen."""
         cache, pool, plan, running = self.cache, self.cache.pool, draft.plan, self.running
-        rows, starts, counts, samples, sequences = plan.rows, plan.starts, plan.counts, plan.samples, plan.sequences
+        rows, starts, counts, samples, sequences = plan.rows, plan.starts, plan.counts, plan.num_sampled, plan.sequences
         budget, i = draft.budget, 0
         while i < len(running) and budget > 0:
             request = running[i]
-            seq = request.solo
+            seq = request.only_sequence
             if seq is not None and seq.row_has_last:
                 # The hot path: one sequence that decodes. Nothing here looks at more than the end of it.
                 start = seq.num_computed
-                count = seq.limit - 1 - start
+                count = seq.max_length - 1 - start
                 if count <= 0:  # all planned: waits for its last result
                     i += 1
                     continue
@@ -259,15 +259,15 @@ class Scheduler:
                     count = budget
                 if start + count > seq.room:
                     if cache.attention_window:
-                        cache.drop_unseen(seq, plan)
+                        cache.drop_out_of_window(seq, plan)
                     needs = cache.blocks_for(start + count) - len(seq.block_ids)
                     if needs > pool.num_available:
                         if not self._make_room(request, needs, draft):
                             break
                         continue
                     cache.grow(seq, count, plan)
-                if request.constrained:
-                    plan.masked.append(len(rows))
+                if request.use_structured_output:
+                    plan.bitmask_slices.append(len(rows))
                 rows.append(seq.row)
                 starts.append(start)
                 counts.append(count)
@@ -289,7 +289,7 @@ class Scheduler:
                 break
             # Not in groups: rebuilding one, a sibling's head may be needed that it has itself gone beyond.
             if cache.attention_window and seq is not None:
-                cache.drop_unseen(seq, plan)
+                cache.drop_out_of_window(seq, plan)
             needs = cache.blocks_needed((p.sequence, p.num_positions) for p in picks)
             if needs > pool.num_available:
                 if not self._make_room(request, needs, draft):
@@ -307,15 +307,15 @@ class Scheduler:
     def _shares(self, window: int) -> dict[int, int]:
         """What the prompts of each tenant may take of the next step, beside all that decode. A tenant with a prompt
         under way gets a position at least: it may hold the very blocks that another waits for."""
-        tenants, longest, budget = self.tenants, self.policy.long_prefill_token_threshold, self.step_limit
+        tenants, longest, budget = self.tenants, self.policy.long_prefill_token_threshold, self.max_num_scheduled_tokens
         wants, decodes = dict.fromkeys(tenants.present, 0), dict.fromkeys(tenants.present, 0)
         for request in self.running:
             due = request.num_due
             if due > 1:  # of a group that is rebuilt, one sequence at a time
                 wants[request.tenant] += min(due, longest or due)
-            elif not (request.must_wait and request.num_pending):
-                left = max(seq.limit - 1 - seq.num_computed for seq in request.sequences)
-                steps = 1 if request.must_wait else window
+            elif not (request.needs_result and request.num_pending):
+                left = max(seq.max_length - 1 - seq.num_computed for seq in request.sequences)
+                steps = 1 if request.needs_result else window
                 decodes[request.tenant] += len(request.sequences) * max(0, min(steps, left))
         budget -= sum(decodes.values())
         under_way = [number for number in wants if wants[number]]
@@ -324,7 +324,7 @@ class Scheduler:
             for request in tenant.waiting:
                 if wants[tenant.number] >= budget:
                     break
-                if request.waits_for in ("blocks", "rows"):  # it may take long: just enough for it to be tried
+                if request.wait_reason in ("blocks", "rows"):  # it may take long: just enough for it to be tried
                     wants[tenant.number] += 1
                     break
                 num_longs += request.is_long(longest)
@@ -352,27 +352,27 @@ class Scheduler:
         """What its sequences do next: [] nothing before a result has come, None nothing within this budget. `chunk`:
         what they may compute of their prompts."""
         sequences = request.sequences
-        if request.must_wait and request.num_pending:
+        if request.needs_result and request.num_pending:
             return []
         if len(sequences) > 1:
             if (rebuild := self._rebuild(request, chunk)) is not None:
                 return rebuild
             window = min(window, budget // len(sequences))  # all of them step together, or none
             if window < 1:
-                if budget < self.step_limit:
+                if budget < self.max_num_scheduled_tokens:
                     return None
                 window = 1
-        if request.must_wait:
+        if request.needs_result:
             window = 1
         picks = []
         for seq in sequences:
             length = len(seq.token_ids) + seq.num_pending
-            if length >= seq.limit:
+            if length >= seq.max_length:
                 continue
             due = length - seq.num_computed  # known tokens, or the one that the row holds
             if due > chunk:
                 return [Pick(seq, chunk, 0)]
-            fed = min(window, seq.limit - length, chunk - due + 1) - 1  # positions that the device feeds itself
+            fed = min(window, seq.max_length - length, chunk - due + 1) - 1  # positions that the device feeds itself
             picks.append(Pick(seq, due + fed, fed + 1))
         return picks
 
@@ -405,19 +405,19 @@ class Scheduler:
                 draft.longs[request.tenant] = draft.longs.get(request.tenant, 0) + 1
             if not seq.row_has_last:
                 plan.host_tokens[len(plan.rows)] = seq.token_ids[start : start + count]
-            if num_sampled and (request.decide or not request.forked):
-                plan.draws[len(plan.rows)] = request.num_draws
-            if num_sampled and request.constrained:
-                plan.masked.append(len(plan.rows))
+            if num_sampled and (request.select_beams or not request.forked):
+                plan.num_samples[len(plan.rows)] = request.num_samples
+            if num_sampled and request.use_structured_output:
+                plan.bitmask_slices.append(len(plan.rows))
             plan.rows.append(seq.row)
             plan.starts.append(start)
             plan.counts.append(count)
-            plan.samples.append(num_sampled)
+            plan.num_sampled.append(num_sampled)
             plan.sequences.append(seq)
             seq.num_computed = start + count
             seq.num_pending += num_sampled
             # Of a sequence among several the host chooses the token, or says it once more.
-            seq.row_has_last = num_sampled > 0 and (request.solo is not None or not request.must_wait)
+            seq.row_has_last = num_sampled > 0 and (request.only_sequence is not None or not request.needs_result)
             if min(len(seq.token_ids), seq.num_computed) >= seq.seal_at:
                 draft.sealable.append(seq)
                 draft.writes.add(cache.next_key(seq, seq.seal_ids))
@@ -447,9 +447,9 @@ class Scheduler:
                 if shares is not None:
                     tenant.served += budget - draft.budget
                     shares[tenant.number] -= budget - draft.budget
-            elif request.waits_for == LONG_PREFILL:
+            elif request.wait_reason == LONG_PREFILL:
                 passed[tenant] += 1
-            elif request.waits_for in ("blocks", "rows"):
+            elif request.wait_reason in ("blocks", "rows"):
                 return
             else:
                 del passed[tenant]
@@ -465,7 +465,7 @@ class Scheduler:
     def _admit(self, request: Request, draft: _Draft) -> bool:
         """Let a request in, and plan its first slice. False: it waits, and says for what."""
         num_longs = draft.longs.get(request.tenant, 0)
-        if request.waits_for == LONG_PREFILL and num_longs >= self.policy.max_long_partial_prefills:
+        if request.wait_reason == LONG_PREFILL and num_longs >= self.policy.max_long_partial_prefills:
             return False
         cache, pool, seq = self.cache, self.cache.pool, request.sequences[0]
         if request.num_pending:
@@ -473,7 +473,7 @@ class Scheduler:
         if self.num_rows_taken + request.width > self.max_num_seqs:
             return self._wait(request, "rows", request.width, self.max_num_seqs - self.num_rows_taken)
         prefix = cache.lookup(seq)
-        due = len(seq.token_ids) - prefix.num_positions * (request.solo is not None)
+        due = len(seq.token_ids) - prefix.num_positions * (request.only_sequence is not None)
         chunk = self._chunk(request, due, draft.budget, draft)
         if not chunk:
             return self._wait(request, LONG_PREFILL, due)
@@ -484,7 +484,7 @@ class Scheduler:
             return self._wait_for_blocks(request, needs)
         self._leave_line(request)
         if request.num_preemptions:
-            self.policy.costs.saw_return(prefix.num_positions, len(seq.token_ids))
+            self.policy.costs.record_return(prefix.num_positions, len(seq.token_ids))
         if request.num_cached_tokens < 0:
             cache.count_lookup(seq, prefix)
             request.num_cached_tokens = prefix.num_positions
@@ -508,7 +508,7 @@ class Scheduler:
             return self._wait(request, "in flight", request.num_pending)
         if self.num_rows_taken + request.width > self.max_num_seqs:
             return self._wait(request, "rows", request.width, self.max_num_seqs - self.num_rows_taken)
-        found = cache.find_swapped(request)
+        found = cache.find_swap_in_blocks(request)
         if found is None:  # a block left behind was evicted: what is on the host is of no use without it
             self._leave_line(request)
             self._to_waiting(request)
@@ -527,13 +527,13 @@ class Scheduler:
         cache.swap_in(request, found, draft.plan)
         self._enter(request)
         if self.events.active:
-            self.events.emit(ev.SwappedIn(request.request_id, len(found.host_ids), len(found.left_behind)))
+            self.events.emit(ev.SwappedIn(request.request_id, len(found.host_ids), len(found.shared_on_device)))
         self._place(picks, draft)
         draft.budget -= sum(p.num_positions for p in picks)
         return True
 
     def _enter(self, request: Request) -> None:
-        request.status, request.waits_for = Status.RUNNING, ""
+        request.status, request.wait_reason = Status.RUNNING, ""
         insort(self.running, request)
         self.num_rows_taken += request.width
 
@@ -545,7 +545,7 @@ class Scheduler:
         fits, beside what the others need next. Alone it needs no leave, or it would wait for ever."""
         if not request.num_preemptions or not self.running:
             return 0
-        left = max(s.limit - len(s.token_ids) for s in request.sequences)
+        left = max(s.max_length - len(s.token_ids) for s in request.sequences)
         positions = min(self.policy.headroom(request), left)
         return self.cache.blocks_for(positions) * (self.num_rows_taken + request.width)
 
@@ -566,7 +566,7 @@ class Scheduler:
         self._leave_line(victim)
         self.num_preemptions += 1
         victim.num_preemptions += 1
-        num_blocks, num_positions = cache.owned_by(victim)
+        num_blocks, num_positions = cache.count_private_blocks(victim)
         mode, why = self.policy.preemption_mode(victim, num_blocks, num_positions)
         if victim.pin:  # what it is computed for is on the device, or nowhere
             mode, why = PreemptionMode.RECOMPUTE, "pin"
@@ -602,13 +602,13 @@ class Scheduler:
         """Give up its blocks, wherever they are, and stand in line again, for a reason that is yet to be said."""
         for seq in request.sequences:
             self.cache.free(seq)
-        request.status, request.waits_for, request.left_behind = Status.WAITING, "", {}
+        request.status, request.wait_reason, request.shared_on_device = Status.WAITING, "", {}
         self._line_up(request)
 
     def _wait(self, request: Request, reason: str, needs: int, free: int = 0, evictable: int = 0) -> bool:
         """Say why a request waits, once per reason and not once a step. Always False."""
-        if request.waits_for != reason:
-            request.waits_for = reason
+        if request.wait_reason != reason:
+            request.wait_reason = reason
             if self.events.active:
                 self.events.emit(ev.Waiting(request.request_id, reason, needs, free, evictable))
         return False
@@ -630,8 +630,8 @@ class Scheduler:
             assert self.in_flight and self.in_flight[0] is plan, "results come in the order of the plans"
         if result.corrupt:
             self._distrust(plan, result.corrupt)
-        if plan.void:
-            result.drop(plan.void)
+        if plan.void_slices:
+            result.drop(plan.void_slices)
         if last:
             self.in_flight.popleft()
         else:
@@ -651,7 +651,7 @@ class Scheduler:
             if request.pin and request.status is not Status.RUNNING:  # its blocks are what it is for: computed again
                 seq.num_pending -= len(tokens)
                 continue
-            if request.decide is not None:
+            if request.select_beams is not None:
                 seq.num_pending -= 1
                 candidates.setdefault(request, []).append((seq, tokens))
                 continue
@@ -675,7 +675,7 @@ class Scheduler:
             if seq.stop_token is not None:
                 if self._retire(seq, "stop"):
                     finished.append(request)
-            elif known >= seq.limit and self._retire(seq, "length"):
+            elif known >= seq.max_length and self._retire(seq, "length"):
                 finished.append(request)
         for request, parents in candidates.items():
             if self._branch(request, parents):
@@ -683,10 +683,10 @@ class Scheduler:
         return finished
 
     def _note_landed(self, plan: StepPlan, result: StepResult) -> None:
-        if plan.outstanding is None:
-            plan.outstanding = list(plan.samples)
+        if plan.num_outstanding is None:
+            plan.num_outstanding = list(plan.num_sampled)
         for i, tokens in enumerate(result.tokens):
-            plan.outstanding[i] -= min(1, len(tokens)) if i in plan.draws else len(tokens)
+            plan.num_outstanding[i] -= min(1, len(tokens)) if i in plan.num_samples else len(tokens)
 
     def _cut(self, seq: Sequence, tokens: Any) -> Any:
         """A window's tokens up to its first stop token; what the device did after it does not count."""
@@ -697,10 +697,10 @@ class Scheduler:
     def _fork(self, parent: Sequence, draws: Any) -> Any:
         """The samples part: one draw stays with the parent, each other one starts a sequence over the same blocks."""
         request = parent.request
-        request.forked, request.must_wait = True, False
+        request.forked, request.needs_result = True, False
         children = []
         for index in range(1, request.width):
-            child = Sequence(request, index, parent.token_ids[:], parent.limit)
+            child = Sequence(request, index, parent.token_ids[:], parent.max_length)
             self.cache.fork(parent, child)
             children.append(child)
         request.sequences += children
@@ -714,15 +714,15 @@ class Scheduler:
         A parent chosen twice is forked, and all heirs take their references before the unchosen let go of theirs:
         otherwise a block could fall to 0 and be lost between the two.
         """
-        assert request.decide is not None
-        chosen = request.decide(parents)
+        assert request.select_beams is not None
+        chosen = request.select_beams(parents)
         tokens_before = {seq: seq.token_ids[:] for seq, _ in parents}
         heirs: list[tuple[Sequence, int]] = []
         kept: set[Sequence] = set()
         for index, (parent, token) in enumerate(chosen):
             heir = parent
             if parent in kept:
-                heir = Sequence(request, index, tokens_before[parent][:], parent.limit)
+                heir = Sequence(request, index, tokens_before[parent][:], parent.max_length)
                 self.cache.fork(parent, heir)
             kept.add(parent)
             heirs.append((heir, token))
@@ -750,7 +750,7 @@ class Scheduler:
             seq.stop_token = token
         if seq.stop_token is not None:
             self._retire(seq, "stop")
-        elif len(seq.token_ids) >= seq.limit:
+        elif len(seq.token_ids) >= seq.max_length:
             self._retire(seq, "length")
 
     def _retire(self, seq: Sequence, reason: str) -> bool:
@@ -761,7 +761,7 @@ class Scheduler:
             self._finish(request, reason)
             return True
         request.sequences.remove(seq)
-        request.done.append(seq)
+        request.finished_sequences.append(seq)
         self._drop(seq)
         return False
 
@@ -777,7 +777,7 @@ class Scheduler:
                 self._drop(seq)
         if request.pin and request.request_id not in self.cache.pins:
             self.cache.num_pinned -= self.cache.blocks_for(len(request.prompt_token_ids))
-        request.done += request.sequences
+        request.finished_sequences += request.sequences
         request.sequences = []
         self._leave_line(request)
         self.tenants.leave(request)
@@ -786,7 +786,9 @@ class Scheduler:
             self.confined_to -= {request}
         del self.requests[request.request_id]
         if self.events.active:
-            num_tokens = num_chosen + sum(len(s.token_ids) - len(request.prompt_token_ids) for s in request.done)
+            num_tokens = num_chosen + sum(
+                len(s.token_ids) - len(request.prompt_token_ids) for s in request.finished_sequences
+            )
             self.events.emit(ev.Finished(request.request_id, reason, num_tokens))
 
     def _park(self, seq: Sequence) -> None:
@@ -810,17 +812,17 @@ class Scheduler:
         limit   what it failed for was memory: steps are to compute so many positions at most from now on
         """
         assert plan in self.in_flight
-        self.step_limit = limit or self.step_limit
+        self.max_num_scheduled_tokens = limit or self.max_num_scheduled_tokens
         touched: dict[Request, None] = {}
         void: StepPlan | None = None
         while void is not plan:
             void = self.in_flight.pop()
-            left = void.outstanding or void.samples
+            left = void.num_outstanding or void.num_sampled
             for i, seq in enumerate(void.sequences):
-                if not seq.finish_reason and i not in void.void:
+                if not seq.finish_reason and i not in void.void_slices:
                     seq.num_pending -= left[i]
                     touched[seq.request] = None
-            touched.update((r, None) for r in void.swapped if r.status is not Status.FINISHED)
+            touched.update((r, None) for r in void.swapped_requests if r.status is not Status.FINISHED)
         for seq in self.cache.unseal_after(plan.seal_mark):  # with no slice in these plans, but with blocks of theirs
             touched[seq.request] = None
         for request in touched:
@@ -836,9 +838,9 @@ class Scheduler:
         """
         cache, mark = self.cache, plan.seal_mark
         cache.num_corrupt += len(corrupt)
-        hit = Counter(plan.returning[block] for block in corrupt)
+        hit = Counter(plan.swap_in_requests[block] for block in corrupt)
         cache.unseal_after(mark)
-        lost = dict.fromkeys(r for r in self.requests.values() if r in hit or r.newest_found > mark)
+        lost = dict.fromkeys(r for r in self.requests.values() if r in hit or r.newest_prefix_seal > mark)
         for step in self.in_flight:
             step.drop(lost)
         for request in lost:
@@ -873,7 +875,7 @@ class Scheduler:
             ev.Step(
                 plan.step,
                 len(plan.rows),
-                self.step_limit - draft.budget,
+                self.max_num_scheduled_tokens - draft.budget,
                 len(self.running),
                 len(self.waiting),
                 len(self.swapped),
@@ -890,7 +892,7 @@ class Scheduler:
         if self.swapped and waiting:
             self._wait(waiting, "behind a swapped request", len(self.swapped))
         request = self.swapped[0] if self.swapped else waiting
-        if request and not request.waits_for:
+        if request and not request.wait_reason:
             if draft.preempted:
                 needs = self.cache.blocks_for(len(request.sequences[0].token_ids))
                 self._wait_for_blocks(request, needs + self._headroom(request))

@@ -23,7 +23,7 @@ import torch
 from octavo.checkpoint.generation_config import SamplingDefaults, sampling_defaults
 from octavo.checkpoint.resolve import Checkpoint, open_checkpoint
 from octavo.config import GIB, EngineArgs, EngineConfig
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
 from octavo.engine.kv_events import KVEventPublisher
@@ -192,7 +192,7 @@ def make_scheduler(config: EngineConfig) -> Scheduler:
     """The core that a configuration describes."""
     args = config.args
     assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # resolved
-    cache = KVCache(
+    cache = KVCacheManager(
         config.num_blocks,
         args.block_size,
         config.num_host_blocks,
@@ -236,7 +236,7 @@ def _check_quantization(args: EngineArgs, dtype: torch.dtype, device: torch.devi
     if args.quantization is None:
         return
     if device.type != "cpu":
-        raise ParameterError(f"quantization {args.quantization!r} is for CPUs; leave it out", param="quantization")
+        raise ParameterError(f"quantization {args.quantization!r} is for CPUs; remove it", param="quantization")
     if dtype != torch.bfloat16:
         raise ParameterError(
             f"quantization {args.quantization!r} computes beside it in bfloat16, not in {args.dtype}; use dtype auto",

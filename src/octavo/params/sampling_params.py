@@ -117,14 +117,14 @@ class SamplingParams(Checked):
         return self.width > self.n
 
     @property
-    def penalizes(self) -> bool:
+    def has_penalties(self) -> bool:
         """Whether tokens that came before weigh less, or more."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def needs_history(self) -> bool:
         """Whether sampling looks at the tokens before, or at more of the prompt than is being computed."""
-        return self.penalizes or bool(self.bad_words_token_ids) or self.prompt_logprobs is not None
+        return self.has_penalties or bool(self.bad_words_token_ids) or self.prompt_logprobs is not None
 
     def __post_init__(self) -> None:
         self._integer("n", 1, 128)

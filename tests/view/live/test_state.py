@@ -70,7 +70,7 @@ def check(state: PoolState, scheduler: Scheduler) -> None:
             request.num_cached_tokens,
             request.num_preemptions,
         )
-        assert (view.wait.reason if view.wait else "") == request.waits_for
+        assert (view.wait.reason if view.wait else "") == request.wait_reason
         tables = [state.tables[uid] for uid in view.sequences]
         told = [(t.num_tokens, t.num_computed, t.block_ids.tolist()) for t in tables]
         assert told == [(len(s.token_ids), s.num_computed, s.block_ids) for s in sequences], request

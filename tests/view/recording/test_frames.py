@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
 from octavo.errors import TraceError
@@ -160,7 +160,7 @@ def test_a_long_range_comes_in_pieces() -> None:
 
 def test_a_flight_is_run_again(tmp_path: Path) -> None:
     """The recorder's dump has no blocks in it; what they did comes of the same calls."""
-    cache = KVCache(24, 2, 8, num_rows=4)
+    cache = KVCacheManager(24, 2, 8, num_rows=4)
     engine = Engine(Scheduler(cache, policy=SWAP), Oracle(cache), vocab_size=9, max_model_len=64)
     recorder = FlightRecorder(engine)
     for i in range(6):

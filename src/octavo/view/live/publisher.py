@@ -69,7 +69,7 @@ class _PublishedSequence:
     def update(self, sequence: Sequence) -> None:
         self.num_tokens, self.num_computed = len(sequence.token_ids), sequence.num_computed
         self.num_entries, self.num_dropped = len(sequence.block_ids), sequence.num_dropped
-        self.block_ids = None if sequence.request.solo is not None else sequence.block_ids[:]
+        self.block_ids = None if sequence.request.only_sequence is not None else sequence.block_ids[:]
 
     def is_unchanged(self, sequence: Sequence) -> bool:
         """Whether a sequence that is alone in its request, and has had no event, is as published: its table grows only
@@ -160,7 +160,7 @@ class Publisher:
             plan = self._scheduler.in_flight[-1]  # the plan of this event
             self._num_steps += 1
             self._num_tokens += event.num_tokens
-            self._steps.append((self._clock(), event, sum(plan.samples)))
+            self._steps.append((self._clock(), event, sum(plan.num_sampled)))
             for src, dst in plan.copies:
                 self._add_event({"event": "copied", "time_s": self._time_s(), "src": src, "dst": dst})
             return
@@ -310,7 +310,7 @@ class Publisher:
             del published[name]
         for name, request in current.items():
             before = published.get(name)
-            if before is None or name in self._dirty or request.solo is None:
+            if before is None or name in self._dirty or request.only_sequence is None:
                 view = self._view(request)
                 if view != before:
                     published[name] = view
@@ -319,7 +319,7 @@ class Publisher:
 
     def _view(self, request: Request) -> RequestView:
         wait = None
-        if reason := request.waits_for:
+        if reason := request.wait_reason:
             event = self._waits.get(request.request_id)
             numbers = event[2:] if event is not None and event.reason == reason else ()
             wait = Wait(reason, *numbers)
@@ -357,14 +357,14 @@ class Publisher:
         seen: dict[Sequence, _PublishedSequence] = {}
         published, dirty = self._sequences, self._dirty
         for name, request in current.items():
-            whole, solo = name in dirty, request.solo
+            whole, only = name in dirty, request.only_sequence
             if (
-                solo is not None
+                only is not None
                 and not whole
-                and (known := published.get(solo)) is not None
-                and known.is_unchanged(solo)
+                and (known := published.get(only)) is not None
+                and known.is_unchanged(only)
             ):
-                seen[solo] = known  # most waiting requests
+                seen[only] = known  # most waiting requests
                 continue
             for sequence in self._live(request):
                 known = seen[sequence] = self._published(sequence)

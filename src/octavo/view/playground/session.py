@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from octavo.core import events as ev
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan
 from octavo.core.request import Request, Sequence, Status
 from octavo.errors import ParameterError
@@ -112,7 +112,7 @@ class Playground:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self.kv = KVCache(pool.num_blocks, pool.block_size, pool.num_host_blocks)
+        self.kv = KVCacheManager(pool.num_blocks, pool.block_size, pool.num_host_blocks)
         self.contiguous = Contiguous(pool.num_blocks * pool.block_size, pool.max_len)
         self.sequences: dict[str, Sequence] = {}
         self.phases: deque[Phase] = deque(maxlen=MAX_PHASES)
@@ -201,8 +201,8 @@ class Playground:
                 "one writes in place.",
             )
         return Explanation(
-            f"{name} shares block {tail} with {refs - 1} other{'s' * (refs > 2)}, so it writes into a copy, block {now}: block "
-            f"{tail} goes from {refs} references to {refs - 1}.",
+            f"{name} shares block {tail} with {refs - 1} other{'s' * (refs > 2)}, so it writes into a copy, "
+            f"block {now}: block {tail} goes from {refs} references to {refs - 1}.",
             "Copy-on-write: allocate a block, copy the shared block into it, decrement the shared block's reference "
             "count, and point the table entry at the copy. One block is copied, whatever the sequence's length.",
         )
@@ -274,7 +274,7 @@ class Playground:
         if how not in ("swap", "recompute"):
             raise _bad(f"preempt takes swap or recompute, not {how[:40]!r}")
         group = self._running(name).request
-        names, num_blocks = _list(self._names[s] for s in group.sequences), self.kv.owned_by(group)[0]
+        names, num_blocks = _list(self._names[s] for s in group.sequences), self.kv.count_private_blocks(group)[0]
         if how == "recompute":
             for sequence in group.sequences:
                 self.kv.free(sequence)
@@ -292,7 +292,7 @@ class Playground:
                 )
             group.status = Status.SWAPPED
             self._add_phase("swap", f"{_count(num_blocks, 'block')} copied to the host", name)
-            kept = len(group.left_behind)
+            kept = len(group.shared_on_device)
             explanation = Explanation(
                 f"{names} swapped out with {_count(num_blocks, 'block')}"
                 + (f"; {kept} shared with others stayed." if kept else "."),
@@ -309,19 +309,19 @@ class Playground:
             raise RefusedError(f"{name} is running.", "Only preempted sequences can be resumed.")
         names, size = _list(self._names[s] for s in group.sequences), self.pool.block_size
         if group.status is Status.SWAPPED:
-            if (found := self.kv.find_swapped(group)) is not None:
+            if (found := self.kv.find_swap_in_blocks(group)) is not None:
                 self._check_room(found.num_needed)
                 self.kv.swap_in(group, found, StepPlan())
                 explanation = Explanation(
                     f"{names} swapped in with {_count(len(found.host_ids), 'block')}"
-                    + (f", and share {len(found.left_behind)} again." if found.left_behind else "."),
+                    + (f", and share {len(found.shared_on_device)} again." if found.shared_on_device else "."),
                     "They get other blocks than before. A block table can point anywhere, so any free blocks will do.",
                 )
                 self._set_running(group)
                 return explanation
             for sequence in group.sequences:
                 self.kv.free(sequence)
-            group.status, group.left_behind = Status.WAITING, {}
+            group.status, group.shared_on_device = Status.WAITING, {}
         num_found = num_computed = 0
         for sequence in group.sequences:
             prefix = max(self.kv.lookup(sequence), self.kv.sibling_prefix(sequence), key=lambda p: p.num_positions)
@@ -401,7 +401,7 @@ class Playground:
     def _fork(self, parent: Sequence) -> str:
         name, group = self._next_name(), parent.request
         self._check_num_tokens(len(parent.token_ids))
-        child = Sequence(group, len(group.sequences), parent.token_ids[:], parent.limit)
+        child = Sequence(group, len(group.sequences), parent.token_ids[:], parent.max_length)
         group.sequences.append(child)
         self._name(child, name)
         self._num_named += 1
