@@ -34,7 +34,7 @@ import msgspec
 
 from octavo.core import events as ev
 from octavo.core.block_pool import _unpack
-from octavo.core.kv_cache_manager import common
+from octavo.core.kv_cache_manager import common_prefix_length
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import Request, SelectBeams, Sequence
 from octavo.core.scheduler import Scheduler
@@ -428,7 +428,7 @@ class FlightRecorder:
             end = block * DIGEST_BYTES
             before = block_digests[end - DIGEST_BYTES : end] if block else self._root_digest(request.salt)
             held = tokens[block * size : (block + 1) * size]
-            num = max([common(tail, held) for tail in self._tails.get(before, {}).values()], default=0)
+            num = max([common_prefix_length(tail, held) for tail in self._tails.get(before, {}).values()], default=0)
             if num:
                 found[block] = self._token_digests(before, held[:num])
         return found
