@@ -453,11 +453,11 @@ class FlightRecorder:
 
     def _recorded_select_beams(self, request: Request) -> SelectBeams:
         select_beams = request.select_beams
-        assert decide is not None
+        assert select_beams is not None
 
         def recorded(parents: list[tuple[Sequence, Any]]) -> list[tuple[Sequence, int]]:
             before = {seq: seq.token_ids[:] for seq, _ in parents}
-            chosen = decide(parents)
+            chosen = select_beams(parents)
             order, choices = list(before), self._live[request].beam_choices
             choices.append(len(chosen))
             for parent, token in chosen:
