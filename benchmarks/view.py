@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from octavo.bench.http_client import HTTPClient
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepResult
 from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
@@ -60,7 +60,7 @@ ROUND_S = 1.5
 
 def run(watched: bool) -> tuple[float, int, int]:
     """Processor seconds, tokens generated and frames."""
-    cache = KVCache(NUM_REQUESTS * 80, BLOCK_SIZE, num_rows=NUM_REQUESTS)
+    cache = KVCacheManager(NUM_REQUESTS * 80, BLOCK_SIZE, num_rows=NUM_REQUESTS)
     scheduler = Scheduler(cache, max_num_batched_tokens=8192)
     for i in range(NUM_REQUESTS):
         prompt = [(i * 7 + j) % 1000 for j in range(NUM_PROMPT)]
@@ -74,8 +74,8 @@ def run(watched: bool) -> tuple[float, int, int]:
     begin = time.process_time()
     while scheduler.has_work:
         plan = scheduler.schedule()
-        num_tokens += sum(plan.samples)
-        scheduler.update(plan, StepResult([[1] * n for n in plan.samples]))
+        num_tokens += sum(plan.num_sampled)
+        scheduler.update(plan, StepResult([[1] * n for n in plan.num_sampled]))
         if watched and num_tokens >= due:
             frame = publisher.frame(publisher.last)
             num_frames += 1
@@ -87,7 +87,7 @@ def run(watched: bool) -> tuple[float, int, int]:
 
 def million() -> dict[str, float]:
     """Seconds for a snapshot of a million blocks, all of them in use."""
-    cache = KVCache(1_000_000, BLOCK_SIZE, num_rows=16)
+    cache = KVCacheManager(1_000_000, BLOCK_SIZE, num_rows=16)
     scheduler = Scheduler(cache, max_num_batched_tokens=1 << 20)
     for i in range(15):
         scheduler.add(Request(f"r{i}", [i] * 1_000_000, SamplingParams(max_tokens=1)))

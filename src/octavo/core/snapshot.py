@@ -11,13 +11,13 @@ digest of its content. The caller of `restore_scheduler` supplies tokens for the
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from octavo.core.block_pool import BlockPool
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan
-from octavo.core.policy import Policy, PreemptionMode, VictimChoice
+from octavo.core.policy import Policy, PreemptionMode, VictimPolicy
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.scheduler import Scheduler
 from octavo.core.tenants import Tenant
@@ -40,29 +40,29 @@ CACHE = (
     "num_corrupt",
     "num_pinned",
 )
-SCHEDULER = ("num_rows_taken", "num_steps", "num_preemptions", "_num_arrivals", "step_limit")
+SCHEDULER = ("num_rows_taken", "num_steps", "num_preemptions", "_num_arrivals", "max_num_scheduled_tokens")
 COSTS = ("token_s", "move_s", "step_s", "kept")
 REQUEST = (
     "arrival",
-    "constrained",
+    "use_structured_output",
     "forked",
     "max_tokens",
-    "must_wait",
+    "needs_result",
     "num_cached_tokens",
-    "num_draws",
+    "num_samples",
     "num_preemptions",
-    "newest_found",
+    "newest_prefix_seal",
     "pin",
     "priority",
-    "rank",
+    "index_in_call",
     "tenant",
-    "waits_for",
+    "wait_reason",
     "width",
 )
 SEQUENCE = (
     "finish_reason",
     "index",
-    "limit",
+    "max_length",
     "num_computed",
     "num_dropped",
     "num_pending",
@@ -71,8 +71,30 @@ SEQUENCE = (
     "row_has_last",
     "seal_at",
 )
-PLAN = ("step", "rows", "starts", "counts", "samples", "masked", "seal_mark")
+PLAN = ("step", "rows", "starts", "counts", "num_sampled", "bitmask_slices", "seal_mark")
 """Fields of a plan in flight that its result needs. For the host, its work on memory is done."""
+KEYS = {
+    "use_structured_output": "constrained",
+    "needs_result": "must_wait",
+    "num_samples": "num_draws",
+    "newest_prefix_seal": "newest_found",
+    "index_in_call": "rank",
+    "wait_reason": "waits_for",
+    "max_length": "limit",
+    "max_num_scheduled_tokens": "step_limit",
+    "num_sampled": "samples",
+    "bitmask_slices": "masked",
+}
+"""Attributes whose key in a snapshot differs from their name."""
+
+
+def _fields(owner: object, names: Iterable[str]) -> SchedulerState:
+    return {KEYS.get(name, name): getattr(owner, name) for name in names}
+
+
+def _set_fields(owner: object, names: Iterable[str], state: SchedulerState) -> None:
+    for name in names:
+        setattr(owner, name, state[KEYS.get(name, name)])
 
 
 def snapshot_scheduler(
@@ -90,9 +112,9 @@ def snapshot_scheduler(
     plans = list(scheduler.in_flight)
     requests = dict.fromkeys(scheduler.requests.values())
     requests |= dict.fromkeys(seq.request for plan in plans for seq in plan.sequences)
-    requests |= dict.fromkeys(request for plan in plans for request in plan.swapped)
+    requests |= dict.fromkeys(request for plan in plans for request in plan.swapped_requests)
     requests |= dict.fromkeys(seq.request for seq in cache.pins.values())
-    sequences = dict.fromkeys(seq for request in requests for seq in (*request.sequences, *request.done))
+    sequences = dict.fromkeys(seq for request in requests for seq in (*request.sequences, *request.finished_sequences))
     sequences |= dict.fromkeys(seq for plan in plans for seq in plan.sequences)
     sequences |= dict.fromkeys(cache.pins.values())
     request_index = {request: i for i, request in enumerate(requests)}
@@ -100,21 +122,21 @@ def snapshot_scheduler(
     return {
         "pool": {
             **{name: getattr(pool, name).tobytes() for name in POOL_ARRAYS},
-            **{name: getattr(pool, name) for name in POOL},
+            **_fields(pool, POOL),
             "freed": list(pool._freed),
         },
         "keys": list(pool._packed_of),
         "host": {
-            **{name: getattr(host, name) for name in HOST},
+            **_fields(host, HOST),
             "refs": host.refs.tobytes(),
             "freed": list(host._freed),
         },
         "free_rows": list(cache.rows._free),
-        "cache": {name: getattr(cache, name) for name in CACHE},
-        "scheduler": {name: getattr(scheduler, name) for name in SCHEDULER},
+        "cache": _fields(cache, CACHE),
+        "scheduler": _fields(scheduler, SCHEDULER),
         "counted": list(scheduler._counted),
         "served": [(tenant.number, tenant.served) for tenant in scheduler.tenants.present.values()],
-        "costs": {name: getattr(scheduler.policy.costs, name) for name in COSTS},
+        "costs": _fields(scheduler.policy.costs, COSTS),
         "requests": [_request_state(request, number_of(request), sequence_index) for request in requests],
         "sequences": [_sequence_state(seq, request_index) | {"beam_digests": beam_digests(seq)} for seq in sequences],
         "scheduled": [request_index[request] for request in scheduler.requests.values()],
@@ -129,23 +151,23 @@ def snapshot_scheduler(
 
 def _request_state(request: Request, number: int, sequence_index: dict[Sequence, int]) -> SchedulerState:
     return {
-        **{name: getattr(request, name) for name in REQUEST},
+        **_fields(request, REQUEST),
         "number": number,
         "order": list(request.order),
         "status": request.status.value,
-        "beam_search": request.decide is not None,
+        "beam_search": request.select_beams is not None,
         "num_prompt": len(request.prompt_token_ids),
         "skip_prefix_cache": request.sampling_params.skip_reading_prefix_cache,
         "sequences": [sequence_index[seq] for seq in request.sequences],
-        "done": [sequence_index[seq] for seq in request.done],
-        "solo": -1 if request.solo is None else sequence_index[request.solo],
-        "left_behind": list(request.left_behind.items()),
+        "done": [sequence_index[seq] for seq in request.finished_sequences],
+        "solo": -1 if request.only_sequence is None else sequence_index[request.only_sequence],
+        "left_behind": list(request.shared_on_device.items()),
     }
 
 
 def _sequence_state(seq: Sequence, request_index: dict[Request, int]) -> SchedulerState:
     return {
-        **{name: getattr(seq, name) for name in SEQUENCE},
+        **_fields(seq, SEQUENCE),
         "request": request_index[seq.request],
         "num_tokens": len(seq.token_ids),
         "stopped": seq.stop_token is not None,
@@ -158,14 +180,14 @@ def _plan_state(
     plan: StepPlan, request_index: dict[Request, int], sequence_index: dict[Sequence, int]
 ) -> SchedulerState:
     return {
-        **{name: getattr(plan, name) for name in PLAN},
-        "outstanding": None if plan.outstanding is None else list(plan.outstanding),
-        "draws": list(plan.draws.items()),
+        **_fields(plan, PLAN),
+        "outstanding": None if plan.num_outstanding is None else list(plan.num_outstanding),
+        "draws": list(plan.num_samples.items()),
         "host_tokens": list(plan.host_tokens),
         "sequences": [sequence_index[seq] for seq in plan.sequences],
-        "swapped": [request_index[request] for request in plan.swapped],
-        "returning": [(block, request_index[request]) for block, request in plan.returning.items()],
-        "void": sorted(plan.void),
+        "swapped": [request_index[request] for request in plan.swapped_requests],
+        "returning": [(block, request_index[request]) for block, request in plan.swap_in_requests.items()],
+        "void": sorted(plan.void_slices),
     }
 
 
@@ -193,7 +215,7 @@ def scheduler_settings(scheduler: Scheduler) -> SchedulerState:
 
 def new_scheduler(settings: SchedulerState) -> Scheduler:
     """An empty scheduler with these settings."""
-    cache = KVCache(
+    cache = KVCacheManager(
         settings["num_blocks"],
         settings["block_size"],
         settings["num_host_blocks"],
@@ -211,7 +233,7 @@ def new_scheduler(settings: SchedulerState) -> Scheduler:
             by_priority=settings["by_priority"],
             ageing=settings["ageing"],
             mode=None if mode is None else PreemptionMode(mode),
-            victims=VictimChoice(settings["victims"]),
+            victims=VictimPolicy(settings["victims"]),
             long_prefill_token_threshold=settings["long_prefill_token_threshold"],
             max_long_partial_prefills=settings["max_long_partial_prefills"],
         ),
@@ -237,34 +259,28 @@ def restore_scheduler(
         request = requests[entry["request"]]
         tokens = tokens_of(state["requests"][entry["request"]], entry)
         seq = Sequence(request, entry["index"], tokens, entry["limit"])
-        for name in SEQUENCE:
-            setattr(seq, name, entry[name])
+        _set_fields(seq, SEQUENCE, entry)
         seq.block_ids, seq.seal_ids = list(entry["block_ids"]), list(entry["seal_ids"])
         seq.stop_token = next(iter(request.stop_ids)) if entry["stopped"] else None
         sequences.append(seq)
     for request, entry in zip(requests, state["requests"], strict=True):
-        for name in REQUEST:
-            setattr(request, name, entry[name])
+        _set_fields(request, REQUEST, entry)
         first, second = entry["order"]
         request.order, request.status = (first, second), Status(entry["status"])
         request.sequences = [sequences[i] for i in entry["sequences"]]
-        request.done = [sequences[i] for i in entry["done"]]
-        request.solo = None if entry["solo"] < 0 else sequences[entry["solo"]]
-        request.left_behind = dict(entry["left_behind"])
+        request.finished_sequences = [sequences[i] for i in entry["done"]]
+        request.only_sequence = None if entry["solo"] < 0 else sequences[entry["solo"]]
+        request.shared_on_device = dict(entry["left_behind"])
     _fill_pool(cache.pool, state)
     host = cache.swap_space
-    for name in HOST:
-        setattr(host, name, state["host"][name])
+    _set_fields(host, HOST, state["host"])
     host.refs, host._freed = array("i", state["host"]["refs"]), list(state["host"]["freed"])
     cache.rows._free = list(state["free_rows"])
-    for name in CACHE:
-        setattr(cache, name, state["cache"][name])
+    _set_fields(cache, CACHE, state["cache"])
     cache._holders = dict.fromkeys(sequences[i] for i in state["holders"])
     cache.pins = {sequences[i].request.request_id: sequences[i] for i in state["pins"]}
-    for name in SCHEDULER:
-        setattr(scheduler, name, state["scheduler"][name])
-    for name in COSTS:
-        setattr(scheduler.policy.costs, name, state["costs"][name])
+    _set_fields(scheduler, SCHEDULER, state["scheduler"])
+    _set_fields(scheduler.policy.costs, COSTS, state["costs"])
     hits, misses, evicted, copied, swapped_out, swapped_in, sealed = state["counted"]
     scheduler._counted = hits, misses, evicted, copied, swapped_out, swapped_in, sealed
     scheduler.requests = {requests[i].request_id: requests[i] for i in state["scheduled"]}
@@ -279,15 +295,14 @@ def restore_scheduler(
         tenants.wait(request)
     for entry in state["in_flight"]:
         plan = StepPlan()
-        for name in PLAN:
-            setattr(plan, name, entry[name])
-        plan.outstanding = entry["outstanding"]
-        plan.draws = dict(entry["draws"])
+        _set_fields(plan, PLAN, entry)
+        plan.num_outstanding = entry["outstanding"]
+        plan.num_samples = dict(entry["draws"])
         plan.host_tokens = {i: array("i") for i in entry["host_tokens"]}
         plan.sequences = [sequences[i] for i in entry["sequences"]]
-        plan.swapped = [requests[i] for i in entry["swapped"]]
-        plan.returning = {block: requests[i] for block, i in entry["returning"]}
-        plan.void = frozenset(entry["void"])
+        plan.swapped_requests = [requests[i] for i in entry["swapped"]]
+        plan.swap_in_requests = {block: requests[i] for block, i in entry["returning"]}
+        plan.void_slices = frozenset(entry["void"])
         scheduler.in_flight.append(plan)
     return scheduler
 
@@ -295,8 +310,7 @@ def restore_scheduler(
 def _fill_pool(pool: BlockPool, state: SchedulerState) -> None:
     for name in POOL_ARRAYS:
         setattr(pool, name, array(getattr(pool, name).typecode, state["pool"][name]))
-    for name in POOL:
-        setattr(pool, name, state["pool"][name])
+    _set_fields(pool, POOL, state["pool"])
     pool._freed = list(state["pool"]["freed"])
     pool._packed_of = list(state["keys"])
     for block, packed in enumerate(pool._packed_of):
@@ -305,7 +319,7 @@ def _fill_pool(pool: BlockPool, state: SchedulerState) -> None:
 
 
 def new_request(
-    request_id: str, prompt: array[int], entry: SchedulerState, *, stop: int, salt: bytes, decide: Any
+    request_id: str, prompt: array[int], entry: SchedulerState, *, stop: int, salt: bytes, select_beams: Any
 ) -> Request:
     """A request from the fields of a snapshot's entry or of a `RecordedRequest`."""
     return Request(
@@ -319,10 +333,10 @@ def new_request(
         priority=entry["priority"],
         salt=salt,
         width=entry["width"],
-        num_draws=entry["num_draws"],
-        decide=decide,
-        constrained=entry["constrained"],
+        num_samples=entry["num_draws"],
+        select_beams=select_beams,
+        use_structured_output=entry["constrained"],
         pin=entry["pin"],
         tenant=entry["tenant"],
-        rank=entry["rank"],
+        index_in_call=entry["rank"],
     )

@@ -23,7 +23,7 @@ import torch
 from octavo.checkpoint.generation_config import SamplingDefaults, sampling_defaults
 from octavo.checkpoint.resolve import Checkpoint, open_checkpoint
 from octavo.config import GIB, EngineArgs, EngineConfig
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
 from octavo.engine.kv_events import KVEventPublisher
@@ -192,7 +192,7 @@ def make_scheduler(config: EngineConfig) -> Scheduler:
     """The core that a configuration describes."""
     args = config.args
     assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # resolved
-    cache = KVCache(
+    cache = KVCacheManager(
         config.num_blocks,
         args.block_size,
         config.num_host_blocks,

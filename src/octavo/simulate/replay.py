@@ -77,7 +77,7 @@ class ExactReplay:
             except Exception as error:  # the bug that ended it is still there, or the file is damaged
                 self.death = f"{type(error).__name__}: {error}"
                 if self.recording.file.reason != "crash":
-                    raise TraceError(f"the recording cannot be followed: {self.death}") from error
+                    raise TraceError(f"the recording cannot be replayed: {self.death}") from error
                 return
             if call is None:
                 return
@@ -112,7 +112,7 @@ class ExactReplay:
     def _note_tokens(self, plan: StepPlan) -> None:
         for i in plan.host_tokens:
             request = plan.sequences[i].request
-            if plan.samples[i] and request.request_id not in self._first_s:
+            if plan.num_sampled[i] and request.request_id not in self._first_s:
                 self._first_s[request.request_id] = self._now_s
 
     def _note_step(self, work: StepWork, submitted_s: float, host_s: float) -> None:
@@ -166,7 +166,7 @@ class RecordedTokens:
         self._whole: dict[tuple[int, int], array[int]] = {}
 
     def samples(self, setup: RowSetup, position: int, count: int) -> Seq[Any]:
-        if setup.decides:  # what beams were likely to say is not recorded: any candidates, as many as they had
+        if setup.returns_candidates:  # beam candidates are not recorded: as many as there were
             return [(-1.0 - i, OUTPUT_TOKEN + i) for i in range(count)]
         return [self._at(setup.seed, i, position + 1, 1)[0] for i in range(count)]
 

@@ -214,9 +214,7 @@ def test_onednns_reference_product_is_never_used(compiler: bool, aten: str | Non
     environment |= {} if compiler else {"OCTAVO_NATIVE": "0"}
     done = subprocess.run([sys.executable, "-c", MULTIPLY], env=environment, capture_output=True, text=True, check=True)
     calls = [line.split(",")[4:7] for line in done.stdout.splitlines() if ",primitive,exec," in line]
-    assert not [fields for fields in ran if fields[1] in ("matmul", "inner_product") and "ref" in fields[2]], (
-        done.stdout
-    )
+    assert not [call for call in calls if call[1] in ("matmul", "inner_product") and "ref" in call[2]], done.stdout
     assert done.stdout.count("backend ") == 4
 
 

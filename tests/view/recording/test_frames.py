@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
 from octavo.errors import TraceError
@@ -160,7 +160,7 @@ def test_a_long_range_comes_in_pieces() -> None:
 
 def test_a_flight_is_run_again(tmp_path: Path) -> None:
     """The recorder's dump has no blocks in it; what they did comes of the same calls."""
-    cache = KVCache(24, 2, 8, num_rows=4)
+    cache = KVCacheManager(24, 2, 8, num_rows=4)
     engine = Engine(Scheduler(cache, policy=SWAP), Oracle(cache), vocab_size=9, max_model_len=64)
     recorder = FlightRecorder(engine)
     for i in range(6):
@@ -189,14 +189,14 @@ def test_what_is_no_recording_is_said(tmp_path: Path) -> None:
         "is empty": [],
         "does not begin with a snapshot": lines[1:],
         "frame 3 of the recording is not the next one": [lines[0], lines[1], lines[1]],
-        "line 2 of .* is no frame": [lines[0], b'{"kind": "delta"}'],
-        "line 1 of .* is no frame: .*kind": [b'{"kind": "film"}'],
-        "line 1 of .* is no frame; expected a JSON object": [b"PK\x03\x04"],
+        "line 2 of .* is not a frame": [lines[0], b'{"kind": "delta"}'],
+        "line 1 of .* is not a frame: .*kind": [b'{"kind": "film"}'],
+        "line 1 of .* is not a frame; expected one JSON object": [b"PK\x03\x04"],
         "frame 1 of the recording contradicts itself": [json.dumps(first | {"num_blocks": 3}).encode()],
         "frame 2 of the recording contradicts itself": [lines[0], json.dumps(delta | {"gone": ["x"]}).encode()],
-        "^line 2 of .* is no frame": [lines[0], b'{"kind": "delta"}', lines[1]],
-        "^line 1 of .* is no frame: .*num_blocks": [json.dumps(first | {"num_blocks": 1 << 60}).encode()],
-        "^line 1 of .* is no frame: .*>= 1": [json.dumps(first | {"num_blocks": 0, "words": ""}).encode()],
+        "^line 2 of .* is not a frame": [lines[0], b'{"kind": "delta"}', lines[1]],
+        "^line 1 of .* is not a frame: .*num_blocks": [json.dumps(first | {"num_blocks": 1 << 60}).encode()],
+        "^line 1 of .* is not a frame: .*>= 1": [json.dumps(first | {"num_blocks": 0, "words": ""}).encode()],
         "^frame 1 of the recording contradicts itself: TypeError": [
             json.dumps(first | {"time_s": 1, "events": [{"event": "evicted", "time_s": "soon"}]}).encode()
         ],
@@ -219,7 +219,7 @@ def test_a_recording_that_was_cut_is_read_up_to_there(
     path.write_bytes(gzip.compress(whole)[:-40] if packed else whole[:-20])
     frames = list(read_frames(path))
     assert 0 < len(frames) < len(recording) and encode_frames(frames) == encode_frames(recording[: len(frames)])
-    assert "is cut" in caplog.text
+    assert "is truncated" in caplog.text
 
 
 def test_a_recording_that_was_damaged_is_said(tmp_path: Path) -> None:

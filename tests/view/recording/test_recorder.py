@@ -117,7 +117,7 @@ def record_world(seed: int, path: Path, make: type[World] = World) -> tuple[int,
     """A world of the oracle's, recorded and run again; segments, and what happened in it. One whose policy throws dice
     cannot be run again."""
     world = make(seed, Counter(), listen=True)
-    beams, pins = any(r.decide for r in world.requests), any(r.pin for r in world.requests)
+    beams, pins = any(r.select_beams for r in world.requests), any(r.pin for r in world.requests)
     if isinstance(world.scheduler.policy, RandomPolicy):
         return 0, Counter()
     ticks = itertools.count()
@@ -182,12 +182,12 @@ def test_no_field_of_the_core_is_forgotten() -> None:
         "request", "token_ids", "block_ids", "seal_ids", "stop_token",
     }  # fmt: skip
     assert set(Request.__slots__) - set(snapshot.REQUEST) == {
-        "request_id", "prompt_token_ids", "sampling_params", "decide", "sequences", "done", "solo", "order", "status",
-        "left_behind", "stop_ids", "salt", "seed", "error", "resume",
+        "request_id", "prompt_token_ids", "sampling_params", "select_beams", "sequences", "finished_sequences",
+        "only_sequence", "order", "status", "shared_on_device", "stop_ids", "salt", "seed", "error", "resume",
     }  # fmt: skip
     assert set(StepPlan.__slots__) - set(snapshot.PLAN) == {
-        "draws", "host_tokens", "sequences", "swapped", "outstanding", "row_setups", "table_writes", "swap_ins",
-        "swap_outs", "copies", "returning", "void",
+        "num_samples", "host_tokens", "sequences", "swapped_requests", "num_outstanding", "row_setups",
+        "table_writes", "swap_ins", "swap_outs", "copies", "swap_in_requests", "void_slices",
     }  # fmt: skip
     assert set(type(replica.scheduler.policy.costs).__slots__) == set(snapshot.COSTS)
 
@@ -291,7 +291,7 @@ class Wide:
     """A model that has as many candidates as are asked for."""
 
     def samples(self, setup: Any, position: int, count: int) -> Any:
-        return [(-1.0 - i, 1 + i) if setup.decides else 1 + i for i in range(count)]
+        return [(-1.0 - i, 1 + i) if setup.returns_candidates else 1 + i for i in range(count)]
 
     def tokens(self, setup: Any, position: int, count: int) -> Any:
         return [1 + setup.sample_index] * count
@@ -471,7 +471,7 @@ def test_an_engine_that_dies_of_a_bug_dies_of_it_again(
     exact = replay.ExactReplay(Recording.load(path))
     assert exact.death == "PlantedError: step 7" and exact.num_aborted == 0
     seen = Seen(frames_of_recording(path))
-    assert seen.at(seen.duration_s).step > 7 and "ends as its engine did: PlantedError" in caplog.text
+    assert seen.at(seen.duration_s).step > 7 and "ends where its engine crashed: PlantedError" in caplog.text
     monkeypatch.undo()
     assert replay.ExactReplay(Recording.load(path)).death == ""
 
@@ -495,7 +495,7 @@ def damaged(path: Path) -> Iterator[tuple[str, bytes, str]]:
     yield (
         "numbers",
         gzip.compress(msgspec.msgpack.encode(raw | {"segments": fewer, "requests": []})),
-        "cannot be followed",
+        "cannot be replayed",
     )
 
 

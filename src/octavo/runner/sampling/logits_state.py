@@ -64,7 +64,8 @@ class DeviceLogitsProcessors:
         """Rows change hands, and the host says tokens; `sampler` knows of it already."""
         setups = {setup.row: setup for setup in plan.row_setups}
         rules = {row: self._sampler.rules[row] for row in setups}
-        device = {row: r for row, r in rules.items() if r is not None and is_for_device(r) and not setups[row].decides}
+        device = {row: r for row, r in rules.items() if r is not None and is_for_device(r)}
+        device = {row: r for row, r in device.items() if not setups[row].returns_candidates}
         ours = {row: r for row, r in device.items() if asks_of(r)}
         for row in setups:
             self.telling.pop(row, None)
@@ -75,11 +76,11 @@ class DeviceLogitsProcessors:
         self.rows = (self.rows - setups.keys()) | ours.keys()
         if ours or left:
             self._write({row: ours.get(row) for row in ours.keys() | left})
-        told = {row: (0, setups[row].token_ids) for row, r in ours.items() if r.penalizes}
+        told = {row: (0, setups[row].token_ids) for row, r in ours.items() if r.has_penalties}
         for i, token_ids in plan.host_tokens.items():
             row, start = plan.rows[i], plan.starts[i]
             own = self._sampler.rules[row] if row in self.rows and row not in told else None
-            if own is not None and own.penalizes and start + len(token_ids) > own.num_prompt:
+            if own is not None and own.has_penalties and start + len(token_ids) > own.num_prompt:
                 told[row] = start, token_ids
         if told:
             self._tell(list(told), [start for start, _ in told.values()], [ids or () for _, ids in told.values()])
@@ -158,7 +159,7 @@ def is_for_device(rules: RowLogitsProcessors) -> bool:
 
 def asks_of(rules: RowLogitsProcessors) -> int:
     return (
-        PENALTIES * rules.penalizes
+        PENALTIES * rules.has_penalties
         + LOGIT_BIAS * (rules.bias is not None)
         + ALLOWED_TOKENS * (rules.allowed_token_ids is not None)
         + MIN_TOKENS * (rules.stops is not None)

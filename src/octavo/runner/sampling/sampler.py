@@ -67,11 +67,11 @@ class RowLogitsProcessors:
         params = setup.sampling_params
         self.num_prompt = setup.num_prompt
         self.min_length = setup.num_prompt + params.min_tokens
-        self.num_logprobs = 0 if params.logprobs is None and params.ranks else params.logprobs
+        self.num_logprobs = 0 if params.logprobs is None and params.selects_best_of else params.logprobs
         has_output = setup.token_ids is not None and len(setup.token_ids) > setup.num_prompt
         self.num_prompt_logprobs = None if has_output else params.prompt_logprobs  # told before the first token was
         self.needs_history = params.needs_history
-        self.penalizes = params.penalizes
+        self.has_penalties = params.has_penalties
         self.penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         self.allowed_token_ids = params.allowed_token_ids
         self.allowed = None if params.allowed_token_ids is None else _ids(params.allowed_token_ids, device)
@@ -88,7 +88,7 @@ class RowLogitsProcessors:
     def of(cls, setup: RowSetup, device: torch.device | str) -> RowLogitsProcessors | None:
         """None for a request that asks for nothing of the kind."""
         p = setup.sampling_params
-        asks = p.needs_history or p.logprobs is not None or p.ranks or p.logit_bias or p.min_tokens
+        asks = p.needs_history or p.logprobs is not None or p.selects_best_of or p.logit_bias or p.min_tokens
         return cls(setup, device) if asks or p.allowed_token_ids is not None else None
 
     @property
@@ -221,7 +221,7 @@ class Sampler:
             bias_tokens=self._pairs(bias),
             bias_values=torch.cat(values) if values else None,
         )
-        back = [(i, r) for i, r in ruled if r.penalizes or r.words is not None]
+        back = [(i, r) for i, r in ruled if r.has_penalties or r.words is not None]
         if back:
             self._look_back(rules, draws, back)
         return rules
@@ -237,7 +237,7 @@ class Sampler:
             num_prompt=self._ids([r.num_prompt for _, r in back]),
             num_tokens=self._ids(num_tokens),
         )
-        if any(r.penalizes for _, r in back):
+        if any(r.has_penalties for _, r in back):
             penalties = torch.tensor([r.penalties for _, r in back], dtype=torch.float32)
             rules.repetition, rules.presence, rules.frequency = to_device(penalties, self.device).unbind(1)
         words = [(j, r.words) for j, (_, r) in enumerate(back) if r.words is not None]

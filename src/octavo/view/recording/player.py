@@ -268,7 +268,7 @@ class Player:
             return ReplayedCall(kind, time_s, scheduler.schedule())
         if kind in (CallKind.RESULT, CallKind.UNEVEN_RESULT, CallKind.PARTIAL_RESULT):
             plan = scheduler.in_flight[0]
-            lengths, failed = plan.samples, []
+            lengths, failed = plan.num_sampled, []
             if kind is not CallKind.RESULT:
                 lengths = [next(numbers) for _ in range(next(numbers))]
                 failed = [next(numbers) for _ in range(next(numbers))]
@@ -299,7 +299,7 @@ class Player:
         elif kind is CallKind.CONFINE:
             scheduler.confine([scheduler.requests[str(next(numbers))] for _ in range(next(numbers))])
         elif kind is CallKind.STEP_LIMIT:
-            scheduler.step_limit = next(numbers)
+            scheduler.max_num_scheduled_tokens = next(numbers)
         elif kind is CallKind.CORRUPT:
             self._corrupt = [next(numbers) for _ in range(next(numbers))]
         return ReplayedCall(kind, time_s)
@@ -313,7 +313,7 @@ class Player:
     def _sampled_tokens(self, plan: StepPlan, lengths: list[int]) -> list[Any]:
         tokens: list[Any] = []
         for i, (seq, length) in enumerate(zip(plan.sequences, lengths, strict=True)):
-            if i in plan.draws and seq.request.decide is None:
+            if i in plan.num_samples and seq.request.select_beams is None:
                 first = len(seq.request.prompt_token_ids)
                 tokens.append([self._output(seq.request, index, first, 1)[0] for index in range(length)])
             else:
@@ -351,13 +351,15 @@ class Player:
                 index: self.recording.sample(recorded, index)[begin : begin + length]
                 for index, length in recorded.resumed.items()
             }
-            request.forked, request.must_wait = True, False
+            request.forked, request.needs_result = True, False
         return request
 
     def _request_of(self, fields: SchedulerState, recorded: RecordedRequest) -> Request:
         select_beams = self._select_beams(recorded) if recorded.beam_search else None
         prompt = self.recording.prompt(recorded)
-        return new_request(str(recorded.number), prompt, fields, stop=STOP, salt=recorded.salt, decide=select_beams)
+        return new_request(
+            str(recorded.number), prompt, fields, stop=STOP, salt=recorded.salt, select_beams=select_beams
+        )
 
     def _tokens_of(self, request: SchedulerState, sequence: SchedulerState) -> array[int]:
         """The tokens of a sequence that was present when a segment began."""

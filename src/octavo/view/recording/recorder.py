@@ -34,9 +34,9 @@ import msgspec
 
 from octavo.core import events as ev
 from octavo.core.block_pool import _unpack
-from octavo.core.kv_cache_manager import common
+from octavo.core.kv_cache_manager import common_prefix_length
 from octavo.core.plan import StepPlan, StepResult
-from octavo.core.request import Decide, Request, Sequence
+from octavo.core.request import Request, SelectBeams, Sequence
 from octavo.core.scheduler import Scheduler
 from octavo.core.snapshot import SchedulerState, scheduler_settings, snapshot_scheduler
 from octavo.engine.engine import Engine
@@ -233,7 +233,7 @@ class FlightRecorder:
         self._tails: dict[bytes, dict[bytes, array[int]]] = {}  # digest before -> tails of pins; few, never removed
         self._last_digests: dict[tuple[Request, bytes], bytes] = {}  # full blocks of a beam -> digest of the last one
         self._last_step: ev.Step | None = None
-        self._step_limit = self._scheduler.step_limit  # as recorded
+        self._step_limit = self._scheduler.max_num_scheduled_tokens  # as recorded
         self._segments: deque[_OpenSegment] = deque()
         self._wrap_methods(self._scheduler)
         self._unsubscribe = self._scheduler.events.subscribe(self._listen)
@@ -248,8 +248,8 @@ class FlightRecorder:
 
         def recorded_add(request: Request) -> None:
             now = self._clock()
-            if request.decide is not None:
-                request.decide = self._recorded_decide(request)
+            if request.select_beams is not None:
+                request.select_beams = self._recorded_select_beams(request)
             add(request)  # first: a request that is refused is not recorded
             self._add_request(request)
             self._record(CallKind.ADD, now)
@@ -281,8 +281,8 @@ class FlightRecorder:
                 segment = self._new_segment(now)
                 if scheduler.confined_to:  # not part of a snapshot
                     self._record_confine(scheduler.confined_to)
-            if scheduler.step_limit != self._step_limit:
-                self._step_limit = scheduler.step_limit
+            if scheduler.max_num_scheduled_tokens != self._step_limit:
+                self._step_limit = scheduler.max_num_scheduled_tokens
                 self._record(CallKind.STEP_LIMIT, now, self._step_limit)
             costs = scheduler.policy.costs
             segment.costs.extend((costs.token_s, costs.step_s, costs.move_s))
@@ -295,7 +295,7 @@ class FlightRecorder:
             lengths = list(map(len, result.tokens))
             if result.corrupt:
                 self._record(CallKind.CORRUPT, self._clock(), len(result.corrupt), *result.corrupt)
-            if last and lengths == plan.samples and not result.errors:
+            if last and lengths == plan.num_sampled and not result.errors:
                 self._record(CallKind.RESULT, self._clock())
             else:
                 numbers = (len(lengths), *lengths, len(result.errors), *result.errors)
@@ -375,9 +375,9 @@ class FlightRecorder:
             len(request.prompt_token_ids),
             request.max_tokens,
             request.width,
-            request.num_draws,
-            request.decide is not None,
-            request.constrained,
+            request.num_samples,
+            request.select_beams is not None,
+            request.use_structured_output,
             request.pin,
             request.priority,
             request.sampling_params.skip_reading_prefix_cache,
@@ -385,7 +385,7 @@ class FlightRecorder:
             block_digests,
             {index: len(list(output)) for index, output in (request.resume or {}).items()},
             tenant=request.tenant,
-            rank=request.rank,
+            rank=request.index_in_call,
         )
         recorded.samples, recorded.beam_choices, recorded.token_digests = {}, [], {}
         tail = request.prompt_token_ids[len(block_digests) // DIGEST_BYTES * self._block_size :]
@@ -409,7 +409,7 @@ class FlightRecorder:
             recorded.token_digests[num_full] = self._token_digests(before, prompt[num_full * self._block_size :])
             return
         recorded.samples = {}
-        for seq in (*request.sequences, *request.done):
+        for seq in (*request.sequences, *request.finished_sequences):
             block_digests = self._all_block_digests(request, seq.token_ids)
             recorded.samples[seq.index] = RecordedSample(
                 len(seq.token_ids) - recorded.num_prompt,
@@ -428,7 +428,7 @@ class FlightRecorder:
             end = block * DIGEST_BYTES
             before = block_digests[end - DIGEST_BYTES : end] if block else self._root_digest(request.salt)
             held = tokens[block * size : (block + 1) * size]
-            num = max([common(tail, held) for tail in self._tails.get(before, {}).values()], default=0)
+            num = max([common_prefix_length(tail, held) for tail in self._tails.get(before, {}).values()], default=0)
             if num:
                 found[block] = self._token_digests(before, held[:num])
         return found
@@ -451,13 +451,13 @@ class FlightRecorder:
     def _digest(self, before: bytes, data: bytes) -> bytes:
         return blake2b(before + data, digest_size=DIGEST_BYTES, key=self._key).digest()
 
-    def _recorded_decide(self, request: Request) -> Decide:
-        decide = request.decide
-        assert decide is not None
+    def _recorded_select_beams(self, request: Request) -> SelectBeams:
+        select_beams = request.select_beams
+        assert select_beams is not None
 
         def recorded(parents: list[tuple[Sequence, Any]]) -> list[tuple[Sequence, int]]:
             before = {seq: seq.token_ids[:] for seq, _ in parents}
-            chosen = decide(parents)
+            chosen = select_beams(parents)
             order, choices = list(before), self._live[request].beam_choices
             choices.append(len(chosen))
             for parent, token in chosen:
@@ -503,7 +503,7 @@ class FlightRecorder:
             return recorded.number
 
         def beam_digests(seq: Sequence) -> bytes | None:
-            if seq.request.decide is None:
+            if seq.request.select_beams is None:
                 return None
             digests = self._all_block_digests(seq.request, seq.token_ids)
             before = digests[-DIGEST_BYTES:] or self._root_digest(seq.request.salt)
