@@ -249,7 +249,7 @@ class FlightRecorder:
         def recorded_add(request: Request) -> None:
             now = self._clock()
             if request.select_beams is not None:
-                request.select_beams = self._recorded_decide(request)
+                request.select_beams = self._recorded_select_beams(request)
             add(request)  # first: a request that is refused is not recorded
             self._add_request(request)
             self._record(CallKind.ADD, now)
@@ -451,13 +451,13 @@ class FlightRecorder:
     def _digest(self, before: bytes, data: bytes) -> bytes:
         return blake2b(before + data, digest_size=DIGEST_BYTES, key=self._key).digest()
 
-    def _recorded_decide(self, request: Request) -> SelectBeams:
-        decide = request.select_beams
-        assert decide is not None
+    def _recorded_select_beams(self, request: Request) -> SelectBeams:
+        select_beams = request.select_beams
+        assert select_beams is not None
 
         def recorded(parents: list[tuple[Sequence, Any]]) -> list[tuple[Sequence, int]]:
             before = {seq: seq.token_ids[:] for seq, _ in parents}
-            chosen = decide(parents)
+            chosen = select_beams(parents)
             order, choices = list(before), self._live[request].beam_choices
             choices.append(len(chosen))
             for parent, token in chosen:
