@@ -149,7 +149,7 @@ def test_the_budget_of_blocks() -> None:
 def test_a_simulation_is_the_same_twice() -> None:
     def run() -> Records:
         lengths = traces.sharegpt_like(60)
-        return simulate(setup(num_gpu_blocks_override=600), traces.of_lengths(lengths, traces.poisson(0.4)))
+        return simulate(setup(num_gpu_blocks_override=600), traces.from_lengths(lengths, traces.poisson(0.4)))
 
     one, two = run(), run()
     assert one.finished_s == two.finished_s and one.num_steps == two.num_steps and len(one) == 60
