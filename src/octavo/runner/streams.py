@@ -1,4 +1,4 @@
-"""What a device does beside what it is told next. A CPU does one thing at a time, and here that is no special case."""
+"""CUDA events and a second stream. On a CPU, where work is done when a call returns, both are no-ops."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch
 
 
 class DeviceEvent(Protocol):
-    """A point in a device's work."""
+    """A point in the work of a device."""
 
     def query(self) -> bool:
-        """Whether it has been reached."""
+        """Returns True once the device has reached this point."""
 
     def synchronize(self) -> None:
-        """Wait until it is."""
+        """Wait until the device reaches this point."""
 
 
 class RecordableEvent(DeviceEvent, Protocol):
-    """A point that can be moved."""
+    """An event that can be recorded again."""
 
     def record(self) -> None:
-        """From now on it is the point behind all that has been queued on the current stream."""
+        """Move the event to the end of all work queued on the current stream."""
 
 
 class CompletedEvent:
-    """The event of a device that is done when a call returns."""
+    """The event of a CPU: always reached."""
 
     def record(self) -> None:
         pass
@@ -41,8 +41,10 @@ class CompletedEvent:
 
 
 def record_event(device: torch.device, *, blocking: bool = False) -> RecordableEvent:
-    """An event behind all that has been queued on the current stream. A thread that waits for it spins, unless
-    `blocking`: then it sleeps."""
+    """An event after all work queued on the current stream.
+
+    blocking   threads that wait for the event sleep; else they spin
+    """
     if device.type != "cuda":
         return CompletedEvent()
     event = cast("Any", torch.cuda.Event)(blocking=blocking)
@@ -51,30 +53,32 @@ def record_event(device: torch.device, *, blocking: bool = False) -> RecordableE
 
 
 class SideStream:
-    """A second stream. What is queued inside `with` comes after what the device's current stream has been told so far;
-    `join` makes that stream wait in turn."""
+    """A second CUDA stream. Work queued inside `with` waits for all work queued on the current stream before it.
+
+    `join` makes the current stream wait for this one in turn.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: Any = cast("Any", torch.cuda.Stream)(device) if device.type == "cuda" else None
-        self._inside: Any = None
+        self._context: Any = None
 
     def __enter__(self) -> None:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            self._inside = torch.cuda.stream(self._stream)
-            self._inside.__enter__()
+            self._context = torch.cuda.stream(self._stream)
+            self._context.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._inside is not None:
-            self._inside.__exit__(kind, error, traceback)
-            self._inside = None
+        if self._context is not None:
+            self._context.__exit__(kind, error, traceback)
+            self._context = None
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """As `with`, and what is queued inside waits for nothing but what this stream was told before."""
+    def without_waiting(self) -> Iterator[None]:
+        """Like `with`, but the work queued inside waits only for earlier work on this side stream."""
         if self._stream is None:
             yield
             return
