@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from octavo.core.policy import Policy, PreemptionMode, VictimPolicy
 from octavo.errors import ParameterError
-from octavo.params.validation import Checked, wrong
+from octavo.params.validation import ValidatedParams, invalid
 
 GIB = 1 << 30
 DEFAULT_CPU_KV_BYTES = 4 * GIB
@@ -41,7 +41,7 @@ Victims = Literal["latest", "least_lost"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KVEventsConfig(Checked):
+class KVEventsConfig(ValidatedParams):
     """Publication of prefix cache events (`octavo.engine.kv_events`). Names and meanings are vLLM's.
 
     enable_kv_cache_events  publish events
@@ -67,14 +67,14 @@ class KVEventsConfig(Checked):
     topic: str = ""
 
     def __post_init__(self) -> None:
-        self._flag("enable_kv_cache_events")
-        self._choice("publisher", ("zmq", "null"))
+        self._check_bool("enable_kv_cache_events")
+        self._check_choice("publisher", ("zmq", "null"))
         for name in ("endpoint", "replay_endpoint", "topic"):
             value = getattr(self, name)
             if not isinstance(value, str) and (name != "replay_endpoint" or value is not None):
-                raise wrong(name, f"must be text, not {value!r}", "invalid_type")
+                raise invalid(name, f"must be text, not {value!r}", "invalid_type")
         for name in ("buffer_steps", "hwm", "max_queue_size"):
-            self._integer(name, 1, 1 << 30)
+            self._check_integer(name, 1, 1 << 30)
 
     @property
     def is_enabled(self) -> bool:
@@ -96,7 +96,7 @@ class KVEventsConfig(Checked):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineArgs(Checked):
+class EngineArgs(ValidatedParams):
     """The engine's options. Names and meanings are vLLM's where vLLM has the option.
 
     model                     a directory, a .gguf file, a name of `octavo models`, or a hub repository
@@ -184,44 +184,44 @@ class EngineArgs(Checked):
             raise ParameterError(
                 f"chat_template must be a file or a template, not {self.chat_template!r}", param="chat_template"
             )
-        self._choice("device", ("auto", "cpu", "cuda"))
-        self._choice("load_format", ("auto", "dummy"))
+        self._check_choice("device", ("auto", "cpu", "cuda"))
+        self._check_choice("load_format", ("auto", "dummy"))
         if self.quantization is not None:
-            self._choice("quantization", ("int8",))
-        self._choice("dtype", ("auto", "float32", "bfloat16", "float16"))
-        self._choice("preemption_mode", ("auto", "recompute", "swap"))
-        self._choice("preemption_victim", ("latest", "least_lost"))
-        self._choice("scheduling_policy", ("fcfs", "priority"))
-        self._integer("priority_ageing", 0, 1 << 30)
-        self._integer("block_size", 1, 256)
+            self._check_choice("quantization", ("int8",))
+        self._check_choice("dtype", ("auto", "float32", "bfloat16", "float16"))
+        self._check_choice("preemption_mode", ("auto", "recompute", "swap"))
+        self._check_choice("preemption_victim", ("latest", "least_lost"))
+        self._check_choice("scheduling_policy", ("fcfs", "priority"))
+        self._check_integer("priority_ageing", 0, 1 << 30)
+        self._check_integer("block_size", 1, 256)
         if self.block_size & (self.block_size - 1):
             raise ParameterError(
                 f"block_size is {self.block_size}, it must be a power of two from 1 to 256", param="block_size"
             )
-        self._integer("num_gpu_blocks_override", 1, 1 << 30, optional=True)
-        self._integer("kv_cache_memory_bytes", 1, 1 << 50, optional=True)
-        self._number("gpu_memory_utilization", 0.01, 1.0, optional=True)
-        self._integer("max_num_batched_tokens", 1, 1 << 24, optional=True)
-        self._integer("max_num_seqs", 1, 1 << 20, optional=True)
-        self._integer("decode_window", 1, 1024, optional=True)
-        self._integer("long_prefill_token_threshold", 0, 1 << 30, optional=True)
-        self._integer("max_long_partial_prefills", 1, 1 << 20)
-        self._integer("max_logprobs", -1, 1 << 20)
+        self._check_integer("num_gpu_blocks_override", 1, 1 << 30, optional=True)
+        self._check_integer("kv_cache_memory_bytes", 1, 1 << 50, optional=True)
+        self._check_number("gpu_memory_utilization", 0.01, 1.0, optional=True)
+        self._check_integer("max_num_batched_tokens", 1, 1 << 24, optional=True)
+        self._check_integer("max_num_seqs", 1, 1 << 20, optional=True)
+        self._check_integer("decode_window", 1, 1024, optional=True)
+        self._check_integer("long_prefill_token_threshold", 0, 1 << 30, optional=True)
+        self._check_integer("max_long_partial_prefills", 1, 1 << 20)
+        self._check_integer("max_logprobs", -1, 1 << 20)
         if not isinstance(self.generation_config, str) or not self.generation_config:
             raise ParameterError(
                 f"generation_config must be auto, vllm or a path, not {self.generation_config!r}",
                 param="generation_config",
             )
-        self._integer("seed", -(1 << 63), (1 << 63) - 1)
+        self._check_integer("seed", -(1 << 63), (1 << 63) - 1)
         if self.max_model_len != -1:
-            self._integer("max_model_len", 1, 1 << 30, optional=True)
-        self._number("watermark", 0.0, 0.5)
-        self._number("swap_space", 0.0, 1 << 20, optional=True)
-        self._flag("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager", "async_scheduling")
+            self._check_integer("max_model_len", 1, 1 << 30, optional=True)
+        self._check_number("watermark", 0.0, 0.5)
+        self._check_number("swap_space", 0.0, 1 << 20, optional=True)
+        self._check_bool("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager", "async_scheduling")
         if self.flight_recorder is not None and (not isinstance(self.flight_recorder, str) or not self.flight_recorder):
-            raise wrong("flight_recorder", f"must be a directory, not {self.flight_recorder!r}", "invalid_type")
+            raise invalid("flight_recorder", f"must be a directory, not {self.flight_recorder!r}", "invalid_type")
         if not isinstance(self.kv_events_config, Mapping | None):
-            raise wrong("kv_events_config", f"must be a mapping, not {self.kv_events_config!r}", "invalid_type")
+            raise invalid("kv_events_config", f"must be a mapping, not {self.kv_events_config!r}", "invalid_type")
         self.kv_events()
 
     def resolved(self, device: str) -> EngineArgs:

@@ -185,7 +185,7 @@ def sequence(tokens: list[int], limit: int = 1 << 20, **options: Any) -> Sequenc
 
 def arrange(pool: BlockPool, *block_ids: int) -> None:
     """Take and release until these blocks are what `take` gives next, in this order. The pool must be unused."""
-    taken = [pool.take() for _ in range(max(block_ids))]
+    taken = [pool.allocate() for _ in range(max(block_ids))]
     for block in [b for b in taken if b not in block_ids] + list(reversed(block_ids)):
         pool.release(block)
 

@@ -9,7 +9,7 @@ import pytest
 
 from octavo.core import events as ev
 from octavo.core.plan import StepPlan
-from octavo.core.policy import RANK_ARRIVALS, Policy
+from octavo.core.policy import ARRIVALS_PER_INDEX, Policy
 from octavo.core.request import Status
 from octavo.core.tenants import Tenant, Tenants, fill, level
 from tests.core.lab import SWAP, Lab, make
@@ -128,8 +128,8 @@ def test_a_later_prompt_passes_those_of_one_call() -> None:
 def test_a_prompt_of_a_call_is_overtaken_by_a_bounded_number() -> None:
     last, policy = make("last", [1], 1, index_in_call=2), Policy()
     place = policy.order(last, 5)
-    assert policy.order(make("a", [1], 1), 5 + 2 * RANK_ARRIVALS - 1) < place
-    assert policy.order(make("b", [1], 1), 5 + 2 * RANK_ARRIVALS + 1) > place
+    assert policy.order(make("a", [1], 1), 5 + 2 * ARRIVALS_PER_INDEX - 1) < place
+    assert policy.order(make("b", [1], 1), 5 + 2 * ARRIVALS_PER_INDEX + 1) > place
     by_priority = Policy(by_priority=True)
     assert by_priority.order(make("c", [1], 1, index_in_call=1), 0) > by_priority.order(make("d", [1], 1), 9)
 

@@ -28,7 +28,7 @@ def snapshot(cache: KVCacheManager, *sequences: Sequence) -> Any:
         (pool._untouched, list(pool._freed), pool.num_free, pool.num_cached, pool.num_refs, pool.last_seal_id),
         (pool.num_sealed, pool.num_evicted, host.num_free, host._untouched, list(host._freed)),
         list(cache.rows._free),
-        cache.counts(),
+        cache.counters(),
         (cache.num_hit_tokens, cache.num_queried_tokens),
         list(cache._holders),
         [[list(v) if isinstance(v := getattr(s, k), list) else v for k in s.__slots__] for s in sequences],
@@ -54,7 +54,7 @@ def settle(cache: KVCacheManager, tokens: list[int], count: int | None = None, *
 def test_three_states_partition_the_pool() -> None:
     pool = BlockPool(4)
     assert (pool.num_used, pool.num_cached, pool.num_free) == (0, 0, 4)
-    a, b = pool.take(), pool.take()
+    a, b = pool.allocate(), pool.allocate()
     assert (pool.num_used, pool.num_cached, pool.num_free) == (2, 0, 2)
     pool.seal(a, (-1, b"a"))
     pool.release(a)
@@ -67,7 +67,7 @@ def test_three_states_partition_the_pool() -> None:
 
 def test_the_null_block_is_never_handed_out() -> None:
     pool = BlockPool(3)
-    assert [pool.take() for _ in range(3)] == [1, 2, 3]
+    assert [pool.allocate() for _ in range(3)] == [1, 2, 3]
     for misuse in (NULL_BLOCK, -1, 4):
         with pytest.raises(AssertionError):
             pool.share(misuse)
@@ -77,23 +77,23 @@ def test_starting_fills_nothing() -> None:
     """Ids from the high-water mark on were never written to any list."""
     pool = BlockPool(1_000_000)
     assert pool._freed == [] and pool._untouched == 1
-    assert pool.take() == 1
+    assert pool.allocate() == 1
     assert pool._untouched == 2
 
 
 def test_freed_blocks_come_back_last_in_first_out() -> None:
     pool = BlockPool(4)
     arrange(pool, 2, 4, 1)
-    assert [pool.take() for _ in range(4)] == [2, 4, 1, 3]
+    assert [pool.allocate() for _ in range(4)] == [2, 4, 1, 3]
 
 
 def test_taking_from_an_empty_pool_is_our_own_bug() -> None:
     pool, host = BlockPool(1), SwapSpace(1)
-    pool.take(), host.take()
+    pool.allocate(), host.allocate()
     with pytest.raises(AssertionError, match="empty pool"):
-        pool.take()
+        pool.allocate()
     with pytest.raises(AssertionError, match="full swap space"):
-        host.take()
+        host.allocate()
 
 
 # -- 4.2: sealing and the index ----------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def test_seal_ids_are_never_used_twice() -> None:
     pool = BlockPool(1)
     seen = []
     for _ in range(3):
-        block = pool.take()
+        block = pool.allocate()
         seen.append(pool.seal(block, (-1, b"same")))
         pool.release(block)
         pool.evict_all_cached()
@@ -138,7 +138,7 @@ def test_a_first_block_hangs_from_its_salt() -> None:
     """And from nothing else: where a salt ends and the tokens begin is not in doubt."""
     pool = BlockPool(8)
     keys = [(b"", b"abc"), (b"a", b"bc"), (b"ab", b"c"), (1, b"abc"), (b"\1\0\0\0\0\0\0\0", b"abc")]
-    blocks = [pool.take() for _ in keys]
+    blocks = [pool.allocate() for _ in keys]
     for block, key in zip(blocks, keys, strict=True):
         pool.seal(block, key)
     assert [pool.find(key) for key in keys] == blocks
@@ -167,7 +167,7 @@ def test_the_older_of_equal_blocks_stays_canonical() -> None:
 def test_a_sealed_block_keeps_its_seal() -> None:
     """Its parent was evicted and sealed anew elsewhere: under a second key it would be indexed twice."""
     pool = BlockPool(4)
-    block = pool.take()
+    block = pool.allocate()
     seal = pool.seal(block, (7, b"x"))
     assert pool.seal(block, (8, b"x")) == seal
     assert pool.num_indexed == pool.num_sealed == 1
@@ -206,7 +206,7 @@ def test_the_index_is_split_over_several_dicts(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("octavo.core.block_pool.BLOCKS_PER_SHARD", 4)
     pool = BlockPool(40)
     keys = [(-1 - i % 3, bytes([i])) for i in range(40)]
-    blocks = [pool.take() for _ in keys]
+    blocks = [pool.allocate() for _ in keys]
     for block, key in zip(blocks, keys, strict=True):
         pool.seal(block, key)
     assert [pool.find(key) for key in keys] == blocks
@@ -249,9 +249,9 @@ def test_the_next_block_that_a_lookup_missed() -> None:
     late = sequence([1, 2, 3, 4, 5])
     found = cache.lookup(late)
     key = (seq.seal_ids[0], late.token_ids[2:4].tobytes())
-    assert cache.next_block_in({key}, late, found)
-    assert not cache.next_block_in({(9, key[1])}, late, found)
-    assert not cache.next_block_in({key}, sequence([1, 2, 3, 4]), found)  # its last token is computed anyway
+    assert cache.is_next_block_in({key}, late, found)
+    assert not cache.is_next_block_in({(9, key[1])}, late, found)
+    assert not cache.is_next_block_in({key}, sequence([1, 2, 3, 4]), found)  # its last token is computed anyway
 
 
 # -- 4.4: releasing and evicting ---------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ def test_the_oldest_cached_block_goes_first_and_a_tail_before_its_head() -> None
     cache.free(b)
     cache.free(a)
     assert list(cache.pool.cached()) == [6, 5, 4, 3, 2, 1]
-    assert [cache.pool.take() for _ in range(4)] == [6, 5, 4, 3]
+    assert [cache.pool.allocate() for _ in range(4)] == [6, 5, 4, 3]
     assert cache.pool.num_evicted == 4
     assert cache.lookup(sequence([1, 2, 3, 4, 5, 6, 0])).block_ids == [1, 2]
     assert cache.lookup(sequence([7, 8, 9, 9, 9, 9, 0])).block_ids == []
@@ -273,14 +273,14 @@ def test_free_blocks_are_taken_before_cached_ones() -> None:
     cache = KVCacheManager(4, 2)
     seq = settle(cache, [1, 2, 3])
     cache.free(seq)
-    assert [cache.pool.take() for _ in range(3)] == [2, 3, 4]
-    assert cache.pool.num_cached == 1 and cache.pool.take() == 1
+    assert [cache.pool.allocate() for _ in range(3)] == [2, 3, 4]
+    assert cache.pool.num_cached == 1 and cache.pool.allocate() == 1
     assert cache.pool.num_indexed == 0 and cache.pool.num_cached == 0
 
 
 def test_a_hit_takes_a_block_out_of_the_line() -> None:
     pool = BlockPool(3)
-    blocks = [pool.take() for _ in range(3)]
+    blocks = [pool.allocate() for _ in range(3)]
     for i, b in enumerate(blocks):
         pool.seal(b, (-1, bytes([i])))
         pool.release(b)
@@ -292,10 +292,10 @@ def test_a_hit_takes_a_block_out_of_the_line() -> None:
 
 def test_eviction_drops_the_entry_of_exactly_that_block() -> None:
     pool = BlockPool(2)
-    a, b = pool.take(), pool.take()
+    a, b = pool.allocate(), pool.allocate()
     pool.seal(a, (-1, b"a")), pool.seal(b, (-1, b"b"))
     pool.release(a), pool.release(b)
-    assert pool.take() == a
+    assert pool.allocate() == a
     assert (pool.find((-1, b"a")), pool.find((-1, b"b"))) == (NULL_BLOCK, b)
     assert pool.seal_id[a] == 0
     with pytest.raises(AssertionError, match="not sealed"):
@@ -304,13 +304,13 @@ def test_eviction_drops_the_entry_of_exactly_that_block() -> None:
 
 def test_unsealing_a_cached_block_frees_it_and_a_used_one_stays_used() -> None:
     pool = BlockPool(2)
-    a, b = pool.take(), pool.take()
+    a, b = pool.allocate(), pool.allocate()
     pool.seal(a, (-1, b"a")), pool.seal(b, (-1, b"b"))
     pool.release(a)
     pool.unseal(a)
     pool.unseal(b)
     assert (pool.num_free, pool.num_cached, pool.num_used) == (1, 0, 1)
-    assert pool.num_indexed == 0 and pool.take() == a
+    assert pool.num_indexed == 0 and pool.allocate() == a
 
 
 def test_reset_forgets_the_cached_and_leaves_the_used() -> None:
@@ -349,10 +349,10 @@ def test_questions_change_nothing() -> None:
     found = cache.lookup(late)
     cache.blocks_to_admit(late, found)
     cache.blocks_needed([(used, 3), (child, 1)])
-    cache.next_block_in({(1, b"")}, late, found)
+    cache.is_next_block_in({(1, b"")}, late, found)
     cache.sibling_prefix(child)
     cache.find_swap_in_blocks(used.request)
-    cache.stats(), cache.counts(), list(cache.pool.cached()), cache.pool.sealed_after(0)
+    cache.stats(), cache.counters(), list(cache.pool.cached()), cache.pool.sealed_after(0)
     assert snapshot(cache, used, child, gone, late) == before
 
 
@@ -415,7 +415,7 @@ def test_growing_tells_the_row_what_changed() -> None:
     cache.grow(seq, 3, plan)
     assert plan.table_writes == []  # no row yet
     seq.num_computed = 3
-    cache.rows.give(seq, plan)
+    cache.rows.assign(seq, plan)
     assert plan.table_writes == [TableWrite(0, 0, (1, 2))]
     cache.grow(seq, 1, plan)
     seq.num_computed = 4
@@ -479,7 +479,7 @@ def test_k_sharers_make_k_minus_one_copies(num_sharers: int) -> None:
     head, tail = parent.block_ids
     assert cache.pool.refs[tail] == num_sharers
     plan = StepPlan()
-    cache.rows.give(group[0], plan)
+    cache.rows.assign(group[0], plan)
     assert cache.blocks_needed((s, 1) for s in group) == num_sharers - 1
     assert cache.blocks_needed((s, 3) for s in group) == num_sharers - 1 + num_sharers
     before = cache.pool.num_used
@@ -531,7 +531,7 @@ def test_free_is_idempotent_and_clears_the_table() -> None:
 def test_a_double_release_is_our_own_bug() -> None:
     pool, host = BlockPool(2), SwapSpace(2)
     for tier in (pool, host):
-        block = tier.take()
+        block = tier.allocate()
         tier.release(block)
         with pytest.raises(AssertionError, match="more often"):
             tier.release(block)
@@ -543,7 +543,7 @@ def test_a_double_release_is_our_own_bug() -> None:
 def test_rows_are_released_once() -> None:
     cache = KVCacheManager(4, 2, num_rows=2)
     seq = settle(cache, [1, 2, 3])
-    cache.rows.give(seq, StepPlan())
+    cache.rows.assign(seq, StepPlan())
     assert seq.row == 0 and cache.rows.num_free == 1
     seq.row_has_last = True
     cache.rows.release(seq)
@@ -596,14 +596,14 @@ def test_only_what_a_sibling_has_computed_is_shared() -> None:
 
 def test_host_blocks_are_counted_like_the_devices() -> None:
     host = SwapSpace(3)
-    a, b = host.take(), host.take()
+    a, b = host.allocate(), host.allocate()
     assert (a, b, host.num_used, host.num_free) == (1, 2, 2, 1)
     host.share(a)
     host.release(a)
     assert host.num_used == 2
     host.release(a)
-    assert host.num_used == 1 and host.take() == a
-    assert host.take() == 3
+    assert host.num_used == 1 and host.allocate() == a
+    assert host.allocate() == 3
 
 
 def test_a_group_is_swapped_whole_each_block_once() -> None:
@@ -727,7 +727,7 @@ def test_what_no_query_sees_any_more_is_given_up(window: int, num_computed: int,
     """The next query, at `num_computed`, sees `window` keys, its own included."""
     cache = KVCacheManager(8, 2, num_rows=1, attention_window=window)
     seq = settle(cache, list(range(num_computed)), num_computed)
-    cache.rows.give(seq, StepPlan())
+    cache.rows.assign(seq, StepPlan())
     blocks, plan = list(seq.block_ids), StepPlan()
     cache.drop_out_of_window(seq, plan)
     assert seq.block_ids == [0] * dropped + blocks[dropped:] and seq.num_dropped == dropped

@@ -178,7 +178,7 @@ def test_the_oracle_notices_a_row_twice() -> None:
 def test_the_structure_check_notices_a_leak() -> None:
     lab, _ = decoding()
     o.check(lab.scheduler)
-    lab.pool.take()
+    lab.pool.allocate()
     with pytest.raises(o.Invariant, match="references"):
         o.check(lab.scheduler)
 

@@ -6,7 +6,7 @@ import pytest
 
 from octavo.core import events as ev
 from octavo.core.plan import StepPlan
-from octavo.core.policy import FIRST_HEADROOM, Policy, PreemptionCosts, PreemptionMode, VictimPolicy
+from octavo.core.policy import INITIAL_HEADROOM, Policy, PreemptionCosts, PreemptionMode, VictimPolicy
 from octavo.core.request import Request
 from tests.core.lab import Lab, make
 
@@ -209,7 +209,7 @@ def test_headroom_doubles_with_each_preemption() -> None:
     rooms = []
     for request.num_preemptions in (0, 1, 2, 5, 90):
         rooms.append(Policy().headroom(request))
-    assert rooms == [0, FIRST_HEADROOM, 2 * FIRST_HEADROOM, 16 * FIRST_HEADROOM, FIRST_HEADROOM << 20]
+    assert rooms == [0, INITIAL_HEADROOM, 2 * INITIAL_HEADROOM, 16 * INITIAL_HEADROOM, INITIAL_HEADROOM << 20]
 
 
 @pytest.mark.parametrize("mode", PreemptionMode)

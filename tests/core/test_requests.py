@@ -138,7 +138,7 @@ def test_parameters_that_imply_others() -> None:
 def test_how_many_are_made_and_how_many_are_told() -> None:
     plain, several, best = SamplingParams(), SamplingParams(n=3), SamplingParams(n=2, best_of=3)
     assert [params.width for params in (plain, several, best)] == [1, 3, 3]
-    assert [params.ranks for params in (plain, several, best, SamplingParams(n=3, best_of=3))] == [0, 0, 1, 0]
+    assert [params.selects_best_of for params in (plain, several, best, SamplingParams(n=3, best_of=3))] == [0, 0, 1, 0]
     with pytest.raises(ParameterError, match="best_of is 2, it must be at least n, 3") as caught:
         SamplingParams(n=3, best_of=2)
     assert caught.value.param == "best_of"

@@ -399,11 +399,11 @@ def test_what_was_left_behind_is_shared_before_blocks_are_taken() -> None:
     assert pool.num_available == 3
     found = cache.find_swap_in_blocks(second.request)
     assert found is not None and found.num_needed == 2
-    younger = pool.take()
+    younger = pool.allocate()
     pool.seal(younger, (99, b"younger"))
     pool.release(younger)
     while pool.num_free:
-        pool.take()
+        pool.allocate()
     assert list(pool.cached()) == [1, younger]
     plan = StepPlan()
     cache.swap_in(second.request, found, plan)
@@ -430,7 +430,7 @@ def test_what_was_left_behind_is_verified_by_its_seal_id() -> None:
     cache.free(first)
     cache.reset_prefix_cache()
     assert cache.find_swap_in_blocks(second.request) is None
-    block = pool.take()
+    block = pool.allocate()
     assert block == 1
     pool.seal(block, (key[0], b"others"))
     assert cache.find_swap_in_blocks(second.request) is None
@@ -558,7 +558,7 @@ def test_the_need_of_a_group_is_counted_as_a_whole() -> None:
     group = lab.add("G", [5, 6, 7, 8], 3, width=2)
     lab.step()
     assert lab.pool.num_available == 2
-    lab.pool.take()  # somebody's: one is left
+    lab.pool.allocate()  # somebody's: one is left
     sequences = [(s, 1) for s in group.sequences]
     assert [lab.cache.blocks_needed([s]) for s in sequences] == [1, 1]
     assert lab.cache.blocks_needed(sequences) == 2
@@ -603,7 +603,7 @@ def test_a_sibling_is_rebuilt_only_where_there_is_room_for_it() -> None:
     for block in own:
         pool.unseal(block)
     while pool.num_available > 5:
-        pool.take()
+        pool.allocate()
     plan = lab.scheduler.schedule()
     assert group.status is Status.RUNNING and first.num_computed == 8 and second.num_computed == 4
     assert [s.request.request_id for s in plan.sequences] == ["A"] and pool.num_available == 1

@@ -150,7 +150,7 @@ class Memory(RuleBasedStateMachine):
         self.compute(seq, count, plan)
         if self.cache.rows.num_free:
             plan = StepPlan()
-            self.cache.rows.give(seq, plan)
+            self.cache.rows.assign(seq, plan)
             self.apply(plan)
 
     def is_right(self, seq: Sequence, prefix: Any) -> None:
@@ -212,7 +212,7 @@ class Memory(RuleBasedStateMachine):
         self.marks = [self.pool.last_seal_id]  # who is parked is not taken back: all that it waited for has landed
         request.status = Status.FINISHED
         self.cache.num_pinned += len(seq.block_ids)
-        self.cache.park(seq)
+        self.cache.pin(seq)
 
     @rule(which=WHICH)
     def unpin(self, which: int) -> None:

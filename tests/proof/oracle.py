@@ -534,9 +534,9 @@ def watch_eviction(cache: KVCacheManager) -> None:
     class Pool(BlockPool):
         __slots__ = ()
 
-        def take(self) -> int:
+        def allocate(self) -> int:
             full = not self.num_free
-            block = super().take()
+            block = super().allocate()
             if full:
                 need(line and line.pop(0) == block, Invariant, "not the oldest was evicted")
             return block

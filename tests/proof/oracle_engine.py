@@ -46,7 +46,7 @@ HOOKS = (
     "oracle.finish",
     "engine.add_request",
     "engine.step_states",
-    "server._tell",
+    "server._emit_step",
     "server._report",
     "server._obey",
 )

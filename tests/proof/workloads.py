@@ -540,7 +540,7 @@ def covering(totals: Counter[str]) -> Iterator[None]:
         totals["preempt itself"] += victim is asker
 
     wrap(Scheduler, "_preempt", preempt)
-    wrap(KVCacheManager, "park", lambda *_: totals.update(["pin"]))
+    wrap(KVCacheManager, "pin", lambda *_: totals.update(["pin"]))
 
     def attach(cache: KVCacheManager, seq: Any, prefix: Any) -> None:
         tails = {s.block_ids[-1] for s in cache.pins.values() if s.num_computed % cache.block_size}

@@ -11,7 +11,7 @@ from octavo.core.request import Request
 from octavo.frontend.input_processor import InputProcessor
 from octavo.text.stop_strings import ROOT, StopStrings
 from octavo.text.tokenizer import Tokenizer
-from tests.text.conftest import train_byte_level
+from tests.text.samples import train_byte_level
 
 words = st.text(st.sampled_from("abc"), min_size=1, max_size=7)
 

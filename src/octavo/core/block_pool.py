@@ -85,7 +85,7 @@ class BlockPool:
 
     # -- references ----------------------------------------------------------------------------------------------------
 
-    def take(self) -> BlockId:
+    def allocate(self) -> BlockId:
         """A block of one's own: a free one, else the oldest cached one, which is evicted."""
         if self.num_free:
             self.num_free -= 1

@@ -34,13 +34,13 @@ class PreemptionChoice(NamedTuple):
     why: str  # "forced", "cheaper", or "rule" where costs are not known
 
 
-RECENT = 0.2
+EMA_WEIGHT = 0.2
 """Weight of the newest of what is measured again and again."""
-FIRST_HEADROOM = 16
+INITIAL_HEADROOM = 16
 """Positions that all running requests may grow by before a request comes back that was preempted once."""
 
 
-RANK_ARRIVALS = 32
+ARRIVALS_PER_INDEX = 32
 """Later arrivals that may overtake a request for each one of the same call that stands before it."""
 
 
@@ -73,17 +73,17 @@ class PreemptionCosts:
     def record_step(self, num_prompt: int, seconds: float) -> None:
         """A step took so long and computed so many positions whose tokens the host had."""
         if num_prompt == 0:
-            self.step_s = _recent(self.step_s, seconds)
+            self.step_s = _moving_average(self.step_s, seconds)
         elif num_prompt >= 64 and seconds > self.step_s:  # of fewer, one cannot tell them from the rest of the step
-            self.token_s = _recent(self.token_s, (seconds - self.step_s) / num_prompt)
+            self.token_s = _moving_average(self.token_s, (seconds - self.step_s) / num_prompt)
 
     def record_return(self, num_found: int, num_known: int) -> None:
         """A request that had been preempted to be recomputed came back, and the cache still had so much of it."""
-        self.kept += RECENT * (num_found / num_known - self.kept)
+        self.kept += EMA_WEIGHT * (num_found / num_known - self.kept)
 
 
-def _recent(before: float, now: float) -> float:
-    return now if before == 0 else before + RECENT * (now - before)
+def _moving_average(before: float, now: float) -> float:
+    return now if before == 0 else before + EMA_WEIGHT * (now - before)
 
 
 @dataclass(slots=True)
@@ -116,7 +116,7 @@ class Policy:
     def order(self, request: Request, arrival: int) -> tuple[int, int]:
         """Its place in line; the smallest is served first. It never changes: who waits for longer has arrived earlier,
         so ageing is an advance given once."""
-        place = arrival + RANK_ARRIVALS * request.index_in_call
+        place = arrival + ARRIVALS_PER_INDEX * request.index_in_call
         if not self.by_priority:
             return (0, place)
         if self.ageing:
@@ -156,4 +156,4 @@ class Policy:
     def headroom(self, request: Request) -> int:
         """Positions that all who run, itself included, can grow by when it comes back: twice as many each time that it
         was preempted, so that it loses its place fewer times than its output has doublings."""
-        return FIRST_HEADROOM << min(request.num_preemptions - 1, 20) if request.num_preemptions else 0
+        return INITIAL_HEADROOM << min(request.num_preemptions - 1, 20) if request.num_preemptions else 0

@@ -223,7 +223,7 @@ class Request:
         """Positions that may be planned before anything is sampled, of the sequence that has most of them."""
         return max(len(s.token_ids) + s.num_pending - s.num_computed for s in self.sequences)
 
-    def is_long(self, longest: int) -> bool:
+    def is_long_prefill(self, longest: int) -> bool:
         """More is due than a long prompt computes in a step; 0: there are no long prompts."""
         return 0 < longest < self.num_due
 

@@ -28,7 +28,7 @@ class RowTable:
     def num_free(self) -> int:
         return len(self._free)
 
-    def give(self, sequence: Sequence, plan: StepPlan) -> None:
+    def assign(self, sequence: Sequence, plan: StepPlan) -> None:
         """A row for a sequence that has none: its setup and its whole table."""
         request = sequence.request
         sequence.row = row = self._free.pop()

@@ -302,9 +302,9 @@ class RequestState:
             finished = [s for s in request.finished_sequences if s.finish_reason != "pruned"]
             sequences = sorted(finished + live, key=lambda s: s.index)
             outputs = [self._completion(s) for s in sequences]
-            if params.ranks:
+            if params.selects_best_of:
                 outputs = self._ranked(outputs)
-        if request.error and (params.ranks or self.search is not None):
+        if request.error and (params.selects_best_of or self.search is not None):
             # Whoever failed may stand below those that are told; but of what failed, no ranking says anything.
             outputs = [replace(c, finish_reason="error", stop_reason=request.error) for c in outputs]
         metrics = self.metrics

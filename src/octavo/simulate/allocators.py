@@ -178,7 +178,7 @@ class ContiguousCache(KVCacheManager):
     def _give(self, sequence: Sequence, piece: list[BlockId]) -> None:
         sequence.block_ids, sequence.room = piece, len(piece) * self.block_size
         self._holders[sequence] = None
-        self._sealed_as(sequence, [])
+        self._set_seals(sequence, [])
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """A copy, since nothing is shared. Of beams, heirs come to be before those not chosen go, and wait for them."""

@@ -77,7 +77,7 @@ class ExactReplay:
             except Exception as error:  # the bug that ended it is still there, or the file is damaged
                 self.death = f"{type(error).__name__}: {error}"
                 if self.recording.file.reason != "crash":
-                    raise TraceError(f"the recording cannot be followed: {self.death}") from error
+                    raise TraceError(f"the recording cannot be replayed: {self.death}") from error
                 return
             if call is None:
                 return

@@ -48,7 +48,7 @@ def test_too_little_names_a_utilization_that_would_do() -> None:
     assert "0.2 of 80.00 GiB is 16.00 GiB" in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("foreign", [59 * GIB, 61 * GIB])
+@pytest.mark.parametrize("other_processes", [59 * GIB, 61 * GIB])
 def test_where_no_utilization_would_do_smaller_steps_or_more_free_memory_would(other_processes: int) -> None:
     """With the values that are named there is memory for blocks: what steps take is in proportion to their size."""
     memory = replace(MEMORY, other_processes=other_processes)

@@ -471,7 +471,7 @@ def test_an_engine_that_dies_of_a_bug_dies_of_it_again(
     exact = replay.ExactReplay(Recording.load(path))
     assert exact.death == "PlantedError: step 7" and exact.num_aborted == 0
     seen = Seen(frames_of_recording(path))
-    assert seen.at(seen.duration_s).step > 7 and "ends as its engine did: PlantedError" in caplog.text
+    assert seen.at(seen.duration_s).step > 7 and "ends where its engine crashed: PlantedError" in caplog.text
     monkeypatch.undo()
     assert replay.ExactReplay(Recording.load(path)).death == ""
 
@@ -495,7 +495,7 @@ def damaged(path: Path) -> Iterator[tuple[str, bytes, str]]:
     yield (
         "numbers",
         gzip.compress(msgspec.msgpack.encode(raw | {"segments": fewer, "requests": []})),
-        "cannot be followed",
+        "cannot be replayed",
     )
 
 

@@ -100,7 +100,7 @@ def view(
         hub = None
         if attach is not None:
             attached = stack.enter_context(contextlib.closing(ExternalPool(attach, metrics, replay=replay_endpoint)))
-            hub = Hub(attached.query)
+            hub = Hub(attached.view_rpc)
         try:
             sock = stack.enter_context(contextlib.closing(bind(host, port)))
         except OSError as error:

@@ -72,7 +72,7 @@ class RowLogitsProcessors:
         params = setup.sampling_params
         self.num_prompt = setup.num_prompt
         self.min_length = setup.num_prompt + params.min_tokens
-        self.num_logprobs = 0 if params.logprobs is None and params.ranks else params.logprobs
+        self.num_logprobs = 0 if params.logprobs is None and params.selects_best_of else params.logprobs
         has_output = setup.token_ids is not None and len(setup.token_ids) > setup.num_prompt
         self.num_prompt_logprobs = None if has_output else params.prompt_logprobs  # sent before the first output token
         self.needs_history = params.needs_history
@@ -93,8 +93,13 @@ class RowLogitsProcessors:
     def of(cls, setup: RowSetup, device: torch.device | str) -> RowLogitsProcessors | None:
         """None for a request that uses none of them."""
         p = setup.sampling_params
+<<<<<<< HEAD
         is_used = p.needs_history or p.logprobs is not None or p.ranks or p.logit_bias or p.min_tokens
         return cls(setup, device) if is_used or p.allowed_token_ids is not None else None
+=======
+        asks = p.needs_history or p.logprobs is not None or p.selects_best_of or p.logit_bias or p.min_tokens
+        return cls(setup, device) if asks or p.allowed_token_ids is not None else None
+>>>>>>> lead
 
     @property
     def masks_tokens(self) -> bool:

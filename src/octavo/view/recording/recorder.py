@@ -34,7 +34,7 @@ import msgspec
 
 from octavo.core import events as ev
 from octavo.core.block_pool import _unpack
-from octavo.core.kv_cache_manager import common
+from octavo.core.kv_cache_manager import common_prefix_length
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import Request, SelectBeams, Sequence
 from octavo.core.scheduler import Scheduler
@@ -249,7 +249,7 @@ class FlightRecorder:
         def recorded_add(request: Request) -> None:
             now = self._clock()
             if request.select_beams is not None:
-                request.select_beams = self._recorded_decide(request)
+                request.select_beams = self._recorded_select_beams(request)
             add(request)  # first: a request that is refused is not recorded
             self._add_request(request)
             self._record(CallKind.ADD, now)
@@ -428,7 +428,7 @@ class FlightRecorder:
             end = block * DIGEST_BYTES
             before = block_digests[end - DIGEST_BYTES : end] if block else self._root_digest(request.salt)
             held = tokens[block * size : (block + 1) * size]
-            num = max([common(tail, held) for tail in self._tails.get(before, {}).values()], default=0)
+            num = max([common_prefix_length(tail, held) for tail in self._tails.get(before, {}).values()], default=0)
             if num:
                 found[block] = self._token_digests(before, held[:num])
         return found
@@ -451,13 +451,13 @@ class FlightRecorder:
     def _digest(self, before: bytes, data: bytes) -> bytes:
         return blake2b(before + data, digest_size=DIGEST_BYTES, key=self._key).digest()
 
-    def _recorded_decide(self, request: Request) -> SelectBeams:
-        decide = request.select_beams
-        assert decide is not None
+    def _recorded_select_beams(self, request: Request) -> SelectBeams:
+        select_beams = request.select_beams
+        assert select_beams is not None
 
         def recorded(parents: list[tuple[Sequence, Any]]) -> list[tuple[Sequence, int]]:
             before = {seq: seq.token_ids[:] for seq, _ in parents}
-            chosen = decide(parents)
+            chosen = select_beams(parents)
             order, choices = list(before), self._live[request].beam_choices
             choices.append(len(chosen))
             for parent, token in chosen:
