@@ -93,13 +93,8 @@ class RowLogitsProcessors:
     def of(cls, setup: RowSetup, device: torch.device | str) -> RowLogitsProcessors | None:
         """None for a request that uses none of them."""
         p = setup.sampling_params
-<<<<<<< HEAD
-        is_used = p.needs_history or p.logprobs is not None or p.ranks or p.logit_bias or p.min_tokens
+        is_used = p.needs_history or p.logprobs is not None or p.selects_best_of or p.logit_bias or p.min_tokens
         return cls(setup, device) if is_used or p.allowed_token_ids is not None else None
-=======
-        asks = p.needs_history or p.logprobs is not None or p.selects_best_of or p.logit_bias or p.min_tokens
-        return cls(setup, device) if asks or p.allowed_token_ids is not None else None
->>>>>>> lead
 
     @property
     def masks_tokens(self) -> bool:
