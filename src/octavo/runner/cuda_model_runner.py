@@ -173,12 +173,8 @@ class CudaModelRunner:
         if order is not None:
             rows, first, ends = rows[order], first[order], ends[order]
             slices = [slices[i] for i in order.tolist()]
-        parts = [
-            *_pack_setups(plan.row_setups, processors.num_logprobs),
-            *writes,
-            *_pack_pairs(plan.copies),
-            *host_tokens,
-        ]
+        setups, copies = _pack_setups(plan.row_setups, processors.num_logprobs), _pack_pairs(plan.copies)
+        parts = [*setups, *writes, *copies, *host_tokens]
         size = None
         if prefill is not None:
             size = (self._prefill_sizes.bucket_for(prefill.size) if self.graphs is not None else None) or prefill.size
@@ -571,8 +567,7 @@ def _is_decode_only(counts: np.ndarray, num_sampled: np.ndarray) -> bool:
 
 def _host_tokens(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
     """(rows, their next input tokens)."""
-    tokens = [tokens[0] for tokens in plan.host_tokens.values()]
-    return _int64([plan.rows[i] for i in plan.host_tokens]), _int64(tokens)
+    return _int64([plan.rows[i] for i in plan.host_tokens]), _int64([tokens[0] for tokens in plan.host_tokens.values()])
 
 
 def _pack_setups(setups: Seq[RowSetup], num_logprobs: Mapping[int, int]) -> tuple[np.ndarray, np.ndarray]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 
 import numpy as np
 import torch
@@ -32,13 +32,7 @@ class InputBuffers:
         self.rows, self.starts, self.ends = self.buffer[2 : self.head_size].view(3, stride)[:, :num_slices]
 
     def upload(
-        self,
-        column: int,
-        rows: np.ndarray,
-        starts: np.ndarray,
-        ends: np.ndarray,
-        null_row: int,
-        parts: Sequence[np.ndarray],
+        self, column: int, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray, null_row: int, parts: Seq[np.ndarray]
     ) -> list[Tensor]:
         """Queue a copy of the head and of all parts. Returns the parts on the device, [len(part)] int64 each.
 

@@ -47,8 +47,7 @@ class BitmaskBuffer:
         if bitmask is not None:
             values[: len(slices)] = mask_indices(bitmask, slices)
             end += len(bitmask.slices) * num_words
-            lines = values[self._bitmask_start : end].reshape(-1, num_words)
-            np.copyto(lines, bitmask.bitmask[:, :num_words])
+            np.copyto(values[self._bitmask_start : end].reshape(-1, num_words), bitmask.bitmask[:, :num_words])
         with self._copies.without_waiting() if self._has_waited else self._copies:
             self._buffer[:end].copy_(self._staging[:end], non_blocking=True)
         self._copies.join()

@@ -23,7 +23,7 @@ from octavo.runner.model_runner import ModelRunner
 from octavo.runner.recorded_graphs import Model
 from octavo.runner.sampling.logits_state import fits_on_device
 from octavo.runner.sampling.sampler import NOT_FINITE, Sampler, SampleSpec
-from octavo.runner.sampling.transfer import to_device
+from octavo.runner.streams import index_tensor, to_device
 
 
 class PassLogits(NamedTuple):
@@ -40,21 +40,6 @@ class PassLogits(NamedTuple):
     rows: Tensor
     sampling: SamplingTensors
     indices: Tensor | None = None
-
-    def select(self, lines: Tensor) -> PassLogits:
-        return PassLogits(self.logits[lines], self.rows[lines], self.sampling.rows(lines))
-
-
-class HostSampledColumn(NamedTuple):
-    """A column of sampled tokens, and what the rows continue with.
-
-    rows, tokens, positions   [num_rows] int64 on the device; a token of -1 for a row with an error
-    """
-
-    column: StepResult
-    rows: Tensor
-    tokens: Tensor
-    positions: Tensor
 
 
 class _InputsToDevice:
@@ -159,8 +144,12 @@ class HostSamplingRunner(ModelRunner):
 
     def sample(
         self, plan: StepPlan, logits: PassLogits, specs: list[SampleSpec | None], bitmask: GrammarBitmask | None
-    ) -> HostSampledColumn:
-        """Sample one column; waits for its logits."""
+    ) -> tuple[StepResult, Tensor, Tensor, Tensor]:
+        """Sample one column; waits for its logits.
+
+        Returns (column, rows, tokens, positions): also the rows that continue, with their tokens and the positions of
+        these, [num_rows] int64 on the device. The token of a row with an error is -1.
+        """
         tokens: list[list[Any]] = [[] for _ in plan.rows]
         column = StepResult(tokens)
         active = [line for line, spec in enumerate(specs) if spec is not None]
@@ -170,15 +159,15 @@ class HostSamplingRunner(ModelRunner):
             n = len(specs)
             logits = PassLogits(logits.logits[:n], logits.rows[:n], logits.sampling.first(n))
         else:
-            logits = logits.select(to_device(torch.tensor(active, dtype=torch.int64), device))
+            ids = index_tensor(active, device)
+            logits = PassLogits(logits.logits[ids], logits.rows[ids], logits.sampling.rows(ids))
         if not samples:
-            return HostSampledColumn(column, logits.rows, logits.rows, logits.rows)
+            return column, logits.rows, logits.rows, logits.rows
         self._sample(logits.logits, samples, bitmask, tokens, column, logits.sampling)
         lines = [line for line, sample in enumerate(samples) if sample.continues_row]
         last = [-1 if i in column.errors else tokens[i][-1] for i in (samples[line].slice_index for line in lines)]
         on_device = to_device(torch.tensor([lines, last], dtype=torch.int64), device)
-        rows, positions = logits.rows[on_device[0]], logits.sampling.position[on_device[0]]
-        return HostSampledColumn(column, rows, on_device[1], positions)
+        return column, logits.rows[on_device[0]], on_device[1], logits.sampling.position[on_device[0]]
 
     def continued_tokens(self, plan: StepPlan, columns: list[StepResult]) -> tuple[Tensor, Tensor, Tensor]:
         """(rows, positions, tokens) [num] int64: the tokens of the last column that continue their rows."""

@@ -25,7 +25,7 @@ from octavo.kernels.row_state import (
     RowState,
 )
 from octavo.runner.sampling.sampler import RowLogitsProcessors, Sampler
-from octavo.runner.sampling.transfer import index_tensor, to_device
+from octavo.runner.streams import index_tensor, to_device
 
 BitmaskTensors = tuple[Tensor, Tensor]
 """(mask_index, bitmask): see `reference.apply_token_bitmask`."""
@@ -87,13 +87,7 @@ class DeviceLogitsProcessors:
             self._init_token_counts(list(known), [start for start, _ in known.values()], lists)
 
     def sample(
-        self,
-        logits: Tensor,
-        rows: Tensor,
-        sampling: SamplingTensors,
-        bitmask: BitmaskTensors | None = None,
-        *,
-        keep_logits: bool = False,
+        self, logits: Tensor, rows: Tensor, sampling: SamplingTensors, bitmask: BitmaskTensors | None, keep_logits: bool
     ) -> Tensor:
         """`reference.sample_checked` with each row's logits processors. Captures into a graph.
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from octavo.core.plan import TokenLogprobs
-from octavo.runner.sampling.transfer import index_tensor
+from octavo.runner.streams import index_tensor
 
 
 class LogprobsQuery:

@@ -23,7 +23,7 @@ from octavo.core.plan import RowSetup, StepPlan, TokenLogprobs
 from octavo.engine.executor import GrammarBitmask
 from octavo.kernels.metadata import LogitsProcessorParams, SamplingTensors, TokenHistory
 from octavo.runner.sampling.logprobs import LogprobsQuery
-from octavo.runner.sampling.transfer import index_tensor, to_device, to_lists
+from octavo.runner.streams import index_tensor, to_device, to_lists
 
 NOT_FINITE = "the model gave numbers that are not finite for this request"
 NO_ALLOWED_TOKEN = (
@@ -99,6 +99,10 @@ class RowLogitsProcessors:
     @property
     def masks_tokens(self) -> bool:
         return self.stop_ids is not None or self.allowed is not None or self.bad_words is not None
+
+
+ActiveProcessors = list[tuple[int, RowLogitsProcessors]]
+"""(index of the sample, its row's processors), for samples that use any."""
 
 
 class Sampler:
@@ -205,9 +209,7 @@ class Sampler:
             device=self.device,
         )
 
-    def _append_history(
-        self, samples: Seq[SampleSpec], active: list[tuple[int, RowLogitsProcessors]], chosen: Tensor
-    ) -> None:
+    def _append_history(self, samples: Seq[SampleSpec], active: ActiveProcessors, chosen: Tensor) -> None:
         kept = [i for i, p in active if p.needs_history and samples[i].continues_row]
         if kept:
             rows, positions = [samples[i].setup.row for i in kept], [samples[i].position for i in kept]
@@ -215,9 +217,7 @@ class Sampler:
 
     # -- logits processors ---------------------------------------------------------------------------------------------
 
-    def _processor_params(
-        self, samples: Seq[SampleSpec], active: list[tuple[int, RowLogitsProcessors]]
-    ) -> LogitsProcessorParams:
+    def _processor_params(self, samples: Seq[SampleSpec], active: ActiveProcessors) -> LogitsProcessorParams:
         """The logits processors of all rows, as the kernels take them."""
         allowed = [(i, p.allowed) for i, p in active if p.allowed is not None]
         banned = [(i, p.stop_ids) for i, p in active if p.stop_ids is not None and samples[i].position < p.min_length]
@@ -236,10 +236,7 @@ class Sampler:
         return params
 
     def _add_history(
-        self,
-        params: LogitsProcessorParams,
-        samples: Seq[SampleSpec],
-        with_history: list[tuple[int, RowLogitsProcessors]],
+        self, params: LogitsProcessorParams, samples: Seq[SampleSpec], with_history: ActiveProcessors
     ) -> None:
         """Add the token history, and the processors that read it: penalties and bad words."""
         num_tokens = [samples[i].position for i, _ in with_history]
