@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.cpu import native
-from octavo.kernels.cpu.packed_linear import FEW_ROWS
+from octavo.kernels.cpu.packed_linear import SMALL_BATCH_ROWS
 from octavo.kernels.metadata import RaggedBatch
 
 MIN_TABLE_WIDTH = 64
@@ -32,7 +32,7 @@ class RecordedGraph:
 
     token_ids: Tensor
     batch: RaggedBatch
-    recording: native.Recording
+    recording: native.RecordedCalls
     logits: Tensor
 
     def replay(self, token_ids: Tensor, batch: RaggedBatch) -> Tensor:
@@ -52,7 +52,7 @@ class RecordedModel:
     def __init__(self, model: Model) -> None:
         self.model = model
         self._graphs: dict[tuple[int, int], RecordedGraph] = {}  # by number of tokens and width of the block tables
-        self._max_tokens = FEW_ROWS  # of a step that may be replayed; lowered when a recording fails the check
+        self._max_tokens = SMALL_BATCH_ROWS  # of a step that may be replayed; lowered when a recording fails the check
 
     def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
         """See `models.decoder.Decoder.forward`; kv is the same at every call."""
