@@ -220,7 +220,7 @@ def test_nothing_finished_is_told_too() -> None:
 
 def test_pictures_are_svg() -> None:
     records = simulate(setup(), arrivals(*[(float(i), 5, 8) for i in range(20)]), interval_s=1.0)
-    charts = report.pictures(records)
+    charts = report.summary_charts(records)
     root = ElementTree.fromstring(svg(charts))
     texts = [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"Memory", "Requests", "running", "tokens", "first token"} <= set(texts)
