@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from octavo.kernels import reference
 from octavo.kernels.cpu import ops as cpu
+from octavo.kernels.cpu.sampling import NUM_CANDIDATES
 from octavo.kernels.metadata import SamplingTensors
 
 BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
@@ -167,12 +168,12 @@ def test_top_p_of_one_keeps_what_float32_rounds_away() -> None:
 @given(data=st.data())
 def test_the_fast_path_draws_the_references_tokens(data: st.DataObject) -> None:
     """Rows of every kind in one batch, over a vocabulary larger than the fast path's first look."""
-    num_rows, vocab_size = 24, 2 * cpu.CANDIDATES
+    num_rows, vocab_size = 24, 2 * NUM_CANDIDATES
     rows = [
         data.draw(
             st.tuples(
                 st.sampled_from([0.0, 0.5, 1.0, 1.5]),
-                st.sampled_from([0, 0, 1, 7, cpu.CANDIDATES - 1, cpu.CANDIDATES, vocab_size + 5]),
+                st.sampled_from([0, 0, 1, 7, NUM_CANDIDATES - 1, NUM_CANDIDATES, vocab_size + 5]),
                 st.sampled_from([1.0, 0.1, 0.9, 0.9999]),
                 st.sampled_from([0.0, 0.0, 0.02, 1.0]),
             )
