@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from octavo.kernels import reference
 from octavo.kernels.cpu import ops as cpu
+from octavo.kernels.cpu import sampling as cpu_sampling
 from octavo.kernels.cpu.sampling import NUM_CANDIDATES
 from octavo.kernels.metadata import SamplingTensors
+from octavo.kernels.reference import sampling
 
 BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
 
@@ -263,9 +265,9 @@ def test_noise_known_by_its_figures() -> None:
 @BOTH
 def test_the_highest_noise_does_not_lose_the_only_token(ops: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest 32 bits round to 1 in float32; infinite noise would drop the one token that filters left."""
-    for module in (reference, cpu):
+    for module in (sampling, cpu_sampling):
         monkeypatch.setattr(module, "noise_keys", lambda seed, *_: torch.zeros_like(seed))
-    monkeypatch.setattr(reference, "_mix_high", lambda x: torch.full_like(x, -1))
+    monkeypatch.setattr(sampling, "_mix_high", lambda x: torch.full_like(x, -1))
     assert bool(reference.exponential_noise(torch.zeros(1, dtype=torch.int64), torch.arange(3)).isfinite().all())
     logits = torch.tensor([[0.0, 1.0, 3.0, 2.0]])
     assert ops.sample(logits, settings_of(1, top_k=1)).tolist() == [2]

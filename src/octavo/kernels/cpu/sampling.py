@@ -22,7 +22,7 @@ NUM_CANDIDATES = 256
 
 
 def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
-    """See `reference.sample`. The algorithm depends on the row only: argmax for greedy rows, the top tokens for filtered
+    """See `reference.sample`. The algorithm depends on the row only: argmax for greedy, the top tokens for filtered
     rows, a sorted vocabulary only for rows whose filters keep more than these.
     """
     if params.all_greedy:
