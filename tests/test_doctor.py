@@ -145,14 +145,14 @@ def test_dtypes_are_chosen_alike(
     args = EngineArgs(model="m", dtype=asked, quantization=quantization)
     spec, checkpoint = spec_from_config(config), Checkpoint(Path("m"), format, config)
     for fast in (False, True):
-        monkeypatch.setattr(packed, "fast_bfloat16", lambda fast=fast: fast)
+        monkeypatch.setattr(packed, "has_fast_bfloat16", lambda fast=fast: fast)
         monkeypatch.setattr(doctor, "has_bfloat16_products", lambda fast=fast: fast)
         wanted = building._dtype(args, spec, checkpoint, torch.device(device))
         assert doctor.dtype_of(args, spec, checkpoint, device) == str(wanted).removeprefix("torch.")
 
 
 def test_the_processor_is_read_as_torch_reads_it() -> None:
-    assert doctor.has_bfloat16_products() == packed.fast_bfloat16()
+    assert doctor.has_bfloat16_products() == packed.has_fast_bfloat16()
 
 
 def test_what_is_said_of_graphs_is_true() -> None:

@@ -273,7 +273,7 @@ def _plan(args: EngineArgs, spec: ModelSpec, need: MemoryNeeds, machine: Machine
         args,
         bytes_per_token=need.kv_per_token,
         weight_bytes=need.weights,
-        model_len=spec.num_positions(args.max_model_len),
+        model_len=spec.max_model_len(args.max_model_len),
         free_bytes=free_bytes,
         device_bytes=device_bytes,
     )
@@ -343,7 +343,7 @@ def _concurrency(budget: MemoryBudget, spec: ModelSpec) -> dict[int, float]:
     """Concurrent requests that the pool holds, by request length in tokens. If every layer has a sliding window, blocks
     outside it are freed."""
     lengths = [n for n in LENGTHS if n < budget.max_model_len] + [budget.max_model_len]
-    max_kept = budget.max_model_len if spec.kept_window is None else spec.kept_window + budget.block_size
+    max_kept = budget.max_model_len if spec.kv_window is None else spec.kv_window + budget.block_size
     size = budget.block_size
     return {n: budget.num_blocks / cdiv(min(n, max_kept), size) for n in lengths}
 

@@ -92,9 +92,9 @@ class Judge:
                     self.gaps.append((self.last, number))
                 self.last = number
                 self.num_messages += 1
-                self._take(msgspec.msgpack.decode(payload))
+                self._process(msgspec.msgpack.decode(payload))
 
-    def _take(self, batch: Any) -> None:
+    def _process(self, batch: Any) -> None:
         events = batch["events"] if isinstance(batch, dict) else batch[1]
         for event in events:
             self.encodings[f"{type(event).__name__} in {type(batch).__name__}"] += 1
@@ -195,7 +195,7 @@ class Lossy(Seen):
 
     def look(self) -> None:
         after = "" if self.state is None else f"{self.state.epoch}:{self.state.frame}"
-        frame = asyncio.run(self.attached.query("view", after))
+        frame = asyncio.run(self.attached.view_rpc("view", after))
         if frame is not None:
             self.take(frame)
 

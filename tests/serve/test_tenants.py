@@ -69,7 +69,7 @@ class Watching(threading.Thread):
         try:
             for line in self.answer:
                 if line.startswith(b"data: "):
-                    self._take(line.removeprefix(b"data: "))
+                    self._process(line.removeprefix(b"data: "))
         except Exception as error:
             self.wrong = error
 
@@ -80,7 +80,7 @@ class Watching(threading.Thread):
         self.connection.close()
         assert self.wrong is None or isinstance(self.wrong, (OSError, http.client.HTTPException)), self.wrong
 
-    def _take(self, data: bytes) -> None:
+    def _process(self, data: bytes) -> None:
         self.frames.append(data)
         frame = msgspec.json.decode(data, type=Frame)  # type: ignore[arg-type]
         if self.state is None:

@@ -84,7 +84,7 @@ const stage = {
   shown: 0, applied: [], pool: null,
   show({ time_s }) { this.shown++; this.pool = { time_s }; },
   apply({ time_s }) { this.applied.push(time_s); this.pool.time_s = time_s; },
-  forget() { this.pool = null; },
+  clear() { this.pool = null; },
   paint() {},
   grid: { mark() {} },
 };
@@ -136,7 +136,7 @@ def test_numbers_that_nobody_told_are_not_shown() -> None:
     """
     few, many = run_page(script, stats)
     assert [name for name, _ in few] == ["used", "cached", "free", "evicted"]
-    assert {"saved by sharing", "unfilled slots", "prefix hits", "copied on write"} < {name for name, _ in many}
+    assert {"saved by sharing", "unfilled slots", "prefix cache hits", "copied on write"} < {name for name, _ in many}
     assert not any("NaN" in value or "undefined" in value for _, value in few + many)
 
 
@@ -214,7 +214,7 @@ def test_what_comes_late_is_not_shown_in_another_use() -> None:
     deed.release({{ history: "64x16;new,64" }});
     await going;
     shown.push(stage.shown);
-    say([shown, playground.history, stage.answer ?? null]);
+    say([shown, playground.history, stage.reply ?? null]);
     """
     assert run_page(script) == [[0, 0], "64x16;new,64", None]
 
@@ -236,7 +236,7 @@ def test_a_block_of_a_pool_that_is_no_more_is_nothing() -> None:
     script = """
     const { Stage } = await load("stage");
     const picked = [];
-    const between = { pool: null, grid: { canvas: {} }, onPick: (b) => picked.push(b), _details() {}, _mark() {} };
+    const between = { pool: null, grid: { canvas: {} }, onPick: (b) => picked.push(b), _showDetails() {}, _mark() {} };
     Stage.prototype._point.call(between, 3);
     Stage.prototype._pick.call(between, 3);
     say([between.grid.canvas.title, $("#picked").textContent, picked]);

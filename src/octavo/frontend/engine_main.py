@@ -67,7 +67,7 @@ def main(fd: int, build: Build = build) -> int:
     try:
         _die_with_parent()  # not before there is nothing left to tidy up
         engine, text, summary = build(launch.options, pulse.enter)
-        EngineServer(engine, channel, pulse, text, summary, publisher.view_queries()).serve()
+        EngineServer(engine, channel, pulse, text, summary, publisher.view_rpc_methods()).serve()
     except Exception as error:
         logging.getLogger("octavo").debug("the engine process ends", exc_info=True)
         channel.send(EngineFailed(type(error).__name__, str(error) or type(error).__name__))

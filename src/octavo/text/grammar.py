@@ -249,7 +249,7 @@ class _SandboxPool:
         error = self._exchange(process, grammar, COMPILE_S)
         if error is None:
             _kill(process)
-            return f"compiling it exceeds {COMPILE_S:g} s, or its memory limit; simplify it"
+            return f"it takes more than {COMPILE_S:g} s to compile, or exceeds the memory limit; simplify it"
         with self._lock:
             if not self._closed:
                 self._idle.append(process)

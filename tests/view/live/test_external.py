@@ -67,7 +67,7 @@ class Watcher:
 
     def look(self) -> PoolState:
         after = "" if self.state is None else f"{self.state.epoch}:{self.state.frame}"
-        frame = asyncio.run(self.attached.query("view", after))
+        frame = asyncio.run(self.attached.view_rpc("view", after))
         if frame is not None:
             self.kinds.append(type(frame).__name__)
             if self.state is None:
@@ -96,16 +96,16 @@ class Watcher:
 def test_what_is_stored_is_shown_until_it_is_removed(attached: ExternalPool, encode: Any, name: Any) -> None:
     watcher = Watcher(attached)
     assert watcher.look().num_blocks == FIRST_BLOCKS
-    attached._take(message(0, [encode(stored([name(1), name(2)])), encode(stored([name(3)], name(2)))]))
-    attached._take(message(1, [encode(stored([name(4)], name(1))), encode(stored([name(9)], None, "CPU"))]))
+    attached._process(message(0, [encode(stored([name(1), name(2)])), encode(stored([name(3)], name(2)))]))
+    attached._process(message(1, [encode(stored([name(4)], name(1))), encode(stored([name(9)], None, "CPU"))]))
     state = watcher.look()
     assert (state.num_cached, state.block_size, state.stats["num_cached"]) == (4, SIZE, 4)
     assert watcher.chains() == [[1], [1, 2], [1, 2, 3], [1, 4]]
     removed = {"type": "BlockRemoved", "block_hashes": [name(2), name(7)], "medium": "GPU"}
-    attached._take(message(2, [encode(removed)]))
+    attached._process(message(2, [encode(removed)]))
     assert watcher.look().num_cached == 3
     assert [event["event"] for event in watcher.look().events] == ["evicted"]
-    attached._take(message(3, [{"type": "AllBlocksCleared"} if encode is dict else ["AllBlocksCleared"]]))
+    attached._process(message(3, [{"type": "AllBlocksCleared"} if encode is dict else ["AllBlocksCleared"]]))
     assert watcher.look().num_cached == 0 and attached.num_lost == attached.num_malformed == 0
 
 
@@ -114,7 +114,7 @@ def test_a_batch_may_be_a_map_as_well(attached: ExternalPool) -> None:
     watcher = Watcher(attached)
     for number, more in enumerate(({}, {"data_parallel_rank": 3})):
         batch = {"ts": 1.5, "events": [stored([1, 2])], **more}
-        attached._take([b"kv-events", struct.pack(">q", number), msgspec.msgpack.encode(batch)])
+        attached._process([b"kv-events", struct.pack(">q", number), msgspec.msgpack.encode(batch)])
     assert watcher.look().num_cached == 4 and attached.num_malformed == 0
     assert sorted(attached._stored) == [(0, 1), (0, 2), (3, 1), (3, 2)]
 
@@ -138,7 +138,7 @@ def test_what_an_engine_publishes_is_what_it_has(attached: ExternalPool) -> None
         happened.clear()
         if told:
             payload = msgspec.msgpack.encode(Batch(0.0, told))
-            attached._take([b"kv", struct.pack(">q", sequence), payload])
+            attached._process([b"kv", struct.pack(">q", sequence), payload])
             sequence += 1
         assert watcher.look().num_cached == len(ledger._num_blocks)
     assert attached._num_evicted > 10 and set(watcher.kinds) == {"Snapshot", "Delta"}
@@ -147,7 +147,7 @@ def test_what_an_engine_publishes_is_what_it_has(attached: ExternalPool) -> None
 def test_a_pool_that_is_larger_than_was_thought(attached: ExternalPool) -> None:
     watcher = Watcher(attached)
     watcher.look()
-    attached._take(message(0, [stored(list(range(FIRST_BLOCKS + 1)))]))
+    attached._process(message(0, [stored(list(range(FIRST_BLOCKS + 1)))]))
     state = watcher.look()
     assert (state.num_blocks, state.num_cached) == (2 * FIRST_BLOCKS, FIRST_BLOCKS + 1)
     assert watcher.kinds == ["Snapshot", "Snapshot"]
@@ -155,12 +155,12 @@ def test_a_pool_that_is_larger_than_was_thought(attached: ExternalPool) -> None:
 
 def test_a_server_that_was_started_again_has_nothing_and_losses_are_counted(attached: ExternalPool) -> None:
     watcher = Watcher(attached)
-    attached._take(message(7, [stored([1])]))
-    attached._take(message(8, [stored([1, 2])], rank=1))
-    attached._take(message(10, [stored([3])]))
+    attached._process(message(7, [stored([1])]))
+    attached._process(message(8, [stored([1, 2])], rank=1))
+    attached._process(message(10, [stored([3])]))
     state = watcher.look()
     assert (state.num_cached, state.stats["num_lost"]) == (4, 2)
-    attached._take(message(0, [stored([5])]))
+    attached._process(message(0, [stored([5])]))
     assert watcher.look().num_cached == 3  # rank 1 goes on
 
 
@@ -223,9 +223,9 @@ def test_over_a_real_socket_with_the_numbers_of_its_metrics() -> None:
     state = watcher.look()
     assert (state.num_blocks, state.num_cached) == (50, 2)
     assert (state.counts.running, state.counts.waiting) == (3, 2)
-    found = asyncio.run(attached.query("view_block", str(np.nonzero(state.words)[0][0])))
+    found = asyncio.run(attached.view_rpc("view_block", str(np.nonzero(state.words)[0][0])))
     assert len(found["name"]) == 32 and found["token_ids"] is None
-    assert asyncio.run(attached.query("view", STOP)) is None
+    assert asyncio.run(attached.view_rpc("view", STOP)) is None
     attached.close()
     publisher.close(linger=0)
     context.term()
@@ -353,7 +353,7 @@ def test_a_replay_that_is_not_answered_is_not_waited_for(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(attached, "_socket", Socket())
     state = Watcher(attached).look()
-    assert state.num_cached == 3 and attached.num_lost == 2 and attached._asked is None
+    assert state.num_cached == 3 and attached.num_lost == 2 and attached._replay_socket is None
     attached.close()
 
 
@@ -379,22 +379,22 @@ def test_a_replay_that_reaches_less_far_back_loses_the_rest(topic: list[bytes]) 
     try:
         watcher.look()
         assert answer([2, 3, 4]) == 0
-        look_until(watcher, lambda: attached._asked is None)
+        look_until(watcher, lambda: attached._replay_socket is None)
         assert (watcher.look().num_cached, attached.num_lost) == (3, 0)
-        attached._take(message(3, [stored([33])]))  # published while we asked: it counted by the replay
-        attached._take(message(4, [stored([44])]))
+        attached._process(message(3, [stored([33])]))  # published while we asked: it counted by the replay
+        attached._process(message(4, [stored([44])]))
         assert (watcher.look().num_cached, attached._last[0]) == (3, 4)
-        attached._take(message(9, [stored([9])]))
+        attached._process(message(9, [stored([9])]))
         assert attached._held is not None
         assert answer([7, 8, 9, 10]) == 5
-        look_until(watcher, lambda: attached._asked is None and attached._held is None)
+        look_until(watcher, lambda: attached._replay_socket is None and attached._held is None)
         assert (watcher.look().num_cached, attached.num_lost, attached.num_malformed) == (7, 2, 2)
-        attached._take(message(10, [stored([10])]))
-        attached._take(message(11, [stored([11])]))
+        attached._process(message(10, [stored([10])]))
+        attached._process(message(11, [stored([11])]))
         assert (watcher.look().num_cached, attached.num_lost) == (8, 2)
-        attached._take(message(1, [stored([1])]))  # it was started again: what it said first, we ask for
+        attached._process(message(1, [stored([1])]))  # it was started again: what it said first, we ask for
         assert answer([0, 1]) == 0
-        look_until(watcher, lambda: attached._asked is None and attached._held is None)
+        look_until(watcher, lambda: attached._replay_socket is None and attached._held is None)
         assert (watcher.look().num_cached, attached.num_lost) == (2, 2)
     finally:
         attached.close()
@@ -402,9 +402,9 @@ def test_a_replay_that_reaches_less_far_back_loses_the_rest(topic: list[bytes]) 
 
 
 def test_an_address_that_is_none() -> None:
-    with pytest.raises(ParameterError, match=r"attach .* it looks like tcp://"):
+    with pytest.raises(ParameterError, match=r"attach .* use one such as tcp://"):
         ExternalPool("127.0.0.1")
-    with pytest.raises(ParameterError, match=r"replay .* it looks like tcp://"):
+    with pytest.raises(ParameterError, match=r"replay .* use one such as tcp://"):
         ExternalPool("tcp://127.0.0.1:9", replay="127.0.0.1")
 
 

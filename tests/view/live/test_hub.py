@@ -16,7 +16,7 @@ import pytest
 from octavo.errors import EngineError
 from octavo.view.live.hub import MAX_QUEUED, Hub, Message
 from octavo.view.live.messages import Delta, Frame, Snapshot
-from octavo.view.live.publisher import STOP, Publisher, view_queries
+from octavo.view.live.publisher import STOP, Publisher, view_rpc_methods
 from octavo.view.live.state import FrameLostError, PoolState
 from tests.core.lab import SWAP, Lab
 from tests.view.live.test_state import check
@@ -36,12 +36,12 @@ class World:
 
     def __init__(self, *, plain: bool = False) -> None:
         self.lab = Lab(40, 2, rows=4, host=8, policy=SWAP, listen=False)
-        self.questions = view_queries()
+        self.questions = view_rpc_methods()
         self.plain = plain
         self.asked: Counter[str] = Counter()
         self.error: EngineError | None = None
         self.lose = False
-        self.hub = Hub(self.ask, interval_s=0, share=0)
+        self.hub = Hub(self.ask, interval_s=0, idle_ratio=0)
 
     async def ask(self, question: str, argument: str) -> Any:
         await asyncio.sleep(0)
@@ -203,7 +203,7 @@ def test_a_block_in_detail() -> None:
 def test_frames_count_what_is_told_and_nothing_is_told_of_nothing() -> None:
     lab = Lab(8, 2)
     publisher = Publisher(lab.scheduler)
-    assert not publisher.is_listening
+    assert not publisher.is_subscribed
     first = publisher.frame()
     assert isinstance(first, Snapshot) and first.frame == 0
     assert publisher.frame(publisher.last) is None
@@ -212,7 +212,7 @@ def test_frames_count_what_is_told_and_nothing_is_told_of_nothing() -> None:
     assert isinstance(delta, Delta) and delta.frame == 1
     assert isinstance(publisher.frame(f"{first.epoch}:0"), Snapshot)  # not the last one: from the beginning
     publisher.stop()
-    assert not publisher.is_listening
+    assert not publisher.is_subscribed
     state = PoolState(first)
     with pytest.raises(FrameLostError, match="take a snapshot"):
         state.apply(Delta(first.epoch, 2, 0.0, 0, first.counts))
@@ -228,7 +228,7 @@ def test_a_frame_tells_why_somebody_waits_and_how_a_step_went() -> None:
     delta = publisher.frame(publisher.last)
     assert isinstance(delta, Delta)
     (b,) = [r for r in delta.requests if r.id == "b"]
-    assert b.waits is not None and (b.waits.reason, b.waits.needs, b.waits.free) == ("blocks", 3, 1)
+    assert b.wait is not None and (b.wait.reason, b.wait.needs, b.wait.free) == ("blocks", 3, 1)
     (step,) = delta.steps
     assert step[0] == 0 and step[2:] == [5, 1, 1, 1, 0, 3, 0, 1]  # five positions, one of them sampled
     assert [e["event"] for e in delta.events] == ["arrived", "arrived", "admitted", "waiting"]
@@ -273,5 +273,5 @@ def test_a_frame_is_bounded_and_says_what_it_leaves_out() -> None:
         lab.add(f"r{i}", [1], 1)
     delta = publisher.frame(publisher.last)
     assert isinstance(delta, Delta)
-    assert (len(delta.events), delta.num_left_out, len(delta.requests)) == (256, 44, 256)
+    assert (len(delta.events), delta.num_omitted, len(delta.requests)) == (256, 44, 256)
     assert delta.counts.waiting == 300

@@ -14,7 +14,7 @@ import pytest
 from octavo.core.plan import StepPlan
 from octavo.core.scheduler import Scheduler
 from octavo.view.live.messages import Delta, Frame, Snapshot
-from octavo.view.live.publisher import Publisher, view_queries
+from octavo.view.live.publisher import Publisher, view_rpc_methods
 from octavo.view.live.state import PoolState
 from tests.core.lab import Lab
 from tests.proof.workloads import World
@@ -34,7 +34,7 @@ def test_a_block_that_this_engine_does_not_have_is_nothing() -> None:
     """The one before it may have had more memory, and what is asked came of its state."""
     lab = Lab(4, 2, rows=4, listen=False)
     engine: Any = SimpleNamespace(scheduler=lab.scheduler)
-    ask = view_queries()["view_block"]
+    ask = view_rpc_methods()["view_block"]
     for block in ("1", "4", "5", "1000"):
         assert ask(engine, block) == {"name": None, "token_ids": None}
 
@@ -58,7 +58,7 @@ def check(state: PoolState, scheduler: Scheduler) -> None:
         stats.num_free,
     )
     lines = {"running": scheduler.running, "swapped": scheduler.swapped, "waiting": scheduler.waiting}
-    assert state.lines == {name: [r.request_id for r in line] for name, line in lines.items()}
+    assert state.queues == {name: [r.request_id for r in line] for name, line in lines.items()}
     live = {r.request_id: (r, r.status.value, r.sequences) for line in lines.values() for r in line}
     live |= {name: (s.request, "pinned", [s]) for name, s in cache.pins.items()}
     assert state.requests.keys() == live.keys()
@@ -70,7 +70,7 @@ def check(state: PoolState, scheduler: Scheduler) -> None:
             request.num_cached_tokens,
             request.num_preemptions,
         )
-        assert (view.waits.reason if view.waits else "") == request.wait_reason
+        assert (view.wait.reason if view.wait else "") == request.wait_reason
         tables = [state.tables[uid] for uid in view.sequences]
         told = [(t.num_tokens, t.num_computed, t.block_ids.tolist()) for t in tables]
         assert told == [(len(s.token_ids), s.num_computed, s.block_ids) for s in sequences], request

@@ -81,7 +81,7 @@ class SharedWorld(WatchedWorld):
         assert whole is not None
         assert np.array_equal(own.words, whole.words) and own.stats == whole.stats and own.counts == whole.counts
         assert own.requests == {name: view for name, view in whole.requests.items() if reader.sees(name)}
-        assert own.lines == {line: [n for n in names if reader.sees(n)] for line, names in whole.lines.items()}
+        assert own.queues == {line: [n for n in names if reader.sees(n)] for line, names in whole.queues.items()}
         uids = {uid for view in own.requests.values() for uid in view.sequences}
         assert own.tables == {uid: table for uid, table in whole.tables.items() if uid in uids}
         swapped = {uid for view in own.requests.values() if view.status == "swapped" for uid in view.sequences}
@@ -159,7 +159,7 @@ def test_content_that_has_changed_meanwhile_is_not_shown() -> None:
             answer = await whole(question, argument)
             return answer | changed if question == "view_block" else answer
 
-        world.hub._ask = ask
+        world.hub._rpc = ask
         for later in ({"seal_id": 99}, {"epoch": "another"}):
             changed = later
             found = await world.hub.block(block, Half(0))
@@ -175,7 +175,7 @@ def test_content_that_has_changed_meanwhile_is_not_shown() -> None:
 def test_viewers_that_come_and_go_make_no_snapshots() -> None:
     async def main() -> None:
         world = HubWorld()
-        world.hub._share = 1e6  # of a snapshot that takes microseconds
+        world.hub._idle_ratio = 1e6  # of a snapshot that takes microseconds
         for _ in range(20):
             stream = world.hub.watch()
             assert isinstance(frame_of(await anext(stream)), Snapshot)

@@ -189,14 +189,14 @@ def test_what_is_no_recording_is_said(tmp_path: Path) -> None:
         "is empty": [],
         "does not begin with a snapshot": lines[1:],
         "frame 3 of the recording is not the next one": [lines[0], lines[1], lines[1]],
-        "line 2 of .* is no frame": [lines[0], b'{"kind": "delta"}'],
-        "line 1 of .* is no frame: .*kind": [b'{"kind": "film"}'],
-        "line 1 of .* is no frame; expected a JSON object": [b"PK\x03\x04"],
+        "line 2 of .* is not a frame": [lines[0], b'{"kind": "delta"}'],
+        "line 1 of .* is not a frame: .*kind": [b'{"kind": "film"}'],
+        "line 1 of .* is not a frame; expected one JSON object": [b"PK\x03\x04"],
         "frame 1 of the recording contradicts itself": [json.dumps(first | {"num_blocks": 3}).encode()],
         "frame 2 of the recording contradicts itself": [lines[0], json.dumps(delta | {"gone": ["x"]}).encode()],
-        "^line 2 of .* is no frame": [lines[0], b'{"kind": "delta"}', lines[1]],
-        "^line 1 of .* is no frame: .*num_blocks": [json.dumps(first | {"num_blocks": 1 << 60}).encode()],
-        "^line 1 of .* is no frame: .*>= 1": [json.dumps(first | {"num_blocks": 0, "words": ""}).encode()],
+        "^line 2 of .* is not a frame": [lines[0], b'{"kind": "delta"}', lines[1]],
+        "^line 1 of .* is not a frame: .*num_blocks": [json.dumps(first | {"num_blocks": 1 << 60}).encode()],
+        "^line 1 of .* is not a frame: .*>= 1": [json.dumps(first | {"num_blocks": 0, "words": ""}).encode()],
         "^frame 1 of the recording contradicts itself: TypeError": [
             json.dumps(first | {"time_s": 1, "events": [{"event": "evicted", "time_s": "soon"}]}).encode()
         ],
@@ -219,7 +219,7 @@ def test_a_recording_that_was_cut_is_read_up_to_there(
     path.write_bytes(gzip.compress(whole)[:-40] if packed else whole[:-20])
     frames = list(read_frames(path))
     assert 0 < len(frames) < len(recording) and encode_frames(frames) == encode_frames(recording[: len(frames)])
-    assert "is cut" in caplog.text
+    assert "is truncated" in caplog.text
 
 
 def test_a_recording_that_was_damaged_is_said(tmp_path: Path) -> None:

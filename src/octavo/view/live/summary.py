@@ -1,4 +1,4 @@
-"""A running server at a glance, for terminals: what of a state fits into twenty lines."""
+"""A summary of a running server for terminals: twenty lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_REQUESTS = 10
 
 @dataclass(frozen=True, slots=True)
 class RequestSummary:
-    """A request. `num_blocks` are those in its tables, shared ones once."""
+    """A request. `num_blocks` counts the blocks in its tables, shared ones once."""
 
     id: str
     status: str
@@ -23,8 +23,8 @@ class RequestSummary:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """`prompt_rate`, `output_rate`: tokens a second, over the steps that the state remembers. `first_waiting`: why the
-    first in line waits, or ""."""
+    """A running server. `prompt_rate` and `output_rate` are tokens per second over the steps that the state holds.
+    `first_waiting` says why the first request in the queue waits, or is ""."""
 
     used: int
     cached: int
@@ -44,7 +44,7 @@ class Summary:
     def of(cls, state: PoolState) -> Summary:
         counts, stats = state.counts, state.stats
         prompt_rate, output_rate = token_rates(state)
-        rows = sorted((_row(state, r) for r in state.requests.values()), key=lambda r: (-r.num_blocks, r.id))
+        requests = sorted((_summarize(state, r) for r in state.requests.values()), key=lambda r: (-r.num_blocks, r.id))
         return cls(
             state.num_used,
             state.num_cached,
@@ -58,12 +58,12 @@ class Summary:
             stats.get("num_saved_by_sharing", 0),
             stats.get("num_evicted", 0),
             describe_first_waiting(state),
-            tuple(rows[:MAX_REQUESTS]),
+            tuple(requests[:MAX_REQUESTS]),
         )
 
 
 def token_rates(state: PoolState) -> tuple[float, float]:
-    """Tokens of prompts and of outputs a second. A step's tokens count for the time up to the next one."""
+    """Prompt and output tokens per second. A step's tokens count for the time until the next step."""
     steps = list(state.steps)
     if len(steps) < 2 or steps[-1][1] <= steps[0][1]:
         return 0.0, 0.0
@@ -73,24 +73,22 @@ def token_rates(state: PoolState) -> tuple[float, float]:
 
 
 def describe_first_waiting(state: PoolState) -> str:
-    """The first in line, and what it waits for."""
-    name = next(iter(state.lines["swapped"] or state.lines["waiting"]), None)
+    """The first request in the queue, and what it waits for."""
+    name = next(iter(state.queues["swapped"] or state.queues["waiting"]), None)
     if name is None and (num_others := state.counts.swapped + state.counts.waiting):
-        return f"waiting requests that this key does not see: {num_others}"
+        return f"waiting requests that are not visible to this key: {num_others}"
     request = None if name is None else state.requests.get(name)
-    if request is None or request.waits is None:
+    if request is None or request.wait is None:
         return ""
-    waits = request.waits
-    if waits.reason == "blocks" and waits.needs is not None:
-        return f"{request.id} needs {waits.needs} blocks: {waits.free} are free, {waits.evictable} cached"
-    if waits.reason in ("rows", "budget") and waits.needs is not None:
-        return (
-            f"{request.id} needs {waits.needs} {waits.reason.replace('budget', 'tokens of a step')}: {waits.free} left"
-        )
-    return f"{request.id} waits: {waits.reason}"
+    wait = request.wait
+    if wait.reason == "blocks" and wait.needs is not None:
+        return f"{request.id} needs {wait.needs} blocks: {wait.free} are free, {wait.evictable} cached"
+    if wait.reason in ("rows", "budget") and wait.needs is not None:
+        return f"{request.id} needs {wait.needs} {wait.reason.replace('budget', 'tokens of a step')}: {wait.free} left"
+    return f"{request.id} waits: {wait.reason}"
 
 
-def _row(state: PoolState, request: RequestView) -> RequestSummary:
+def _summarize(state: PoolState, request: RequestView) -> RequestSummary:
     tables = [state.tables[uid] for uid in request.sequences]
     blocks = {block for table in tables for block in table.block_ids.tolist() if block}
     num_tokens = sum(table.num_tokens for table in tables)
