@@ -39,7 +39,7 @@ def test_a_corrupt_block_is_recomputed_and_counted() -> None:
     assert lab.oracle.counts["blocks corrupt"] == 1
 
 
-def test_a_block_that_is_as_it_was_is_not_recomputed() -> None:
+def test_an_intact_swapped_block_is_not_recomputed() -> None:
     lab = Lab(8, host=8, policy=SWAP)
     swapped(lab, "A", [1, 2, 3, 4, 5], 6)
     lab.run()
@@ -56,7 +56,7 @@ def returning(lab: Lab, request: Request) -> StepPlan:
         lab.land()
 
 
-def test_tokens_computed_from_a_corrupt_block_are_dropped_also_those_in_flight() -> None:
+def test_tokens_computed_from_a_corrupt_block_are_dropped_in_flight_too() -> None:
     lab = Lab(20, host=20, policy=SWAP)
     request = lab.add("A", [1, 2, 3], 9)
     lab.step()
@@ -84,7 +84,7 @@ def out_and_corrupt(lab: Lab, request: Request, index: int = 0) -> None:
 
 
 def test_a_request_that_began_with_a_corrupt_block_is_recomputed_too() -> None:
-    """A's block is sealed anew by the plan that brings it back, and B finds it before anyone knows what is in it."""
+    """The plan that swaps A's block in seals it again, and B finds it before the corruption is reported."""
     lab = Lab(20, host=20, policy=SWAP)
     a = lab.add("A", [1, 2, 3, 4, 5], 9)
     c = lab.add("C", [7, 8], 9)
@@ -102,7 +102,7 @@ def test_a_request_that_began_with_a_corrupt_block_is_recomputed_too() -> None:
     lab.run(depth=2)
 
 
-def test_a_corrupt_block_is_found_by_nobody() -> None:
+def test_a_corrupt_block_leaves_the_index() -> None:
     lab = Lab(20, host=20, policy=SWAP)
     a = lab.add("A", [1, 2, 3, 4, 5], 9)
     lab.step()
@@ -119,7 +119,7 @@ def test_a_corrupt_block_is_found_by_nobody() -> None:
     assert b.num_cached_tokens == 0
 
 
-def test_a_request_beside_a_corrupt_block_seals_anew_and_goes_on() -> None:
+def test_a_request_with_intact_blocks_seals_again_and_continues() -> None:
     lab = Lab(20, host=20, policy=SWAP)
     a = lab.add("A", [1, 2, 3, 4, 5], 9)
     c = lab.add("C", [7, 8, 6], 9)
@@ -136,8 +136,8 @@ def test_a_request_beside_a_corrupt_block_seals_anew_and_goes_on() -> None:
     assert [e.request_id for e in lab.told(ev.Recomputed)] == ["A"]  # type: ignore[attr-defined]
 
 
-def test_a_request_beside_a_corrupt_block_seals_nothing_that_it_gave_up() -> None:
-    """C seals a block and gives it up behind its attention window before A is known to have a corrupt block."""
+def test_a_request_with_intact_blocks_does_not_seal_dropped_blocks() -> None:
+    """C seals a block and drops it from its attention window before A's corrupt block is reported."""
     lab = Lab(40, 1, host=40, rows=2, policy=SWAP, attention_window=2)
     a, c = lab.add("A", [1, 2, 3], 9), lab.add("C", [7, 8, 6], 12)
     lab.step()
@@ -160,7 +160,7 @@ def test_a_request_beside_a_corrupt_block_seals_nothing_that_it_gave_up() -> Non
     lab.run(depth=2)
 
 
-def test_of_two_that_come_back_together_the_corrupt_one_is_recomputed() -> None:
+def test_of_two_swapped_in_requests_only_the_corrupt_one_is_recomputed() -> None:
     lab = Lab(20, host=20, policy=SWAP)
     a, b = lab.add("A", [1, 2, 3, 4, 5], 9), lab.add("B", [5, 6, 7, 8, 9], 9)
     lab.step()
@@ -176,7 +176,7 @@ def test_of_two_that_come_back_together_the_corrupt_one_is_recomputed() -> None:
     lab.run()
 
 
-def test_a_block_shared_by_samples_is_one_block() -> None:
+def test_a_corrupt_block_shared_by_samples_counts_once() -> None:
     lab = Lab(30, host=30, policy=SWAP)
     request = lab.add("A", [1, 2, 3, 4, 5], 9, width=3)
     lab.step()
@@ -187,7 +187,7 @@ def test_a_block_shared_by_samples_is_one_block() -> None:
     assert lab.cache.num_corrupt == 1
 
 
-def test_a_step_that_fails_behind_a_corrupt_block_takes_back_no_result_twice() -> None:
+def test_a_failed_step_after_a_corrupt_block_discards_results_once() -> None:
     lab = Lab(20, host=20, policy=SWAP)
     a = lab.add("A", [1, 2, 3], 9)
     lab.step()
@@ -201,7 +201,7 @@ def test_a_step_that_fails_behind_a_corrupt_block_takes_back_no_result_twice() -
     lab.run()
 
 
-def test_an_error_that_comes_of_a_corrupt_block_fails_nobody() -> None:
+def test_an_error_caused_by_a_corrupt_block_fails_no_request() -> None:
     lab = Lab(20, host=20, policy=SWAP)
     a = lab.add("A", [1, 2, 3], 9)
     lab.step()
@@ -214,7 +214,7 @@ def test_an_error_that_comes_of_a_corrupt_block_fails_nobody() -> None:
     assert not a.error
 
 
-def test_what_is_dropped_of_a_result() -> None:
+def test_drop_removes_every_part_of_a_slices_result() -> None:
     entry = TokenLogprobs(0.0, 1, [], [])
     result = StepResult([[1], [2]], {0: "a", 1: "b"}, {0: [entry], 1: [entry]}, {0: (1, [entry])})
     result.drop({0})

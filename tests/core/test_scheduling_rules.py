@@ -63,7 +63,7 @@ def test_decode_goes_on_while_a_prompt_is_chunked() -> None:
     lab.run()
 
 
-def test_the_budget_stops_the_line_and_the_reason_is_said() -> None:
+def test_the_budget_stops_admission_with_a_reason() -> None:
     lab = Lab(30, budget=4)
     lab.add("A", [1, 2, 3, 4], 2)
     lab.add("B", [4, 5, 6], 2)
@@ -86,7 +86,7 @@ def test_rows_bound_a_step_and_a_request_takes_its_width_from_the_start() -> Non
 
 
 def test_a_finished_sample_keeps_its_groups_row() -> None:
-    """Rows come back when the request ends: the width is taken until then."""
+    """Rows are released when the request finishes: the width is taken until then."""
     samples = [answer([1, 2], 4, i) for i in (0, 1)]
     stop = next(iter({samples[0][0]} - {samples[1][0]}), samples[0][0])
     lab = Lab(20, rows=2)
@@ -115,7 +115,7 @@ def test_by_priority_the_lower_number_goes_first_and_then_the_earlier() -> None:
     assert lab.finished == ["C", "B", "D", "A"]
 
 
-def test_by_priority_the_last_in_line_gives_way_though_it_came_first() -> None:
+def test_by_priority_the_least_important_request_is_preempted_though_it_arrived_first() -> None:
     lab = Lab(6, policy=Policy(by_priority=True, mode=PreemptionMode.RECOMPUTE))
     lab.add("early", [1, 2, 3, 4], 6, priority=5)
     lab.step()
@@ -125,7 +125,7 @@ def test_by_priority_the_last_in_line_gives_way_though_it_came_first() -> None:
     assert lab.finished == ["urgent", "early"]
 
 
-def test_swapped_requests_come_back_before_anybody_new_comes_in() -> None:
+def test_swapped_requests_resume_before_new_ones_are_admitted() -> None:
     lab = Lab(6, host=6, policy=SWAP)
     lab.add("A", [1, 2, 3, 4], 6)
     lab.add("B", [5, 6, 7, 8], 6)
@@ -170,8 +170,8 @@ def test_a_group_waits_when_the_rest_of_the_budget_is_too_small_for_it() -> None
     assert len(group.finished_sequences) == 3
 
 
-def test_nobody_comes_in_past_a_running_group_that_does_not_fit() -> None:
-    """Each line stops at the first that does not fit, and with it the lines behind."""
+def test_no_request_is_admitted_past_a_running_group_that_does_not_fit() -> None:
+    """Each queue stops at the first request that does not fit, and so do the later queues."""
     lab = Lab(40, budget=3, rows=5)
     lab.add("A", [1, 2], 4)
     group = lab.add("G", [3], 3, width=3)
@@ -227,7 +227,7 @@ def test_an_empty_plan_is_false_and_leaves_no_trace() -> None:
 # -- 5.2: giving way ---------------------------------------------------------------------------------------------------
 
 
-def test_blocks_and_rows_are_given_up_at_once_with_a_step_in_flight() -> None:
+def test_preemption_releases_blocks_and_rows_with_a_step_in_flight() -> None:
     lab = Lab(6, policy=RECOMPUTE)
     lab.add("A", [1, 2, 3, 4], 6)
     b = lab.add("B", [5, 6, 7, 8], 6)
@@ -242,7 +242,7 @@ def test_blocks_and_rows_are_given_up_at_once_with_a_step_in_flight() -> None:
     lab.run(depth=2)
 
 
-def test_a_preemption_is_told_with_its_numbers() -> None:
+def test_a_preemption_event_has_its_numbers() -> None:
     lab = Lab(6, policy=RECOMPUTE)
     lab.add("A", [1, 2, 3, 4], 6)
     lab.add("B", [5, 6, 7, 8], 6)
@@ -252,8 +252,8 @@ def test_a_preemption_is_told_with_its_numbers() -> None:
     assert lab.scheduler.num_preemptions == 1
 
 
-def test_several_give_way_until_there_is_room() -> None:
-    """A group needs three blocks at once; each victim gives one."""
+def test_several_requests_are_preempted_until_there_is_room() -> None:
+    """A group needs three blocks at once; each victim frees one."""
     lab = Lab(8, policy=RECOMPUTE)
     group = lab.add("G", [1, 2], 4, width=3)
     lab.step()
@@ -269,8 +269,8 @@ def test_several_give_way_until_there_is_room() -> None:
     lab.run()
 
 
-def test_a_group_is_rebuilt_while_it_is_swapped_in_again() -> None:
-    """Recomputed half-way, then swapped: first it comes back whole, then the rebuilding goes on."""
+def test_a_group_swapped_during_recomputation_continues_after_swap_in() -> None:
+    """Half recomputed, then swapped: it is first swapped in as a whole, then recomputed further."""
     lab = Lab(16, host=16, budget=4, caching=False)
     group = lab.add("G", [1, 2, 3, 4, 5], 5, width=3)
     for _ in range(3):
@@ -307,7 +307,7 @@ def test_a_group_finds_its_own_blocks_in_the_cache_when_it_is_recomputed() -> No
 # -- 5.3: the door -----------------------------------------------------------------------------------------------------
 
 
-def test_a_default_length_is_cut_to_fit_and_a_number_never() -> None:
+def test_a_default_max_tokens_is_reduced_to_fit_and_a_number_never() -> None:
     lab = Lab(4)
     request = lab.add("default", [1, 2, 3], None)
     assert request.max_tokens == 6 == lab.cache.max_output_tokens(3)
@@ -338,8 +338,8 @@ def test_more_sequences_than_rows_or_budget_are_refused(rows: int, budget: int) 
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_what_the_door_lets_in_never_stalls(caching: bool) -> None:
-    """Every request that fits by the formula, at its longest, ends when it is alone; one token more is refused."""
+def test_an_accepted_request_never_stalls(caching: bool) -> None:
+    """Every request that fits by the formula finishes when it runs alone; one more token is refused."""
     tried = 0
     for num_blocks, size, prompt, width in itertools.product((1, 2, 3, 5, 7), (1, 2, 3), range(1, 8), (1, 2, 3)):
         cache = KVCacheManager(num_blocks, size)
@@ -369,7 +369,7 @@ def test_a_request_id_is_used_once_at_a_time() -> None:
 # -- 5.4: reasons ------------------------------------------------------------------------------------------------------
 
 
-def test_a_reason_is_said_when_it_changes_not_once_a_step() -> None:
+def test_a_wait_reason_is_emitted_when_it_changes_not_once_per_step() -> None:
     lab = Lab(8)
     lab.add("A", [1, 2, 3, 4, 5, 6, 7], 6)
     lab.add("B", [9] * 9, 2)
@@ -377,7 +377,7 @@ def test_a_reason_is_said_when_it_changes_not_once_a_step() -> None:
     assert lab.told(ev.Waiting) == [ev.Waiting("B", "blocks", 5, 4, 0)]
 
 
-def test_who_has_come_in_waits_for_nothing() -> None:
+def test_a_running_request_has_no_wait_reason() -> None:
     lab = Lab(8, rows=1)
     lab.add("A", [1], 1)
     b = lab.add("B", [2], 2)
@@ -388,7 +388,7 @@ def test_who_has_come_in_waits_for_nothing() -> None:
     lab.run()
 
 
-def test_a_prompt_comes_in_when_there_is_room_for_all_of_it_not_for_its_first_chunk() -> None:
+def test_admission_needs_room_for_the_whole_prompt_not_only_its_first_chunk() -> None:
     lab = Lab(8, budget=4)
     lab.add("A", [1, 2, 3], 6)
     b = lab.add("B", list(range(10, 24)), 2)
@@ -398,7 +398,7 @@ def test_a_prompt_comes_in_when_there_is_room_for_all_of_it_not_for_its_first_ch
     lab.run()
 
 
-def test_the_numbers_of_a_wait_for_blocks() -> None:
+def test_a_wait_for_blocks_has_its_numbers() -> None:
     lab = Lab(8)
     lab.add("gone", [1, 2, 3, 4, 5], 1)
     lab.run()
@@ -411,7 +411,7 @@ def test_the_numbers_of_a_wait_for_blocks() -> None:
     lab.run()
 
 
-def test_events_of_a_life() -> None:
+def test_events_of_a_requests_life() -> None:
     lab = Lab(8)
     lab.add("A", [1, 2, 3], 2, priority=3)
     lab.run()
@@ -425,7 +425,7 @@ def test_events_of_a_life() -> None:
     ]
 
 
-def test_steps_tell_the_growth_of_every_counter() -> None:
+def test_step_events_carry_the_increase_of_every_counter() -> None:
     lab = Lab(6, host=6, policy=SWAP)
     lab.add("A", [1, 2, 3, 4], 6)
     lab.add("B", [1, 2, 7], 3, width=2)
@@ -445,8 +445,8 @@ def test_steps_tell_the_growth_of_every_counter() -> None:
     assert [e.num_copied for e in swapped] == [stats.num_swapped_in]
 
 
-def test_whether_anybody_listens_changes_no_plan() -> None:
-    """What is recorded must be what happens when nothing is recorded."""
+def test_listeners_change_no_plan() -> None:
+    """A recorded run must be equal to an unrecorded one."""
 
     def plans(seed: int, listen: bool) -> list[tuple]:
         world = World(seed, Counter(), listen=listen)
@@ -468,7 +468,7 @@ def test_whether_anybody_listens_changes_no_plan() -> None:
 # -- 5.5: overlap and windows ------------------------------------------------------------------------------------------
 
 
-def test_a_decode_slice_names_no_token() -> None:
+def test_a_decode_slice_has_no_host_tokens() -> None:
     lab = Lab(8)
     request = lab.add("A", [1, 2, 3], 5)
     assert lab.step().host_tokens
@@ -515,7 +515,7 @@ def test_a_group_shares_the_budget_of_its_windows() -> None:
     lab.run()
 
 
-def test_a_window_shrinks_to_one_while_somebody_could_come_in() -> None:
+def test_the_decode_window_is_one_while_a_request_could_be_admitted() -> None:
     lab = Lab(40, window=4, budget=6)
     lab.add("A", [1, 2], 20)
     lab.step()
@@ -525,7 +525,7 @@ def test_a_window_shrinks_to_one_while_somebody_could_come_in() -> None:
     lab.run()
 
 
-def test_a_window_does_not_shrink_for_those_who_wait_for_others_to_end() -> None:
+def test_the_decode_window_does_not_shrink_for_requests_that_wait_for_others_to_finish() -> None:
     for rows, reason in ((1, "rows"), (2, "blocks")):
         lab = Lab(14, window=4, rows=rows)  # B needs all 14, at its longest
         lab.add("A", [1, 2], 24)
@@ -538,7 +538,7 @@ def test_a_window_does_not_shrink_for_those_who_wait_for_others_to_end() -> None
         lab.run()
 
 
-def test_windows_are_one_where_the_host_chooses() -> None:
+def test_the_decode_window_is_one_where_the_host_selects_tokens() -> None:
     lab = Lab(40, window=4)
     request = lab.add("A", [1, 2], 6, beam=2)
     while lab.scheduler.has_work:
@@ -550,7 +550,7 @@ def test_windows_are_one_where_the_host_chooses() -> None:
     lab.at_rest()
 
 
-def test_samples_wait_for_their_fork_and_part_from_one_row_of_logits() -> None:
+def test_samples_wait_for_their_fork_and_come_from_one_row_of_logits() -> None:
     lab = Lab(40, window=4)
     request = lab.add("A", [1, 2, 3], 9, width=3)
     plan = lab.plan()
@@ -564,7 +564,7 @@ def test_samples_wait_for_their_fork_and_part_from_one_row_of_logits() -> None:
     lab.run(depth=2)
 
 
-def test_a_chunk_draws_nothing() -> None:
+def test_a_prefill_chunk_samples_nothing() -> None:
     for options in ({"width": 2}, {"beam": 2}):
         lab = Lab(20, budget=2, rows=2)
         lab.add("A", [1, 2, 3], 3, **options)
@@ -574,9 +574,8 @@ def test_a_chunk_draws_nothing() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2])
-def test_constrained_sequences_are_planned_as_others_are(width: int) -> None:
-    """The pass that comes next needs their tokens, which rows have; only drawing waits for what the host makes of
-    them."""
+def test_structured_outputs_are_planned_like_others(width: int) -> None:
+    """The next pass needs their tokens, which rows hold; only sampling waits for the host's bitmask."""
     lab = Lab(40, window=2)
     request = lab.add("A", [1, 2, 3], 6, width=width, use_structured_output=True)
     assert lab.step().bitmask_slices == [0]
@@ -590,7 +589,7 @@ def test_constrained_sequences_are_planned_as_others_are(width: int) -> None:
     lab.run(depth=2)
 
 
-def test_candidates_of_a_beam_are_drawn_from_every_sequence() -> None:
+def test_every_beam_returns_candidates() -> None:
     lab = Lab(40)
     lab.add("A", [1, 2, 3], 4, beam=2)
     assert lab.step().num_samples == {0: 2}
@@ -601,7 +600,7 @@ def test_candidates_of_a_beam_are_drawn_from_every_sequence() -> None:
 
 @pytest.mark.parametrize("stops", [True, False])
 def test_a_result_is_cut_at_the_first_stop_token(stops: bool) -> None:
-    """The device's own test may only stop earlier writes, never decide."""
+    """The device's own stop test only ends writes early; the host cuts the result."""
     said = answer([1, 2], 8)
     stop = said[3]
     lab = Lab(20, window=8, habits=o.Habits(stops=stops))
@@ -624,7 +623,7 @@ def test_stop_ids_of_the_sampling_params_count_too() -> None:
     assert Request("B", [1], SamplingParams(max_tokens=3, n=2), max_tokens=9).max_tokens == 9
 
 
-def test_a_window_streams_its_columns_as_they_land() -> None:
+def test_a_decode_window_streams_its_columns_as_they_arrive() -> None:
     lab = Lab(20, window=6, habits=o.Habits(splits=True))
     request = lab.add("A", [1, 2], 7)
     lab.step()
@@ -640,7 +639,7 @@ def test_a_window_streams_its_columns_as_they_land() -> None:
     lab.at_rest()
 
 
-def test_a_stop_token_in_a_part_ends_the_request_and_the_rest_is_dropped() -> None:
+def test_a_stop_token_in_a_partial_result_finishes_the_request() -> None:
     prompt = next([3, i] for i in range(50) if answer([3, i], 3)[2] not in answer([3, i], 2))
     said = answer(prompt, 3)
     stop = said[2]
@@ -656,7 +655,7 @@ def test_a_stop_token_in_a_part_ends_the_request_and_the_rest_is_dropped() -> No
     lab.at_rest()
 
 
-def test_a_stop_string_ends_a_sequence_from_outside() -> None:
+def test_stop_finishes_a_sequence_that_met_a_stop_string() -> None:
     lab = Lab(20)
     request = lab.add("A", [1, 2, 3], 8, width=2)
     lab.step()
@@ -671,7 +670,7 @@ def test_a_stop_string_ends_a_sequence_from_outside() -> None:
     assert lab.pool.num_used == 0 and lab.cache.rows.num_free == 8
 
 
-def test_results_come_in_the_order_of_the_plans() -> None:
+def test_results_arrive_in_the_order_of_the_plans() -> None:
     lab = Lab(20)
     lab.add("A", [1, 2, 3], 8)
     lab.plan()
@@ -682,7 +681,7 @@ def test_results_come_in_the_order_of_the_plans() -> None:
         Scheduler(KVCacheManager(2, 2)).update(second, StepResult([[1]]))
 
 
-def test_a_beam_that_keeps_nothing_ends() -> None:
+def test_a_beam_search_that_keeps_nothing_finishes() -> None:
     lab = Lab(20)
     request = lab.add("A", [1, 2, 3], 5, width=2, num_samples=2, select_beams=lambda parents: parents[:0])
     lab.plan()
@@ -698,7 +697,8 @@ def test_a_beam_that_keeps_nothing_ends() -> None:
 @pytest.mark.parametrize("status", list(Status))
 @pytest.mark.parametrize("options", [{}, {"width": 2}, {"beam": 2}])
 def test_abort_in_every_state(status: Status, depth: int, options: dict) -> None:
-    """Waiting, running, swapped or finished, with 0 to 2 steps in flight: nothing leaks, the other is not touched."""
+    """Waiting, running, swapped or finished, with 0 to 2 steps in flight: nothing leaks, and the other request is
+    unaffected."""
     lab = Lab(16, host=16, rows=4, policy=SWAP, window=2)
     lab.add("other", [1, 2, 3, 4], 12)
     victim = lab.add("victim", [5, 6, 7], 5, **options)
@@ -726,7 +726,7 @@ def test_abort_in_every_state(status: Status, depth: int, options: dict) -> None
     assert "other" in lab.finished
 
 
-def test_abort_tells_what_was_aborted() -> None:
+def test_abort_returns_the_request() -> None:
     lab = Lab(8)
     request = lab.add("A", [1, 2], 4)
     lab.step()
@@ -739,7 +739,7 @@ def test_abort_tells_what_was_aborted() -> None:
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-def test_an_error_of_one_request_fails_that_one_alone() -> None:
+def test_an_error_fails_only_its_request() -> None:
     lab = Lab(20)
     a, b = lab.add("A", [1, 2, 3, 4, 5], 4), lab.add("B", [5, 6, 7, 8, 9], 4)
     lab.plan()
@@ -752,7 +752,7 @@ def test_an_error_of_one_request_fails_that_one_alone() -> None:
     assert again.num_cached_tokens == 0  # its numbers are not to be trusted
 
 
-def test_an_error_in_a_step_after_the_end_is_no_news() -> None:
+def test_an_error_after_the_end_is_ignored() -> None:
     lab = Lab(20)
     a = lab.add("A", [1, 2, 3], 9)
     lab.plan()
@@ -774,7 +774,7 @@ def test_an_error_ends_all_samples_of_its_request() -> None:
 
 
 @pytest.mark.parametrize("policy", [SWAP, RECOMPUTE])
-def test_an_error_of_a_request_that_gave_way_meanwhile(policy: Policy) -> None:
+def test_an_error_of_a_preempted_request(policy: Policy) -> None:
     lab = Lab(6, host=6, policy=policy)
     lab.add("A", [1, 2, 3, 4], 6)
     b = lab.add("B", [5, 6, 7, 8], 6)
@@ -792,8 +792,8 @@ def test_an_error_of_a_request_that_gave_way_meanwhile(policy: Policy) -> None:
 
 @pytest.mark.parametrize("num_tokens", [4, 5, 8])
 @pytest.mark.parametrize("skips", [False, True])
-def test_an_error_of_a_request_that_gave_way_leaves_nothing_to_find(num_tokens: int, skips: bool) -> None:
-    """Not the last block of a prompt that fills it either, though the request itself would look for none of it."""
+def test_an_error_of_a_preempted_request_leaves_no_block_in_the_index(num_tokens: int, skips: bool) -> None:
+    """That includes the last block of a prompt that fills it, though the request's own lookup would not return it."""
     lab = Lab(8, 4, policy=RECOMPUTE)
     params = SamplingParams(max_tokens=None, skip_reading_prefix_cache=skips)
     a = lab.add("A", [1, 2, 3, 4, 0, 1, 2, 3][:num_tokens], 4, sampling_params=params)
@@ -804,7 +804,7 @@ def test_an_error_of_a_request_that_gave_way_leaves_nothing_to_find(num_tokens: 
     assert lab.pool.num_indexed == 0
 
 
-def test_an_error_leaves_nothing_to_find_behind_the_attention_window() -> None:
+def test_an_error_leaves_no_dropped_block_in_the_index() -> None:
     lab = Lab(12, attention_window=4)
     a = lab.add("A", [1, 2, 3, 4, 0], 20)
     while a.sequences[0].num_dropped < 3:
@@ -815,7 +815,7 @@ def test_an_error_leaves_nothing_to_find_behind_the_attention_window() -> None:
     assert lab.pool.num_indexed == 0
 
 
-def test_a_failed_step_takes_back_what_it_sealed() -> None:
+def test_a_failed_step_removes_its_seals() -> None:
     lab = Lab(20)
     lab.add("A", [1, 2, 3, 4, 5], 4)
     lab.plan()
@@ -829,8 +829,8 @@ def test_a_failed_step_takes_back_what_it_sealed() -> None:
     lab.run()
 
 
-def test_after_a_step_without_memory_the_next_ones_are_smaller() -> None:
-    """Who has no place in them waits; the first in line goes on, alone where it must be."""
+def test_steps_are_smaller_after_an_out_of_memory_step() -> None:
+    """Requests that do not fit wait; the first one continues, alone if it must."""
     lab = Lab(60, budget=32, window=4)
     group = lab.add("G", [1, 2, 3], 8, width=3)
     lab.add("A", [4, 5, 6, 7], 5)
@@ -853,7 +853,7 @@ def test_after_a_step_without_memory_the_next_ones_are_smaller() -> None:
     lab.run(depth=2)
 
 
-def test_beyond_the_limit_a_group_steps_only_if_nobody_else_does() -> None:
+def test_a_group_beyond_the_limit_runs_in_a_step_of_its_own() -> None:
     lab = Lab(60, budget=32)
     lab.add("A", [4, 5], 9)
     group = lab.add("G", [1, 2, 3], 6, width=3)
@@ -871,7 +871,7 @@ def test_beyond_the_limit_a_group_steps_only_if_nobody_else_does() -> None:
     lab.run()
 
 
-def test_a_failed_step_leaves_what_was_sealed_before_it() -> None:
+def test_a_failed_step_keeps_earlier_seals() -> None:
     lab = Lab(20)
     a = lab.add("A", [1, 2, 3, 4, 5], 4)
     lab.step()
@@ -884,7 +884,7 @@ def test_a_failed_step_leaves_what_was_sealed_before_it() -> None:
     lab.run()
 
 
-def test_a_failed_step_takes_all_after_it_with_it() -> None:
+def test_a_failed_step_fails_all_steps_after_it() -> None:
     lab = Lab(20)
     a = lab.add("A", [1, 2, 3], 9)
     lab.plan()
@@ -898,7 +898,7 @@ def test_a_failed_step_takes_all_after_it_with_it() -> None:
     lab.run(depth=2)
 
 
-def test_what_has_landed_of_a_failed_window_is_kept() -> None:
+def test_tokens_of_a_failed_decode_window_that_arrived_are_kept() -> None:
     lab = Lab(20, window=6, habits=o.Habits(splits=True))
     request = lab.add("A", [1, 2], 8)
     lab.step()
@@ -911,7 +911,7 @@ def test_what_has_landed_of_a_failed_window_is_kept() -> None:
     lab.run()
 
 
-def test_requests_without_a_part_in_a_failed_step_are_left_alone() -> None:
+def test_requests_outside_a_failed_step_are_unaffected() -> None:
     lab = Lab(20, budget=3)
     a = lab.add("A", [1, 2, 3], 3)
     lab.step()
@@ -925,7 +925,7 @@ def test_requests_without_a_part_in_a_failed_step_are_left_alone() -> None:
 
 
 def test_a_swap_of_a_failed_step_is_recomputed() -> None:
-    """Its copy never arrived, on either side."""
+    """Its copy arrived on neither side."""
     for back in (False, True):
         lab = Lab(6, host=6, policy=SWAP)
         lab.add("A", [1, 2, 3, 4], 6)
@@ -945,8 +945,8 @@ def test_a_swap_of_a_failed_step_is_recomputed() -> None:
         lab.run()
 
 
-def test_a_failed_step_with_its_victim_swapped_before() -> None:
-    """B was swapped out with its result in flight; then that step fails: what is on the host is not to be trusted."""
+def test_a_failed_step_of_a_request_that_was_swapped_since() -> None:
+    """B was swapped out with a result in flight, and that step fails: the content on the host is invalid."""
     lab = Lab(6, host=6, policy=SWAP)
     lab.add("A", [1, 2, 3, 4], 6)
     b = lab.add("B", [5, 6, 7, 8], 6)
@@ -962,8 +962,8 @@ def test_a_failed_step_with_its_victim_swapped_before() -> None:
     lab.run(depth=2)
 
 
-def test_a_failed_step_with_its_victim_waiting_already() -> None:
-    """B gave its blocks up with its result in flight; then that step fails: it keeps its place in line."""
+def test_a_failed_step_of_a_request_that_was_preempted_since() -> None:
+    """B released its blocks with a result in flight, and that step fails: it keeps its place in the queue."""
     lab = Lab(6, policy=RECOMPUTE)
     lab.add("A", [1, 2, 3, 4], 6)
     b = lab.add("B", [5, 6, 7, 8], 6)
@@ -977,7 +977,7 @@ def test_a_failed_step_with_its_victim_waiting_already() -> None:
     lab.run(depth=2)
 
 
-def test_a_request_that_ended_in_a_failed_step_stays_ended() -> None:
+def test_a_request_that_finished_in_a_failed_step_stays_finished() -> None:
     lab = Lab(6, host=6, policy=SWAP)
     lab.add("A", [1, 2, 3, 4], 6)
     b = lab.add("B", [5, 6, 7, 8], 6)
@@ -990,7 +990,7 @@ def test_a_request_that_ended_in_a_failed_step_stays_ended() -> None:
     lab.run()
 
 
-def test_a_plan_that_landed_cannot_fail() -> None:
+def test_a_completed_plan_cannot_fail() -> None:
     lab = Lab(6)
     lab.add("A", [1, 2], 3)
     plan = lab.step()
@@ -998,9 +998,9 @@ def test_a_plan_that_landed_cannot_fail() -> None:
         lab.scheduler.fail(plan)
 
 
-def test_nobody_goes_on_from_a_prefix_that_a_failed_step_was_to_write() -> None:
-    """A group comes back, finds all but its last tokens in blocks that the step in flight fills, and gets no slice for
-    want of budget. Then that step fails: the group holds garbage, though no failed plan names it."""
+def test_a_prefix_of_a_failed_step_is_recomputed() -> None:
+    """A group resumes, finds all but its last tokens in blocks that the step in flight fills, and gets no slice for
+    lack of budget. Then that step fails: the group holds invalid blocks, though no failed plan has a slice of it."""
     lab = Lab(20, budget=2, rows=4, policy=Policy(by_priority=True, mode=PreemptionMode.RECOMPUTE))
     group = lab.add("G", [1, 2, 3, 4], 3, width=2)
     lab.step()
@@ -1058,7 +1058,7 @@ def test_step_numbers_and_seal_marks() -> None:
 
 
 def test_confined_requests_are_planned_alone() -> None:
-    """The others give up what they hold, those that come later wait, and all go on when nobody is confined."""
+    """The others release their blocks, later ones wait, and all continue when no request is confined."""
     lab = Lab(20)
     a, b = lab.add("A", [1, 2, 3], 6), lab.add("B", [4, 5, 6], 6)
     lab.step()
@@ -1076,8 +1076,8 @@ def test_confined_requests_are_planned_alone() -> None:
     lab.run()
 
 
-def test_a_confined_request_comes_in_past_others() -> None:
-    """Though they came first, and held all rows and blocks."""
+def test_a_confined_request_is_admitted_past_others() -> None:
+    """The others arrived first and held all rows and blocks."""
     lab = Lab(6, rows=2)
     lab.add("A", [1, 2, 3, 4, 5, 6, 7, 8, 9], 4)
     lab.add("B", [2, 2, 3, 4, 5, 6, 7, 8, 9], 4)
@@ -1091,7 +1091,7 @@ def test_a_confined_request_comes_in_past_others() -> None:
     lab.run()
 
 
-def test_swapped_requests_give_up_their_host_blocks_for_a_confined_one() -> None:
+def test_swapped_requests_release_their_host_blocks_for_a_confined_one() -> None:
     lab = Lab(6, host=6, policy=SWAP)
     a, b = lab.add("A", [1, 2, 3, 4], 6), lab.add("B", [5, 6, 7, 8], 6)
     while b.status is not Status.SWAPPED:
@@ -1103,7 +1103,7 @@ def test_swapped_requests_give_up_their_host_blocks_for_a_confined_one() -> None
     lab.run()
 
 
-def test_the_end_of_the_last_confined_request_lets_all_go_on() -> None:
+def test_all_requests_continue_when_the_last_confined_one_finishes() -> None:
     lab = Lab(20)
     a = lab.add("A", [1, 2, 3], 2)
     lab.add("B", [4, 5, 6], 4)
@@ -1118,7 +1118,7 @@ def test_the_end_of_the_last_confined_request_lets_all_go_on() -> None:
 
 
 def test_confined_requests_decode_in_windows_though_others_wait() -> None:
-    """Those that wait may not come in before the confined have ended."""
+    """The waiting ones cannot be admitted before the confined ones have finished."""
     lab = Lab(20, window=3)
     a = lab.add("A", [1, 2, 3], 9)
     lab.step()
@@ -1130,7 +1130,7 @@ def test_confined_requests_decode_in_windows_though_others_wait() -> None:
 
 
 def test_confined_requests_of_several_tenants_share_no_step() -> None:
-    """They come in by order, and are served whatever the others had."""
+    """They are admitted by order, regardless of what the others were served."""
     lab = Lab(40, budget=4)
     a = lab.add("A", [1, 2, 3, 4, 5, 6, 7, 8], 2, tenant=1)
     lab.add("B", [2, 2, 3, 4], 2, tenant=2)
@@ -1144,7 +1144,8 @@ def test_confined_requests_of_several_tenants_share_no_step() -> None:
 
 
 def test_a_corrupt_block_of_a_request_that_waits_for_the_confined() -> None:
-    """It was found corrupt after its request had given all up: nothing of it counts, and the confined go on."""
+    """The corruption is reported after its request released everything: none of its results count, and the confined
+    ones continue."""
     lab = Lab(20, host=20, policy=SWAP)
     a, b = lab.add("A", [1, 2, 3, 4, 5], 9), lab.add("B", [7, 8], 9)
     lab.step()

@@ -468,10 +468,10 @@ QUICK = settings(
 )
 
 
-def test_anything_that_can_be_done_to_memory() -> None:
+def test_random_operations_keep_memory_right() -> None:
     run_state_machine_as_test(Memory, settings=QUICK)
 
 
 @pytest.mark.slow
-def test_anything_that_can_be_done_to_memory_at_length() -> None:
+def test_many_random_operations_keep_memory_right() -> None:
     run_state_machine_as_test(Memory, settings=settings(QUICK, max_examples=3000, derandomize=False))
