@@ -31,9 +31,9 @@ def test_a_corrupt_block_is_recomputed_and_counted() -> None:
     request = swapped(lab, "A", [1, 2, 3, 4, 5], 6)
     corrupt(lab, request)
     lab.run()
-    assert lab.told(ev.Corrupt) == [ev.Corrupt("A", 1)]
-    assert [e for e in lab.told(ev.Recomputed) if isinstance(e, ev.Recomputed)] == [
-        ev.Recomputed("A", lab.told(ev.Recomputed)[0].step, "corrupt")  # type: ignore[attr-defined]
+    assert lab.emitted(ev.Corrupt) == [ev.Corrupt("A", 1)]
+    assert [e for e in lab.emitted(ev.Recomputed) if isinstance(e, ev.Recomputed)] == [
+        ev.Recomputed("A", lab.emitted(ev.Recomputed)[0].step, "corrupt")  # type: ignore[attr-defined]
     ]
     assert lab.cache.stats().num_corrupt == 1
     assert lab.oracle.counts["blocks corrupt"] == 1
@@ -43,7 +43,7 @@ def test_an_intact_swapped_block_is_not_recomputed() -> None:
     lab = Lab(8, host=8, policy=SWAP)
     swapped(lab, "A", [1, 2, 3, 4, 5], 6)
     lab.run()
-    assert lab.cache.num_swapped_in > 0 and not lab.told(ev.Corrupt, ev.Recomputed)
+    assert lab.cache.num_swapped_in > 0 and not lab.emitted(ev.Corrupt, ev.Recomputed)
 
 
 def returning(lab: Lab, request: Request) -> StepPlan:
@@ -70,7 +70,7 @@ def test_tokens_computed_from_a_corrupt_block_are_dropped_in_flight_too() -> Non
     lab.land()
     assert request.status is Status.WAITING and not request.num_pending and not lab.cache.swap_space.num_used
     assert len(request.sequences[0].token_ids) == known
-    lab.plan()  # it begins anew while a void result of it is still in flight
+    lab.plan()  # it resumes while a void result of it is still in flight
     assert request.status is Status.RUNNING and request.num_pending == 1
     lab.land()
     assert len(request.sequences[0].token_ids) == known and request.num_pending == 1
@@ -97,8 +97,8 @@ def test_a_request_that_began_with_a_corrupt_block_is_recomputed_too() -> None:
     assert b.num_cached_tokens == 4 and b.status is c.status is Status.RUNNING
     lab.land()
     assert a.status is b.status is Status.WAITING and c.status is Status.RUNNING
-    assert [e.request_id for e in lab.told(ev.Corrupt)] == ["A"]  # type: ignore[attr-defined]
-    assert [e.request_id for e in lab.told(ev.Recomputed)] == ["A", "B"]  # type: ignore[attr-defined]
+    assert [e.request_id for e in lab.emitted(ev.Corrupt)] == ["A"]  # type: ignore[attr-defined]
+    assert [e.request_id for e in lab.emitted(ev.Recomputed)] == ["A", "B"]  # type: ignore[attr-defined]
     lab.run(depth=2)
 
 
@@ -113,7 +113,7 @@ def test_a_corrupt_block_leaves_the_index() -> None:
     lab.abort("A")  # its blocks are cached
     lab.land()
     assert lab.pool.num_indexed == 0 and lab.cache.num_corrupt == 1
-    assert not lab.told(ev.Corrupt)  # there is nothing left to recompute
+    assert not lab.emitted(ev.Corrupt)  # there is nothing left to recompute
     b = lab.add("B", [1, 2, 3, 4, 6], 5)
     lab.run()
     assert b.num_cached_tokens == 0
@@ -126,14 +126,14 @@ def test_a_request_with_intact_blocks_seals_again_and_continues() -> None:
     lab.step()
     d = lab.add("D", [7, 8, 5], 9)
     lab.step()
-    assert d.num_cached_tokens == 2  # it began with a block, but one that was sealed before
+    assert d.num_cached_tokens == 2  # its prefix block was sealed before
     out_and_corrupt(lab, a)
     returning(lab, a)
     while lab.flight:
         lab.land()
     assert c.status is Status.RUNNING and c.num_preemptions == 0
     lab.run()
-    assert [e.request_id for e in lab.told(ev.Recomputed)] == ["A"]  # type: ignore[attr-defined]
+    assert [e.request_id for e in lab.emitted(ev.Recomputed)] == ["A"]  # type: ignore[attr-defined]
 
 
 def test_a_request_with_intact_blocks_does_not_seal_dropped_blocks() -> None:
@@ -143,7 +143,7 @@ def test_a_request_with_intact_blocks_does_not_seal_dropped_blocks() -> None:
     lab.step()
     lab.step()
     out_and_corrupt(lab, a, -1)
-    lab.scheduler.num_rows_taken += 1  # as if another request had the row: A comes back a step later
+    lab.scheduler.num_rows_taken += 1  # as if another request had the row: A is swapped in a step later
     first = lab.scheduler.schedule()
     lab.flight.append((first, lab.oracle.submit(first)))
     lab.scheduler.num_rows_taken -= 1
@@ -172,7 +172,7 @@ def test_of_two_swapped_in_requests_only_the_corrupt_one_is_recomputed() -> None
     assert b in plan.swapped_requests
     lab.land()
     assert a.status is Status.RUNNING and b.status is Status.WAITING
-    assert lab.told(ev.Corrupt) == [ev.Corrupt("B", 2)] and lab.cache.num_corrupt == 2
+    assert lab.emitted(ev.Corrupt) == [ev.Corrupt("B", 2)] and lab.cache.num_corrupt == 2
     lab.run()
 
 
@@ -183,7 +183,7 @@ def test_a_corrupt_block_shared_by_samples_counts_once() -> None:
     lab.step()
     out_and_corrupt(lab, request)
     lab.run()
-    assert lab.told(ev.Corrupt) == [ev.Corrupt("A", 1)]
+    assert lab.emitted(ev.Corrupt) == [ev.Corrupt("A", 1)]
     assert lab.cache.num_corrupt == 1
 
 

@@ -57,7 +57,7 @@ def test_table_events_carry_their_sequence() -> None:
     lab = Lab(8)
     lab.add("A", [1, 2, 3], 3, width=2)
     lab.run()
-    tables = lab.told(ev.TableChanged)
+    tables = lab.emitted(ev.TableChanged)
     assert tables[0] == ev.TableChanged("A", 0, 0, 0, (1, 2))
     assert {(e.sequence_index, e.row) for e in tables} == {(0, 0), (1, 1)}
 
@@ -66,6 +66,6 @@ def test_sealed_events_carry_the_content() -> None:
     lab = Lab(8)
     lab.add("A", [1, 2, 3, 4], 1)
     lab.run()
-    first, second = lab.told(ev.Sealed)
+    first, second = lab.emitted(ev.Sealed)
     assert first == ev.Sealed(1, 1, 0, lab.requests["A"].prompt_token_ids[:2].tobytes())
     assert (second.block_id, second.seal_id, second.parent_id) == (2, 2, 1)

@@ -60,12 +60,12 @@ def test_the_next_long_prefill_waits_and_short_ones_pass_it() -> None:
     lab.add("short", prompt(3, 2), 1)
     lab.add("later", prompt(9, 3), 1)
     assert slices(lab.step()) == {"long": 4, "short": 3}
-    assert lab.told(ev.Waiting) == [
+    assert lab.emitted(ev.Waiting) == [
         ev.Waiting("next", "long prefill", 8, 0, 0),
         ev.Waiting("later", "long prefill", 9, 0, 0),
     ]
     assert slices(lab.step()) == {"long": 4}
-    assert slices(lab.step()) == {"long": 1, "next": 4}  # of the first so little is due that it is long no more
+    assert slices(lab.step()) == {"long": 1, "next": 4}  # the first is no longer long: few positions are due
     lab.run()
     assert lab.finished == ["short", "long", "next", "later"]
 
@@ -181,7 +181,7 @@ def test_the_less_served_tenant_catches_up() -> None:
     for _ in range(4):
         lab.step()
     assert lab.scheduler.tenants.present.keys() == {0}
-    lab.add("b", prompt(40, 2), 1, tenant=1)  # comes level, and saves nothing up while it is away
+    lab.add("b", prompt(40, 2), 1, tenant=1)  # starts level; idle time earns no credit
     lab.add("a", prompt(40, 3), 1, tenant=0)
     assert slices(lab.step()) == {"A": 4, "b": 4}
     assert slices(lab.step()) == {"A": 4, "b": 4}
@@ -215,7 +215,7 @@ def test_a_decode_window_does_not_reduce_shares_of_others() -> None:
     lab.add("B", prompt(30, 1), 1, tenant=1)
     lab.step()
     lab.step()
-    assert slices(lab.step()) == {"A": 2, "B": 6}  # the prompt's end, and no window beyond its share
+    assert slices(lab.step()) == {"A": 2, "B": 6}  # the end of the prefill, without a decode window beyond its share
     lab.run()
 
 
@@ -261,7 +261,7 @@ def test_with_one_tenant_nothing_is_counted_and_order_is_by_arrival() -> None:
         while lab.scheduler.has_work:
             lab.step()
             assert all(tenant.served == 0 for tenant in lab.scheduler.tenants.present.values())
-        arrived = [e.request_id for e in lab.told(ev.Admitted) if isinstance(e, ev.Admitted)]
+        arrived = [e.request_id for e in lab.emitted(ev.Admitted) if isinstance(e, ev.Admitted)]
         assert arrived == [f"{i}" for i in range(9)]
         assert not lab.scheduler.tenants.present
 
@@ -272,7 +272,7 @@ def test_no_share_is_reserved_for_waiting_requests_while_one_is_swapped() -> Non
     lab.add("B", prompt(6, 1), 8, tenant=1)
     lab.add("C", prompt(6, 2), 2, tenant=1)
     lab.run()
-    assert lab.told(ev.SwappedIn) and not lab.scheduler.requests
+    assert lab.emitted(ev.SwappedIn) and not lab.scheduler.requests
 
 
 def test_a_group_that_needs_a_result_takes_no_share() -> None:

@@ -109,7 +109,7 @@ def test_only_full_blocks_of_known_and_computed_tokens_are_sealed() -> None:
     assert [bool(cache.pool.seal_id[b]) for b in seq.block_ids] == [True, True]
     ahead = settle(cache, [50, 51, 52], 3)
     cache.grow(ahead, 6, StepPlan())
-    ahead.num_computed = 9  # a window in flight: its tokens are not known
+    ahead.num_computed = 9  # a decode window in flight: its tokens are unknown
     cache.seal(ahead)
     assert ahead.seal_ids == []
 
@@ -178,10 +178,10 @@ def test_blocks_filled_by_decoding_are_sealed_too() -> None:
     lab = Lab(16)
     first = lab.add("turn 1", [1, 2, 3], 6)
     lab.run()
-    said = first.finished_sequences[0].token_ids.tolist()
-    again = lab.add("turn 2", [*said, 0, 0], 1)
+    output = first.finished_sequences[0].token_ids.tolist()
+    again = lab.add("turn 2", [*output, 0, 0], 1)
     lab.run()
-    assert again.num_cached_tokens == 8 // 2 * 2 == (len(said) - 1) // 2 * 2
+    assert again.num_cached_tokens == 8 // 2 * 2 == (len(output) - 1) // 2 * 2
 
 
 def test_an_in_place_write_never_goes_to_a_sealed_block() -> None:
@@ -331,9 +331,9 @@ def test_admission_counts_hits_without_users() -> None:
     cache = KVCacheManager(6, 2)
     seq = settle(cache, [1, 2, 3, 4, 5])
     late = sequence([1, 2, 3, 4, 6])
-    assert cache.blocks_to_admit(late, cache.lookup(late)) == 1  # shared with one who lives
+    assert cache.blocks_to_admit(late, cache.lookup(late)) == 1  # shared with a running sequence
     cache.free(seq)
-    assert cache.blocks_to_admit(late, cache.lookup(late)) == 3  # two come back from the cache
+    assert cache.blocks_to_admit(late, cache.lookup(late)) == 3  # two leave the LRU queue
     assert cache.blocks_to_admit(late, Prefix([], [], 0)) == 3
 
 
@@ -443,7 +443,7 @@ def test_a_fork_costs_at_most_one_copy_and_never_of_a_sealed_block(num_forks: in
         child = Sequence(parent.request, made, parent.token_ids[:], 99)
         used = cache.pool.num_used
         cache.fork(parent, child)
-        assert cache.pool.num_used == used  # nothing but references
+        assert cache.pool.num_used == used  # only references change
         family.append(child)
         for seq in rng.sample(family, min(len(family), rng.randint(0, 3))):
             count, plan, before = rng.randint(1, 8), StepPlan(), cache.num_copied
@@ -716,7 +716,7 @@ def test_unfilled_slots_of_a_shared_tail_count_once() -> None:
     assert cache.stats().num_unfilled_slots == 2 and cache.stats().num_saved_by_sharing == 2
 
 
-# -- 4.11: behind the attention window ---------------------------------------------------------------------------------
+# -- 4.11: out of the attention window ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -732,7 +732,7 @@ def test_blocks_out_of_the_attention_window_are_dropped(window: int, num_compute
     cache.drop_out_of_window(seq, plan)
     assert seq.block_ids == [0] * dropped + blocks[dropped:] and seq.num_dropped == dropped
     assert plan.table_writes == ([TableWrite(0, 0, (0,) * dropped)] if dropped else [])
-    assert list(cache.pool.cached()) == list(reversed(blocks[:dropped]))  # a tail goes before its head
+    assert list(cache.pool.cached()) == list(reversed(blocks[:dropped]))  # the tail is evicted before the head
     cache.drop_out_of_window(seq, again := StepPlan())
     assert not again.table_writes and cache.num_dropped == cache.stats().num_dropped == dropped
     cache.free(seq)
@@ -785,7 +785,7 @@ def test_a_swap_does_not_move_dropped_blocks() -> None:
     cache.swap_in(seq.request, found, StepPlan())
     seq.request.status = Status.RUNNING
     assert seq.block_ids[:num_dropped] == [0] * num_dropped and all(seq.block_ids[num_dropped:])
-    assert seq.seal_ids == seals[:num_dropped]  # what came back is sealed anew, on the chain of what was given up
+    assert seq.seal_ids == seals[:num_dropped]  # swapped-in blocks are sealed again, on the chain of dropped ones
     cache.free(seq)
     assert cache.pool.num_used == 0
 
@@ -901,10 +901,10 @@ def test_block_events_agree_with_the_pool() -> None:
             assert refs[e.block_id] == e.refs
             assert not e.cached or e.refs == 0
     assert not any(refs.values())
-    sealed, evicted = lab.told(ev.Sealed), lab.told(ev.Evicted)
+    sealed, evicted = lab.emitted(ev.Sealed), lab.emitted(ev.Evicted)
     assert len(sealed) == lab.pool.num_sealed and len(evicted) == lab.pool.num_evicted
     assert {e.seal_id for e in evicted} <= {e.seal_id for e in sealed}
-    assert len(lab.told(ev.Copied)) == lab.cache.num_copied > 0
+    assert len(lab.emitted(ev.Copied)) == lab.cache.num_copied > 0
 
 
 def test_a_removed_seal_is_removed_from_its_sequences() -> None:
@@ -926,13 +926,13 @@ def test_an_eviction_event_has_its_reason() -> None:
     assert lab.pool.num_cached == 3
     lab.add("B", [6, 7], 1)
     lab.run()
-    assert lab.told(ev.Evicted) == []
+    assert lab.emitted(ev.Evicted) == []
     lab.add("C", [8, 9, 10, 11], 1)
     lab.run()
-    assert [(e.why, e.num_cached) for e in lab.told(ev.Evicted)] == [("room", 3), ("room", 2)]
+    assert [(e.why, e.num_cached) for e in lab.emitted(ev.Evicted)] == [("room", 3), ("room", 2)]
     lab.events.clear()
     num = lab.pool.num_cached
     lab.pool.unseal(next(lab.pool.cached()))
     lab.cache.reset_prefix_cache()
-    told = [(e.why, e.num_cached) for e in lab.told(ev.Evicted)]
+    told = [(e.why, e.num_cached) for e in lab.emitted(ev.Evicted)]
     assert told == [("void", num - 1), *(("reset", left) for left in reversed(range(num - 1)))] and num > 1

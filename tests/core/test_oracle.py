@@ -87,7 +87,7 @@ def two_hundred() -> list[Request]:
 def serve(num_blocks: int, policy: Policy, *, watch: bool, host: int = 0) -> tuple[Lab, dict[str, list]]:
     lab = Lab(num_blocks, 4, host=host, rows=64, budget=128, window=4, policy=policy, listen=False)
     for request in two_hundred():
-        lab.scheduler.add(request)  # raises for one that is refused
+        lab.scheduler.add(request)  # raises if it is refused
         lab.requests[request.request_id] = request
     while lab.scheduler.has_work:
         if len(lab.flight) < 2:
@@ -201,7 +201,7 @@ def test_the_reference_needs_no_memory() -> None:
     want = o.reference(request)
     lab.run()
     assert o.outputs(request) == want and len(want) >= 1
-    assert lab.told(ev.Finished)
+    assert lab.emitted(ev.Finished)
 
 
 def test_the_oracle_notices_tokens_computed_from_a_corrupt_block() -> None:

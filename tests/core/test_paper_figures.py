@@ -22,7 +22,7 @@ def filled(cache: KVCacheManager, seq: Sequence) -> list[tuple[int, int]]:
 
 def compute(cache: KVCacheManager, seq: Sequence, count: int, plan: StepPlan | None = None) -> StepPlan:
     """`count` positions are computed, and the sequence then knows one token more than it has computed."""
-    plan = StepPlan() if plan is None else plan  # an empty plan is false
+    plan = StepPlan() if plan is None else plan  # an empty plan is falsy
     if not seq.block_ids:
         cache.attach(seq, cache.lookup(seq))
         count -= seq.num_computed
@@ -113,7 +113,7 @@ def test_figure_9_beam_search_shares_as_its_tree_grows_and_shrinks() -> None:
         cache.fork(parent, child)
         return child
 
-    beam.append(fork(beam[0]))  # candidate 3 parts from the rest at the second block
+    beam.append(fork(beam[0]))  # candidate 3 differs from the second block on
     shared, apart = beam
     compute(cache, shared, 2)
     compute(cache, shared, 2)
@@ -237,7 +237,7 @@ def test_a_session_by_hand_allocate_generate_fork_free() -> None:
     cache.free(second)
     stats = cache.stats()
     assert (stats.num_used, stats.num_cached, stats.num_free) == (0, 2, 8)
-    third = allocate([1, 2, 3, 4, 5, 6, 7, 8, 11])  # freed blocks keep their content until they are taken
+    third = allocate([1, 2, 3, 4, 5, 6, 7, 8, 11])  # freed blocks keep their content until they are allocated again
     assert third.num_computed == 9 and cache.stats().num_hits == 4
     assert stats.as_dict()["num_cached"] == 2
 
@@ -278,7 +278,7 @@ def test_36_tokens_in_blocks_of_16() -> None:
 
 def test_the_swap_space_is_at_most_as_large_as_the_pool() -> None:
     KVCacheManager(4, 2, 4)
-    with pytest.raises(AssertionError, match="never larger"):
+    with pytest.raises(AssertionError, match="at most as large"):
         KVCacheManager(4, 2, 5)
 
 

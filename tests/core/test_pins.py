@@ -148,7 +148,7 @@ def test_no_request_is_admitted_without_room_for_the_copy() -> None:
     lab.step()
     request = lab.add("A", [1, 2, 3, 4, 5, 6, 7, 8], 1)
     lab.plan()
-    assert request.status is Status.WAITING and lab.told(ev.Waiting)[-1] == ev.Waiting("A", "blocks", 1, 0, 0)
+    assert request.status is Status.WAITING and lab.emitted(ev.Waiting)[-1] == ev.Waiting("A", "blocks", 1, 0, 0)
     while lab.scheduler.has_work:
         lab.land()
         lab.plan()
@@ -198,7 +198,7 @@ def test_unpinning_does_not_affect_requests_that_began_with_the_pin() -> None:
     lab.add("A", [1, 2, 3, 4, 5], 4)
     lab.step()
     assert lab.scheduler.unpin("P") == 2 and lab.scheduler.unpin("P") is None
-    assert lab.told(ev.Pinned, ev.Unpinned) == [ev.Pinned("P", 4, 2), ev.Unpinned("P", 2)]
+    assert lab.emitted(ev.Pinned, ev.Unpinned) == [ev.Pinned("P", 4, 2), ev.Unpinned("P", 2)]
     lab.run()
 
 

@@ -59,15 +59,15 @@ def test_costs_are_measured_from_steps() -> None:
     costs = PreemptionCosts(move_s=1.0)
     costs.record_step(0, 0.010)
     assert costs.step_s == 0.010 and not costs.known
-    costs.record_step(63, 9.0)  # too few positions to tell them from the rest of the step
+    costs.record_step(63, 9.0)  # too few positions to measure
     assert not costs.known
     costs.record_step(100, 0.030)
     assert costs.token_s == pytest.approx(0.0002) and costs.known
-    costs.record_step(100, 0.130)  # the newest counts a fifth
+    costs.record_step(100, 0.130)  # a new value has a weight of 0.2
     assert costs.token_s == pytest.approx(0.0002 + 0.2 * 0.001)
     costs.record_step(0, 0.020)
     assert costs.step_s == pytest.approx(0.012)
-    costs.record_step(100, 0.011)  # faster than a step without: tells nothing
+    costs.record_step(100, 0.011)  # faster than a step without prefill: ignored
     assert costs.token_s == pytest.approx(0.0004)
     costs.record_return(50, 100)
     costs.record_return(50, 100)
@@ -79,7 +79,7 @@ def test_cache_hits_of_resumed_requests_are_measured() -> None:
     lab.add("A", [1, 2, 3, 4], 6)
     lab.add("B", [5, 6, 7, 8], 6)
     lab.run()
-    back = [e for e in lab.told(ev.Admitted) if e.request_id == "B"][1]
+    back = [e for e in lab.emitted(ev.Admitted) if e.request_id == "B"][1]
     assert back.num_cached_tokens > 0
     assert lab.scheduler.policy.costs.kept == pytest.approx(0.2 * back.num_cached_tokens / back.num_tokens)
 
@@ -89,7 +89,7 @@ def test_without_host_room_a_victim_is_recomputed_and_the_event_has_the_reason()
     lab.add("A", [1, 2, 3, 4], 6)
     lab.add("B", [5, 6, 7, 8], 6)
     lab.run()
-    assert [(e.how, e.why) for e in lab.told(ev.Preempted)] == [("recompute", "no host room")]
+    assert [(e.how, e.why) for e in lab.emitted(ev.Preempted)] == [("recompute", "no host room")]
 
 
 def test_private_blocks_exclude_sealed_blocks_of_others() -> None:
@@ -130,12 +130,12 @@ def _crowd(victims: VictimPolicy, costs: PreemptionCosts | None = None) -> Lab:
 
 
 def test_the_latest_request_is_preempted() -> None:
-    assert _crowd(VictimPolicy.LATEST).told(ev.Preempted)[0].request_id == "C"
+    assert _crowd(VictimPolicy.LATEST).emitted(ev.Preempted)[0].request_id == "C"
 
 
 @pytest.mark.parametrize("costs", [PreemptionCosts(), PreemptionCosts(token_s=1.0, move_s=1.0)])
 def test_the_request_that_resumes_fastest_is_preempted(costs: PreemptionCosts) -> None:
-    assert _crowd(VictimPolicy.LEAST_LOST, costs).told(ev.Preempted)[0].request_id == "B"
+    assert _crowd(VictimPolicy.LEAST_LOST, costs).emitted(ev.Preempted)[0].request_id == "B"
 
 
 def test_among_equals_the_latest_request_is_preempted() -> None:
@@ -143,7 +143,7 @@ def test_among_equals_the_latest_request_is_preempted() -> None:
     for name in "ABC":
         lab.add(name, [ord(name)], 8)
     lab.run()
-    assert lab.told(ev.Preempted)[0].request_id == "C"
+    assert lab.emitted(ev.Preempted)[0].request_id == "C"
 
 
 @pytest.mark.parametrize("victims", VictimPolicy)
@@ -152,7 +152,7 @@ def test_the_first_request_is_never_preempted_for_another(victims: VictimPolicy)
     for i, (prompt, num) in enumerate([([1], 12), ([2, 3, 4, 5], 9), ([6, 7], 9), ([8], 9)]):
         lab.add(f"r{i}", prompt, num)
     lab.run()
-    told = lab.told(ev.Preempted)
+    told = lab.emitted(ev.Preempted)
     assert told and "r0" not in [e.request_id for e in told]
     assert lab.finished[0] == "r0"
 
@@ -184,7 +184,7 @@ def test_ageing_bounds_how_often_a_request_is_overtaken() -> None:
     overtaken_by = [i for place, i in places if place < policy.order(late, 0)]
     assert overtaken_by == [1, 2, 3, 4, 5]
     equal = [place for place, i in places if i == 6]
-    assert policy.order(late, 0) < equal[0]  # the earlier of two with one age
+    assert policy.order(late, 0) < equal[0]  # the earlier of two equal keys
     strict = Policy(by_priority=True)
     assert strict.order(late, 0) > strict.order(make("r", [1], 1), 10**9)
     assert Policy(ageing=3).order(late, 0) == (0, 0)
@@ -218,14 +218,14 @@ def test_a_preempted_request_resumes_when_all_can_grow(mode: PreemptionMode) -> 
     lab = Lab(12, 1, host=12, policy=Policy(mode=mode))
     lab.add("A", [1, 2, 3], 7)
     b = lab.add("B", [5, 6, 7], 9)
-    while not lab.told(ev.Preempted):
+    while not lab.emitted(ev.Preempted):
         lab.step()
     lab.run()
     assert b.num_preemptions == 1
-    waits = [e for e in lab.told(ev.Waiting) if e.request_id == "B" and e.reason == "blocks"]
-    left = [e.num_tokens for e in lab.told(ev.Finished) if e.request_id == "B"]
+    waits = [e for e in lab.emitted(ev.Waiting) if e.request_id == "B" and e.reason == "blocks"]
+    left = [e.num_tokens for e in lab.emitted(ev.Finished) if e.request_id == "B"]
     assert left == [9] and waits[0].needs == 7 + 2 * 5, waits
-    entered = [e for e in lab.told(ev.Admitted, ev.SwappedIn, ev.Finished) if e.request_id in "AB"]
+    entered = [e for e in lab.emitted(ev.Admitted, ev.SwappedIn, ev.Finished) if e.request_id in "AB"]
     assert [(type(e).__name__, e.request_id) for e in entered][2:] == [
         ("Finished", "A"),
         ("Admitted" if mode is RECOMPUTE else "SwappedIn", "B"),

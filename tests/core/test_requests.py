@@ -18,7 +18,7 @@ from tests.proof import oracle as o
 
 
 @pytest.mark.parametrize(
-    ("name", "bad", "says"),
+    ("name", "bad", "message"),
     [
         ("n", 0, "n is 0, it must be from 1 to 128"),
         ("n", 129, "from 1 to 128"),
@@ -95,8 +95,8 @@ from tests.proof import oracle as o
         ("output_kind", "delta", "output_kind is 'delta', it must be one of RequestOutputKind.CUMULATIVE, "),
     ],
 )
-def test_a_parameter_out_of_range_is_refused_by_name(name: str, bad: Any, says: str) -> None:
-    with pytest.raises(ParameterError, match=says) as caught:
+def test_a_parameter_out_of_range_is_refused_by_name(name: str, bad: Any, message: str) -> None:
+    with pytest.raises(ParameterError, match=message) as caught:
         SamplingParams(**{name: bad})
     assert caught.value.param == name and "\n" not in str(caught.value)
 

@@ -54,7 +54,7 @@ def test_a_plan_finds_no_blocks_that_it_computes() -> None:
     plan = lab.plan()
     assert plan.sequences == first.sequences
     assert lab.reasons("second") == ["prefix in flight"]
-    plan = lab.plan()  # found from the next plan on, though the first has not landed
+    plan = lab.plan()  # found from the next plan on, though the first has no result yet
     assert slice_of(plan, second) is not None and second.num_cached_tokens == 4
     assert second.sequences[0].block_ids[:2] == first.sequences[0].block_ids[:2]
     lab.run()
@@ -74,7 +74,7 @@ def test_a_system_prompt_shared_by_eight_is_computed_once() -> None:
 
 
 def test_a_long_prefix_in_flight_is_waited_for_chunk_by_chunk() -> None:
-    """The second of two equal prompts does not take the computed part and compute the rest in parallel with the first."""
+    """The second of two equal prompts waits for the whole prefix instead of computing the rest in parallel."""
     lab = Lab(20, budget=5)
     prompt = list(range(10, 22))
     lab.add("first", prompt, 1)
@@ -349,7 +349,7 @@ def test_swaps_in_come_before_copies() -> None:
 
 
 def test_a_plan_with_only_swaps_is_submitted() -> None:
-    """A waits for its last result, and B needs a block and preempts itself: the step has no slice, yet B's blocks move."""
+    """A waits for its last result; B needs a block and preempts itself. The step has no slice, but moves B's blocks."""
     lab = Lab(5, host=5, policy=SWAP)
     lab.add("A", [1, 2, 3, 4], 2)
     lab.add("B", [5, 6, 7], 5)
@@ -359,13 +359,13 @@ def test_a_plan_with_only_swaps_is_submitted() -> None:
     plan = lab.plan()
     assert not plan.rows and plan.swap_outs and plan
     assert lab.requests["B"].status is Status.SWAPPED
-    assert lab.told(ev.Preempted) == [ev.Preempted("B", "swap", "B", 1, 0, 0, "forced", 2, 4)]
+    assert lab.emitted(ev.Preempted) == [ev.Preempted("B", "swap", "B", 1, 0, 0, "forced", 2, 4)]
     assert lab.scheduler.in_flight[-1] is plan
     lab.run(depth=2)
 
 
-def left_behind(num_blocks: int = 8) -> tuple[Lab, Sequence, Sequence]:
-    """Two sequences over one sealed block; the second is swapped out and leaves that block behind."""
+def swapped_with_shared_block(num_blocks: int = 8) -> tuple[Lab, Sequence, Sequence]:
+    """Two sequences over one sealed block; the second is swapped out and shares that block on the device."""
     lab = Lab(num_blocks, host=num_blocks, listen=False)
     cache = lab.cache
     first, second = sequence([1, 2, 9]), sequence([1, 2, 3])
@@ -385,7 +385,7 @@ def left_behind(num_blocks: int = 8) -> tuple[Lab, Sequence, Sequence]:
 
 
 def test_blocks_shared_on_device_are_not_referenced() -> None:
-    lab, first, _ = left_behind()
+    lab, first, _ = swapped_with_shared_block()
     assert lab.pool.refs[1] == 1
     lab.cache.free(first)
     assert lab.pool.num_used == 0 and list(lab.pool.cached()) == [1]
@@ -394,7 +394,7 @@ def test_blocks_shared_on_device_are_not_referenced() -> None:
 def test_blocks_shared_on_device_are_referenced_before_allocation() -> None:
     """Their last owner finished, so the block is the oldest cached one. Allocating first would evict it for the same
     request."""
-    lab, first, second = left_behind(3)
+    lab, first, second = swapped_with_shared_block(3)
     cache, pool = lab.cache, lab.pool
     cache.free(first)
     assert pool.num_available == 3
@@ -413,7 +413,7 @@ def test_blocks_shared_on_device_are_referenced_before_allocation() -> None:
 
 
 def test_blocks_shared_on_device_without_users_are_counted() -> None:
-    lab, first, second = left_behind()
+    lab, first, second = swapped_with_shared_block()
     found = lab.cache.find_swap_in_blocks(second.request)
     assert found is not None and found.num_needed == 1  # the first still owns it
     lab.cache.free(first)
@@ -424,7 +424,7 @@ def test_blocks_shared_on_device_without_users_are_counted() -> None:
 
 def test_blocks_shared_on_device_are_verified_by_seal_id() -> None:
     """The block was evicted and holds the same tokens under another seal id, or other tokens: it is lost."""
-    lab, first, second = left_behind()
+    lab, first, second = swapped_with_shared_block()
     cache, pool = lab.cache, lab.pool
     key = pool.key_of(1)
     assert key is not None
@@ -450,7 +450,7 @@ def test_a_swapped_request_that_lost_a_block_is_recomputed() -> None:
     assert lab.cache.reset_prefix_cache() > 0
     assert b.status is Status.SWAPPED
     lab.plan()
-    assert lab.told(ev.SwapLost) == [ev.SwapLost("B")]
+    assert lab.emitted(ev.SwapLost) == [ev.SwapLost("B")]
     assert b.status is Status.RUNNING and not b.shared_on_device and lab.cache.swap_space.num_used == 0
     lab.run()
 
@@ -464,12 +464,12 @@ def test_a_swapped_request_that_lost_a_block_reports_a_new_wait_reason() -> None
     b = lab.add("B", [1, 2, 5, 6], 6)
     while not (b.status is Status.SWAPPED and b.wait_reason == "blocks"):
         lab.step()
-    said = len(lab.reasons("B"))
+    output = len(lab.reasons("B"))
     lab.abort("A")
     lab.cache.reset_prefix_cache()
     lab.plan()
-    assert lab.told(ev.SwapLost) and b.status is Status.WAITING
-    assert lab.reasons("B")[said:] == ["blocks"]
+    assert lab.emitted(ev.SwapLost) and b.status is Status.WAITING
+    assert lab.reasons("B")[output:] == ["blocks"]
     lab.run()
 
 
@@ -503,7 +503,7 @@ def test_without_host_room_a_victim_is_recomputed() -> None:
     lab.add("A", [1, 2, 3, 4], 6)
     lab.add("B", [5, 6, 7, 8], 6)
     lab.run()
-    assert [e.how for e in lab.told(ev.Preempted)] == ["recompute"]
+    assert [e.how for e in lab.emitted(ev.Preempted)] == ["recompute"]
     assert lab.cache.num_swapped_out == 0
 
 
@@ -530,7 +530,7 @@ def test_a_fork_happens_in_the_tier_where_the_request_is(policy: Policy, status:
 
 
 def test_selected_beams_fork_before_the_others_are_released() -> None:
-    """Both survivors come from the last beam. If the others were released in between, a parent's blocks would be lost."""
+    """Both survivors come from the last beam. If the others were released in between, its blocks would be lost."""
     kept = []
 
     def last_twice(parents: list) -> list:
@@ -559,7 +559,7 @@ def test_blocks_needed_counts_a_group_as_a_whole() -> None:
     group = lab.add("G", [5, 6, 7, 8], 3, width=2)
     lab.step()
     assert lab.pool.num_available == 2
-    lab.pool.allocate()  # somebody's: one is left
+    lab.pool.allocate()  # one is left
     sequences = [(s, 1) for s in group.sequences]
     assert [lab.cache.blocks_needed([s]) for s in sequences] == [1, 1]
     assert lab.cache.blocks_needed(sequences) == 2
@@ -600,7 +600,7 @@ def test_a_sibling_is_recomputed_only_if_there_is_room() -> None:
     own, pool = second.block_ids[2:], lab.pool
     assert len(first.token_ids) == 9 and not set(own) & set(first.block_ids)
     throw_out(lab, group)
-    group.num_preemptions = 0  # it asks for no room to grow
+    group.num_preemptions = 0  # it needs no headroom
     for block in own:
         pool.unseal(block)
     while pool.num_available > 5:
@@ -657,8 +657,8 @@ def test_the_watermark_is_left_for_running_requests() -> None:
         b = lab.add("B", [5, 6, 7, 8, 9], 2)
         lab.plan()
         assert (b.status is Status.RUNNING) == comes
-        if not comes:  # 6 are free, 4 of them not for those who come
-            assert lab.told(ev.Waiting) == [ev.Waiting("B", "blocks", 3, 2, 0)]
+        if not comes:  # 6 are free, 4 of them reserved by the watermark
+            assert lab.emitted(ev.Waiting) == [ev.Waiting("B", "blocks", 3, 2, 0)]
         lab.run()
 
 
@@ -669,7 +669,7 @@ def test_the_watermark_applies_to_swap_in_too() -> None:
         b = lab.add("B", [5, 6], 2)
         lab.step()
         throw_out(lab, b)
-        lab.scheduler.schedule()  # of 5 that A leaves free, B wants 2, and 2 that stay free for both to go on with
+        lab.scheduler.schedule()  # of 5 free blocks B needs 2, and 2 more as headroom
         assert (b.status is Status.RUNNING) == comes
 
 
@@ -682,7 +682,7 @@ def test_the_victim_is_the_last_running_request() -> None:
         for _ in range(3):
             lab.step()
         plan = lab.plan()
-        assert [e.request_id for e in lab.told(ev.Preempted)] == ["C"]
+        assert [e.request_id for e in lab.emitted(ev.Preempted)] == ["C"]
         assert [s.request.request_id for s in plan.sequences] == ["A", "B"]
         lab.run()
 
@@ -698,7 +698,7 @@ def test_a_step_that_preempts_admits_no_request() -> None:
     lab.step()
     lab.step()
     assert group.status is Status.SWAPPED and lab.pool.num_available == 0
-    a.sequences[0].max_length = 7  # all its positions are planned: it is B who asks
+    a.sequences[0].max_length = 7  # all its positions are planned, so B needs the block
     plan = lab.plan()
     assert b.status is Status.WAITING and lab.pool.num_available == 3
     assert group.status is Status.SWAPPED and not plan
@@ -716,10 +716,10 @@ def test_self_preemption_counts_as_preemption(mode: PreemptionMode) -> None:
     for _ in range(3):
         lab.step()
     small = lab.add("small", [9], 1)
-    lab.scheduler.running[0].sequences[0].max_length = 7  # A has all its positions planned: B is the one who asks
+    lab.scheduler.running[0].sequences[0].max_length = 7  # all of A's positions are planned, so B needs the block
     plan = lab.plan()
     assert b.status is not Status.RUNNING and small.status is Status.WAITING
     assert not plan.rows
-    assert [e.for_request for e in lab.told(ev.Preempted)] == ["B"]
+    assert [e.for_request for e in lab.emitted(ev.Preempted)] == ["B"]
     if mode is PreemptionMode.SWAP:
         assert lab.reasons("small") == ["behind a swapped request"]

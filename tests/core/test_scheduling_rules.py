@@ -68,7 +68,7 @@ def test_the_budget_stops_admission_with_a_reason() -> None:
     lab.add("A", [1, 2, 3, 4], 2)
     lab.add("B", [4, 5, 6], 2)
     lab.plan()
-    assert lab.told(ev.Waiting) == [ev.Waiting("B", "budget", 3, 0, 0)]
+    assert lab.emitted(ev.Waiting) == [ev.Waiting("B", "budget", 3, 0, 0)]
     lab.run()
 
 
@@ -78,8 +78,8 @@ def test_rows_bound_a_step_and_a_request_takes_its_width_from_the_start() -> Non
     b = lab.add("B", [3, 4], 3, width=2)
     lab.add("C", [5, 6], 3)
     plan = lab.plan()
-    assert names(plan) == ["A"]  # C would fit, but stands behind B
-    assert lab.told(ev.Waiting) == [ev.Waiting("B", "rows", 2, 1, 0)]
+    assert names(plan) == ["A"]  # C would fit, but B is first
+    assert lab.emitted(ev.Waiting) == [ev.Waiting("B", "rows", 2, 1, 0)]
     assert lab.scheduler.num_rows_taken == 2
     lab.run()
     assert b.finished_sequences
@@ -121,7 +121,7 @@ def test_by_priority_the_least_important_request_is_preempted_though_it_arrived_
     lab.step()
     lab.add("urgent", [5, 6, 7, 8], 6)
     lab.run()
-    assert {e.request_id for e in lab.told(ev.Preempted)} == {"early"}
+    assert {e.request_id for e in lab.emitted(ev.Preempted)} == {"early"}
     assert lab.finished == ["urgent", "early"]
 
 
@@ -192,7 +192,7 @@ def test_a_swapped_group_waits_for_a_budget_that_takes_it_whole() -> None:
     lab.oracle.submit(plan)
     lab.plan()
     assert group.status is Status.SWAPPED
-    assert lab.told(ev.Waiting)[-1] == ev.Waiting("G", "budget", 3, 2, 0)
+    assert lab.emitted(ev.Waiting)[-1] == ev.Waiting("G", "budget", 3, 2, 0)
     lab.land()
     while a.status is not Status.FINISHED:
         lab.step()
@@ -208,7 +208,7 @@ def test_swapped_requests_wait_for_rows() -> None:
     lab.oracle.submit(plan)
     lab.scheduler.num_rows_taken += 2  # as if others ran
     lab.scheduler.schedule()
-    assert lab.told(ev.Waiting)[-1] == ev.Waiting("A", "rows", 1, 0, 0)
+    assert lab.emitted(ev.Waiting)[-1] == ev.Waiting("A", "rows", 1, 0, 0)
     lab.scheduler.num_rows_taken -= 2
     lab.run()
 
@@ -216,10 +216,10 @@ def test_swapped_requests_wait_for_rows() -> None:
 def test_an_empty_plan_is_false_and_leaves_no_trace() -> None:
     lab = Lab(4)
     plan = lab.plan()
-    assert not plan and plan.num_tokens == 0 and lab.scheduler.num_steps == 0 and not lab.told(ev.Step)
+    assert not plan and plan.num_tokens == 0 and lab.scheduler.num_steps == 0 and not lab.emitted(ev.Step)
     lab.add("A", [1], 1)
     lab.plan()
-    assert lab.scheduler.has_work and not lab.plan()  # its last token is on its way
+    assert lab.scheduler.has_work and not lab.plan()  # its last token is in flight
     lab.run()
     assert lab.scheduler.num_steps == 1 and not lab.scheduler.has_work
 
@@ -247,7 +247,7 @@ def test_a_preemption_event_has_its_numbers() -> None:
     lab.add("A", [1, 2, 3, 4], 6)
     lab.add("B", [5, 6, 7, 8], 6)
     lab.run()
-    assert lab.told(ev.Preempted) == [ev.Preempted("B", "recompute", "A", 1, 0, 0, "forced", 3, 6)]
+    assert lab.emitted(ev.Preempted) == [ev.Preempted("B", "recompute", "A", 1, 0, 0, "forced", 3, 6)]
     assert lab.reasons("B")[-1] == "blocks"
     assert lab.scheduler.num_preemptions == 1
 
@@ -264,7 +264,7 @@ def test_several_requests_are_preempted_until_there_is_room() -> None:
     lab.step()
     assert lab.pool.num_used == 8
     plan = lab.plan()
-    assert [e.request_id for e in lab.told(ev.Preempted)] == ["s3", "s2", "s1"]
+    assert [e.request_id for e in lab.emitted(ev.Preempted)] == ["s3", "s2", "s1"]
     assert len([s for s in plan.sequences if s.request is group]) == 3
     lab.run()
 
@@ -332,7 +332,7 @@ def test_more_sequences_than_rows_or_budget_are_refused(rows: int, budget: int) 
     lab = Lab(40, rows=rows, budget=budget)
     with pytest.raises(CapacityError, match="decodes 3 sequences together and at most 2 run"):
         lab.add("A", [1, 2], 3, width=3)
-    assert not lab.scheduler.has_work and not lab.told(ev.Arrived)
+    assert not lab.scheduler.has_work and not lab.emitted(ev.Arrived)
     lab.add("B", [1, 2], 3, width=2)
     lab.run()
 
@@ -374,7 +374,7 @@ def test_a_wait_reason_is_emitted_when_it_changes_not_once_per_step() -> None:
     lab.add("A", [1, 2, 3, 4, 5, 6, 7], 6)
     lab.add("B", [9] * 9, 2)
     lab.run()
-    assert lab.told(ev.Waiting) == [ev.Waiting("B", "blocks", 5, 4, 0)]
+    assert lab.emitted(ev.Waiting) == [ev.Waiting("B", "blocks", 5, 4, 0)]
 
 
 def test_a_running_request_has_no_wait_reason() -> None:
@@ -407,7 +407,7 @@ def test_a_wait_for_blocks_has_its_numbers() -> None:
     lab.step()
     lab.add("B", [7] * 9, 4)
     lab.plan()
-    assert lab.told(ev.Waiting)[-1] == ev.Waiting("B", "blocks", 5, 1, 2)
+    assert lab.emitted(ev.Waiting)[-1] == ev.Waiting("B", "blocks", 5, 1, 2)
     lab.run()
 
 
@@ -416,7 +416,7 @@ def test_events_of_a_requests_life() -> None:
     lab.add("A", [1, 2, 3], 2, priority=3)
     lab.run()
     kinds = (ev.Arrived, ev.Admitted, ev.Finished, ev.Step)
-    assert lab.told(*kinds) == [
+    assert lab.emitted(*kinds) == [
         ev.Arrived("A", 3, 2, 1, 3),
         ev.Admitted("A", 0, 3),
         ev.Step(0, 1, 3, 1, 0, 0, 2, 0, 6, 0, 2, 0, 0, 0, 0, 1),
@@ -432,7 +432,7 @@ def test_step_events_carry_the_increase_of_every_counter() -> None:
     lab.run()
     lab.add("C", [1, 2, 3, 4, 5, 6, 7, 8, 9], 2)
     lab.run()
-    steps = lab.told(ev.Step)
+    steps = lab.emitted(ev.Step)
     stats = lab.scheduler.stats()
     assert sum(s.hits for s in steps) == stats.num_hits > 0
     assert sum(s.misses for s in steps) == stats.num_misses > 0
@@ -441,7 +441,7 @@ def test_step_events_carry_the_increase_of_every_counter() -> None:
     assert sum(s.swapped_in for s in steps) == stats.num_swapped_in > 0
     assert sum(s.evicted for s in steps) == stats.num_evicted > 0
     assert all(s.used + s.cached + s.free == 6 for s in steps)
-    swapped = lab.told(ev.SwappedIn)
+    swapped = lab.emitted(ev.SwappedIn)
     assert [e.num_copied for e in swapped] == [stats.num_swapped_in]
 
 
@@ -490,7 +490,7 @@ def test_a_window_ends_with_the_request(depth: int, window: int) -> None:
             sampled += plan.num_sampled
         if lab.flight and (not plan or len(lab.flight) >= depth):
             lab.land()
-    assert sampled[0] == 1  # a request comes in with one token
+    assert sampled[0] == 1  # an admitted request starts with one token
     assert sum(sampled) == 12 and max(sampled) <= window
     assert len(sampled) == 1 + -(-11 // window)
     lab.at_rest()
@@ -527,12 +527,12 @@ def test_the_decode_window_is_one_while_a_request_could_be_admitted() -> None:
 
 def test_the_decode_window_does_not_shrink_for_requests_that_wait_for_others_to_finish() -> None:
     for rows, reason in ((1, "rows"), (2, "blocks")):
-        lab = Lab(14, window=4, rows=rows)  # B needs all 14, at its longest
+        lab = Lab(14, window=4, rows=rows)  # B needs all 14 at its maximum length
         lab.add("A", [1, 2], 24)
         lab.step()
         lab.add("B", list(range(10, 36)), 3)
         assert lab.step().num_sampled == [1]
-        assert lab.told(ev.Waiting)
+        assert lab.emitted(ev.Waiting)
         assert lab.requests["B"].wait_reason == reason
         assert lab.plan().num_sampled == [4]
         lab.run()
@@ -595,21 +595,21 @@ def test_every_beam_returns_candidates() -> None:
     assert lab.step().num_samples == {0: 2}
     assert lab.step().num_samples == {0: 2, 1: 2}
     lab.run()
-    assert make("b", [1], 1, width=3, select_beams=o.keep_best(3)).num_samples == 6  # twice its width unless told
+    assert make("b", [1], 1, width=3, select_beams=o.keep_best(3)).num_samples == 6  # twice its width by default
 
 
 @pytest.mark.parametrize("stops", [True, False])
 def test_a_result_is_cut_at_the_first_stop_token(stops: bool) -> None:
     """The device's own stop test only ends writes early; the host cuts the result."""
-    said = answer([1, 2], 8)
-    stop = said[3]
+    output = answer([1, 2], 8)
+    stop = output[3]
     lab = Lab(20, window=8, habits=o.Habits(stops=stops))
     request = lab.add("A", [1, 2], 8, stop_ids=[stop, 777])
     lab.step()
     assert lab.plan().num_sampled == [7]
     assert lab.land() == ["A"]
     (seq,) = request.finished_sequences
-    assert seq.token_ids[2:].tolist() == said[: said.index(stop) + 1]
+    assert seq.token_ids[2:].tolist() == output[: output.index(stop) + 1]
     assert (seq.finish_reason, seq.stop_token) == ("stop", stop)
     lab.at_rest()
 
@@ -633,7 +633,7 @@ def test_a_decode_window_streams_its_columns_as_they_arrive() -> None:
     for _ in range(3):
         lab.part()
         known.append((len(seq.token_ids), seq.num_pending, len(seq.seal_ids)))
-    assert known == [(4, 5, 2), (5, 4, 2), (6, 3, 3)]  # what has landed is sealed: the device is past it
+    assert known == [(4, 5, 2), (5, 4, 2), (6, 3, 3)]  # arrived tokens are sealed: the device is past them
     assert plan.num_outstanding == [3] and plan.num_sampled == [6]
     assert lab.land() == ["A"]
     lab.at_rest()
@@ -641,8 +641,8 @@ def test_a_decode_window_streams_its_columns_as_they_arrive() -> None:
 
 def test_a_stop_token_in_a_partial_result_finishes_the_request() -> None:
     prompt = next([3, i] for i in range(50) if answer([3, i], 3)[2] not in answer([3, i], 2))
-    said = answer(prompt, 3)
-    stop = said[2]
+    output = answer(prompt, 3)
+    stop = output[2]
     lab = Lab(20, window=6, habits=o.Habits(splits=True, stops=False))
     request = lab.add("A", prompt, 7, stop_ids=[stop])
     lab.step()
@@ -651,7 +651,7 @@ def test_a_stop_token_in_a_partial_result_finishes_the_request() -> None:
     assert lab.part() == ["A"]
     assert lab.part() == []
     assert lab.land() == []
-    assert request.finished_sequences[0].token_ids[2:].tolist() == said[:3]
+    assert request.finished_sequences[0].token_ids[2:].tolist() == output[:3]
     lab.at_rest()
 
 
@@ -662,7 +662,7 @@ def test_stop_finishes_a_sequence_that_met_a_stop_string() -> None:
     first, second = request.sequences
     assert lab.scheduler.stop(first) is False
     assert request.sequences == [second] and first.finish_reason == "stop" and not first.block_ids
-    assert lab.scheduler.stop(first) is False  # a second time: nothing
+    assert lab.scheduler.stop(first) is False  # no effect the second time
     lab.step()
     assert lab.scheduler.stop(second, "stop") is True
     assert request.status is Status.FINISHED and request.finished_sequences == [first, second]
@@ -687,7 +687,7 @@ def test_a_beam_search_that_keeps_nothing_finishes() -> None:
     lab.plan()
     assert lab.land() == ["A"]
     assert request.status is Status.FINISHED and request.finished_sequences == [] and lab.pool.num_used == 0
-    assert lab.told(ev.Finished) == [ev.Finished("A", "stop", 1)]  # the token that nobody was to go on from
+    assert lab.emitted(ev.Finished) == [ev.Finished("A", "stop", 1)]  # the last token, which has no continuation
 
 
 # -- aborts ------------------------------------------------------------------------------------------------------------
@@ -715,11 +715,11 @@ def test_abort_in_every_state(status: Status, depth: int, options: dict) -> None
         while victim.status is not Status.FINISHED:
             lab.land() if lab.flight else lab.plan()
     assert victim.status is status
-    ended = len(lab.told(ev.Finished))
+    ended = len(lab.emitted(ev.Finished))
     lab.abort("victim")
     lab.abort("victim")
     assert victim.status is Status.FINISHED and not victim.sequences
-    assert len(lab.told(ev.Finished)) == (ended if status is Status.FINISHED else ended + 1)
+    assert len(lab.emitted(ev.Finished)) == (ended if status is Status.FINISHED else ended + 1)
     if status is not Status.FINISHED:
         assert {s.finish_reason for s in victim.finished_sequences} <= {"abort", "stop", "length"}
     lab.run(depth=max(1, depth))
@@ -730,9 +730,9 @@ def test_abort_returns_the_request() -> None:
     lab = Lab(8)
     request = lab.add("A", [1, 2], 4)
     lab.step()
-    assert lab.scheduler.abort("nobody") is None
+    assert lab.scheduler.abort("unknown") is None
     assert lab.scheduler.abort("A", "disconnected") is request
-    assert lab.told(ev.Finished) == [ev.Finished("A", "disconnected", 1)]
+    assert lab.emitted(ev.Finished) == [ev.Finished("A", "disconnected", 1)]
     assert request.finished_sequences[0].finish_reason == "disconnected"
 
 
@@ -749,7 +749,7 @@ def test_an_error_fails_only_its_request() -> None:
     lab.run()
     again = lab.add("A again", [1, 2, 3, 4, 5], 1)
     lab.run()
-    assert again.num_cached_tokens == 0  # its numbers are not to be trusted
+    assert again.num_cached_tokens == 0  # its blocks are invalid
 
 
 def test_an_error_after_the_end_is_ignored() -> None:
@@ -787,7 +787,7 @@ def test_an_error_of_a_preempted_request(policy: Policy) -> None:
     assert lab.pool.num_cached == 0
     again = lab.add("B again", [5, 6, 7, 8], 1)
     lab.run(depth=2)
-    assert again.num_cached_tokens == 0  # what it had left in the cache is not to be trusted either
+    assert again.num_cached_tokens == 0  # its cached blocks are invalid too
 
 
 @pytest.mark.parametrize("num_tokens", [4, 5, 8])
@@ -822,7 +822,7 @@ def test_a_failed_step_removes_its_seals() -> None:
     assert lab.pool.num_sealed == 2
     assert lab.fail() == ["A"]
     assert lab.pool.num_available == lab.pool.num_free == 20 and lab.pool.num_indexed == 0
-    assert lab.told(ev.Recomputed) == [ev.Recomputed("A", 0)]
+    assert lab.emitted(ev.Recomputed) == [ev.Recomputed("A", 0)]
     (seq,) = lab.requests["A"].sequences
     assert (seq.num_pending, seq.num_computed, seq.seal_ids, seq.row) == (0, 0, [], -1)
     assert lab.plan().counts == [5]
@@ -838,7 +838,7 @@ def test_steps_are_smaller_after_an_out_of_memory_step() -> None:
     lab.plan()
     assert [plan.num_tokens for plan, _ in lab.flight] == [3 * 4 + 4]
     assert lab.fail(limit=2) == ["G", "A"]
-    assert lab.told(ev.Recomputed) == [ev.Recomputed(name, 1, "out of memory", 16, 2) for name in ("G", "A")]
+    assert lab.emitted(ev.Recomputed) == [ev.Recomputed(name, 1, "out of memory", 16, 2) for name in ("G", "A")]
     while group.status is not Status.FINISHED:
         plan = lab.plan()
         assert plan.num_tokens <= 2 or (plan.counts == [1, 1, 1] and {s.request for s in plan.sequences} == {group})
@@ -846,9 +846,9 @@ def test_steps_are_smaller_after_an_out_of_memory_step() -> None:
         if len(plan.rows) == 3 and "B" not in lab.requests:
             lab.add("B", [8, 9], 2)
     assert "budget" in lab.reasons("B")
-    assert all(event.free >= 0 for event in lab.told(ev.Waiting))  # type: ignore[attr-defined]
-    assert sum(event.num_tokens for event in lab.told(ev.Step)) > 40  # type: ignore[attr-defined]
-    assert max(event.num_tokens for event in lab.told(ev.Step)[2:]) == 3  # type: ignore[attr-defined]
+    assert all(event.free >= 0 for event in lab.emitted(ev.Waiting))  # type: ignore[attr-defined]
+    assert sum(event.num_tokens for event in lab.emitted(ev.Step)) > 40  # type: ignore[attr-defined]
+    assert max(event.num_tokens for event in lab.emitted(ev.Step)[2:]) == 3  # type: ignore[attr-defined]
     lab.scheduler.max_num_scheduled_tokens = 32
     lab.run(depth=2)
 
@@ -867,7 +867,7 @@ def test_a_group_beyond_the_limit_runs_in_a_step_of_its_own() -> None:
             alone += 1
             assert {s.request for s in plan.sequences} == {group}
         lab.land()
-    assert alone and lab.requests["A"].status is Status.FINISHED  # it came first
+    assert alone and lab.requests["A"].status is Status.FINISHED  # it arrived first
     lab.run()
 
 
@@ -880,7 +880,7 @@ def test_a_failed_step_keeps_earlier_seals() -> None:
     assert sorted(lab.fail()) == ["A", "B"]
     plan = lab.plan()
     found = slice_of(plan, a)
-    assert found is not None and found.start == 4  # computed by a step that landed
+    assert found is not None and found.start == 4  # computed by a completed step
     lab.run()
 
 
@@ -941,7 +941,7 @@ def test_a_swap_of_a_failed_step_is_recomputed() -> None:
         lab.fail()
         assert b.status is Status.WAITING and not b.shared_on_device
         assert lab.cache.swap_space.num_used == 0
-        assert "B" in [e.request_id for e in lab.told(ev.Recomputed)]
+        assert "B" in [e.request_id for e in lab.emitted(ev.Recomputed)]
         lab.run()
 
 
@@ -1065,8 +1065,8 @@ def test_confined_requests_are_planned_alone() -> None:
     lab.plan()
     lab.scheduler.confine([b])
     assert lab.scheduler.running == [b] and lab.scheduler.waiting == [a] and not a.sequences[0].block_ids
-    assert lab.told(ev.Recomputed) == [ev.Recomputed("A", 2, "confined")]
-    lab.land()  # what was in flight of the others counts
+    assert lab.emitted(ev.Recomputed) == [ev.Recomputed("A", 2, "confined")]
+    lab.land()  # results in flight of the others count
     assert len(a.sequences[0].token_ids) == 5
     lab.add("C", [7, 8], 3)
     for _ in range(2):

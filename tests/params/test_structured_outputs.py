@@ -80,11 +80,11 @@ def test_a_dict_of_fields_is_converted() -> None:
         made = params.structured_outputs
         assert made == StructuredOutputsParams(json=json.dumps(schema)) and made is not None
         assert made.kind == "json" and json.loads(made.schema) == schema
-    schema["type"] = "array"  # nobody's business any more
+    schema["type"] = "array"  # has no effect any more
     assert json.loads(made.schema)["type"] == "object"
     assert SamplingParams().structured_outputs is None
     assert json.loads(StructuredOutputsParams(json_object=True).schema) == {"type": "object"}
     assert StructuredOutputsParams(json={}).kind == "json"
-    # A body that says null says nothing.
+    # null is the same as absent.
     assert StructuredOutputsParams(json={}, json_object=None) == StructuredOutputsParams(json={})  # type: ignore[arg-type]
     assert StructuredOutputsParams(choice=["b", "a", "b"]).choice == ("b", "a")
