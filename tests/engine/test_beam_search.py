@@ -36,8 +36,8 @@ def by_hand(model: Any, prompt: list[int], search: BeamSearch, candidates: Calla
     request = Request("r", prompt, SamplingParams(), max_tokens=1)
     live = [Sequence(request, 0, array("i", prompt), 1 << 20)]
     while live:
-        parents = [(seq, candidates(model, seq.token_ids.tolist(), search.num_draws)) for seq in live]
-        chosen = search.decide(parents)
+        parents = [(seq, candidates(model, seq.token_ids.tolist(), search.num_candidates)) for seq in live]
+        chosen = search.select_beams(parents)
         live = [Sequence(request, i, seq.token_ids + array("i", [t]), 1 << 20) for i, (seq, t) in enumerate(chosen)]
 
 
@@ -110,7 +110,7 @@ def test_the_search_goes_on_though_all_the_best_end(model: Any) -> None:
 
     params = BeamSearchParams(beam_width=2, max_tokens=4, length_penalty=2.0, early_stopping="never")
     search = BeamSearch(params, 1, STOPS)
-    assert search.num_draws == 8
+    assert search.num_candidates == 8
     by_hand(model, [1], search, always)
     assert len(search.hypotheses) == 2
 
@@ -135,7 +135,9 @@ def test_what_lives_when_a_request_is_given_up_counts_as_it_is(model: Any) -> No
     search = BeamSearch(BeamSearchParams(beam_width=2, max_tokens=8), 1, frozenset())
     request = Request("r", [1], SamplingParams(), max_tokens=1)
     root = Sequence(request, 0, array("i", [1]), 99)
-    chosen = search.decide([(root, [Candidate(-1.0, 4), Candidate(-2.0, 6), Candidate(-3.0, 7), Candidate(-9.0, 8)])])
+    chosen = search.select_beams(
+        [(root, [Candidate(-1.0, 4), Candidate(-2.0, 6), Candidate(-3.0, 7), Candidate(-9.0, 8)])]
+    )
     assert chosen == [(root, 4), (root, 6)]
     search.give_up([Sequence(request, i, array("i", [1, t]), 99) for i, (_, t) in enumerate(chosen)], "abort")
     assert [(h.logprob, h.token_ids, h.finish_reason) for h in search.hypotheses] == [

@@ -14,7 +14,7 @@ from octavo.kernels.cpu import packed_linear as packed
 from octavo.models.decoder import Decoder
 from octavo.models.linear import PackableWeight, VocabEmbedding
 from octavo.models.loading.loader import dummy_model
-from tests.kernels.machines import become
+from tests.kernels.cpu.backends import use_backend
 from tests.models.tiny import PagedRun, assert_close, make_tiny_checkpoint, random_prompts, read_decoder, read_spec
 
 PROMPTS = random_prompts(11, 3, 30)
@@ -67,7 +67,7 @@ def test_one_table_serves_both_ends_of_a_tied_model(directory: Path) -> None:
 @pytest.mark.parametrize("way", ["native", "oneDNN", "blocks"])
 def test_engines_tables_too(directory: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As loaded for an engine, which then decodes; whoever multiplies."""
-    become(way, monkeypatch)
+    use_backend(way, monkeypatch)
     options = {"dtype": "bfloat16", "skip_tokenizer_init": True, "max_model_len": 64}
     params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
     embed = VocabEmbedding.embed

@@ -298,7 +298,7 @@ def _load(request: Request, number: int) -> Load:
     stops = [3 + token for token in request.stop_ids]
     common: dict[str, Any] = {"max_tokens": request.max_tokens, "ignore_eos": True, "stop_token_ids": stops}
     params: SamplingParams | BeamSearchParams
-    if request.decide is not None:
+    if request.select_beams is not None:
         params = BeamSearchParams(beam_width=request.width, **common)
     else:
         extra = {3: {"logprobs": 21}, 5: {"logprobs": 1}}.get(number % 7, {})  # the former goes another way on a GPU

@@ -95,7 +95,7 @@ def test_sharing_saves_what_the_paper_says() -> None:
 def test_more_open_places_make_beams_share_more(monkeypatch: pytest.MonkeyPatch) -> None:
     savings = []
     for share in (0.02, 0.5):
-        monkeypatch.setattr(beams, "OPEN", share)
+        monkeypatch.setattr(beams, "OPEN_SHARE", share)
         savings.append(fig15.saving(Paper(time=0.1), "Alpaca-like", 2, True))
     assert 0.1 < savings[0] < savings[1] - 0.05 < 0.5, "two beams share half of all at most"
 
@@ -126,12 +126,12 @@ def test_padding_is_paid_for() -> None:
     from octavo.core.plan import StepPlan
 
     cost, plan = era_cost(OPT_13B), StepPlan()
-    plan.rows, plan.starts, plan.counts, plan.samples = [0, 1], [0, 0], [3, 1000], [1, 1]
+    plan.rows, plan.starts, plan.counts, plan.num_sampled = [0, 1], [0, 0], [3, 1000], [1, 1]
     plan.host_tokens = {0: array("i", [1] * 3), 1: array("i", [1] * 1000)}
     padded = PaddedCost(cost)
     assert padded.step_s(plan) == pytest.approx(cost.pass_s + 2000 * (cost.new_s + cost.kv_s))
     late = StepPlan()
-    late.rows, late.starts, late.counts, late.samples = [1], [1200], [1], [1]
+    late.rows, late.starts, late.counts, late.num_sampled = [1], [1200], [1], [1]
     assert padded.step_s(late) == pytest.approx(cost.pass_s + 2 * (cost.decode_s + 1201 * cost.kv_s))
 
 

@@ -1,7 +1,7 @@
 """Beam search: which continuations of a request's sequences live on, and which are its answers.
 
-The device gives each live sequence's likeliest tokens; `BeamSearch.decide` keeps the best `beam_width` continuations of
-them all, and the core forks and frees accordingly (paper, section 4.4). A continuation that ends is a hypothesis,
+The device returns each live sequence's top tokens. `BeamSearch.select_beams` keeps the best `beam_width` continuations
+of them all, and the core forks and frees accordingly (paper, section 4.4). A continuation that ends is a hypothesis,
 scored by its log-probability over length ** length_penalty. The rules, and what `early_stopping` means, are those of
 Transformers' `generate`, so that both give the same sequences.
 """
@@ -67,7 +67,7 @@ class BeamSearch:
         self._entries: list[list[TokenLogprobs]] = [[]]  # likewise
 
     @property
-    def num_draws(self) -> int:
+    def num_candidates(self) -> int:
         """Candidates to look at, of each sequence as of all: though every stop token is among the best of each, as many
         as there are beams go on."""
         return max(self._num_best, self.params.logprobs or 0)
@@ -76,7 +76,7 @@ class BeamSearch:
     def _num_best(self) -> int:
         return max(2, 1 + len(self._stop_ids)) * self.params.beam_width
 
-    def decide(self, parents: list[tuple[Sequence, Any]]) -> list[tuple[Sequence, int]]:
+    def select_beams(self, parents: list[tuple[Sequence, Any]]) -> list[tuple[Sequence, int]]:
         """The continuations that live on, best first; none when the search is over.
 
         parents   each live sequence with its candidates, best first

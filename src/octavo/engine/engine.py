@@ -71,7 +71,7 @@ class _InFlight:
 
     @property
     def lacks_masks(self) -> bool:
-        return self.num_put < self.plan.num_masked
+        return self.num_put < self.plan.num_bitmask_columns
 
 
 class Engine:
@@ -189,11 +189,11 @@ class Engine:
             priority=priority,
             salt=salt,
             tenant=tenant,
-            rank=rank,
+            index_in_call=rank,
             width=None if beams is None else beams.beam_width,
-            num_draws=None if search is None else search.num_draws,
-            decide=None if search is None else search.decide,
-            constrained=grammar is not None,
+            num_samples=None if search is None else search.num_candidates,
+            select_beams=None if search is None else search.select_beams,
+            use_structured_output=grammar is not None,
             pin=pin,
             resume=resume,
         )
@@ -286,7 +286,7 @@ class Engine:
             )
         if params.max_tokens is not None:
             return params.max_tokens
-        most = self.scheduler.cache.longest_output(num_prompt, params.width)
+        most = self.scheduler.cache.max_output_tokens(num_prompt, params.width)
         return max(1, min(limit - num_prompt, most))
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -402,15 +402,15 @@ class Engine:
             return []
         step, wanted = self._flight[0], []
         plan, column = step.plan, step.num_put
-        left = plan.outstanding or plan.samples
-        for i in plan.masked:
+        left = plan.num_outstanding or plan.num_sampled
+        for i in plan.bitmask_slices:
             seq = plan.sequences[i]
             state = self._state_of(seq)
-            if plan.samples[i] <= column or seq.finish_reason or state is None or state.constraint is None:
+            if plan.num_sampled[i] <= column or seq.finish_reason or state is None or state.constraint is None:
                 continue
-            if i in plan.void:
+            if i in plan.void_slices:
                 continue
-            if plan.samples[i] - left[i] < column:  # the first column may come in several parts
+            if plan.num_sampled[i] - left[i] < column:  # the first column may come in several parts
                 return []
             wanted.append(Wanted(i, seq, state.constraint))
         step.num_put += 1
@@ -459,16 +459,16 @@ class Engine:
         seconds, self._device_since = now - self._device_since, now
         if plan.rows and not plan.swap_outs and not plan.swap_ins:
             num_prompt = sum(map(len, plan.host_tokens.values()))
-            costs, num_passes = self.scheduler.policy.costs, max(1, *plan.samples)
+            costs, num_passes = self.scheduler.policy.costs, max(1, *plan.num_sampled)
             # A window's passes after the first compute no prompt.
             first_s = seconds - (num_passes - 1) * costs.step_s if num_prompt else seconds / num_passes
-            costs.saw_step(num_prompt, first_s)
+            costs.record_step(num_prompt, first_s)
 
     def _take_in_logprobs(self, plan: StepPlan, result: StepResult) -> None:
         for i, entries in result.logprobs.items():
             if (state := self._state_of(plan.sequences[i])) is None:
                 continue
-            if i in plan.draws:  # one of each sample
+            if i in plan.num_samples:  # one of each sample
                 for index, entry in enumerate(entries):
                     state.read_logprobs(index, [entry])
             else:
@@ -480,7 +480,7 @@ class Engine:
     def _read(self, state: RequestState, finished: list[Request]) -> None:
         """Text from new tokens. A stop string in it ends the sequence, which the scheduler cannot know."""
         request = state.request
-        for sequence in [*request.sequences, *request.done]:
+        for sequence in [*request.sequences, *request.finished_sequences]:
             if state.read(sequence) and not sequence.finish_reason and self.scheduler.stop(sequence):
                 finished.append(request)
 

@@ -39,9 +39,11 @@ class StepHandle(Protocol):
         for one. None when there is nothing of the kind: then either nothing has landed, or all has."""
 
     def put_bitmask(self, masks: GrammarBitmask | None) -> None:
-        """What the plan's `masked` slices wait for before they sample: once for each of its first `num_masked` columns,
-        when all of those slices' tokens before that are in, and before the plan after it is submitted. A slice that is
-        left out is sampled from all tokens, with None all are."""
+        """Pass the bitmask that the next column of the plan's `bitmask_slices` waits for.
+
+        Called once for each of the first `num_bitmask_columns` columns, when all earlier tokens of those slices are in,
+        and before the next plan is submitted. Slices without an entry, and all with None, sample from all tokens.
+        """
 
     def result(self) -> StepResult:
         """Wait for the rest: all that `poll` has not given yet.

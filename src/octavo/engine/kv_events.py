@@ -4,8 +4,8 @@ that has its beginning.
     core ── Sealed, Evicted ──▶ deque ── a thread ──▶ names ──▶ batches ──▶ PUB     topic | sequence | payload
      (the engine's thread)                                         └──▶ the last ones ──▶ ROUTER, for who missed some
 
-The engine's thread pays for an append; digests, encoding and sending are the other thread's. A block goes by the name
-of its content and of all before it (`core.ids.block_names`), of which the last eight bytes travel, as an integer. Equal
+The engine's thread pays for an append; digests, encoding and sending are the other thread's. A block goes by the hash
+of its content and of all before it (`core.block_hash`), of which the last eight bytes travel, as an integer. Equal
 content may lie in two blocks; it is stored with the first and removed with the last.
 
 A payload is a MessagePack array `[time, events, rank]`, an event a map with its class's name as `type`. Sequence
@@ -29,8 +29,9 @@ import zmq
 
 from octavo.config import KVEventsConfig
 from octavo.core import events as ev
-from octavo.core.kv_cache_manager import KVCache
-from octavo.core.types import SealId, block_names
+from octavo.core.block_hash import block_hashes
+from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.types import SealId
 from octavo.errors import ParameterError
 
 logger = logging.getLogger("octavo.kv_events")
@@ -145,7 +146,7 @@ Happened: TypeAlias = tuple[ev.Sealed | ev.Evicted | None, bytes]
 
 def name_of(tokens: array[int], parent: bytes | None, salt: bytes) -> bytes:
     """Of a block, by the one before it."""
-    return next(block_names(tokens, len(tokens), salt=salt, parent=parent))
+    return next(block_hashes(tokens, len(tokens), salt=salt, parent=parent))
 
 
 def number(name: bytes) -> int:
@@ -156,7 +157,7 @@ def number(name: bytes) -> int:
 class KVEventPublisher:
     """Publishes what a cache has, until `close`. Raises `ParameterError` for an address that cannot be taken."""
 
-    def __init__(self, cache: KVCache, config: KVEventsConfig) -> None:
+    def __init__(self, cache: KVCacheManager, config: KVEventsConfig) -> None:
         self._pool = cache.pool
         self._config = config
         self._ledger = Ledger(cache.block_size)

@@ -33,24 +33,26 @@ class OOMBackoff:
         if self._tried:
             self._patience = min(2 * self._patience, MOST_PATIENCE)
         self._calm, self._tried = 0, False
-        return max(1, min(self._scheduler.step_limit, size) // 2)
+        return max(1, min(self._scheduler.max_num_scheduled_tokens, size) // 2)
 
     def went_well(self) -> None:
         scheduler = self._scheduler
-        if scheduler.step_limit < scheduler.max_num_batched_tokens:
+        if scheduler.max_num_scheduled_tokens < scheduler.max_num_batched_tokens:
             self._calm += 1
             if self._calm >= self._patience:
                 self._calm, self._tried = 0, True
-                scheduler.step_limit = min(2 * scheduler.step_limit, scheduler.max_num_batched_tokens)
-                if scheduler.step_limit == scheduler.max_num_batched_tokens:
+                scheduler.max_num_scheduled_tokens = min(
+                    2 * scheduler.max_num_scheduled_tokens, scheduler.max_num_batched_tokens
+                )
+                if scheduler.max_num_scheduled_tokens == scheduler.max_num_batched_tokens:
                     self.lift()
 
     def lift(self) -> None:
         """Who needed too much is gone, or the memory is back."""
         self._calm, self._patience, self._tried = 0, FIRST_PATIENCE, False
-        self._scheduler.step_limit = self._scheduler.max_num_batched_tokens
+        self._scheduler.max_num_scheduled_tokens = self._scheduler.max_num_batched_tokens
 
 
 def pass_size(plan: StepPlan) -> int:
     """Positions of a step's largest pass, the first: what a window decodes after its first token comes later."""
-    return plan.num_tokens - sum(num - 1 for num in plan.samples if num > 1)
+    return plan.num_tokens - sum(num - 1 for num in plan.num_sampled if num > 1)

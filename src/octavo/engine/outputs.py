@@ -245,13 +245,13 @@ class RequestState:
     @property
     def num_known(self) -> int:
         """Tokens that the host knows, over all sequences."""
-        return sum(len(s.token_ids) for s in (*self.request.sequences, *self.request.done))
+        return sum(len(s.token_ids) for s in (*self.request.sequences, *self.request.finished_sequences))
 
     def release(self) -> None:
         """It has ended, and the last of it has been told. Its sequences point to it, and a search to its text: without
         this only the collector could free them, which does not look for them while an engine works (`GCPause`)."""
         request = self.request
-        request.sequences, request.done, request.solo = [], [], None
+        request.sequences, request.finished_sequences, request.only_sequence = [], [], None
         if self.search is not None:
             self.search.ends = None
 
@@ -293,17 +293,18 @@ class RequestState:
 
     def output(self) -> RequestOutput:
         request, params = self.request, self.request.sampling_params
-        if request.solo is not None:
-            outputs = [self._completion(request.solo)]
+        if request.only_sequence is not None:
+            outputs = [self._completion(request.only_sequence)]
         elif self.search is not None:
             outputs = self._answers(self.search)
         else:
             live = [s for s in request.sequences if not s.finish_reason]
-            sequences = sorted([s for s in request.done if s.finish_reason != "pruned"] + live, key=lambda s: s.index)
+            finished = [s for s in request.finished_sequences if s.finish_reason != "pruned"]
+            sequences = sorted(finished + live, key=lambda s: s.index)
             outputs = [self._completion(s) for s in sequences]
-            if params.ranks:
+            if params.selects_best_of:
                 outputs = self._ranked(outputs)
-        if request.error and (params.ranks or self.search is not None):
+        if request.error and (params.selects_best_of or self.search is not None):
             # Whoever failed may stand below those that are told; but of what failed, no ranking says anything.
             outputs = [replace(c, finish_reason="error", stop_reason=request.error) for c in outputs]
         metrics = self.metrics
@@ -392,10 +393,10 @@ class RequestState:
         request = self.request
         if request.sequences:
             return []
-        cut_short = [s for s in request.done if s.finish_reason in ("abort", "error")]
+        cut_short = [s for s in request.finished_sequences if s.finish_reason in ("abort", "error")]
         if cut_short:
             search.give_up(cut_short, cut_short[0].finish_reason)
-            request.done = []
+            request.finished_sequences = []
         best = search.hypotheses[: search.params.n or search.params.beam_width]
         return [self._answer(i, hypothesis) for i, hypothesis in enumerate(best)]
 
@@ -431,7 +432,7 @@ class RequestState:
         if params.prompt_logprobs is not None:
             yield from self._make_entries(-1, request.prompt_token_ids[1:], self.prompt_logprobs)
         if params.logprobs is not None and self.search is None:
-            for sequence in (*request.sequences, *request.done):
+            for sequence in (*request.sequences, *request.finished_sequences):
                 if sequence.index in self.logprobs:
                     ids, known = sequence.output_token_ids, self.logprobs[sequence.index]
                     yield from self._make_entries(sequence.index, ids, known)

@@ -22,7 +22,7 @@ from octavo.frontend.input_processor import InputProcessor, Messages, Prompt
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind, SamplingParams
 from octavo.text.tokenizer import Tokenizer
-from octavo.view.live import publisher as tap
+from octavo.view.live import publisher
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class AsyncLLM:
         self._begin = time.monotonic()
         self._thread = EngineThread(engine)
         self._names = itertools.count()
-        self._looks = tap.questions()
+        self._looks = publisher.view_rpc_methods()
         # Whoever forgets to shut it down gets the memory back with the object.
         self._finalizer = weakref.finalize(self, self._thread.close)
 
@@ -217,7 +217,7 @@ class AsyncLLM:
         return await self._ask(describe_kv)
 
     async def view_rpc(self, question: str, argument: str) -> Any:
-        """One of `view.tap.questions`, for who shows the pool."""
+        """One of `view.publisher.view_rpc_methods`, for who shows the pool."""
         return await self._ask(lambda engine: self._looks[question](engine, argument))
 
     async def _ask(self, question: Callable[[Engine], T]) -> T:

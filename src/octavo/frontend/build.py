@@ -23,7 +23,7 @@ import torch
 from octavo.checkpoint.generation_config import SamplingDefaults, sampling_defaults
 from octavo.checkpoint.resolve import Checkpoint, open_checkpoint
 from octavo.config import GIB, EngineArgs, EngineConfig
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
 from octavo.engine.kv_events import KVEventPublisher
@@ -99,7 +99,7 @@ def _build(args: EngineArgs, starting: ExitStack) -> BuiltEngine:
     dtype = _dtype(args, spec, checkpoint, device)
     _check_quantization(args, dtype, device)
     ops = _ops(device)
-    model_len = spec.num_positions(args.max_model_len)
+    model_len = spec.max_model_len(args.max_model_len)
     rehearse = _rehearse(args, spec, dtype, device, model_len, starting) if device.type == "cuda" else None
     # Planned before anything large is loaded: the system kills who takes too much.
     weight_bytes = _weight_bytes(empty_model(spec, ops=ops, dtype=dtype, device="meta", max_len=1), args)
@@ -122,7 +122,7 @@ def _build(args: EngineArgs, starting: ExitStack) -> BuiltEngine:
         weight_bytes=weight_bytes,
         model_len=model_len,
         free_bytes=free_memory() - (weight_bytes if gpu is None else 0),
-        device_bytes=None if gpu is None else gpu.left,
+        device_bytes=None if gpu is None else gpu.available_kv_bytes,
     )
     for warning in budget.warnings:
         logger.warning(warning)
@@ -184,7 +184,7 @@ def _config(
         num_host_blocks=budget.num_host_blocks,
         bytes_per_block=budget.bytes_per_block,
         weight_bytes=budget.weight_bytes,
-        attention_window=spec.kept_window or 0,
+        attention_window=spec.kv_window or 0,
     )
 
 
@@ -192,7 +192,7 @@ def make_scheduler(config: EngineConfig) -> Scheduler:
     """The core that a configuration describes."""
     args = config.args
     assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # resolved
-    cache = KVCache(
+    cache = KVCacheManager(
         config.num_blocks,
         args.block_size,
         config.num_host_blocks,
@@ -227,7 +227,7 @@ def _dtype(args: EngineArgs, spec: ModelSpec, checkpoint: Checkpoint, device: to
         return cast("torch.dtype", getattr(torch, args.dtype))
     if device.type == "cpu":  # in what is stored, if the processor multiplies it; float16 it never does at speed
         quantised = checkpoint.format == "gguf" and "dtype" not in checkpoint.config
-        halves = (quantised or spec.dtype in ("bfloat16", "float16")) and packed.fast_bfloat16()
+        halves = (quantised or spec.dtype in ("bfloat16", "float16")) and packed.has_fast_bfloat16()
         return torch.bfloat16 if halves or args.quantization else torch.float32
     return cast("torch.dtype", getattr(torch, "bfloat16" if spec.dtype == "float32" else spec.dtype))
 
@@ -236,7 +236,7 @@ def _check_quantization(args: EngineArgs, dtype: torch.dtype, device: torch.devi
     if args.quantization is None:
         return
     if device.type != "cpu":
-        raise ParameterError(f"quantization {args.quantization!r} is for CPUs; leave it out", param="quantization")
+        raise ParameterError(f"quantization {args.quantization!r} is for CPUs; remove it", param="quantization")
     if dtype != torch.bfloat16:
         raise ParameterError(
             f"quantization {args.quantization!r} computes beside it in bfloat16, not in {args.dtype}; use dtype auto",
@@ -318,7 +318,7 @@ def _executor(
             num_rows=args.max_num_seqs,
             max_model_len=config.max_model_len,
             ops=ops,
-            replay=not args.enforce_eager,
+            record_graphs=not args.enforce_eager,
         )
     )
 

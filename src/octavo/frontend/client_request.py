@@ -61,7 +61,7 @@ class ClientRequest:
             priority=priority,
             salt=salt,
             tenant=tenant,
-            rank=rank,
+            index_in_call=rank,
             width=None if beams is None else beams.beam_width,
             pin=pin,
         )
@@ -82,7 +82,7 @@ class ClientRequest:
 
     def _begin(self, request: Request) -> None:
         request.sequences = [Sequence(request, 0, request.prompt_token_ids[:], 0)]
-        request.solo = request.sequences[0] if self._is_alone else None
+        request.only_sequence = request.sequences[0] if self._is_alone else None
 
     @property
     def request_id(self) -> str:
@@ -140,7 +140,7 @@ class ClientRequest:
         ended = [s for s in request.sequences if s.finish_reason]
         if ended:
             request.sequences = [s for s in request.sequences if not s.finish_reason]
-            request.done += ended
+            request.finished_sequences += ended
             if self.finished:
                 state.metrics.finished_time = now
         if update.finished and not self.finished:
@@ -154,7 +154,7 @@ class ClientRequest:
             raise ValueError(f"it tells of sample {index}, and the request has {request.width}")
         if tokens and max(tokens) >= self._vocab_size:
             raise ValueError(f"it has token {max(tokens)}, and the vocabulary has {self._vocab_size}")
-        if self.state.search is not None or any(s.index == index for s in request.done):
+        if self.state.search is not None or any(s.index == index for s in request.finished_sequences):
             return
         num_known = next((len(s.token_ids) for s in request.sequences if s.index == index), 0)
         num_told = max(0, num_known - len(request.prompt_token_ids))
@@ -170,7 +170,7 @@ class ClientRequest:
         for sequence in request.sequences:
             if sequence.index == sample.index:
                 return sequence
-        if any(s.index == sample.index for s in request.done):
+        if any(s.index == sample.index for s in request.finished_sequences):
             return None
         sequence = Sequence(request, sample.index, request.prompt_token_ids[:], 0)
         request.sequences.append(sequence)
@@ -195,7 +195,7 @@ class ClientRequest:
             sequence.finish_reason = reason
         # What a search has found, the engine tells; where that has gone, or has not begun, nothing is found.
         if self.state.search is None or (reason in ("abort", "error") and not self.state.search.hypotheses):
-            request.done += request.sequences
+            request.finished_sequences += request.sequences
         request.sequences = []
         self.state.metrics.finished_time = time.monotonic()
 
@@ -206,14 +206,14 @@ class ClientRequest:
             return True  # of a search the last is told alone
         begin = len(request.prompt_token_ids)
         known = {s.index: len(s.token_ids) - begin for s in request.sequences}
-        ended = {s.index for s in request.done}
+        ended = {s.index for s in request.finished_sequences}
         mine = {index: told.get(index, -1) for index in known}
         others = told.keys() - known.keys() - ended - {-1}  # samples that begin with a message that is lost
         return known == mine and not others and told.get(-1, 0) <= len(state.prompt_logprobs)
 
     def stopped_of(self, told: dict[int, int]) -> list[int]:
         """Samples that ended here, and go on in the engine."""
-        return [s.index for s in self.state.request.done if s.index in told]
+        return [s.index for s in self.state.request.finished_sequences if s.index in told]
 
     def release(self) -> None:
         """Nobody looks at it any more."""
@@ -237,5 +237,5 @@ class ClientRequest:
             begun or None,
             request.pin,
             request.tenant,
-            request.rank,
+            request.index_in_call,
         )

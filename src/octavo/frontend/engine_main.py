@@ -19,7 +19,7 @@ import msgspec
 from octavo import log_setup as logs
 from octavo.engine.process.ipc import Channel, EngineFailed, Hello, Launch, Lifeline
 from octavo.engine.process.server import EngineServer, HeartbeatSender, Text
-from octavo.view.live import publisher as tap
+from octavo.view.live import publisher
 
 if TYPE_CHECKING:
     from octavo.engine.engine import Engine
@@ -67,7 +67,7 @@ def main(fd: int, build: Build = build) -> int:
     try:
         _die_with_parent()  # not before there is nothing left to tidy up
         engine, text, summary = build(launch.options, pulse.enter)
-        EngineServer(engine, channel, pulse, text, summary, tap.questions()).serve()
+        EngineServer(engine, channel, pulse, text, summary, publisher.view_rpc_methods()).serve()
     except Exception as error:
         logging.getLogger("octavo").debug("the engine process ends", exc_info=True)
         channel.send(EngineFailed(type(error).__name__, str(error) or type(error).__name__))

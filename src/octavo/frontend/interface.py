@@ -105,7 +105,7 @@ class EngineInterface(Protocol):
         """The pool: `kv_stats`, and who holds how much, as plain data."""
 
     async def view_rpc(self, question: str, argument: str) -> Any:
-        """One of `view.tap.questions`."""
+        """One of `view.publisher.view_rpc_methods`."""
 
     def shutdown(self) -> None:
         """Abort what runs and give everything back. Iterators get an `EngineError`. A second call does nothing."""

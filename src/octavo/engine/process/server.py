@@ -420,7 +420,7 @@ def update_of(state: RequestState) -> RequestUpdate:
     update = RequestUpdate(request.request_id, [], finished)
     is_new = not state.told
     if state.search is None:
-        ended = [s for s in request.done if not state.told_of(s.index).finished]
+        ended = [s for s in request.finished_sequences if not state.told_of(s.index).finished]
         update.samples = [_sample(state, s) for s in (*request.sequences, *ended)]
     elif not finished:
         return update
@@ -431,7 +431,7 @@ def update_of(state: RequestState) -> RequestUpdate:
         if state.search is not None:
             state.output()  # what lives of a search that was ended early becomes hypotheses here
             facts.hypotheses = state.search.hypotheses
-            reasons = [cast(FinishReason, s.finish_reason) for s in request.done[:1]]
+            reasons = [cast(FinishReason, s.finish_reason) for s in request.finished_sequences[:1]]
             update.samples = [SampleUpdate(0, [], reason) for reason in reasons]
         update.facts = facts
     if state.prompt_logprobs:

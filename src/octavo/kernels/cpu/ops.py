@@ -66,7 +66,7 @@ __all__ = [
 
 def _native_for(x: Tensor, *others: Tensor) -> native.Library | None:
     """The compiled operations, if they take these tensors."""
-    if not native.takes(x) or not x.is_contiguous():
+    if not native.supports(x) or not x.is_contiguous():
         return None
     for other in others:
         if other.dtype != x.dtype or not other.is_contiguous():
@@ -76,7 +76,7 @@ def _native_for(x: Tensor, *others: Tensor) -> native.Library | None:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `reference.rms_norm`. Two passes over x instead of four where nothing needs casting."""
-    if native.takes_weight(weight, x) and (library := _native_for(x)) is not None:
+    if native.supports_norm_weight(weight, x) and (library := _native_for(x)) is not None:
         return library.add_rms_norm(x, None, weight, eps)[0]
     if x.dtype != torch.float32:
         return reference.rms_norm(x, weight, eps)
@@ -87,7 +87,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `reference.add_rms_norm`."""
-    if native.takes_weight(weight, x) and (library := _native_for(x, residual)) is not None:
+    if native.supports_norm_weight(weight, x) and (library := _native_for(x, residual)) is not None:
         return library.add_rms_norm(x, residual, weight, eps)
     residual = x + residual
     return rms_norm(residual, weight, eps), residual
@@ -138,7 +138,7 @@ def rope_kv_write(
     eps: float = 0.0,
 ) -> Tensor:
     """See `reference.rope_kv_write`."""
-    if cos_sin.dtype == torch.float32 and native.takes_heads(q, kv_layer) and native.takes_weight(q_norm, q):
+    if cos_sin.dtype == torch.float32 and native.supports_heads(q, kv_layer) and native.supports_norm_weight(q_norm, q):
         library = native.library()
         if library is not None:
             return library.rope_kv_write(q, k, v, positions, cos_sin, kv_layer, slot_mapping, q_norm, k_norm, eps)
@@ -203,10 +203,10 @@ class _Group:
 
 @dataclass(slots=True)
 class _Plan:
-    """How a batch is attended to: worked out once, the same for every layer. Single queries are for `singles`, or else
+    """How a batch is attended to: worked out once, the same for every layer. Single queries are for `queries`, or else
     in `groups`."""
 
-    singles: native.Singles | None
+    queries: native.DecodeQueries | None
     groups: list[_Group]
     chunks: list[tuple[_Span, Tensor]]  # with its kv_rows
     staircase: Tensor
@@ -255,8 +255,8 @@ def paged_attention(
         plan = batch.derived[key] = _make_plan(batch, q, kv_layer, window)
     out = torch.empty_like(q) if plan.covers_all else torch.zeros_like(q)
     lse = q.new_full(q.shape[:2], -math.inf, dtype=reference.accumulation_dtype(q.dtype)) if return_lse else None
-    if plan.singles is not None and (library := native.library()) is not None:
-        library.decode_attention(q, kv_layer, plan.singles, out, lse, scale=scale, window=window)
+    if plan.queries is not None and (library := native.library()) is not None:
+        library.decode_attention(q, kv_layer, plan.queries, out, lse, scale=scale, window=window)
     if plan.groups or plan.chunks:
         _attend_gathered(plan, q, kv_layer, out, lse, scale, window)
     return out if lse is None else (out, lse)
@@ -320,10 +320,10 @@ def _rows_are_even(kv_layer: Tensor) -> bool:
 
 
 def _make_plan(batch: RaggedBatch, q: Tensor, kv_layer: Tensor, window: int) -> _Plan:
-    library = native.library() if native.takes_heads(q, kv_layer) else None
+    library = native.library() if native.supports_heads(q, kv_layer) else None
     if library is not None and batch.max_query_len == 1 and batch.num_seqs == len(q):  # as in most steps
-        singles = native.Singles(torch.arange(len(q)), batch.seq_lens, batch.block_tables)
-        return _Plan(singles, [], [], torch.empty(0, 0), covers_all=bool((batch.seq_lens > 0).all()))
+        queries = native.DecodeQueries(torch.arange(len(q)), batch.seq_lens, batch.block_tables)
+        return _Plan(queries, [], [], torch.empty(0, 0), covers_all=bool((batch.seq_lens > 0).all()))
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
     group_size = q.shape[1] // num_kv_heads
     block_bytes = 2 * num_kv_heads * block_size * head_dim * kv_layer.element_size()
@@ -331,7 +331,7 @@ def _make_plan(batch: RaggedBatch, q: Tensor, kv_layer: Tensor, window: int) -> 
     decodes = [span for span in spans if span.end - span.begin == 1]
     chunks = [span for span in spans if span.end - span.begin > 1]
     plan = _Plan(
-        singles=None,
+        queries=None,
         groups=[],
         chunks=[(span, _kv_rows([span], span.num_blocks, batch, kv_layer)) for span in chunks],
         staircase=_staircase(
@@ -344,7 +344,7 @@ def _make_plan(batch: RaggedBatch, q: Tensor, kv_layer: Tensor, window: int) -> 
     )
     if decodes and library is not None:
         seqs, rows = torch.tensor([(span.seq, span.begin) for span in decodes]).T.contiguous()
-        plan.singles = native.Singles(rows, batch.seq_lens[seqs], batch.block_tables[seqs])
+        plan.queries = native.DecodeQueries(rows, batch.seq_lens[seqs], batch.block_tables[seqs])
     elif decodes:
         # Padding changes the order of sums, which bfloat16 may round to other tokens than a sequence gets alone.
         groups = _of_similar_length(decodes, block_bytes) if q.dtype == torch.float32 else ([span] for span in decodes)
@@ -552,7 +552,7 @@ def _sample_all(logits: Tensor, params: SamplingTensors) -> Tensor:
     """Rows with a temperature and no filter. In torch one after the other: a row's integers stay in the caches."""
     keys = noise_keys(params.seed, params.sample_index, params.position)
     if (library := _native_for(logits)) is not None:
-        return library.race(logits, params.temperature.float().contiguous(), keys.contiguous())
+        return library.sample(logits, params.temperature.float().contiguous(), keys.contiguous())
     wide = reference.accumulation_dtype(logits.dtype)
     counters = torch.arange(1, logits.shape[1] + 1).mul_(GOLDEN)
     bits, scratch = torch.empty_like(counters), torch.empty_like(counters)
