@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from octavo.core.request import Request, Sequence
-from octavo.engine.beam_search import BeamSearch, Candidate
+from octavo.engine.beam_search import BeamCandidate, BeamSearch
 from octavo.errors import ParameterError, UnknownOptionError
 from octavo.params.beam_search_params import MAX_LENGTH_PENALTY, BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
@@ -36,14 +36,14 @@ def by_hand(model: Any, prompt: list[int], search: BeamSearch, candidates: Calla
     request = Request("r", prompt, SamplingParams(), max_tokens=1)
     live = [Sequence(request, 0, array("i", prompt), 1 << 20)]
     while live:
-        parents = [(seq, candidates(model, seq.token_ids.tolist(), search.num_draws)) for seq in live]
-        chosen = search.decide(parents)
+        parents = [(seq, candidates(model, seq.token_ids.tolist(), search.num_candidates)) for seq in live]
+        chosen = search.select_beams(parents)
         live = [Sequence(request, i, seq.token_ids + array("i", [t]), 1 << 20) for i, (seq, t) in enumerate(chosen)]
 
 
-def likeliest(model: Any, token_ids: list[int], num: int) -> list[Candidate]:
+def likeliest(model: Any, token_ids: list[int], num: int) -> list[BeamCandidate]:
     logprobs = model(torch.tensor([token_ids])).logits[0, -1].log_softmax(-1).topk(num)
-    return [Candidate(*c) for c in zip(logprobs.values.tolist(), logprobs.indices.tolist(), strict=True)]
+    return [BeamCandidate(*c) for c in zip(logprobs.values.tolist(), logprobs.indices.tolist(), strict=True)]
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
@@ -104,13 +104,13 @@ def test_a_beam_of_one_is_greedy(model: Any) -> None:
 def test_the_search_goes_on_though_all_the_best_end(model: Any) -> None:
     """Three stop tokens, the likeliest three of every sequence: the fourth goes on."""
 
-    def always(_: Any, token_ids: list[int], num: int) -> list[Candidate]:
+    def always(_: Any, token_ids: list[int], num: int) -> list[BeamCandidate]:
         order = [*sorted(STOPS), *(t for t in range(200) if t not in STOPS)]
-        return [Candidate(-0.1 * i, t) for i, t in enumerate(order[:num])]
+        return [BeamCandidate(-0.1 * i, t) for i, t in enumerate(order[:num])]
 
     params = BeamSearchParams(beam_width=2, max_tokens=4, length_penalty=2.0, early_stopping="never")
     search = BeamSearch(params, 1, STOPS)
-    assert search.num_draws == 8
+    assert search.num_candidates == 8
     by_hand(model, [1], search, always)
     assert len(search.hypotheses) == 2
 
@@ -124,7 +124,7 @@ def test_a_stop_string_ends_a_hypothesis(model: Any) -> None:
         BeamSearchParams(beam_width=2, max_tokens=8, length_penalty=-5.0),
         len(prompt),
         frozenset(),
-        ends=lambda output: output[-3:] == third,
+        ends_in_stop_string=lambda output: output[-3:] == third,
     )
     by_hand(model, prompt, search, likeliest)
     stopped = [h for h in search.hypotheses if h.token_ids == third]
@@ -135,9 +135,11 @@ def test_what_lives_when_a_request_is_given_up_counts_as_it_is(model: Any) -> No
     search = BeamSearch(BeamSearchParams(beam_width=2, max_tokens=8), 1, frozenset())
     request = Request("r", [1], SamplingParams(), max_tokens=1)
     root = Sequence(request, 0, array("i", [1]), 99)
-    chosen = search.decide([(root, [Candidate(-1.0, 4), Candidate(-2.0, 6), Candidate(-3.0, 7), Candidate(-9.0, 8)])])
+    chosen = search.select_beams(
+        [(root, [BeamCandidate(-1.0, 4), BeamCandidate(-2.0, 6), BeamCandidate(-3.0, 7), BeamCandidate(-9.0, 8)])]
+    )
     assert chosen == [(root, 4), (root, 6)]
-    search.give_up([Sequence(request, i, array("i", [1, t]), 99) for i, (_, t) in enumerate(chosen)], "abort")
+    search.finish([Sequence(request, i, array("i", [1, t]), 99) for i, (_, t) in enumerate(chosen)], "abort")
     assert [(h.logprob, h.token_ids, h.finish_reason) for h in search.hypotheses] == [
         (-1.0, [4], "abort"),
         (-2.0, [6], "abort"),

@@ -18,12 +18,12 @@ from octavo.core.plan import StepPlan, StepResult, TokenLogprobs
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence
 from octavo.core.scheduler import Scheduler
-from octavo.engine import oom_backoff as step_limit
+from octavo.engine import oom_backoff
 from octavo.engine.engine import MAX_PRIORITY, Engine
 from octavo.engine.executor import GrammarBitmask
-from octavo.engine.oom_backoff import OOMBackoff, pass_size
-from octavo.engine.outputs import RequestOutput, RequestState, request_failed_error
-from octavo.engine.timeline import describe_kv
+from octavo.engine.oom_backoff import OOMBackoff, first_pass_size
+from octavo.engine.output_processor import RequestState
+from octavo.engine.outputs import RequestOutput, request_failed_error
 from octavo.errors import ContextLengthError, EngineError, ParameterError, PromptError, StepError, StepMemoryError
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
@@ -151,7 +151,7 @@ class _Flaky:
             executor.oracle.fail([r.plan for r in executor.queued])
             executor.queued.clear()
             raise StepError("planted")
-        if (size := pass_size(self.plan)) > executor.room(self.plan):
+        if (size := first_pass_size(self.plan)) > executor.room(self.plan):
             executor.too_large.append(size)
             executor.oracle.fail([r.plan for r in executor.queued])
             executor.queued.clear()
@@ -331,7 +331,7 @@ def test_steps_that_fail_lose_no_token(overlap: bool) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_steps_without_memory_lose_no_token_and_no_request(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory comes and goes; there is always room for the samples of one request."""
-    monkeypatch.setattr(step_limit, "FIRST_PATIENCE", 4)
+    monkeypatch.setattr(oom_backoff, "INITIAL_PATIENCE", 4)
     num_short = num_grown = 0
     for seed in range(120):
         world = World(seed + 2000, overlap=overlap, failing=0.01 if seed % 4 == 0 else 0.0)
@@ -425,20 +425,20 @@ def test_patience_grows_with_tries_that_fail() -> None:
     def steps_until_it_grows() -> int:
         before, num = scheduler.step_limit, 0
         while scheduler.step_limit == before:
-            limit.went_well()
+            limit.record_success()
             num += 1
         return num
 
-    assert pass_size(plan) == 35
+    assert first_pass_size(plan) == 35
     for wanted in (17, 8, 4):
-        scheduler.step_limit = limit.below(plan)
+        scheduler.step_limit = limit.smaller_limit(plan)
         assert scheduler.step_limit == wanted or wanted < 17
         scheduler.step_limit = wanted
     assert [steps_until_it_grows() for _ in range(2)] == [32, 32] and scheduler.step_limit == 16
-    scheduler.step_limit = limit.below(plan)
+    scheduler.step_limit = limit.smaller_limit(plan)
     assert [steps_until_it_grows() for _ in range(3)] == [64] * 3 and scheduler.step_limit == 64
-    limit.went_well()
-    scheduler.step_limit = limit.below(plan)
+    limit.record_success()
+    scheduler.step_limit = limit.smaller_limit(plan)
     assert steps_until_it_grows() == 32  # it had its full size
 
 
@@ -681,8 +681,8 @@ def test_a_linear_cost_is_learnt_whatever_the_window(window: int) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_samples_are_read_once_a_step(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
-    inner = RequestState.read
-    monkeypatch.setattr(RequestState, "read", lambda state, seq: (reads.append(seq.index), inner(state, seq))[1])
+    inner = RequestState.detokenize
+    monkeypatch.setattr(RequestState, "detokenize", lambda state, seq: (reads.append(seq.index), inner(state, seq))[1])
     engine = scripted(ones, rows=32)
     engine.add_request(
         "a", [2, 3], SamplingParams(n=32, max_tokens=9, stop=["zz"]), make_detokenizer=Letters, stream=stream
@@ -736,11 +736,11 @@ def test_what_a_request_holds_is_of_its_tier_and_no_null_block() -> None:
         engine.step()
     (seq,) = scheduler.requests["w"].sequences
     assert 0 in seq.block_ids
-    held = describe_kv(engine)
+    held = engine.describe_kv()
     assert held["requests"] == {"w": {"status": "running", "num_blocks": held["num_used"], "num_host_blocks": 0}}
     plan = StepPlan()
     scheduler._preempt(seq.request, seq.request, 0, plan)
-    held = describe_kv(engine)
+    held = engine.describe_kv()
     assert held["requests"] == {"w": {"status": "swapped", "num_blocks": 0, "num_host_blocks": held["num_host_used"]}}
     assert held["num_host_used"] == len(plan.swap_outs) > 0
 

@@ -20,10 +20,10 @@ from octavo.core.request import Request, Sequence
 from octavo.engine.beam_search import BeamSearch
 from octavo.engine.engine import Engine
 from octavo.engine.gc_control import GCPause
-from octavo.engine.outputs import RequestState
-from octavo.engine.process.ipc import AbortRequest, AddRequest, CloseEngine, Command, pack, params_to_wire
+from octavo.engine.output_processor import RequestState
+from octavo.engine.process.ipc import AbortRequest, AddRequest, CloseEngine, Command, pack_tokens, params_to_wire
 from octavo.engine.process.server import EngineServer
-from octavo.engine.structured_output import Constraint
+from octavo.engine.structured_output import RequestGrammar
 from octavo.errors import RequestFailedError
 from octavo.frontend.build import build
 from octavo.frontend.client_request import ClientRequest
@@ -33,7 +33,7 @@ from tests.engine.models import WrappedModel
 from tests.engine.process.engines import last_of, oracle_client, own_directory, run, serving  # noqa: F401
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 8}
-KINDS = (Request, Sequence, RequestState, BeamSearch, Constraint, ClientRequest)
+KINDS = (Request, Sequence, RequestState, BeamSearch, RequestGrammar, ClientRequest)
 LENGTH: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "seed": 3}
 CASES: dict[str, SamplingParams | BeamSearchParams] = {
     "plain": SamplingParams(**LENGTH),
@@ -142,7 +142,7 @@ def test_an_async_engine_keeps_nothing_of_a_request(model: str, case: str, how: 
 
 
 class Wire:
-    """What the engine's host needs of a channel: one message after the other; one that is `None` waits for a step."""
+    """What the engine's server needs of a channel: one message after the other; one that is `None` waits for a step."""
 
     def __init__(self, *messages: list[Command] | None) -> None:
         self.messages = deque(messages)
@@ -157,7 +157,7 @@ class Wire:
         pass
 
 
-class NoPulse:
+class NoHeartbeats:
     def __call__(self, *_: Any) -> None:
         pass
 
@@ -173,21 +173,21 @@ def test_an_engines_host_keeps_nothing_of_a_request(model: str, case: str, how: 
     if how == "failed":
         WrappedModel(Has(engine), after=spoil)  # type: ignore[arg-type]
     prompts = InputProcessor(built.tokenizer, engine.vocab_size, engine.max_model_len)
-    add = AddRequest("it", pack([5, 6, 7]), params_to_wire(params), isinstance(params, BeamSearchParams), 3)
+    add = AddRequest("it", pack_tokens([5, 6, 7]), params_to_wire(params), isinstance(params, BeamSearchParams), 3)
     ended: list[list[str]] = []
     with by_reference_count() as left:
         rest: list[list[Command] | None] = [None, None, [AbortRequest("it")]] if how == "aborted" else []
         wire = Wire([add], *rest, [CloseEngine()])
-        host = EngineServer(engine, wire, NoPulse(), prompts, {})  # type: ignore[arg-type]
-        inner = host._tell
+        server = EngineServer(engine, wire, NoHeartbeats(), prompts, {})  # type: ignore[arg-type]
+        inner = server._send_update
 
         def tell(state: RequestState) -> None:
             if not state.request.sequences:
                 ended.append([s.finish_reason for s in state.request.done])
             inner(state)
 
-        host._tell = tell  # type: ignore[method-assign]
-        host.serve()
+        server._send_update = tell  # type: ignore[method-assign]
+        server.serve()
         reason = {"to its end": "length", "aborted": "abort", "failed": "error"}[how]
         assert len(ended) == 1 and (reason in ended[0] or "beams" in case)
         assert not left()

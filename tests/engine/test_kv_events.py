@@ -26,7 +26,7 @@ from octavo.core.kv_cache_manager import KVCache
 from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
 from octavo.core.types import block_names
-from octavo.engine.kv_events import END, KVEventPublisher, Ledger, Told
+from octavo.engine.kv_events import END_SEQUENCE, KVCacheEvent, KVEventPublisher, KVEventTranslator
 from octavo.errors import ParameterError, UnknownOptionError
 from tests.engine.process.engines import last_of, nothing_left, oracle_client, own_directory, run, until  # noqa: F401
 from tests.proof.oracle import Oracle
@@ -114,9 +114,9 @@ def by_hand(cache: KVCache, **options: Any) -> Iterator[KVEventPublisher]:
 
 
 def settle(events: KVEventPublisher, router: Router) -> None:
-    told: list[Told] = events._ledger.digest(list(events._happened))
+    told: list[KVCacheEvent] = events._translator.digest(list(events._core_events))
     router.take(msgspec.msgpack.decode(msgspec.msgpack.encode(told)))
-    events._happened.clear()
+    events._core_events.clear()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -151,12 +151,14 @@ def _follow(world: World, cache: KVCache) -> Counter[str]:
 
 def test_equal_blocks_are_told_of_once() -> None:
     """The second is sealed behind one whose seal was lost and made anew; the first stays, unreachable, and goes."""
-    ledger, tokens = Ledger(2), array("i", [1, 2]).tobytes()
+    translator, tokens = KVEventTranslator(2), array("i", [1, 2]).tobytes()
     again = array("i", [3, 4]).tobytes()
     a, b = numbers_of([1, 2, 3, 4], 2)
 
     def told(*events: ev.Sealed | ev.Evicted) -> list[Any]:
-        raw: list[Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(ledger.digest([(e, b"") for e in events])))
+        raw: list[Any] = msgspec.msgpack.decode(
+            msgspec.msgpack.encode(translator.translate([(e, b"") for e in events]))
+        )
         return [(e["type"], e["block_hashes"]) for e in raw]
 
     assert told(ev.Sealed(1, 1, 0, tokens), ev.Sealed(2, 2, 1, again)) == [("BlockStored", [a, b])]
@@ -205,10 +207,10 @@ class Subscriber:
         """Take in what a replay has of what was missed; how many messages that are."""
         self.replay.send_multipart((b"", (self.last + 1).to_bytes(8, "big")))
         begin = self.last
-        while (frames := self.read(self.replay))[2] != END:
+        while (frames := self.read(self.replay))[2] != END_SEQUENCE:
             assert frames[0] == b"" and frames[1].startswith(self.topic)
             self.take(*frames[2:])
-        assert frames == [b"", b"", END, b""]
+        assert frames == [b"", b"", END_SEQUENCE, b""]
         return self.last - begin
 
 
@@ -281,7 +283,7 @@ def test_who_cannot_keep_up_says_less_and_nothing_false() -> None:
         settle(events, router)
         for prompts in (PROMPTS[:1], PROMPTS, [[n] * 5 for n in range(10, 20)]):
             complete(*prompts)
-            assert len(events._happened) <= 3
+            assert len(events._core_events) <= 3
             settle(events, router)
             assert set(router.blocks) <= set(contents.blocks())
     assert router.seen["AllBlocksCleared"] >= 2

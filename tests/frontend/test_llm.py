@@ -63,7 +63,7 @@ def at_rest(llm: LLM) -> None:
     stats = llm.kv_stats()
     assert stats.num_used == stats.num_host_used == 0
     assert not llm.engine.num_requests and not llm.engine.has_work and not llm.engine.scheduler.has_work
-    assert not llm._mail
+    assert not llm._unread
     assert llm.engine.scheduler.cache.rows.num_free == llm.config.args.max_num_seqs
 
 
@@ -231,7 +231,7 @@ def test_leaving_takes_in_what_others_wait_for(llm: LLM) -> None:
             break
     assert llm.engine.num_requests == 2
     second.close()  # type: ignore[attr-defined]
-    assert llm.engine.num_requests == 0 and len(llm._mail) == 1  # else the next line would wait for ever
+    assert llm.engine.num_requests == 0 and len(llm._unread) == 1  # else the next line would wait for ever
     assert texts_of(list(first)) == [wanted]
 
 

@@ -166,7 +166,7 @@ def test_bad_words_do_not_come_up_with_or_without_a_space(llm: LLM, monkeypatch:
     assert text != plain and not any(word in text for word in words)
     tokenizer = llm.get_tokenizer()
     monkeypatch.setattr(tokenizer, "encode", lambda text, add_special_tokens=True: [1000 + len(text)])
-    ready = llm._prompts.prepare_params(asked(bad_words=[" to", "be"], bad_words_token_ids=[[3, 4]]))
+    ready = llm._input_processor.prepare_params(asked(bad_words=[" to", "be"], bad_words_token_ids=[[3, 4]]))
     assert ready.bad_words_token_ids == ((3, 4), (1002,), (1003,))  # "to" and " to", as "be" and " be"
 
 

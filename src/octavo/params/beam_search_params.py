@@ -14,7 +14,7 @@ from octavo.params.validation import INT32, Checked
 MAX_BEAM_WIDTH = 128
 MAX_LENGTH_PENALTY = 30.0
 """Either way: (2 ** 31) ** 30, of an output as long as there can be, is 9e279, and leaves a float room to multiply.
-Beyond, `BeamSearch.decide` would raise, which ends the engine."""
+Beyond, `BeamSearch.select_beams` would raise, which ends the engine."""
 
 
 def _listed(value: Any) -> Any:
