@@ -114,7 +114,7 @@ def by_hand(cache: KVCache, **options: Any) -> Iterator[KVEventPublisher]:
 
 
 def settle(events: KVEventPublisher, router: Router) -> None:
-    told: list[KVCacheEvent] = events._translator.digest(list(events._core_events))
+    told: list[KVCacheEvent] = events._translator.translate(list(events._core_events))
     router.take(msgspec.msgpack.decode(msgspec.msgpack.encode(told)))
     events._core_events.clear()
 

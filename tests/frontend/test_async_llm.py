@@ -520,11 +520,11 @@ def test_a_pin_whose_caller_leaves_when_it_is_computed_does_not_stay(built: Buil
     async def main() -> None:
         async with serving(built) as engine:
             opened: list[str] = []
-            open_mail = engine._thread.open_queue
+            open_queue = engine._thread.open_queue
 
             def told(request_id: str) -> Any:  # its queue itself may be gone again when the loop looks
                 opened.append(request_id)
-                return open_mail(request_id)
+                return open_queue(request_id)
 
             engine._thread.open_queue = told  # type: ignore[method-assign]
             for wait_s in (0.0, 0.5):  # before, and after

@@ -106,7 +106,7 @@ def num_told(client: EngineClient) -> int:
     """Tokens of the requests that run, or have ended."""
     ended = client._past.num_generation_tokens + client._stats.engine.num_generation_tokens
     return ended + sum(
-        s.mirror.num_known - len(s.mirror.state.request.prompt_token_ids) for s in client._handles.values()
+        s.request.num_known - len(s.request.state.request.prompt_token_ids) for s in client._handles.values()
     )
 
 

@@ -21,6 +21,7 @@ from octavo.core import events as ev
 from octavo.core.plan import TokenLogprobs
 from octavo.engine.beam_search import Hypothesis
 from octavo.engine.outputs import request_failed_error
+from octavo.engine.process.heartbeat import NUM_WARM_UP_STEPS, TOLERANCE, WARM_UP_S, HeartbeatSender, StepTimes
 from octavo.engine.process.ipc import (
     CLIENT_ONLY,
     AbortRequest,
@@ -48,14 +49,7 @@ from octavo.engine.process.ipc import (
     params_to_wire,
     unpack_tokens,
 )
-from octavo.engine.process.server import (
-    NUM_WARM_UP_STEPS,
-    TOLERANCE,
-    WARM_UP_S,
-    EngineServer,
-    HeartbeatSender,
-    StepTimes,
-)
+from octavo.engine.process.server import EngineServer
 from octavo.engine.process.supervisor import rebuild_error
 from octavo.errors import CapacityError, EngineError, ParameterError, RequestFailedError, UnknownOptionError
 from octavo.frontend.client_request import ClientRequest
