@@ -145,14 +145,14 @@ def test_dtypes_are_chosen_alike(
     args = EngineArgs(model="m", dtype=asked, quantization=quantization)
     spec, checkpoint = spec_from_config(config), Checkpoint(Path("m"), format, config)
     for fast in (False, True):
-        monkeypatch.setattr(packed, "fast_bfloat16", lambda fast=fast: fast)
-        monkeypatch.setattr(doctor, "multiplies_bfloat16", lambda fast=fast: fast)
+        monkeypatch.setattr(packed, "has_fast_bfloat16", lambda fast=fast: fast)
+        monkeypatch.setattr(doctor, "has_bfloat16_products", lambda fast=fast: fast)
         wanted = building._dtype(args, spec, checkpoint, torch.device(device))
         assert doctor.dtype_of(args, spec, checkpoint, device) == str(wanted).removeprefix("torch.")
 
 
 def test_the_processor_is_read_as_torch_reads_it() -> None:
-    assert doctor.multiplies_bfloat16() == packed.fast_bfloat16()
+    assert doctor.has_bfloat16_products() == packed.has_fast_bfloat16()
 
 
 def test_what_is_said_of_graphs_is_true() -> None:
@@ -208,7 +208,7 @@ def test_a_remedy_makes_it_fit(
     options: dict[str, Any],
     remedy: str,
 ) -> None:
-    monkeypatch.setattr(doctor, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(doctor, "has_bfloat16_products", lambda: True)
     free_bytes[0] = int(free_gib * GIB)
     args = EngineArgs(model=made(tmp_path, config), **options)
     report = examine(args, gpu)
@@ -241,9 +241,9 @@ def test_requests_at_once() -> None:
         model_len=8192,
         free_bytes=GIB,
     )
-    assert doctor._at_once(budget, spec) == {1024: 1000 / 64, 4096: 1000 / 256, 8192: 1000 / 512}
+    assert doctor._concurrency(budget, spec) == {1024: 1000 / 64, 4096: 1000 / 256, 8192: 1000 / 512}
     windows = spec_from_config(SMOLLM2 | {"architectures": ["MistralForCausalLM"], "sliding_window": 1000})
-    assert doctor._at_once(budget, windows) == {1024: 1000 / 64, 4096: 1000 / 64, 8192: 1000 / 64}
+    assert doctor._concurrency(budget, windows) == {1024: 1000 / 64, 4096: 1000 / 64, 8192: 1000 / 64}
 
 
 def test_the_command(tmp_path: Path, call: Call, free_bytes: list[int]) -> None:
@@ -268,7 +268,7 @@ def test_the_command(tmp_path: Path, call: Call, free_bytes: list[int]) -> None:
     ("args", "code", "message"),
     [
         (("--gpu", "h20000"), 2, "no GPU 'h20000'; known: h200"),
-        (("--gpu", "h200", "--device", "cpu"), 2, "leave one of them out"),
+        (("--gpu", "h200", "--device", "cpu"), 2, "remove one of them"),
         (("--gpu", "h200", "--quantization", "int8"), 2, "is for CPUs"),
         (("--device", "cuda"), 2, "nvidia-smi finds none"),
     ],

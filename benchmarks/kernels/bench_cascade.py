@@ -41,13 +41,13 @@ class Load:
     def batch(self) -> RaggedBatch:
         num_common, num_own = self.common // BLOCK_SIZE, cdiv(self.own, BLOCK_SIZE)
         ids = iter((torch.randperm(self.num_blocks) + 1).tolist())
-        tables, common_lens = [], []
+        tables, common_prefix_lens = [], []
         for _ in range(self.num_groups):
             shared = [next(ids) for _ in range(num_common)]
             tables += [shared + [next(ids) for _ in range(num_own)] for _ in range(self.size)]
-            common_lens += [0] + [self.common] * (self.size - 1)
+            common_prefix_lens += [0] + [self.common] * (self.size - 1)
         batch = RaggedBatch.from_lists([1] * len(tables), self.seq_lens, tables, BLOCK_SIZE, device=DEVICE)
-        return replace(batch, common_lens=torch.tensor(common_lens, dtype=torch.int32, device=DEVICE))
+        return replace(batch, common_prefix_lens=torch.tensor(common_prefix_lens, dtype=torch.int32, device=DEVICE))
 
     @property
     def num_blocks(self) -> int:
@@ -84,7 +84,7 @@ def times(load: Load, num_heads: int, kv_heads: int, head_dim: int, num_layers: 
     kv = torch.randn(pool, device=DEVICE, dtype=torch.bfloat16)
     q = torch.randn(len(load.seq_lens), num_heads, head_dim, device=DEVICE, dtype=torch.bfloat16)
     lse, own = q.new_empty(0, dtype=torch.float32), load.batch()
-    alone = replace(own, common_lens=None)
+    alone = replace(own, common_prefix_lens=None)
 
     def attend(batch: RaggedBatch, tuning: CascadeTuning | None, layer: int, out: torch.Tensor) -> None:
         decode_attention(q, kv[:, layer], batch, out, lse, scale=0.1, window=0, alone=True, cascade=tuning)

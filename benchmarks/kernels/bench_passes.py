@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/kernels/bench_passes.py CONFIG_FOLDER [--layers N]
 
 Microseconds, median of seven rounds of ten replays, by turns: `apart` turns q and k and writes K and V in a kernel
-behind the projection, `ours` in its end (`project_heads`), where the model and the batch have one.
+behind the projection, `ours` in its end (`project_qkv`), where the model and the batch have one.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ NUM_SEQUENCES = (1, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 
 def apart(stream: Any, eps: float, weight: Tensor, bias: Any, kv_layer: Tensor, batch: RaggedBatch, cos_sin: Tensor,
           *, q_norm: Any, k_norm: Any, norm_eps: float) -> Tensor:  # fmt: skip
-    """`reference.project_heads` of two kernels."""
+    """`reference.project_qkv` of two kernels."""
     parts = split_heads(cuda.norm_linear(stream, eps, weight, bias), kv_layer)
     norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": norm_eps}
     return cuda.rope_kv_write(*parts, batch.positions, cos_sin, kv_layer, batch.slot_mapping, **norms)
 
 
-WAYS = {"apart": SimpleNamespace(**(vars(cuda) | {"project_heads": apart})), "ours": cuda}
+WAYS = {"apart": SimpleNamespace(**(vars(cuda) | {"project_qkv": apart})), "ours": cuda}
 
 
 def batch_of(lengths: list[int], ids: Iterator[int]) -> RaggedBatch:

@@ -27,7 +27,14 @@ from torch import Tensor
 
 from octavo.integers import cdiv
 from octavo.kernels.triton.activation import silu_mul
-from octavo.kernels.triton.linear.skinny import ThinTuning, Tuning, add_linear, begin_stream, norm_linear, thin_tuning
+from octavo.kernels.triton.linear.skinny import (
+    ThinTuning,
+    Tuning,
+    add_linear,
+    make_normed_residual,
+    norm_linear,
+    thin_tuning,
+)
 from octavo.kernels.triton.linear.skinny_hopper import can_stream, stream_tuning
 from octavo.kernels.triton.norms import add_rms_norm, rms_norm
 
@@ -87,11 +94,11 @@ def call(product: Product, num_tokens: int, tuning: ThinTuning | None) -> Callab
 
     x = make(num_tokens, product.num_in)
     if product.normed:
-        stream, gate = begin_stream(x, make(product.num_in)), "silu" if product.gated else ""
+        stream, gate = make_normed_residual(x, make(product.num_in)), "silu" if product.gated else ""
         stream = replace(stream, squares=stream.squares.expand(product.num_in // 32, -1).contiguous() / 32)
         return lambda w: norm_linear(stream, 1e-6, w, gate=gate, tuning=tuning)
     norm = make(product.num_out)
-    stream = begin_stream(make(num_tokens, product.num_out), norm)
+    stream = make_normed_residual(make(num_tokens, product.num_out), norm)
     return lambda w: add_linear(stream, x, w, None, norm, tuning=tuning)
 
 
@@ -142,7 +149,7 @@ def our_layers(
     def tuned(weight: Tensor, gated: bool = False) -> Tuning:
         return tune(len(weight) // (2 if gated else 1), weight.shape[1], len(x), gated)
 
-    stream = begin_stream(x, norm)
+    stream = make_normed_residual(x, norm)
     for qkv, out, gate_up, down in layers:
         projected = norm_linear(stream, 1e-6, qkv, tuning=tuned(qkv))
         stream = add_linear(stream, projected[:, : out.shape[1]], out, None, norm, tuning=tuned(out))

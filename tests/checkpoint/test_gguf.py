@@ -158,7 +158,7 @@ def test_other_magic_and_version(write_gguf):
     whole = path.read_bytes()
     for broken in (b"GGML" + whole[4:], whole[:4] + b"\x09\0\0\0" + whole[8:], b"PK\3\4" * 100):
         path.write_bytes(broken)
-        with pytest.raises(CheckpointError, match="no intact GGUF file"):
+        with pytest.raises(CheckpointError, match="not an intact GGUF file"):
             open_checkpoint(path)
 
 

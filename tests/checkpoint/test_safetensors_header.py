@@ -75,7 +75,7 @@ def test_tensor_in_two_shards_is_named(model: Path) -> None:
 
 def test_two_tensors_of_one_name_are_refused(model: Path) -> None:
     write(model / "b.safetensors", "three", "three")
-    assert "b.safetensors is cut short or damaged (the key 'three' stands there twice)" in refusal(model)
+    assert "b.safetensors is cut short or damaged (the key 'three' occurs twice)" in refusal(model)
 
 
 def test_ten_problems_are_listed(model: Path) -> None:

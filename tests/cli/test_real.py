@@ -99,7 +99,7 @@ def test_a_seed_reproduces(call: Call, model: str) -> None:
         (("--stop-token-ids", "97"), 2, "--stop-token-ids: stop_token_ids has 97"),
         (("--logprobs", "21"), 2, "--logprobs: logprobs is 21, at most 20 are given; raise max_logprobs"),
         (("--chat-template", "/absent.jinja"), 1, "cannot read the chat template /absent.jinja: No such file"),
-        (("--chat-template", "{% if %}"), 1, "the chat template is wrong in line 1"),
+        (("--chat-template", "{% if %}"), 1, "the chat template has a syntax error in line 1"),
         (("--chat-template", "{{ messages.__class__ }}"), 1, "'__class__', which is Python's own"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo.core import events as ev
 from octavo.core.block_pool import BlockPool
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import Slice, StepPlan, StepResult
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence
@@ -40,7 +40,7 @@ class Lab:
         habits: o.Habits | None = None,
         listen: bool = True,
     ) -> None:
-        self.cache = KVCache(
+        self.cache = KVCacheManager(
             num_blocks,
             block_size,
             host,
@@ -127,9 +127,12 @@ class Lab:
     def at_rest(self) -> None:
         for request in self.requests.values():
             got, want = o.outputs(request), o.reference(request)
-            if all(s.finish_reason in ("stop", "length", "pruned") for s in request.done) and not request.error:
+            if (
+                all(s.finish_reason in ("stop", "length", "pruned") for s in request.finished_sequences)
+                and not request.error
+            ):
                 assert got == want, (request.request_id, got, want)
-            elif request.decide is None:
+            elif request.select_beams is None:
                 whole = dict(want)
                 assert all(tokens == whole[i][: len(tokens)] for i, tokens in got)
         assert self.pool.num_used == 0 and self.pool.num_refs == 0
@@ -154,7 +157,7 @@ class Lab:
 def make(name: str, prompt: list[int], max_tokens: int | None, **options: Any) -> Request:
     beam = options.pop("beam", 0)
     if beam:
-        options.update(width=beam, num_draws=beam, decide=o.keep_best(beam))
+        options.update(width=beam, num_samples=beam, select_beams=o.keep_best(beam))
     params = options.pop("sampling_params", ANY)
     return Request(name, prompt, params, max_tokens=max_tokens, **options)
 
@@ -182,7 +185,7 @@ def sequence(tokens: list[int], limit: int = 1 << 20, **options: Any) -> Sequenc
 
 def arrange(pool: BlockPool, *block_ids: int) -> None:
     """Take and release until these blocks are what `take` gives next, in this order. The pool must be unused."""
-    taken = [pool.take() for _ in range(max(block_ids))]
+    taken = [pool.allocate() for _ in range(max(block_ids))]
     for block in [b for b in taken if b not in block_ids] + list(reversed(block_ids)):
         pool.release(block)
 

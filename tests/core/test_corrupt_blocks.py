@@ -51,7 +51,7 @@ def returning(lab: Lab, request: Request) -> StepPlan:
     while True:
         plan = lab.plan()
         if plan.swap_ins:
-            assert request in plan.swapped
+            assert request in plan.swapped_requests
             return plan
         lab.land()
 
@@ -109,10 +109,10 @@ def test_a_corrupt_block_is_found_by_nobody() -> None:
     out_and_corrupt(lab, a)
     lab.cache.reset_prefix_cache()
     returning(lab, a)
-    assert lab.pool.num_findable == 3
+    assert lab.pool.num_indexed == 3
     lab.abort("A")  # its blocks are cached
     lab.land()
-    assert lab.pool.num_findable == 0 and lab.cache.num_corrupt == 1
+    assert lab.pool.num_indexed == 0 and lab.cache.num_corrupt == 1
     assert not lab.told(ev.Corrupt)  # there is nothing left to recompute
     b = lab.add("B", [1, 2, 3, 4, 6], 5)
     lab.run()
@@ -148,7 +148,7 @@ def test_a_request_beside_a_corrupt_block_seals_nothing_that_it_gave_up() -> Non
     lab.flight.append((first, lab.oracle.submit(first)))
     lab.scheduler.num_rows_taken -= 1
     plan = lab.plan()
-    assert a in plan.swapped and first.sequences == c.sequences
+    assert a in plan.swapped_requests and first.sequences == c.sequences
     lab.land()
     lab.plan()
     seq = c.sequences[0]
@@ -169,7 +169,7 @@ def test_of_two_that_come_back_together_the_corrupt_one_is_recomputed() -> None:
     lab.scheduler._preempt(a, a, 0, plan := StepPlan(lab.scheduler.num_steps))
     lab.oracle._run(plan)
     plan = returning(lab, a)
-    assert b in plan.swapped
+    assert b in plan.swapped_requests
     lab.land()
     assert a.status is Status.RUNNING and b.status is Status.WAITING
     assert lab.told(ev.Corrupt) == [ev.Corrupt("B", 2)] and lab.cache.num_corrupt == 2

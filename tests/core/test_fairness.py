@@ -9,7 +9,7 @@ import pytest
 
 from octavo.core import events as ev
 from octavo.core.plan import StepPlan
-from octavo.core.policy import RANK_ARRIVALS, Policy
+from octavo.core.policy import ARRIVALS_PER_INDEX, Policy
 from octavo.core.request import Status
 from octavo.core.tenants import Tenant, Tenants, fill, level
 from tests.core.lab import SWAP, Lab, make
@@ -85,7 +85,7 @@ def test_a_long_prompt_that_lost_its_place_lets_an_earlier_one_go_first() -> Non
     lab.add("B", prompt(8, 1), 4)
     lab.step()
     b = lab.requests["B"]
-    assert b.waits_for == "long prefill"
+    assert b.wait_reason == "long prefill"
     lab.run()
 
 
@@ -118,7 +118,7 @@ def test_a_lookup_is_made_once_while_a_long_prompt_waits() -> None:
 def test_a_later_prompt_passes_those_of_one_call() -> None:
     lab = Lab(400, budget=4, rows=4)
     for i in range(12):
-        lab.add(f"call-{i}", prompt(4, i), 1, rank=i)
+        lab.add(f"call-{i}", prompt(4, i), 1, index_in_call=i)
     lab.add("neighbour", prompt(4, 20), 1)
     lab.run()
     assert lab.finished[:3] == ["call-0", "neighbour", "call-1"]
@@ -126,12 +126,12 @@ def test_a_later_prompt_passes_those_of_one_call() -> None:
 
 
 def test_a_prompt_of_a_call_is_overtaken_by_a_bounded_number() -> None:
-    last, policy = make("last", [1], 1, rank=2), Policy()
+    last, policy = make("last", [1], 1, index_in_call=2), Policy()
     place = policy.order(last, 5)
-    assert policy.order(make("a", [1], 1), 5 + 2 * RANK_ARRIVALS - 1) < place
-    assert policy.order(make("b", [1], 1), 5 + 2 * RANK_ARRIVALS + 1) > place
+    assert policy.order(make("a", [1], 1), 5 + 2 * ARRIVALS_PER_INDEX - 1) < place
+    assert policy.order(make("b", [1], 1), 5 + 2 * ARRIVALS_PER_INDEX + 1) > place
     by_priority = Policy(by_priority=True)
-    assert by_priority.order(make("c", [1], 1, rank=1), 0) > by_priority.order(make("d", [1], 1), 9)
+    assert by_priority.order(make("c", [1], 1, index_in_call=1), 0) > by_priority.order(make("d", [1], 1), 9)
 
 
 # -- tenants -----------------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def test_a_tenant_whose_next_lacks_blocks_stops_the_others() -> None:
     lab.add("large", prompt(16, 1), 2, tenant=1)
     lab.add("small", prompt(2, 2), 1, tenant=0)
     lab.step()
-    assert lab.requests["large"].waits_for == "blocks" and lab.requests["small"].status is Status.WAITING
+    assert lab.requests["large"].wait_reason == "blocks" and lab.requests["small"].status is Status.WAITING
     lab.run()
 
 

@@ -77,8 +77,8 @@ def two_hundred() -> list[Request]:
                 max_tokens=rnd.randint(4, 40),
                 stop_ids=[0] if i % 5 == 0 else [],
                 width=2 if decide else width,
-                num_draws=2 if decide else width,
-                decide=decide,
+                num_samples=2 if decide else width,
+                select_beams=decide,
             )
         )
     return requests
@@ -112,7 +112,7 @@ def test_a_tenth_of_the_memory_serves_everybody(policy: Policy) -> None:
     """200 requests, a pool for a tenth of them: none is refused, and outputs are those of an unlimited run."""
     lab = Lab(10_000, 4)
     all_at_once = sum(
-        lab.cache.blocks_at_longest(len(r.prompt_token_ids), r.max_tokens or 0, r.width) for r in two_hundred()
+        lab.cache.blocks_at_max_length(len(r.prompt_token_ids), r.max_tokens or 0, r.width) for r in two_hundred()
     )
     _, unlimited = serve(all_at_once, policy, watch=False)
     lab, outputs = serve(all_at_once // 10, policy, watch=True, host=all_at_once // 10)
@@ -169,7 +169,7 @@ def test_the_oracle_notices_a_copy_too_many() -> None:
 
 def test_the_oracle_notices_a_row_twice() -> None:
     lab, plan = decoding()
-    for mine in (plan.rows, plan.starts, plan.counts, plan.samples, plan.sequences):
+    for mine in (plan.rows, plan.starts, plan.counts, plan.num_sampled, plan.sequences):
         mine += mine
     with pytest.raises(o.Invariant, match="a row twice"):
         lab.oracle.submit(plan)
@@ -178,7 +178,7 @@ def test_the_oracle_notices_a_row_twice() -> None:
 def test_the_structure_check_notices_a_leak() -> None:
     lab, _ = decoding()
     o.check(lab.scheduler)
-    lab.pool.take()
+    lab.pool.allocate()
     with pytest.raises(o.Invariant, match="references"):
         o.check(lab.scheduler)
 

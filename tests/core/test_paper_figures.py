@@ -6,21 +6,21 @@ from hashlib import sha256
 
 import pytest
 
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.block_hash import block_hashes
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import BlockCopy, StepPlan, TableWrite
 from octavo.core.request import Sequence
 from octavo.core.scheduler import Scheduler
-from octavo.core.types import block_names
 from tests.core.lab import Lab, arrange, ints, make, sequence
 
 
-def filled(cache: KVCache, seq: Sequence) -> list[tuple[int, int]]:
+def filled(cache: KVCacheManager, seq: Sequence) -> list[tuple[int, int]]:
     """The paper's block table: (physical block, filled slots)."""
     size = cache.block_size
     return [(b, min(size, seq.num_computed - i * size)) for i, b in enumerate(seq.block_ids)]
 
 
-def compute(cache: KVCache, seq: Sequence, count: int, plan: StepPlan | None = None) -> StepPlan:
+def compute(cache: KVCacheManager, seq: Sequence, count: int, plan: StepPlan | None = None) -> StepPlan:
     """`count` positions are computed, and the sequence then knows one token more than it has computed."""
     plan = StepPlan() if plan is None else plan  # an empty plan is false
     if not seq.block_ids:
@@ -101,7 +101,7 @@ def test_figure_8_parallel_sampling_copies_on_write() -> None:
 def test_figure_9_beam_search_shares_as_its_tree_grows_and_shrinks() -> None:
     """Four beams: all share block 0; 0 to 2 share three blocks, 3 parts at the second. Then 0 and 3 fall: 2, 4, 5 and 8
     come free, and the heirs of 1 and 2 take 9 to 12."""
-    cache = KVCache(13, 2, num_rows=0, enable_prefix_caching=False)
+    cache = KVCacheManager(13, 2, num_rows=0, enable_prefix_caching=False)
     arrange(cache.pool, 13, 1, 3, 4, 2, 5, 6, 7, 8)
     zero, one, three, four, two, five, six, seven, eight = 13, 1, 3, 4, 2, 5, 6, 7, 8
     beam = [sequence([1, 2])]
@@ -109,7 +109,7 @@ def test_figure_9_beam_search_shares_as_its_tree_grows_and_shrinks() -> None:
     assert beam[0].block_ids == [zero]
 
     def fork(parent: Sequence) -> Sequence:
-        child = Sequence(parent.request, 0, parent.token_ids[:], parent.limit)
+        child = Sequence(parent.request, 0, parent.token_ids[:], parent.max_length)
         cache.fork(parent, child)
         return child
 
@@ -147,7 +147,7 @@ def test_figure_9_beam_search_shares_as_its_tree_grows_and_shrinks() -> None:
 
 def test_only_the_last_logical_block_is_ever_copied() -> None:
     """Four sharers of a partial tail: three copies, each of the tail, and the last sharer writes in place."""
-    cache = KVCache(10, 4)
+    cache = KVCacheManager(10, 4)
     parent = sequence(list(range(7)))
     compute(cache, parent, 6)
     children = [Sequence(parent.request, i, parent.token_ids[:], 99) for i in (1, 2, 3)]
@@ -185,7 +185,7 @@ def test_shared_prefix_is_mapped_not_computed() -> None:
 def test_a_lesson_64_tokens_forked_three_times() -> None:
     """Blocks of 16: 64 tokens fill 4 blocks, referenced once; three forks make it 4 each, and cost nothing. Ten tokens
     more for each of the four then take a block each: 8 in all, not 12. Nothing is copied, for no tail was partial."""
-    cache = KVCache(64, 16)
+    cache = KVCacheManager(64, 16)
     parent = sequence(list(range(65)))
     compute(cache, parent, 64)
     assert parent.block_ids == [1, 2, 3, 4]
@@ -214,7 +214,7 @@ def test_a_lesson_64_tokens_forked_three_times() -> None:
 
 def test_a_session_by_hand_allocate_generate_fork_free() -> None:
     """The bookkeeping simulation's session: prompts hit what is cached, forks share, stats count, the end frees all."""
-    cache = KVCache(10, 4)
+    cache = KVCacheManager(10, 4)
 
     def allocate(tokens: list[int]) -> Sequence:
         seq = sequence(tokens)
@@ -244,7 +244,7 @@ def test_a_session_by_hand_allocate_generate_fork_free() -> None:
 
 def test_unfilled_slots_are_in_the_last_block_alone() -> None:
     """Ten tokens take what ten tokens need; 990 reserved slots are not wasted, six slots of the tail are not filled."""
-    cache = KVCache(64, 16)
+    cache = KVCacheManager(64, 16)
     seq = sequence(list(range(11)))
     compute(cache, seq, 10)
     assert cache.pool.num_used == 1 and cache.stats().num_unfilled_slots == 6
@@ -256,7 +256,7 @@ def test_unfilled_slots_are_in_the_last_block_alone() -> None:
 
 def test_blocks_go_where_there_is_room() -> None:
     """Logical 0, 1, 2 lie in 7, 2, 14."""
-    cache = KVCache(16, 16)
+    cache = KVCacheManager(16, 16)
     arrange(cache.pool, 7, 2, 14)
     seq = sequence(list(range(40)))
     compute(cache, seq, 36)
@@ -265,7 +265,7 @@ def test_blocks_go_where_there_is_room() -> None:
 
 def test_36_tokens_in_blocks_of_16() -> None:
     """Scattered blocks 5, 12, 23 hold 16, 16 and 4; freed, the next sequence reuses them."""
-    cache = KVCache(32, 16, enable_prefix_caching=False)
+    cache = KVCacheManager(32, 16, enable_prefix_caching=False)
     arrange(cache.pool, 5, 12, 23)
     seq = sequence(list(range(40)))
     compute(cache, seq, 36)
@@ -277,9 +277,9 @@ def test_36_tokens_in_blocks_of_16() -> None:
 
 
 def test_swapped_blocks_are_never_more_than_the_device_has() -> None:
-    KVCache(4, 2, 4)
+    KVCacheManager(4, 2, 4)
     with pytest.raises(AssertionError, match="never larger"):
-        KVCache(4, 2, 5)
+        KVCacheManager(4, 2, 5)
 
 
 def test_recomputation_is_one_prefill_of_prompt_and_output() -> None:
@@ -292,7 +292,7 @@ def test_recomputation_is_one_prefill_of_prompt_and_output() -> None:
     lab.scheduler._preempt(request, request, 0, StepPlan())
     assert seq.block_ids == [] and len(seq.token_ids) == 7
     plan = lab.plan()
-    assert (plan.starts, plan.counts, plan.samples) == ([0], [7], [1])
+    assert (plan.starts, plan.counts, plan.num_sampled) == ([0], [7], [1])
     lab.land()
     lab.run()
 
@@ -301,7 +301,7 @@ def test_recomputation_is_one_prefill_of_prompt_and_output() -> None:
 
 
 def test_names_chain_from_parent_to_child() -> None:
-    a = list(block_names([1, 2, 3, 4, 5, 6, 7, 8, 9], 4))
+    a = list(block_hashes([1, 2, 3, 4, 5, 6, 7, 8, 9], 4))
     assert len(a) == 2  # full blocks alone
     root = sha256(b"").digest()
     first = sha256(root + bytes([1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0, 4, 0, 0, 0])).digest()
@@ -310,24 +310,24 @@ def test_names_chain_from_parent_to_child() -> None:
 
 
 def test_the_same_tokens_after_another_prefix_have_another_name() -> None:
-    x = list(block_names([1, 2, 9, 9], 2))
-    y = list(block_names([3, 4, 9, 9], 2))
+    x = list(block_hashes([1, 2, 9, 9], 2))
+    y = list(block_hashes([3, 4, 9, 9], 2))
     assert x[1] != y[1]
 
 
 def test_names_are_of_fixed_width() -> None:
     """[1, 23] and [12, 3] write the same digits."""
-    assert list(block_names([1, 23], 2)) != list(block_names([12, 3], 2))
+    assert list(block_hashes([1, 23], 2)) != list(block_hashes([12, 3], 2))
 
 
 def test_names_of_different_tenants_never_meet() -> None:
-    ours, theirs = (set(block_names(range(16), 4, salt=salt)) for salt in (b"ours", b"theirs"))
+    ours, theirs = (set(block_hashes(range(16), 4, salt=salt)) for salt in (b"ours", b"theirs"))
     assert not ours & theirs
 
 
 def test_names_by_another_digest() -> None:
     xxhash = pytest.importorskip("xxhash")
-    names = list(block_names(range(8), 4, digest=xxhash.xxh3_128_digest))
+    names = list(block_hashes(range(8), 4, digest=xxhash.xxh3_128_digest))
     assert [len(n) for n in names] == [16, 16] and names[0] != names[1]
 
 

@@ -44,7 +44,7 @@ def test_who_begins_with_a_pin_computes_only_the_rest(caching: bool) -> None:
     assert lab.cache.stats().num_pinned == 2 and lab.cache.stats().num_hit_tokens == 6
     while lab.scheduler.has_work:
         lab.step()
-    assert pin.done[0].output_token_ids and lab.pool.num_used == 2
+    assert pin.finished_sequences[0].output_token_ids and lab.pool.num_used == 2
     unpin_all(lab)
 
 
@@ -275,6 +275,6 @@ def test_what_no_index_knows_goes_to_the_host_though_a_pin_has_it_too() -> None:
     young = lab.add("young", [1, 2, 3, 4, 5], 12)
     while young.status is not Status.SWAPPED:
         lab.step()
-    assert young.num_cached_tokens == 4 and not young.left_behind
+    assert young.num_cached_tokens == 4 and not young.shared_on_device
     assert lab.scheduler.unpin("P")
     lab.run()

@@ -6,7 +6,7 @@ import pytest
 
 from octavo.core import events as ev
 from octavo.core.plan import StepPlan
-from octavo.core.policy import FIRST_HEADROOM, Costs, Policy, PreemptionMode, VictimChoice
+from octavo.core.policy import INITIAL_HEADROOM, Policy, PreemptionCosts, PreemptionMode, VictimPolicy
 from octavo.core.request import Request
 from tests.core.lab import Lab, make
 
@@ -27,21 +27,25 @@ def _of_several() -> Request:
 def test_while_costs_are_not_known_one_sequence_is_recomputed_and_a_group_is_swapped() -> None:
     single, group = make("s", [1], 2), _of_several()
     single.begin(0, (0, 0), 2)
-    for costs in (Costs(), Costs(token_s=1.0), Costs(move_s=1.0)):
+    for costs in (PreemptionCosts(), PreemptionCosts(token_s=1.0), PreemptionCosts(move_s=1.0)):
         assert Policy(costs=costs).preemption_mode(single, 1, 1) == (RECOMPUTE, "rule")
         assert Policy(costs=costs).preemption_mode(group, 1, 1) == (SWAP, "rule")
 
 
 @pytest.mark.parametrize("mode", PreemptionMode)
 def test_what_was_forced_is_done_whatever_it_costs(mode: PreemptionMode) -> None:
-    for costs in (Costs(), Costs(token_s=1.0, move_s=1e9), Costs(token_s=1.0, move_s=1e-9)):
+    for costs in (
+        PreemptionCosts(),
+        PreemptionCosts(token_s=1.0, move_s=1e9),
+        PreemptionCosts(token_s=1.0, move_s=1e-9),
+    ):
         policy = Policy(mode=mode, costs=costs)
         assert policy.preemption_mode(_of_several(), 3, 40) == (mode, "forced")
 
 
 def test_a_victim_gives_way_as_takes_less_time_to_undo() -> None:
     """3 blocks there and back are 6 moves; 40 positions of which a quarter is still cached are 30 to compute."""
-    costs = Costs(token_s=1.0, move_s=4.9, kept=0.25)
+    costs = PreemptionCosts(token_s=1.0, move_s=4.9, kept=0.25)
     assert costs.swap_s(3) == pytest.approx(29.4) and costs.recompute_s(40) == 30
     policy = Policy(costs=costs)
     for victim in (_of_several(), make("s", [1], 2)):
@@ -52,21 +56,21 @@ def test_a_victim_gives_way_as_takes_less_time_to_undo() -> None:
 
 
 def test_costs_are_learnt_from_steps() -> None:
-    costs = Costs(move_s=1.0)
-    costs.saw_step(0, 0.010)
+    costs = PreemptionCosts(move_s=1.0)
+    costs.record_step(0, 0.010)
     assert costs.step_s == 0.010 and not costs.known
-    costs.saw_step(63, 9.0)  # too few positions to tell them from the rest of the step
+    costs.record_step(63, 9.0)  # too few positions to tell them from the rest of the step
     assert not costs.known
-    costs.saw_step(100, 0.030)
+    costs.record_step(100, 0.030)
     assert costs.token_s == pytest.approx(0.0002) and costs.known
-    costs.saw_step(100, 0.130)  # the newest counts a fifth
+    costs.record_step(100, 0.130)  # the newest counts a fifth
     assert costs.token_s == pytest.approx(0.0002 + 0.2 * 0.001)
-    costs.saw_step(0, 0.020)
+    costs.record_step(0, 0.020)
     assert costs.step_s == pytest.approx(0.012)
-    costs.saw_step(100, 0.011)  # faster than a step without: tells nothing
+    costs.record_step(100, 0.011)  # faster than a step without: tells nothing
     assert costs.token_s == pytest.approx(0.0004)
-    costs.saw_return(50, 100)
-    costs.saw_return(50, 100)
+    costs.record_return(50, 100)
+    costs.record_return(50, 100)
     assert costs.kept == pytest.approx(0.1 + 0.2 * 0.4)
 
 
@@ -81,7 +85,7 @@ def test_what_a_return_found_in_the_cache_is_learnt() -> None:
 
 
 def test_without_room_on_the_host_it_is_recomputed_and_told() -> None:
-    lab = Lab(6, host=1, policy=Policy(costs=Costs(token_s=1.0, move_s=0.1)))
+    lab = Lab(6, host=1, policy=Policy(costs=PreemptionCosts(token_s=1.0, move_s=0.1)))
     lab.add("A", [1, 2, 3, 4], 6)
     lab.add("B", [5, 6, 7, 8], 6)
     lab.run()
@@ -95,9 +99,9 @@ def test_what_goes_with_a_victim_is_what_nobody_else_holds_sealed() -> None:
     lab.step()
     b = lab.add("B", [1, 2, 3, 4, 9], 4)
     lab.step()
-    assert lab.cache.owned_by(b) == (1, 1)
+    assert lab.cache.count_private_blocks(b) == (1, 1)
     lab.abort("A")
-    assert lab.cache.owned_by(b) == (3, 5)
+    assert lab.cache.count_private_blocks(b) == (3, 5)
     lab.run()
 
 
@@ -106,18 +110,18 @@ def test_a_block_that_samples_share_goes_once() -> None:
     lab = Lab(20)
     group = lab.add("G", [1, 2, 3], 4, width=2)
     lab.step()
-    assert lab.cache.owned_by(group) == (2, 3)
+    assert lab.cache.count_private_blocks(group) == (2, 3)
     lab.step()
-    assert lab.cache.owned_by(group) == (3, 6)
+    assert lab.cache.count_private_blocks(group) == (3, 6)
     lab.run()
 
 
 # -- who ---------------------------------------------------------------------------------------------------------------
 
 
-def _crowd(victims: VictimChoice, costs: Costs | None = None) -> Lab:
+def _crowd(victims: VictimPolicy, costs: PreemptionCosts | None = None) -> Lab:
     """A grows; B holds little, C more."""
-    lab = Lab(8, policy=Policy(mode=RECOMPUTE, victims=victims, costs=costs or Costs()))
+    lab = Lab(8, policy=Policy(mode=RECOMPUTE, victims=victims, costs=costs or PreemptionCosts()))
     lab.add("A", [1, 2, 3, 4], 9)
     lab.add("B", [5], 5)
     lab.add("C", [6, 7, 8, 9], 5)
@@ -126,24 +130,24 @@ def _crowd(victims: VictimChoice, costs: Costs | None = None) -> Lab:
 
 
 def test_the_latest_gives_way() -> None:
-    assert _crowd(VictimChoice.LATEST).told(ev.Preempted)[0].request_id == "C"
+    assert _crowd(VictimPolicy.LATEST).told(ev.Preempted)[0].request_id == "C"
 
 
-@pytest.mark.parametrize("costs", [Costs(), Costs(token_s=1.0, move_s=1.0)])
-def test_or_whose_return_takes_the_least(costs: Costs) -> None:
-    assert _crowd(VictimChoice.LEAST_LOST, costs).told(ev.Preempted)[0].request_id == "B"
+@pytest.mark.parametrize("costs", [PreemptionCosts(), PreemptionCosts(token_s=1.0, move_s=1.0)])
+def test_or_whose_return_takes_the_least(costs: PreemptionCosts) -> None:
+    assert _crowd(VictimPolicy.LEAST_LOST, costs).told(ev.Preempted)[0].request_id == "B"
 
 
 def test_of_equals_the_latest_gives_way() -> None:
-    lab = Lab(6, policy=Policy(mode=RECOMPUTE, victims=VictimChoice.LEAST_LOST))
+    lab = Lab(6, policy=Policy(mode=RECOMPUTE, victims=VictimPolicy.LEAST_LOST))
     for name in "ABC":
         lab.add(name, [ord(name)], 8)
     lab.run()
     assert lab.told(ev.Preempted)[0].request_id == "C"
 
 
-@pytest.mark.parametrize("victims", VictimChoice)
-def test_the_first_in_line_never_gives_way_to_another(victims: VictimChoice) -> None:
+@pytest.mark.parametrize("victims", VictimPolicy)
+def test_the_first_in_line_never_gives_way_to_another(victims: VictimPolicy) -> None:
     lab = Lab(8, policy=Policy(mode=RECOMPUTE, victims=victims))
     for i, (prompt, num) in enumerate([([1], 12), ([2, 3, 4, 5], 9), ([6, 7], 9), ([8], 9)]):
         lab.add(f"r{i}", prompt, num)
@@ -156,13 +160,13 @@ def test_the_first_in_line_never_gives_way_to_another(victims: VictimChoice) -> 
 @pytest.mark.parametrize(("mode", "least"), [(RECOMPUTE, "few positions"), (SWAP, "few blocks"), (None, "few blocks")])
 def test_the_least_is_by_how_the_victims_would_go(mode: PreemptionMode | None, least: str) -> None:
     """Swapping is cheap here, if one may."""
-    costs = Costs(token_s=1.0, move_s=0.1)
-    policy = Policy(mode=mode, victims=VictimChoice.LEAST_LOST, costs=costs)
+    costs = PreemptionCosts(token_s=1.0, move_s=0.1)
+    policy = Policy(mode=mode, victims=VictimPolicy.LEAST_LOST, costs=costs)
     owned = {"few blocks": (2, 4), "few positions": (3, 3), "asker": (1, 1)}
     running = [make(name, [1], 2) for name in ("asker", "few blocks", "few positions")]
 
     class Cache:
-        def owned_by(self, request: Request) -> tuple[int, int]:
+        def count_private_blocks(self, request: Request) -> tuple[int, int]:
             return owned[request.request_id]
 
     assert policy.victim(running, running[0], Cache()).request_id == least  # type: ignore[arg-type]
@@ -205,7 +209,7 @@ def test_headroom_doubles_with_each_preemption() -> None:
     rooms = []
     for request.num_preemptions in (0, 1, 2, 5, 90):
         rooms.append(Policy().headroom(request))
-    assert rooms == [0, FIRST_HEADROOM, 2 * FIRST_HEADROOM, 16 * FIRST_HEADROOM, FIRST_HEADROOM << 20]
+    assert rooms == [0, INITIAL_HEADROOM, 2 * INITIAL_HEADROOM, 16 * INITIAL_HEADROOM, INITIAL_HEADROOM << 20]
 
 
 @pytest.mark.parametrize("mode", PreemptionMode)
@@ -264,13 +268,15 @@ def test_a_constrained_request_has_a_mask_for_every_token(width: int) -> None:
     """A prompt of 5 in chunks of 2: only the last draws. Windows have one for each of their tokens."""
     lab = Lab(40, budget=8, rows=8, window=4)
     lab.add("free", [9] * 6, 3)
-    request = lab.add("bound", [1, 2, 3, 4, 5], 3, width=width, constrained=True)
+    request = lab.add("bound", [1, 2, 3, 4, 5], 3, width=width, use_structured_output=True)
     masks = 0
     while lab.scheduler.has_work:
         plan = lab.plan()
-        drawn = [i for i, s in enumerate(plan.sequences) if s.request is request and plan.samples[i]]
-        assert plan.masked == drawn and plan.num_masked == max((plan.samples[i] for i in drawn), default=0)
-        masks += sum(plan.samples[i] for i in drawn)
+        drawn = [i for i, s in enumerate(plan.sequences) if s.request is request and plan.num_sampled[i]]
+        assert plan.bitmask_slices == drawn and plan.num_bitmask_columns == max(
+            (plan.num_sampled[i] for i in drawn), default=0
+        )
+        masks += sum(plan.num_sampled[i] for i in drawn)
         while lab.flight:
             lab.land()
     assert masks == 1 + 2 * width

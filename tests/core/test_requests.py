@@ -138,7 +138,7 @@ def test_parameters_that_imply_others() -> None:
 def test_how_many_are_made_and_how_many_are_told() -> None:
     plain, several, best = SamplingParams(), SamplingParams(n=3), SamplingParams(n=2, best_of=3)
     assert [params.width for params in (plain, several, best)] == [1, 3, 3]
-    assert [params.ranks for params in (plain, several, best, SamplingParams(n=3, best_of=3))] == [0, 0, 1, 0]
+    assert [params.selects_best_of for params in (plain, several, best, SamplingParams(n=3, best_of=3))] == [0, 0, 1, 0]
     with pytest.raises(ParameterError, match="best_of is 2, it must be at least n, 3") as caught:
         SamplingParams(n=3, best_of=2)
     assert caught.value.param == "best_of"
@@ -247,29 +247,33 @@ def test_a_request_begins_with_its_prompt() -> None:
     request = make("a", [3, 4], 7)
     request.begin(2, (0, 2), 7)
     (seq,) = request.sequences
-    assert (seq.token_ids.tolist(), seq.limit, seq.output_token_ids) == ([3, 4], 9, [])
-    assert request.solo is seq and request.status is Status.WAITING
+    assert (seq.token_ids.tolist(), seq.max_length, seq.output_token_ids) == ([3, 4], 9, [])
+    assert request.only_sequence is seq and request.status is Status.WAITING
     seq.token_ids.append(5)
     assert seq.output_token_ids == [5] and request.prompt_token_ids.tolist() == [3, 4]
     assert "'a'/0, 3+0 tokens" in repr(seq) and "Request('a', waiting" in repr(request)
 
 
 @pytest.mark.parametrize(
-    ("options", "must_wait", "forked", "num_draws"),
+    ("options", "needs_result", "forked", "num_samples"),
     [
         ({}, False, True, 1),
-        ({"constrained": True}, False, True, 1),
+        ({"use_structured_output": True}, False, True, 1),
         ({"width": 3}, True, False, 3),
-        ({"width": 1, "decide": o.keep_best(1)}, True, True, 2),
-        ({"width": 2, "decide": o.keep_best(2)}, True, True, 4),
-        ({"width": 2, "decide": o.keep_best(2), "num_draws": 7}, True, True, 7),
+        ({"width": 1, "select_beams": o.keep_best(1)}, True, True, 2),
+        ({"width": 2, "select_beams": o.keep_best(2)}, True, True, 4),
+        ({"width": 2, "select_beams": o.keep_best(2), "num_samples": 7}, True, True, 7),
     ],
 )
-def test_who_waits_for_the_host(options: dict, must_wait: bool, forked: bool, num_draws: int) -> None:
+def test_who_waits_for_the_host(options: dict, needs_result: bool, forked: bool, num_samples: int) -> None:
     request = make("a", [1], 2, **options)
     request.begin(0, (0, 0), 2)
-    assert (request.must_wait, request.forked, request.num_draws) == (must_wait, forked, num_draws)
-    assert (request.solo is None) == (request.width > 1 or request.decide is not None)
+    assert (request.needs_result, request.forked, request.num_samples) == (
+        needs_result,
+        forked,
+        num_samples,
+    )
+    assert (request.only_sequence is None) == (request.width > 1 or request.select_beams is not None)
 
 
 def test_the_width_is_the_number_of_samples_unless_told() -> None:

@@ -52,5 +52,5 @@ def test_with_samples_that_have_ended_elsewhere() -> None:
 def test_nothing_known_is_a_new_request(resume: Any) -> None:
     request = Request("A", PROMPT, make("", PROMPT, 3).sampling_params, max_tokens=3, resume=resume)
     request.begin(0, (0, 0), 3)
-    assert request.solo is request.sequences[0] and request.solo.token_ids.tolist() == PROMPT
+    assert request.only_sequence is request.sequences[0] and request.only_sequence.token_ids.tolist() == PROMPT
     assert not make("A", PROMPT, 3, width=2, resume=resume).forked

@@ -103,7 +103,7 @@ def test_a_stop_token_is_never_sealed() -> None:
     lab = Lab(16, block_size=1, habits=o.Habits(stops=True))
     turn = lab.add("turn 1", [1], 6, stop_ids=[stop])
     lab.run(depth=2)
-    tokens = turn.done[0].token_ids.tolist()
+    tokens = turn.finished_sequences[0].token_ids.tolist()
     assert tokens[-1] == stop
     following = lab.add("turn 2", [*tokens, 3], 2)
     lab.run(depth=2)
@@ -160,7 +160,7 @@ def test_results_go_to_the_sequence_of_the_plan(stops: bool) -> None:
     assert lab.land() == []  # A's
     assert seq.num_pending == 1 and len(seq.token_ids) == 2
     lab.run(depth=2)
-    assert a.done[0].token_ids.tolist() == [1, 2, stop]
+    assert a.finished_sequences[0].token_ids.tolist() == [1, 2, stop]
 
 
 @pytest.mark.parametrize("policy", [RECOMPUTE, SWAP])
@@ -380,7 +380,7 @@ def left_behind(num_blocks: int = 8) -> tuple[Lab, Sequence, Sequence]:
     assert cache.swap_out(second.request, plan)
     second.request.status = Status.SWAPPED
     assert len(plan.swap_outs) == 1 and second.block_ids == [-1, 1]
-    assert second.request.left_behind == {1: lab.pool.seal_id[1]}
+    assert second.request.shared_on_device == {1: lab.pool.seal_id[1]}
     return lab, first, second
 
 
@@ -397,28 +397,28 @@ def test_what_was_left_behind_is_shared_before_blocks_are_taken() -> None:
     cache, pool = lab.cache, lab.pool
     cache.free(first)
     assert pool.num_available == 3
-    found = cache.find_swapped(second.request)
+    found = cache.find_swap_in_blocks(second.request)
     assert found is not None and found.num_needed == 2
-    younger = pool.take()
+    younger = pool.allocate()
     pool.seal(younger, (99, b"younger"))
     pool.release(younger)
     while pool.num_free:
-        pool.take()
+        pool.allocate()
     assert list(pool.cached()) == [1, younger]
     plan = StepPlan()
     cache.swap_in(second.request, found, plan)
     assert second.block_ids == [1, younger] and pool.seal_id[1] and len(plan.swap_ins) == 1
-    assert len(second.seal_ids) == 1 and not second.request.left_behind
+    assert len(second.seal_ids) == 1 and not second.request.shared_on_device
 
 
 def test_what_was_left_behind_counts_when_it_is_in_no_use() -> None:
     lab, first, second = left_behind()
-    found = lab.cache.find_swapped(second.request)
+    found = lab.cache.find_swap_in_blocks(second.request)
     assert found is not None and found.num_needed == 1  # the first still owns it
     lab.cache.free(first)
-    found = lab.cache.find_swapped(second.request)
+    found = lab.cache.find_swap_in_blocks(second.request)
     assert found is not None and found.num_needed == 2
-    assert found.left_behind == [1] and found.host_ids == [1]
+    assert found.shared_on_device == [1] and found.host_ids == [1]
 
 
 def test_what_was_left_behind_is_verified_by_its_seal_id() -> None:
@@ -429,11 +429,11 @@ def test_what_was_left_behind_is_verified_by_its_seal_id() -> None:
     assert key is not None
     cache.free(first)
     cache.reset_prefix_cache()
-    assert cache.find_swapped(second.request) is None
-    block = pool.take()
+    assert cache.find_swap_in_blocks(second.request) is None
+    block = pool.allocate()
     assert block == 1
     pool.seal(block, (key[0], b"others"))
-    assert cache.find_swapped(second.request) is None
+    assert cache.find_swap_in_blocks(second.request) is None
 
 
 def test_a_swapped_request_that_lost_a_block_is_recomputed() -> None:
@@ -444,13 +444,13 @@ def test_a_swapped_request_that_lost_a_block_is_recomputed() -> None:
     b = lab.add("B", [1, 2, 5, 6], 6)
     while b.status is not Status.SWAPPED:
         lab.step()
-    assert len(b.left_behind) == 1 and b.sequences[0].block_ids[0] < 0
+    assert len(b.shared_on_device) == 1 and b.sequences[0].block_ids[0] < 0
     lab.abort("A")
     assert lab.cache.reset_prefix_cache() > 0
     assert b.status is Status.SWAPPED
     lab.plan()
     assert lab.told(ev.SwapLost) == [ev.SwapLost("B")]
-    assert b.status is Status.RUNNING and not b.left_behind and lab.cache.swap_space.num_used == 0
+    assert b.status is Status.RUNNING and not b.shared_on_device and lab.cache.swap_space.num_used == 0
     lab.run()
 
 
@@ -461,7 +461,7 @@ def test_a_swapped_request_that_lost_a_block_says_anew_what_it_waits_for() -> No
     lab.add("C", [7, 8], 9)
     lab.step()
     b = lab.add("B", [1, 2, 5, 6], 6)
-    while not (b.status is Status.SWAPPED and b.waits_for == "blocks"):
+    while not (b.status is Status.SWAPPED and b.wait_reason == "blocks"):
         lab.step()
     said = len(lab.reasons("B"))
     lab.abort("A")
@@ -478,7 +478,7 @@ def test_what_is_shared_inside_a_group_alone_goes_out_with_it() -> None:
     group = lab.add("G", [1, 2, 3, 4, 5], 4, width=3)
     lab.step()
     plan = throw_out(lab, group)
-    assert not group.left_behind and len(plan.swap_outs) == 3
+    assert not group.shared_on_device and len(plan.swap_outs) == 3
     assert all(s.block_ids == [1, 2, 3] for s in group.sequences)
     lab.abort("G")
     lab.at_rest()
@@ -538,7 +538,7 @@ def test_heirs_fork_before_the_unchosen_let_go() -> None:
         return [(live[-1], 1), (live[-1], 2)]
 
     lab = Lab(12)
-    request = lab.add("beam", [1, 2, 3], 5, width=2, num_draws=2, decide=last_twice)
+    request = lab.add("beam", [1, 2, 3], 5, width=2, num_samples=2, select_beams=last_twice)
     lab.step()
     lab.step()
     first, second = request.sequences
@@ -548,7 +548,7 @@ def test_heirs_fork_before_the_unchosen_let_go() -> None:
     while lab.scheduler.has_work:
         lab.step()
     assert lab.pool.num_used == 0
-    assert {s.finish_reason for s in request.done} == {"length"}
+    assert {s.finish_reason for s in request.finished_sequences} == {"length"}
 
 
 def test_the_need_of_a_group_is_counted_as_a_whole() -> None:
@@ -558,7 +558,7 @@ def test_the_need_of_a_group_is_counted_as_a_whole() -> None:
     group = lab.add("G", [5, 6, 7, 8], 3, width=2)
     lab.step()
     assert lab.pool.num_available == 2
-    lab.pool.take()  # somebody's: one is left
+    lab.pool.allocate()  # somebody's: one is left
     sequences = [(s, 1) for s in group.sequences]
     assert [lab.cache.blocks_needed([s]) for s in sequences] == [1, 1]
     assert lab.cache.blocks_needed(sequences) == 2
@@ -603,7 +603,7 @@ def test_a_sibling_is_rebuilt_only_where_there_is_room_for_it() -> None:
     for block in own:
         pool.unseal(block)
     while pool.num_available > 5:
-        pool.take()
+        pool.allocate()
     plan = lab.scheduler.schedule()
     assert group.status is Status.RUNNING and first.num_computed == 8 and second.num_computed == 4
     assert [s.request.request_id for s in plan.sequences] == ["A"] and pool.num_available == 1
@@ -697,7 +697,7 @@ def test_a_step_that_preempts_brings_nobody_in() -> None:
     lab.step()
     lab.step()
     assert group.status is Status.SWAPPED and lab.pool.num_available == 0
-    a.sequences[0].limit = 7  # all its positions are planned: it is B who asks
+    a.sequences[0].max_length = 7  # all its positions are planned: it is B who asks
     plan = lab.plan()
     assert b.status is Status.WAITING and lab.pool.num_available == 3
     assert group.status is Status.SWAPPED and not plan
@@ -715,7 +715,7 @@ def test_self_preemption_counts_as_preemption(mode: PreemptionMode) -> None:
     for _ in range(3):
         lab.step()
     small = lab.add("small", [9], 1)
-    lab.scheduler.running[0].sequences[0].limit = 7  # A has all its positions planned: B is the one who asks
+    lab.scheduler.running[0].sequences[0].max_length = 7  # A has all its positions planned: B is the one who asks
     plan = lab.plan()
     assert b.status is not Status.RUNNING and small.status is Status.WAITING
     assert not plan.rows

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from octavo.core import events as ev
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import Slice, StepPlan, StepResult
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Status
@@ -33,7 +33,7 @@ def test_prefill_and_decode_share_a_step() -> None:
     lab.step()
     lab.add("B", [4, 5, 6, 7], 5)
     plan = lab.plan()
-    assert (names(plan), plan.starts, plan.counts, plan.samples) == (["A", "B"], [3, 0], [1, 4], [1, 1])
+    assert (names(plan), plan.starts, plan.counts, plan.num_sampled) == (["A", "B"], [3, 0], [1, 4], [1, 1])
     assert list(plan.slices()) == [Slice(0, 3, 1, 1, 1, None), Slice(1, 0, 4, 1, 1, plan.host_tokens[1])]
     assert plan.num_tokens == 5
     lab.run()
@@ -45,9 +45,9 @@ def test_a_long_prompt_is_chunked_by_the_budget() -> None:
     seen = []
     while lab.scheduler.has_work:
         plan = lab.step()
-        seen.append((plan.starts[0], plan.counts[0], plan.samples[0]))
+        seen.append((plan.starts[0], plan.counts[0], plan.num_sampled[0]))
     assert seen == [(0, 4, 0), (4, 4, 0), (8, 2, 1), (10, 1, 1), (11, 1, 1)]
-    assert request.done[0].token_ids[10:].tolist() == answer(list(range(10)), 3)
+    assert request.finished_sequences[0].token_ids[10:].tolist() == answer(list(range(10)), 3)
     lab.at_rest()
 
 
@@ -82,7 +82,7 @@ def test_rows_bound_a_step_and_a_request_takes_its_width_from_the_start() -> Non
     assert lab.told(ev.Waiting) == [ev.Waiting("B", "rows", 2, 1, 0)]
     assert lab.scheduler.num_rows_taken == 2
     lab.run()
-    assert b.done
+    assert b.finished_sequences
 
 
 def test_a_finished_sample_keeps_its_groups_row() -> None:
@@ -95,7 +95,7 @@ def test_a_finished_sample_keeps_its_groups_row() -> None:
     if len(group.sequences) == 1:
         assert lab.scheduler.num_rows_taken == 2
     lab.run()
-    assert sorted(s.finish_reason for s in group.done)[0] in ("length", "stop")
+    assert sorted(s.finish_reason for s in group.finished_sequences)[0] in ("length", "stop")
     assert lab.scheduler.num_rows_taken == 0
 
 
@@ -167,7 +167,7 @@ def test_a_group_waits_when_the_rest_of_the_budget_is_too_small_for_it() -> None
         assert "G" not in names(lab.step())
     assert len(lab.step().rows) == 3
     lab.run()
-    assert len(group.done) == 3
+    assert len(group.finished_sequences) == 3
 
 
 def test_nobody_comes_in_past_a_running_group_that_does_not_fit() -> None:
@@ -180,7 +180,7 @@ def test_nobody_comes_in_past_a_running_group_that_does_not_fit() -> None:
     assert names(lab.step()) == ["A"]
     assert late.status is Status.WAITING and lab.reasons("W") == ["budget"]
     lab.run()
-    assert lab.finished.index("W") > lab.finished.index("A") and group.done
+    assert lab.finished.index("W") > lab.finished.index("A") and group.finished_sequences
 
 
 def test_a_swapped_group_waits_for_a_budget_that_takes_it_whole() -> None:
@@ -310,11 +310,11 @@ def test_a_group_finds_its_own_blocks_in_the_cache_when_it_is_recomputed() -> No
 def test_a_default_length_is_cut_to_fit_and_a_number_never() -> None:
     lab = Lab(4)
     request = lab.add("default", [1, 2, 3], None)
-    assert request.max_tokens == 6 == lab.cache.longest_output(3)
+    assert request.max_tokens == 6 == lab.cache.max_output_tokens(3)
     with pytest.raises(CapacityError, match=r"max_tokens 7, width 1.* pool has 4; max_tokens of at most 6 fits"):
         lab.add("explicit", [1, 2, 3], 7)
     lab.run()
-    assert len(request.done[0].token_ids) == 9
+    assert len(request.finished_sequences[0].token_ids) == 9
 
 
 def test_a_prompt_that_never_fits_is_refused_with_the_numbers() -> None:
@@ -342,8 +342,8 @@ def test_what_the_door_lets_in_never_stalls(caching: bool) -> None:
     """Every request that fits by the formula, at its longest, ends when it is alone; one token more is refused."""
     tried = 0
     for num_blocks, size, prompt, width in itertools.product((1, 2, 3, 5, 7), (1, 2, 3), range(1, 8), (1, 2, 3)):
-        cache = KVCache(num_blocks, size)
-        most = cache.longest_output(prompt, width)
+        cache = KVCacheManager(num_blocks, size)
+        most = cache.max_output_tokens(prompt, width)
         if most < 1 or most > 8:
             continue
         for watermark in (0, 2):
@@ -382,9 +382,9 @@ def test_who_has_come_in_waits_for_nothing() -> None:
     lab.add("A", [1], 1)
     b = lab.add("B", [2], 2)
     lab.step()
-    assert b.waits_for == "rows"
+    assert b.wait_reason == "rows"
     lab.plan()
-    assert b.status is Status.RUNNING and b.waits_for == ""
+    assert b.status is Status.RUNNING and b.wait_reason == ""
     lab.run()
 
 
@@ -487,7 +487,7 @@ def test_a_window_ends_with_the_request(depth: int, window: int) -> None:
     while lab.scheduler.has_work:
         plan = lab.plan() if len(lab.flight) < depth else None
         if plan:
-            sampled += plan.samples
+            sampled += plan.num_sampled
         if lab.flight and (not plan or len(lab.flight) >= depth):
             lab.land()
     assert sampled[0] == 1  # a request comes in with one token
@@ -519,7 +519,7 @@ def test_a_window_shrinks_to_one_while_somebody_could_come_in() -> None:
     lab = Lab(40, window=4, budget=6)
     lab.add("A", [1, 2], 20)
     lab.step()
-    assert lab.step().samples == [4]
+    assert lab.step().num_sampled == [4]
     lab.add("B", list(range(10, 22)), 2)
     assert lab.plan().counts == [1, 5]
     lab.run()
@@ -531,10 +531,10 @@ def test_a_window_does_not_shrink_for_those_who_wait_for_others_to_end() -> None
         lab.add("A", [1, 2], 24)
         lab.step()
         lab.add("B", list(range(10, 36)), 3)
-        assert lab.step().samples == [1]
+        assert lab.step().num_sampled == [1]
         assert lab.told(ev.Waiting)
-        assert lab.requests["B"].waits_for == reason
-        assert lab.plan().samples == [4]
+        assert lab.requests["B"].wait_reason == reason
+        assert lab.plan().num_sampled == [4]
         lab.run()
 
 
@@ -543,7 +543,7 @@ def test_windows_are_one_where_the_host_chooses() -> None:
     request = lab.add("A", [1, 2], 6, beam=2)
     while lab.scheduler.has_work:
         plan = lab.plan()
-        assert set(plan.samples) == {1}
+        assert set(plan.num_sampled) == {1}
         assert not lab.plan(), "nothing is planned while anything of it is pending"
         assert request.num_pending
         lab.land()
@@ -554,13 +554,13 @@ def test_samples_wait_for_their_fork_and_part_from_one_row_of_logits() -> None:
     lab = Lab(40, window=4)
     request = lab.add("A", [1, 2, 3], 9, width=3)
     plan = lab.plan()
-    assert plan.draws == {0: 3} and plan.samples == [1]
-    assert [s.num_draws for s in plan.slices()] == [3]
+    assert plan.num_samples == {0: 3} and plan.num_sampled == [1]
+    assert [s.num_samples for s in plan.slices()] == [3]
     assert not lab.plan()
     lab.land()
-    assert [s.index for s in request.sequences] == [0, 1, 2] and request.forked and not request.must_wait
+    assert [s.index for s in request.sequences] == [0, 1, 2] and request.forked and not request.needs_result
     plan = lab.plan()
-    assert plan.samples == [4, 4, 4] and plan.draws == {} and len(plan.host_tokens) == 3
+    assert plan.num_sampled == [4, 4, 4] and plan.num_samples == {} and len(plan.host_tokens) == 3
     lab.run(depth=2)
 
 
@@ -568,8 +568,8 @@ def test_a_chunk_draws_nothing() -> None:
     for options in ({"width": 2}, {"beam": 2}):
         lab = Lab(20, budget=2, rows=2)
         lab.add("A", [1, 2, 3], 3, **options)
-        assert lab.step().draws == {}
-        assert lab.step().draws == {0: 2}
+        assert lab.step().num_samples == {}
+        assert lab.step().num_samples == {0: 2}
         lab.run()
 
 
@@ -578,12 +578,13 @@ def test_constrained_sequences_are_planned_as_others_are(width: int) -> None:
     """The pass that comes next needs their tokens, which rows have; only drawing waits for what the host makes of
     them."""
     lab = Lab(40, window=2)
-    request = lab.add("A", [1, 2, 3], 6, width=width, constrained=True)
-    assert lab.step().masked == [0]
+    request = lab.add("A", [1, 2, 3], 6, width=width, use_structured_output=True)
+    assert lab.step().bitmask_slices == [0]
     first, second = lab.plan(), lab.plan()
     every = list(range(width))
-    assert first.samples == second.samples == [2] * width and first.masked == second.masked == every
-    assert first.num_masked == 2
+    assert first.num_sampled == second.num_sampled == [2] * width
+    assert first.bitmask_slices == second.bitmask_slices == every
+    assert first.num_bitmask_columns == 2
     assert list(first.host_tokens) == ([] if width == 1 else every) and not second.host_tokens
     assert request.num_pending == 4 * width
     lab.run(depth=2)
@@ -592,10 +593,10 @@ def test_constrained_sequences_are_planned_as_others_are(width: int) -> None:
 def test_candidates_of_a_beam_are_drawn_from_every_sequence() -> None:
     lab = Lab(40)
     lab.add("A", [1, 2, 3], 4, beam=2)
-    assert lab.step().draws == {0: 2}
-    assert lab.step().draws == {0: 2, 1: 2}
+    assert lab.step().num_samples == {0: 2}
+    assert lab.step().num_samples == {0: 2, 1: 2}
     lab.run()
-    assert make("b", [1], 1, width=3, decide=o.keep_best(3)).num_draws == 6  # twice its width unless told
+    assert make("b", [1], 1, width=3, select_beams=o.keep_best(3)).num_samples == 6  # twice its width unless told
 
 
 @pytest.mark.parametrize("stops", [True, False])
@@ -606,9 +607,9 @@ def test_a_result_is_cut_at_the_first_stop_token(stops: bool) -> None:
     lab = Lab(20, window=8, habits=o.Habits(stops=stops))
     request = lab.add("A", [1, 2], 8, stop_ids=[stop, 777])
     lab.step()
-    assert lab.plan().samples == [7]
+    assert lab.plan().num_sampled == [7]
     assert lab.land() == ["A"]
-    (seq,) = request.done
+    (seq,) = request.finished_sequences
     assert seq.token_ids[2:].tolist() == said[: said.index(stop) + 1]
     assert (seq.finish_reason, seq.stop_token) == ("stop", stop)
     lab.at_rest()
@@ -634,7 +635,7 @@ def test_a_window_streams_its_columns_as_they_land() -> None:
         lab.part()
         known.append((len(seq.token_ids), seq.num_pending, len(seq.seal_ids)))
     assert known == [(4, 5, 2), (5, 4, 2), (6, 3, 3)]  # what has landed is sealed: the device is past it
-    assert plan.outstanding == [3] and plan.samples == [6]
+    assert plan.num_outstanding == [3] and plan.num_sampled == [6]
     assert lab.land() == ["A"]
     lab.at_rest()
 
@@ -651,7 +652,7 @@ def test_a_stop_token_in_a_part_ends_the_request_and_the_rest_is_dropped() -> No
     assert lab.part() == ["A"]
     assert lab.part() == []
     assert lab.land() == []
-    assert request.done[0].token_ids[2:].tolist() == said[:3]
+    assert request.finished_sequences[0].token_ids[2:].tolist() == said[:3]
     lab.at_rest()
 
 
@@ -665,8 +666,8 @@ def test_a_stop_string_ends_a_sequence_from_outside() -> None:
     assert lab.scheduler.stop(first) is False  # a second time: nothing
     lab.step()
     assert lab.scheduler.stop(second, "stop") is True
-    assert request.status is Status.FINISHED and request.done == [first, second]
-    assert [len(s.token_ids) for s in request.done] == [4, 5]
+    assert request.status is Status.FINISHED and request.finished_sequences == [first, second]
+    assert [len(s.token_ids) for s in request.finished_sequences] == [4, 5]
     assert lab.pool.num_used == 0 and lab.cache.rows.num_free == 8
 
 
@@ -678,15 +679,15 @@ def test_results_come_in_the_order_of_the_plans() -> None:
     with pytest.raises(AssertionError, match="in the order"):
         lab.scheduler.update(second, StepResult([[1]]))
     with pytest.raises(AssertionError):
-        Scheduler(KVCache(2, 2)).update(second, StepResult([[1]]))
+        Scheduler(KVCacheManager(2, 2)).update(second, StepResult([[1]]))
 
 
 def test_a_beam_that_keeps_nothing_ends() -> None:
     lab = Lab(20)
-    request = lab.add("A", [1, 2, 3], 5, width=2, num_draws=2, decide=lambda parents: parents[:0])
+    request = lab.add("A", [1, 2, 3], 5, width=2, num_samples=2, select_beams=lambda parents: parents[:0])
     lab.plan()
     assert lab.land() == ["A"]
-    assert request.status is Status.FINISHED and request.done == [] and lab.pool.num_used == 0
+    assert request.status is Status.FINISHED and request.finished_sequences == [] and lab.pool.num_used == 0
     assert lab.told(ev.Finished) == [ev.Finished("A", "stop", 1)]  # the token that nobody was to go on from
 
 
@@ -720,7 +721,7 @@ def test_abort_in_every_state(status: Status, depth: int, options: dict) -> None
     assert victim.status is Status.FINISHED and not victim.sequences
     assert len(lab.told(ev.Finished)) == (ended if status is Status.FINISHED else ended + 1)
     if status is not Status.FINISHED:
-        assert {s.finish_reason for s in victim.done} <= {"abort", "stop", "length"}
+        assert {s.finish_reason for s in victim.finished_sequences} <= {"abort", "stop", "length"}
     lab.run(depth=max(1, depth))
     assert "other" in lab.finished
 
@@ -732,7 +733,7 @@ def test_abort_tells_what_was_aborted() -> None:
     assert lab.scheduler.abort("nobody") is None
     assert lab.scheduler.abort("A", "disconnected") is request
     assert lab.told(ev.Finished) == [ev.Finished("A", "disconnected", 1)]
-    assert request.done[0].finish_reason == "disconnected"
+    assert request.finished_sequences[0].finish_reason == "disconnected"
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -743,7 +744,7 @@ def test_an_error_of_one_request_fails_that_one_alone() -> None:
     a, b = lab.add("A", [1, 2, 3, 4, 5], 4), lab.add("B", [5, 6, 7, 8, 9], 4)
     lab.plan()
     assert lab.err(a) == ["A"]
-    assert a.error == "NaN" and a.done[0].finish_reason == "error" and not b.error
+    assert a.error == "NaN" and a.finished_sequences[0].finish_reason == "error" and not b.error
     assert len(b.sequences[0].token_ids) == 6
     lab.run()
     again = lab.add("A again", [1, 2, 3, 4, 5], 1)
@@ -767,9 +768,9 @@ def test_an_error_ends_all_samples_of_its_request() -> None:
     lab.step()
     lab.plan()
     assert lab.err(group) == ["G"]
-    assert len(group.done) == 3 and {s.finish_reason for s in group.done} == {"error"}
+    assert len(group.finished_sequences) == 3 and {s.finish_reason for s in group.finished_sequences} == {"error"}
     lab.run()
-    assert other.done
+    assert other.finished_sequences
 
 
 @pytest.mark.parametrize("policy", [SWAP, RECOMPUTE])
@@ -798,9 +799,9 @@ def test_an_error_of_a_request_that_gave_way_leaves_nothing_to_find(num_tokens: 
     a = lab.add("A", [1, 2, 3, 4, 0, 1, 2, 3][:num_tokens], 4, sampling_params=params)
     plan = lab.plan()
     lab.scheduler._preempt(a, a, 0, plan)
-    assert lab.pool.num_findable == num_tokens // 4
+    assert lab.pool.num_indexed == num_tokens // 4
     assert lab.err(a) == ["A"]
-    assert lab.pool.num_findable == 0
+    assert lab.pool.num_indexed == 0
 
 
 def test_an_error_leaves_nothing_to_find_behind_the_attention_window() -> None:
@@ -811,7 +812,7 @@ def test_an_error_leaves_nothing_to_find_behind_the_attention_window() -> None:
     assert lab.pool.num_cached >= 3
     lab.plan()
     assert lab.err(a) == ["A"]
-    assert lab.pool.num_findable == 0
+    assert lab.pool.num_indexed == 0
 
 
 def test_a_failed_step_takes_back_what_it_sealed() -> None:
@@ -820,7 +821,7 @@ def test_a_failed_step_takes_back_what_it_sealed() -> None:
     lab.plan()
     assert lab.pool.num_sealed == 2
     assert lab.fail() == ["A"]
-    assert lab.pool.num_available == lab.pool.num_free == 20 and lab.pool.num_findable == 0
+    assert lab.pool.num_available == lab.pool.num_free == 20 and lab.pool.num_indexed == 0
     assert lab.told(ev.Recomputed) == [ev.Recomputed("A", 0)]
     (seq,) = lab.requests["A"].sequences
     assert (seq.num_pending, seq.num_computed, seq.seal_ids, seq.row) == (0, 0, [], -1)
@@ -848,7 +849,7 @@ def test_after_a_step_without_memory_the_next_ones_are_smaller() -> None:
     assert all(event.free >= 0 for event in lab.told(ev.Waiting))  # type: ignore[attr-defined]
     assert sum(event.num_tokens for event in lab.told(ev.Step)) > 40  # type: ignore[attr-defined]
     assert max(event.num_tokens for event in lab.told(ev.Step)[2:]) == 3  # type: ignore[attr-defined]
-    lab.scheduler.step_limit = 32
+    lab.scheduler.max_num_scheduled_tokens = 32
     lab.run(depth=2)
 
 
@@ -938,7 +939,7 @@ def test_a_swap_of_a_failed_step_is_recomputed() -> None:
             lab.abort("A")
             assert lab.plan().swap_ins
         lab.fail()
-        assert b.status is Status.WAITING and not b.left_behind
+        assert b.status is Status.WAITING and not b.shared_on_device
         assert lab.cache.swap_space.num_used == 0
         assert "B" in [e.request_id for e in lab.told(ev.Recomputed)]
         lab.run()
@@ -1027,9 +1028,9 @@ def test_plans_are_parallel_lists() -> None:
     lab.add("C", list(range(20)), 4)
     while lab.scheduler.has_work:
         plan = lab.step()
-        sizes = {len(x) for x in (plan.rows, plan.starts, plan.counts, plan.samples, plan.sequences)}
+        sizes = {len(x) for x in (plan.rows, plan.starts, plan.counts, plan.num_sampled, plan.sequences)}
         assert len(sizes) == 1
-        assert all(i < len(plan.rows) for i in (*plan.host_tokens, *plan.draws))
+        assert all(i < len(plan.rows) for i in (*plan.host_tokens, *plan.num_samples))
         assert len(set(plan.rows)) == len(plan.rows)
     lab.at_rest()
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from octavo.core import events as ev
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan, StepResult, TokenLogprobs
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence
@@ -105,7 +105,7 @@ class FlakyOracle:
         self.closed = 0
 
     def submit(self, plan: StepPlan) -> _Flaky:
-        assert all(r.num_put == r.plan.num_masked for r in self.queued), "a plan behind one that waits for masks"
+        assert all(r.num_put == r.plan.num_bitmask_columns for r in self.queued), "a plan after a masked one"
         running = _Flaky(self, plan, self.oracle.submit(plan))
         self.queued.append(running)
         return running
@@ -121,10 +121,10 @@ class _Flaky:
 
     @property
     def done(self) -> bool:
-        return self.fails or (self.num_put == self.plan.num_masked and bool(self.running.done))
+        return self.fails or (self.num_put == self.plan.num_bitmask_columns and bool(self.running.done))
 
     def poll(self, timeout_s: float = 0.0) -> StepResult | None:
-        assert self.num_given < self.num_put or self.num_given >= self.plan.num_masked, "a column without its masks"
+        assert self.num_given < self.num_put or self.num_given >= self.plan.num_bitmask_columns, "no masks"
         self.fails = self.executor.random.random() < self.executor.failing / 4
         if self.fails or (result := self.running.poll(timeout_s)) is None:
             return None
@@ -134,19 +134,19 @@ class _Flaky:
     def put_bitmask(self, masks: GrammarBitmask | None) -> None:
         """Of exactly who lives and has a token in the next column, each of all its tokens before that."""
         plan, column = self.plan, self.num_put
-        assert self.executor.queued[0] is self and column < plan.num_masked
-        live = [i for i in plan.masked if plan.samples[i] > column and not plan.sequences[i].finish_reason]
+        assert self.executor.queued[0] is self and column < plan.num_bitmask_columns
+        live = [i for i in plan.bitmask_slices if plan.num_sampled[i] > column and not plan.sequences[i].finish_reason]
         assert (list(masks.slices) if masks is not None else []) == live
         for line, i in enumerate(live):
             seq = plan.sequences[i]
-            assert len(seq.token_ids) == plan.starts[i] + plan.counts[i] - plan.samples[i] + 1 + column
+            assert len(seq.token_ids) == plan.starts[i] + plan.counts[i] - plan.num_sampled[i] + 1 + column
             assert masks is not None and masks.bitmask[line].tolist()[1:] == Counting.words(seq)
         self.num_put += 1
 
     def result(self) -> StepResult:
         executor = self.executor
         assert executor.queued[0] is self, "results are asked for in order"
-        assert self.fails or self.num_put == self.plan.num_masked
+        assert self.fails or self.num_put == self.plan.num_bitmask_columns
         if self.fails or executor.random.random() < executor.failing:
             executor.oracle.fail([r.plan for r in executor.queued])
             executor.queued.clear()
@@ -168,7 +168,7 @@ class World:
         self.random = rng = random.Random(seed)
         size = rng.choice([1, 2, 4, 8])
         num_blocks = max(5, rng.randint(36, 70) // size)
-        self.cache = KVCache(num_blocks, size, rng.choice([0, num_blocks]), num_rows=rng.choice([4, 8]))
+        self.cache = KVCacheManager(num_blocks, size, rng.choice([0, num_blocks]), num_rows=rng.choice([4, 8]))
         self.scheduler = Scheduler(
             self.cache,
             max_num_batched_tokens=rng.choice([8, 13, 64]),
@@ -238,7 +238,7 @@ class World:
             seed=rng.getrandbits(60) - (1 << 59),
         )
         prompt = prompt[:20]
-        needs = self.cache.blocks_at_longest(len(prompt), params.max_tokens or 0, params.n)
+        needs = self.cache.blocks_at_max_length(len(prompt), params.max_tokens or 0, params.n)
         if needs > self.cache.pool.num_blocks:
             return
         self.engine.add_request(
@@ -381,7 +381,7 @@ def test_who_does_not_fit_alone_is_given_up_and_nobody_else(overlap: bool) -> No
             assert error.code == "out_of_memory"
             assert "lower --gpu-memory-utilization or --max-num-batched-tokens" in str(error)
             num_given_up += 1
-            assert world.scheduler.step_limit == world.scheduler.max_num_batched_tokens
+            assert world.scheduler.max_num_scheduled_tokens == world.scheduler.max_num_batched_tokens
     assert num_given_up > 30
 
 
@@ -399,7 +399,7 @@ def test_steps_are_halved_until_they_fit_and_grow_again() -> None:
     executor.room = lambda plan: 1
     sizes = []
     while engine.num_requests > 1:
-        sizes.append(engine.scheduler.step_limit)
+        sizes.append(engine.scheduler.max_num_scheduled_tokens)
         outputs |= {output.request_id: output for output in engine.step()}
     assert executor.too_large == [4, 2]
     assert [limit for limit, _ in itertools.groupby(sizes)][:3] == [64, 2, 1]
@@ -419,31 +419,31 @@ def test_patience_grows_with_tries_that_fail() -> None:
     engine, _ = make_engine(max_num_batched_tokens=64)
     scheduler, limit = engine.scheduler, OOMBackoff(engine.scheduler)
     plan = StepPlan()
-    plan.rows, plan.counts, plan.samples = [0, 1, 2], [30, 8, 4], [0, 8, 1]
+    plan.rows, plan.counts, plan.num_sampled = [0, 1, 2], [30, 8, 4], [0, 8, 1]
     plan.sequences = [type("S", (), {"request": i})() for i in range(3)]
 
     def steps_until_it_grows() -> int:
-        before, num = scheduler.step_limit, 0
-        while scheduler.step_limit == before:
+        before, num = scheduler.max_num_scheduled_tokens, 0
+        while scheduler.max_num_scheduled_tokens == before:
             limit.record_success()
             num += 1
         return num
 
     assert first_pass_size(plan) == 35
     for wanted in (17, 8, 4):
-        scheduler.step_limit = limit.smaller_limit(plan)
-        assert scheduler.step_limit == wanted or wanted < 17
-        scheduler.step_limit = wanted
-    assert [steps_until_it_grows() for _ in range(2)] == [32, 32] and scheduler.step_limit == 16
-    scheduler.step_limit = limit.smaller_limit(plan)
-    assert [steps_until_it_grows() for _ in range(3)] == [64] * 3 and scheduler.step_limit == 64
+        scheduler.max_num_scheduled_tokens = limit.smaller_limit(plan)
+        assert scheduler.max_num_scheduled_tokens == wanted or wanted < 17
+        scheduler.max_num_scheduled_tokens = wanted
+    assert [steps_until_it_grows() for _ in range(2)] == [32, 32] and scheduler.max_num_scheduled_tokens == 16
+    scheduler.max_num_scheduled_tokens = limit.smaller_limit(plan)
+    assert [steps_until_it_grows() for _ in range(3)] == [64] * 3 and scheduler.max_num_scheduled_tokens == 64
     limit.record_success()
-    scheduler.step_limit = limit.smaller_limit(plan)
+    scheduler.max_num_scheduled_tokens = limit.smaller_limit(plan)
     assert steps_until_it_grows() == 32  # it had its full size
 
 
 def make_engine(**options: Any) -> tuple[Engine, FlakyOracle]:
-    cache = KVCache(20, 4, 0, num_rows=4)
+    cache = KVCacheManager(20, 4, 0, num_rows=4)
     executor = FlakyOracle(o.Oracle(cache), random.Random(0), 0.0)
     words = {name: options.pop(name) for name in ("decode_window", "max_num_batched_tokens") if name in options}
     scheduler = Scheduler(cache, **words)
@@ -490,7 +490,7 @@ def test_a_failed_step_after_draws_have_landed() -> None:
 
         def __init__(self, plan: StepPlan) -> None:
             whole = inner(plan).result().tokens
-            self.first = [t if i in plan.draws else t[:1] for i, t in enumerate(whole)]
+            self.first = [t if i in plan.num_samples else t[:1] for i, t in enumerate(whole)]
             self.plan, self.done = plan, False
 
         def poll(self, timeout_s: float = 0.0) -> StepResult:
@@ -514,7 +514,7 @@ def test_a_failed_step_after_draws_have_landed() -> None:
 
     def submit(plan: StepPlan) -> Any:
         nonlocal num_failed
-        if plan.draws and max(plan.samples) > 1 and not num_failed:
+        if plan.num_samples and max(plan.num_sampled) > 1 and not num_failed:
             num_failed += 1
             return Landed(plan)
         return plain(plan)
@@ -569,7 +569,7 @@ class Scripted:
 
 
 def scripted(give: Callable[[StepPlan], StepResult], *, window: int = 1, budget: int = 64, **options: Any) -> Engine:
-    executor, cache = Scripted(give), KVCache(1024, 4, num_rows=options.pop("rows", 8))
+    executor, cache = Scripted(give), KVCacheManager(1024, 4, num_rows=options.pop("rows", 8))
     scheduler = Scheduler(cache, decode_window=window, max_num_batched_tokens=budget)
     engine = Engine(
         scheduler, executor, vocab_size=100, max_model_len=2048, overlap=False, clock=lambda: executor.clock, **options
@@ -585,7 +585,9 @@ def to_the_end(engine: Engine) -> list[RequestOutput]:
 
 
 def ones(plan: StepPlan) -> StepResult:
-    return StepResult([[1] * (plan.draws.get(i, 1) if i in plan.draws else n) for i, n in enumerate(plan.samples)])
+    return StepResult(
+        [[1] * (plan.num_samples.get(i, 1) if i in plan.num_samples else n) for i, n in enumerate(plan.num_sampled)]
+    )
 
 
 def beams(plan: StepPlan, fails_at: int) -> StepResult:
@@ -593,7 +595,7 @@ def beams(plan: StepPlan, fails_at: int) -> StepResult:
     tokens: list[Any] = []
     errors: dict[int, str] = {}
     for i, seq in enumerate(plan.sequences):
-        found = [(-0.1 - 0.01 * j, 10 + j) for j in range(plan.draws[i])]
+        found = [(-0.1 - 0.01 * j, 10 + j) for j in range(plan.num_samples[i])]
         if len(seq.token_ids) == 5:
             found[:2] = [(-0.05, 5), (-0.06, 10)]
         if len(seq.token_ids) == fails_at:
@@ -622,7 +624,7 @@ def test_a_beam_search_that_fails_is_no_success_though_it_had_found_something(n:
 def test_a_request_for_the_best_that_fails_is_no_success_though_the_best_was_there() -> None:
     def give(plan: StepPlan) -> StepResult:
         entries = [TokenLogprobs(-0.1, 1, [], []), TokenLogprobs(-2.0, 1, [], [])]
-        if 0 in plan.draws:  # the first sample ends at once
+        if 0 in plan.num_samples:  # the first sample ends at once
             return StepResult([[5, 6]], {}, {0: entries})
         return StepResult([[6]], {0: "NaN"}, {0: entries[1:]})
 
@@ -660,8 +662,8 @@ def test_a_linear_cost_is_learnt_whatever_the_window(window: int) -> None:
 
     def give(plan: StepPlan) -> StepResult:
         num_prompt = sum(map(len, plan.host_tokens.values()))
-        windows.add(max(plan.samples))
-        executor.clock += 1e-3 * max(1, *plan.samples) + 1e-5 * num_prompt
+        windows.add(max(plan.num_sampled))
+        executor.clock += 1e-3 * max(1, *plan.num_sampled) + 1e-5 * num_prompt
         return ones(plan)
 
     windows: set[int] = set()
@@ -728,7 +730,7 @@ def test_pins_that_come_and_go_leave_no_timeline() -> None:
 
 
 def test_what_a_request_holds_is_of_its_tier_and_no_null_block() -> None:
-    cache = KVCache(12, 4, 12, num_rows=4, attention_window=8)
+    cache = KVCacheManager(12, 4, 12, num_rows=4, attention_window=8)
     scheduler = Scheduler(cache, policy=Policy(mode=PreemptionMode.SWAP))
     engine = Engine(scheduler, o.Oracle(cache), vocab_size=o.VOCAB, max_model_len=64, overlap=False)
     engine.add_request("w", [1] * 20, SamplingParams(max_tokens=20, ignore_eos=True))

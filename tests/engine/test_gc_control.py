@@ -183,7 +183,7 @@ def test_an_engines_host_keeps_nothing_of_a_request(model: str, case: str, how: 
 
         def tell(state: RequestState) -> None:
             if not state.request.sequences:
-                ended.append([s.finish_reason for s in state.request.done])
+                ended.append([s.finish_reason for s in state.request.finished_sequences])
             inner(state)
 
         server._send_update = tell  # type: ignore[method-assign]

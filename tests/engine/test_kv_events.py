@@ -22,10 +22,10 @@ import zmq
 from octavo import LLM, SamplingParams
 from octavo.config import EngineArgs, KVEventsConfig
 from octavo.core import events as ev
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.block_hash import block_hashes
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
-from octavo.core.types import block_names
 from octavo.engine.kv_events import END_SEQUENCE, KVCacheEvent, KVEventPublisher, KVEventTranslator
 from octavo.errors import ParameterError, UnknownOptionError
 from tests.engine.process.engines import last_of, nothing_left, oracle_client, own_directory, run, until  # noqa: F401
@@ -36,7 +36,7 @@ LONG_MS = 20_000
 
 
 def numbers_of(tokens: Any, block_size: int, salt: bytes = b"") -> list[int]:
-    return [int.from_bytes(name[-8:], "big") for name in block_names(tokens, block_size, salt=salt)]
+    return [int.from_bytes(name[-8:], "big") for name in block_hashes(tokens, block_size, salt=salt)]
 
 
 class Router:
@@ -72,7 +72,7 @@ class Router:
 class Contents:
     """What the pool has, worked out from whole prompts: seal id -> salt, and all tokens up to the block's end."""
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: KVCacheManager) -> None:
         self.cache = cache
         self.of: dict[int, tuple[bytes, list[int]]] = {}
 
@@ -100,7 +100,7 @@ class Contents:
 
 
 @contextlib.contextmanager
-def by_hand(cache: KVCache, **options: Any) -> Iterator[KVEventPublisher]:
+def by_hand(cache: KVCacheManager, **options: Any) -> Iterator[KVEventPublisher]:
     """No thread tells anything; the test does."""
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(KVEventPublisher, "_work", lambda self: None)
@@ -128,7 +128,7 @@ def test_a_router_knows_the_pool_at_every_step(kind: str) -> None:
     assert totals["blocks"] and totals["BlockStored"] and totals["BlockRemoved"] and totals["AllBlocksCleared"] >= 10
 
 
-def _follow(world: World, cache: KVCache) -> Counter[str]:
+def _follow(world: World, cache: KVCacheManager) -> Counter[str]:
     router, contents = Router(), Contents(cache)
     cache.events.subscribe(contents, blocks=True)
     with by_hand(cache) as events:
@@ -223,7 +223,7 @@ def subscribed(endpoint: str, **options: str) -> Iterator[Subscriber]:
         subscriber.context.destroy(linger=0)
 
 
-def engine_of(cache: KVCache) -> Callable[..., None]:
+def engine_of(cache: KVCacheManager) -> Callable[..., None]:
     """Call it with prompts."""
     scheduler, oracle, numbers = Scheduler(cache), Oracle(cache), itertools.count()
 
@@ -242,7 +242,7 @@ PROMPTS = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 9, 9], [7, 7, 7]]
 
 def test_subscribers_and_those_who_missed_something(tmp_path: Path) -> None:
     told, replay = f"ipc://{tmp_path}/told", f"ipc://{tmp_path}/replay"
-    cache = KVCache(40, 2, num_rows=8)
+    cache = KVCacheManager(40, 2, num_rows=8)
     complete, contents = engine_of(cache), Contents(cache)
     detach = cache.events.subscribe(contents, blocks=True)
     on: dict[str, Any] = {"enable_kv_cache_events": True, "topic": "kv@here", "endpoint": told}
@@ -276,7 +276,7 @@ def test_subscribers_and_those_who_missed_something(tmp_path: Path) -> None:
 
 
 def test_who_cannot_keep_up_says_less_and_nothing_false() -> None:
-    cache, router = KVCache(40, 2, num_rows=8), Router()
+    cache, router = KVCacheManager(40, 2, num_rows=8), Router()
     complete, contents = engine_of(cache), Contents(cache)
     cache.events.subscribe(contents, blocks=True)
     with by_hand(cache, max_queue_size=3) as events:
@@ -328,7 +328,7 @@ def test_an_address_that_is_taken_is_a_mistake(model: str) -> None:
             config | {"endpoint": "tcp://*:0", "replay_endpoint": endpoint},
         ):
             with pytest.raises(ParameterError, match="cannot be used") as caught:
-                KVEventPublisher(KVCache(4, 2), KVEventsConfig(**wrong))
+                KVEventPublisher(KVCacheManager(4, 2), KVEventsConfig(**wrong))
             assert caught.value.param == "kv_events_config"
 
 

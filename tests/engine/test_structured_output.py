@@ -385,7 +385,7 @@ def test_windows_of_constrained_requests(talking: Path, overlap: bool, monkeypat
     plans.clear()
     with open_llm(talking, async_scheduling=overlap, decode_window=5) as llm:
         assert [answers(o) for o in llm.generate(prompts, requests, use_tqdm=False)] == expected
-    assert max(plan.num_masked for plan in plans) == 5 and len(plans) <= 6
+    assert max(plan.num_bitmask_columns for plan in plans) == 5 and len(plans) <= 6
 
 
 def test_a_first_column_that_comes_in_parts(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:

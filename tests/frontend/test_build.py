@@ -13,7 +13,7 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.errors import ParameterError
 from octavo.kernels.cpu import packed_linear as packed
-from tests.kernels.machines import become
+from tests.kernels.cpu.backends import use_backend
 from tests.models.tiny import make_tiny_checkpoint, write_tiny_gguf
 
 
@@ -35,7 +35,7 @@ def open_llm(model: Path, **options: object) -> LLM:
 def test_dtype_auto_is_the_checkpoints_where_the_processor_has_it(
     halves: Path, tmp_path: Path, fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed, "fast_bfloat16", lambda: fast)
+    monkeypatch.setattr(packed, "has_fast_bfloat16", lambda: fast)
     with open_llm(halves) as llm:
         assert llm.config.dtype == ("bfloat16" if fast else "float32")
     with open_llm(make_tiny_checkpoint("qwen2", tmp_path / "wide")) as llm:
@@ -84,7 +84,7 @@ def test_an_unknown_quantization_is_refused(halves: Path) -> None:
 def test_every_dtype_answers_on_every_processor(
     halves: Path, way: str, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    become(way, monkeypatch)
+    use_backend(way, monkeypatch)
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=0)
     prompt = {"prompt_token_ids": [5, 9, 12] * 7}
     with open_llm(halves, dtype="float32") as llm:

@@ -106,7 +106,7 @@ def test_what_a_template_is_given(llm: LLM) -> None:
         ([HELLO, []], {}, TemplateError, "at least one object"),
         (HELLO, {"chat_template": "{% if %}"}, TemplateError, "line 1"),
         (HELLO, {"chat_template": "{{ ''.__class__ }}"}, TemplateError, "__class__"),
-        (HELLO, {"chat_template": "{{ raise_exception('no') }}"}, TemplateError, "refuses the messages: no"),
+        (HELLO, {"chat_template": "{{ raise_exception('no') }}"}, TemplateError, "rejects the messages: no"),
         (HELLO, {"chat_template": "{{ '' }}"}, PromptError, "empty"),
         (HELLO, {"chat_template_kwargs": {"messages": []}}, ParameterError, "'messages'"),
         (HELLO, {"chat_template_kwargs": {"tools": []}}, ParameterError, "'tools'"),

@@ -148,12 +148,12 @@ def random_steps(seed: int) -> list[list[int]]:
 
 
 class Thin(ModuleType):
-    """The reference, told that layers of up to 6 tokens are faster as `DecoderLayer.thin`."""
+    """The reference, told that layers of up to 6 tokens are faster as `DecoderLayer.forward_small_batch`."""
 
     def __init__(self) -> None:
         super().__init__("thin")
         self.__dict__.update(vars(reference))
-        self.max_thin_tokens = lambda weight: 6
+        self.max_small_batch_tokens = lambda weight: 6
 
 
 @pytest.mark.parametrize("ops", [reference, cpu, Thin()], ids=["reference", "cpu", "thin"])
@@ -237,7 +237,7 @@ def test_dynamic_rope_beyond_the_trained_length(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     directory = make_tiny_checkpoint("llama", tmp_path, rope_parameters=rope, max_position_embeddings=16)
     spec = read_spec(directory)
-    assert [spec.num_positions(asked) for asked in (None, 9, 16, 23, 99)] == [16, 16, 16, 32, 32]
+    assert [spec.max_model_len(asked) for asked in (None, 9, 16, 23, 99)] == [16, 16, 16, 32, 32]
     (expected,) = transformers_logits(directory, PROMPTS[2:3])
     stretched = PagedRun(read_decoder(directory, max_len=23), PROMPTS[2:3], block_size=8).run(5)
     assert_close(stretched[0], expected)

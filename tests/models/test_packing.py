@@ -12,9 +12,9 @@ from octavo import LLM, SamplingParams
 from octavo.kernels.cpu import ops as cpu
 from octavo.kernels.cpu import packed_linear as packed
 from octavo.models.decoder import Decoder
-from octavo.models.linear import Matrix, Vocabulary
+from octavo.models.linear import PackableWeight, VocabEmbedding
 from octavo.models.loading.loader import dummy_model
-from tests.kernels.machines import become
+from tests.kernels.cpu.backends import use_backend
 from tests.models.tiny import PagedRun, assert_close, make_tiny_checkpoint, random_prompts, read_decoder, read_spec
 
 PROMPTS = random_prompts(11, 3, 30)
@@ -67,12 +67,12 @@ def test_one_table_serves_both_ends_of_a_tied_model(directory: Path) -> None:
 @pytest.mark.parametrize("way", ["native", "oneDNN", "blocks"])
 def test_engines_tables_too(directory: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As loaded for an engine, which then decodes; whoever multiplies."""
-    become(way, monkeypatch)
+    use_backend(way, monkeypatch)
     options = {"dtype": "bfloat16", "skip_tokenizer_init": True, "max_model_len": 64}
     params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
-    embed = Vocabulary.embed
-    seen: list[Vocabulary] = []
-    monkeypatch.setattr(Vocabulary, "embed", lambda self, ids: seen.append(self) or embed(self, ids))
+    embed = VocabEmbedding.embed
+    seen: list[VocabEmbedding] = []
+    monkeypatch.setattr(VocabEmbedding, "embed", lambda self, ids: seen.append(self) or embed(self, ids))
     with LLM(str(directory), **options) as llm:
         (output,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 5
@@ -89,7 +89,7 @@ def test_never_more_than_a_few_matrices_are_there_twice(directory: Path, monkeyp
         pytest.skip("one kind is enough")
     plain_left: list[int] = []
 
-    def finish(matrix: Matrix) -> None:
+    def finish(matrix: PackableWeight) -> None:
         matrix.pack()
         plain_left.append(sum(not m.weight.is_meta for m in decoders[-1].matrices()))
 

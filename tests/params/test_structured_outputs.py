@@ -9,7 +9,7 @@ import pytest
 
 from octavo import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from octavo.errors import ParameterError, UnknownOptionError
-from octavo.params.structured_outputs import MOST_CHARS, MOST_CHOICES
+from octavo.params.structured_outputs import MAX_CHARS, MAX_CHOICES
 
 
 def deep(depth: int) -> Any:
@@ -29,17 +29,25 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "a schema with NaN": ({"json": {"minimum": float("nan")}}, "invalid_json_schema", "not JSON compliant"),
     "a deep schema": ({"json": deep(10_000)}, "invalid_json_schema", "nested too deeply"),
     "a deep schema as text": ({"json": '{"a":' * 100_000 + "1" + "}" * 100_000}, "invalid_json_schema", ""),
-    "a long schema": ({"json": {"enum": ["x" * MOST_CHARS]}}, "invalid_json_schema", f"at most {MOST_CHARS}"),
+    "a long schema": (
+        {"json": {"enum": ["x" * MAX_CHARS]}},
+        "invalid_json_schema",
+        f"at most {MAX_CHARS}",
+    ),
     "a schema that is a number": ({"json": 7}, "invalid_json_schema", "no JSON object"),
     "an empty regex": ({"regex": ""}, "invalid_grammar", "1 to"),
-    "a long regex": ({"regex": "a" * (MOST_CHARS + 1)}, "invalid_grammar", f"it is {MOST_CHARS + 1} long"),
+    "a long regex": (
+        {"regex": "a" * (MAX_CHARS + 1)},
+        "invalid_grammar",
+        f"it is {MAX_CHARS + 1} long",
+    ),
     "a regex of bytes": ({"regex": b"a"}, "invalid_grammar", "b'a'"),
     "half a character": ({"regex": "\ud800"}, "invalid_grammar", "Unicode"),
     "an empty grammar": ({"grammar": ""}, "invalid_grammar", "1 to"),
     "no choice": ({"choice": []}, "invalid_grammar", "non-empty"),
     "an empty choice": ({"choice": ["a", ""]}, "invalid_grammar", "non-empty"),
     "a choice that is a string": ({"choice": "abc"}, "invalid_grammar", "a list"),
-    "many choices": ({"choice": ["a"] * (MOST_CHOICES + 1)}, "invalid_grammar", f"at most {MOST_CHOICES}"),
+    "many choices": ({"choice": ["a"] * (MAX_CHOICES + 1)}, "invalid_grammar", f"at most {MAX_CHOICES}"),
     "white space in a regex": ({"regex": "a", "whitespace_pattern": " "}, "invalid_value", "regex has no use for"),
     "a flag that is a number": ({"json_object": 1}, "invalid_type", "True or False"),
 }

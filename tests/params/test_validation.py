@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import pytest
 
 from octavo.errors import ParameterError, UnknownOptionError
-from octavo.params.validation import Checked
+from octavo.params.validation import ValidatedParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options(Checked):
+class Options(ValidatedParams):
     TITLE: ClassVar[str] = "the test"
 
     size: int | None = 1
@@ -21,10 +21,10 @@ class Options(Checked):
     loud: bool = False
 
     def __post_init__(self) -> None:
-        self._integer("size", 1, 8, optional=True)
-        self._number("share", 0.0, 1.0, optional=True)
-        self._choice("kind", ("red", "blue"))
-        self._flag("loud")
+        self._check_integer("size", 1, 8, optional=True)
+        self._check_number("share", 0.0, 1.0, optional=True)
+        self._check_choice("kind", ("red", "blue"))
+        self._check_bool("loud")
 
 
 def test_what_is_within_its_limits_is_taken_as_it_is() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from octavo import RequestOutput, SamplingParams
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.row_state import DecodeStep, RowState
+from octavo.kernels.row_state import DecodeInputs, RowState
 from tests.models.tiny import PagedRun, make_tiny_checkpoint, random_prompts, read_decoder
 from tests.proof.ways import OPTIONS, WAYS
 
@@ -145,7 +145,7 @@ def shift_a_row(monkeypatch: pytest.MonkeyPatch, ops: ModuleType, row_ops: Modul
     """The first row that decodes is turned, or embedded, as if it were a position further on."""
     begin = row_ops.prepare_decode_inputs
 
-    def wrong(state: RowState, step: DecodeStep, block_size: int) -> None:
+    def wrong(state: RowState, step: DecodeInputs, block_size: int) -> None:
         begin(state, step, block_size)
         step.batch.positions[:1] += 1
 

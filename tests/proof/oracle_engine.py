@@ -28,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from octavo.config import KVEventsConfig
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
@@ -55,7 +55,7 @@ HELD_STEP = 1
 
 
 class FaultyOracle(Oracle):
-    def __init__(self, cache: KVCache, faults: dict[str, Any]) -> None:
+    def __init__(self, cache: KVCacheManager, faults: dict[str, Any]) -> None:
         super().__init__(cache)
         self.faults = faults
 
@@ -112,7 +112,7 @@ def build(options: dict[str, Any], enter: Callable[[str], None]) -> tuple[Engine
             os.kill(os.getpid(), signal.SIGKILL)
     for name in faults.get("no_answer", ()):
         server.RPC_METHODS[name] = has_no_answer
-    cache = KVCache(options["num_gpu_blocks_override"], options["block_size"], num_rows=options["max_num_seqs"])
+    cache = KVCacheManager(options["num_gpu_blocks_override"], options["block_size"], num_rows=options["max_num_seqs"])
     engine = Engine(Scheduler(cache), FaultyOracle(cache, faults), vocab_size=97, max_model_len=256)
     hook, number = faults.get("raise_in", ("", 0))
     if hook:

@@ -27,7 +27,7 @@ from octavo.core.request import Request
 from octavo.engine.executor import StepHandle
 from octavo.errors import CapacityError
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.row_state import DecodeStep, RowState
+from octavo.kernels.row_state import DecodeInputs, RowState
 from octavo.runner.cuda_executor import CudaExecutor
 from octavo.runner.cuda_model_runner import CudaModelRunner
 from octavo.runner.executor import LocalExecutor
@@ -154,7 +154,7 @@ class TaggedOps:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.ops, name)
 
-    def prepare_decode_inputs(self, state: RowState, step: DecodeStep, block_size: int) -> None:
+    def prepare_decode_inputs(self, state: RowState, step: DecodeInputs, block_size: int) -> None:
         self.ops.prepare_decode_inputs(state, step, block_size)
         self.tags.rows = step.live_rows
 
@@ -221,7 +221,7 @@ def tag(llm: LLM, ops: Any, *, rows_on_device: bool, graphs: bool | Callable[[Te
     """Give an engine that has done nothing yet a pool with tags, and a runner that looks at them.
 
     rows_on_device  the GPU's runner, whatever the device is, else the CPU's
-    graphs          with its graphs; or what plays their part, made of its step counter
+    graphs          with its graphs; or what plays their part, made of its step_counter
     """
     engine, args = llm.engine, llm.config.args
     old: Any = engine.executor.runner  # type: ignore[attr-defined]
@@ -298,7 +298,7 @@ def _load(request: Request, number: int) -> Load:
     stops = [3 + token for token in request.stop_ids]
     common: dict[str, Any] = {"max_tokens": request.max_tokens, "ignore_eos": True, "stop_token_ids": stops}
     params: SamplingParams | BeamSearchParams
-    if request.decide is not None:
+    if request.select_beams is not None:
         params = BeamSearchParams(beam_width=request.width, **common)
     else:
         extra = {3: {"logprobs": 21}, 5: {"logprobs": 1}}.get(number % 7, {})  # the former goes another way on a GPU

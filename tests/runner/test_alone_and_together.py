@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo import LLM, SamplingParams
 from octavo.kernels.cpu import ops as cpu
-from tests.kernels.machines import become
+from tests.kernels.cpu.backends import use_backend
 from tests.models.tiny import make_tiny_checkpoint, random_prompts
 
 NUM_STEPS = 4
@@ -50,7 +50,7 @@ def steps(llm: LLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -
 def test_logits_are_the_same_alone_and_together(
     directory: Directory, kind: str, way: str, quantization: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    become(way, monkeypatch)
+    use_backend(way, monkeypatch)
     options = {"skip_tokenizer_init": True, "device": "cpu", "dtype": "bfloat16", "enable_prefix_caching": False}
     with LLM(str(directory(kind)), quantization=quantization, num_gpu_blocks_override=80, **options) as llm:
         alone = [torch.cat(steps(llm, [prompt], monkeypatch)) for prompt in PROMPTS]  # [NUM_STEPS, vocab_size] each

@@ -70,7 +70,7 @@ class Flipper:
         engine.scheduler.schedule = flip_and_schedule  # type: ignore[method-assign]
 
     def flip(self) -> None:
-        moving = [request for plan in self.engine.scheduler.in_flight for request in plan.swapped]
+        moving = [request for plan in self.engine.scheduler.in_flight for request in plan.swapped_requests]
         for request in self.engine.scheduler.swapped:
             blocks = [b for b in request.sequences[0].block_ids if b > 0]
             if request not in moving and blocks and len(self.blocks) < self.most:

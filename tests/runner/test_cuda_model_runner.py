@@ -362,8 +362,8 @@ def test_candidates_of_lines_that_are_broken_or_short() -> None:
     logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
     logits[1, 4] = math.nan
     plan = StepPlan()
-    plan.rows, plan.draws = [4, 9], {0: 2, 1: 8}
-    found = HostSamplingRunner.candidates(None, plan, reference.best_tokens(logits.bfloat16(), 8))  # type: ignore[arg-type]
+    plan.rows, plan.num_samples = [4, 9], {0: 2, 1: 8}
+    found = HostSamplingRunner.candidates(None, plan, reference.packed_top_logprobs(logits.bfloat16(), 8))  # type: ignore[arg-type]
     expected = logits[0].bfloat16().float().log_softmax(0).topk(2)
     assert found.tokens[0] == list(zip(expected.values.tolist(), expected.indices.tolist(), strict=True))
     assert found.errors == {1: NOT_FINITE} and len(found.tokens) == 2 and len(found.tokens[1]) == 6
@@ -467,7 +467,7 @@ def test_candidates_are_all_that_a_step_is_for(executor: CudaExecutor) -> None:
     host_sampling.apply(plan)
 
     def wanted(rows: list[int], draws: dict[int, int], masked: tuple[int, ...] = ()) -> int:
-        plan.rows, plan.draws, plan.masked = rows, draws, list(masked)
+        plan.rows, plan.num_samples, plan.bitmask_slices = rows, draws, list(masked)
         return host_sampling.candidates_wanted(plan)
 
     assert wanted([0, 2], {0: 4, 1: 6}) == 6

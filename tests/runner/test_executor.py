@@ -30,7 +30,7 @@ class FakeRunner:
         self.ran.append(plan.step)
         columns = self.columns.get(plan.step, [[[plan.step]]])
         for i, column in enumerate(columns):
-            if i < plan.num_masked:
+            if i < plan.num_bitmask_columns:
                 self.masks.append(wait_for_masks(i))
             if i == len(columns) - 1:
                 if plan.step in self.gate:
@@ -154,7 +154,7 @@ def test_a_masked_plan_waits_for_its_masks_and_those_behind_it_for_it(
     executor: LocalExecutor, runner: FakeRunner
 ) -> None:
     masked, behind, masks = plan_of(0), plan_of(1), GrammarBitmask([0], np.zeros((1, 2), dtype=np.int32))
-    masked.masked, masked.samples = [0], [1]
+    masked.bitmask_slices, masked.num_sampled = [0], [1]
     first = executor.submit(masked)
     second = executor.submit(behind)
     assert first.poll(0.1) is None and not first.done and not second.done
@@ -168,7 +168,7 @@ def test_a_masked_plan_waits_for_its_masks_and_those_behind_it_for_it(
 
 def test_each_column_of_a_window_waits_for_its_masks(executor: LocalExecutor, runner: FakeRunner) -> None:
     plan = plan_of(0)
-    plan.masked, plan.samples = [0], [3]
+    plan.bitmask_slices, plan.num_sampled = [0], [3]
     runner.columns[0] = [[[4]], [[5]], [[6]]]
     run = executor.submit(plan)
     each = [GrammarBitmask([0], np.full((1, 2), i, dtype=np.int32)) for i in range(3)]
@@ -186,7 +186,7 @@ def test_closing_while_a_plan_waits_for_masks(runner: FakeRunner) -> None:
     """Whoever was to put them has died."""
     executor = LocalExecutor(runner)  # type: ignore[arg-type]
     plan = plan_of(0)
-    plan.masked, plan.samples = [0], [1]
+    plan.bitmask_slices, plan.num_sampled = [0], [1]
     run = executor.submit(plan)
     begin = time.monotonic()
     executor.close()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.kernels.cpu import native
 from octavo.kernels.cpu import ops as cpu
-from octavo.kernels.cpu.packed_linear import FEW_ROWS
+from octavo.kernels.cpu.packed_linear import SMALL_BATCH_ROWS
 from octavo.kernels.metadata import RaggedBatch
 from octavo.models.decoder import Decoder
 from octavo.runner.recorded_graphs import BLOCKS_AHEAD, RecordedModel
@@ -90,7 +90,7 @@ def test_other_steps_are_the_models(decoder: Decoder, what: str) -> None:
     if what == "chunk":
         batch, rows = RaggedBatch.from_lists([3], [5], [[1, 2, 3]], BLOCK_SIZE), torch.tensor([2])
     elif what == "many sequences":
-        num = FEW_ROWS + 1
+        num = SMALL_BATCH_ROWS + 1
         tables = [[i] for i in range(1, num + 1)]
         batch, rows = RaggedBatch.from_lists([1] * num, [2] * num, tables, BLOCK_SIZE), torch.arange(num)
     else:

@@ -12,7 +12,7 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.kernels import reference
-from octavo.kernels.row_state import DecodeStep, RowState
+from octavo.kernels.row_state import DecodeInputs, RowState
 from octavo.runner.shared_prefixes import FIRST_DEPTH, MIN_SAVED_BYTES, MIN_SAVED_SHARE, SharedPrefixes
 from tests.engine.models import make_talking_checkpoint
 from tests.runner.test_cuda_model_runner import OPTIONS, on_rows, told
@@ -87,12 +87,12 @@ class Checked(SimpleNamespace):
         )
         self.most, self.num_looked = 0, 0
 
-    def prepare_decode_inputs(self, state: RowState, step: DecodeStep, block_size: int) -> None:
+    def prepare_decode_inputs(self, state: RowState, step: DecodeInputs, block_size: int) -> None:
         reference.prepare_decode_inputs(state, step, block_size)
         batch = step.batch
-        if batch.common_lens is not None:
+        if batch.common_prefix_lens is not None:
             self.num_looked += 1
-            for i, num_tokens in enumerate(batch.common_lens.tolist()):
+            for i, num_tokens in enumerate(batch.common_prefix_lens.tolist()):
                 tables, lens = batch.block_tables[max(i - 1, 0) : i + 1], batch.seq_lens[max(i - 1, 0) : i + 1]
                 num_blocks = num_tokens // block_size
                 assert num_tokens == 0 or (i > 0 and num_tokens < lens.min())

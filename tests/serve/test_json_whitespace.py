@@ -14,7 +14,7 @@ from octavo.params.sampling_params import SamplingParams
 from octavo.serve.args import ServeArgs
 from octavo.serve.openai.request import RequestParser
 from octavo.text.tokenizer import Tokenizer
-from tests.text.conftest import train_byte_level
+from tests.text.samples import train_byte_level
 
 SCHEMA = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
 BODIES: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from octavo import SamplingParams
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from octavo.engine.stats import EngineStats, Health, StatsSnapshot
 from octavo.log_setup import JsonFormatter
@@ -261,7 +261,7 @@ def test_buckets_are_vllms() -> None:
 def test_the_line_of_numbers_reads_as_vllms() -> None:
     metrics = Metrics("m", 128)
     line = StatsLogger(metrics, "CPU")
-    kv = KVCache(100, 4).stats()
+    kv = KVCacheManager(100, 4).stats()
     engine: dict[str, Any] = {"num_preemptions": 3}
     assert line.tell(StatsSnapshot(EngineStats(), kv)) is None
     metrics.note_prompt(100, 60)

@@ -31,7 +31,7 @@ def request(name: str, num_prompt: int, num_output: int, n: int = 1, **options: 
 def step(scheduler: Scheduler) -> StepPlan:
     plan = scheduler.schedule()
     if plan:
-        draws = [[7] * plan.draws.get(i, count) if count else [] for i, count in enumerate(plan.samples)]
+        draws = [[7] * plan.num_samples.get(i, count) if count else [] for i, count in enumerate(plan.num_sampled)]
         scheduler.update(plan, StepResult(draws))
     return plan
 
@@ -102,7 +102,7 @@ def test_max_batches_seven_requests_of_opt_13b() -> None:
     for i in range(9):
         scheduler.add(request(str(i), 10, 5))
     step(scheduler)
-    assert len(scheduler.running) == 7 and scheduler.waiting[0].waits_for == "blocks"
+    assert len(scheduler.running) == 7 and scheduler.waiting[0].wait_reason == "blocks"
     while scheduler.requests:
         step(scheduler)
     assert scheduler.num_preemptions == 0 and cache.pool.num_free == 983
@@ -133,7 +133,7 @@ def test_pieces_that_are_too_small_do_not_add_up() -> None:
     scheduler = Scheduler(cache)
     scheduler.add(request("a", 5, 7, n=2))
     assert cache.pool.num_available == 8
-    assert not scheduler.schedule() and scheduler.waiting[0].waits_for == "blocks"
+    assert not scheduler.schedule() and scheduler.waiting[0].wait_reason == "blocks"
     cache.buddies.release_piece(pieces[3])
     assert scheduler.schedule()
 
@@ -156,7 +156,7 @@ def test_beams_hand_their_pieces_on() -> None:
     def decide(parents: list) -> list:
         return [(rnd.choice(parents)[0], 7) for _ in range(3)]
 
-    scheduler.add(request("a", 5, 9, width=3, num_draws=6, decide=decide))
+    scheduler.add(request("a", 5, 9, width=3, num_samples=6, select_beams=decide))
     for _ in range(20):
         step(scheduler)
         for running in scheduler.running:

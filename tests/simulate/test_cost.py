@@ -21,7 +21,7 @@ def plan_of(*slices: tuple[int, int, int], chunks: tuple[int, ...] = ()) -> Step
         plan.rows.append(i)
         plan.starts.append(start)
         plan.counts.append(count)
-        plan.samples.append(sampled)
+        plan.num_sampled.append(sampled)
     for i in chunks:
         plan.host_tokens[i] = array("i", [5] * slices[i][1])
     return plan
@@ -56,7 +56,7 @@ def test_the_sums_of_a_plan(name: str) -> None:
     work = step_work(plan)
     assert (work.chunk_pairs, work.kv_tokens) == slowly(plan)
     assert work.num_new + work.num_decoding == plan.num_tokens and work.num_slices == len(plan.rows)
-    assert work.num_passes == max(1, *plan.samples)
+    assert work.num_passes == max(1, *plan.num_sampled)
 
 
 def test_moves_are_counted() -> None:

@@ -126,12 +126,12 @@ def test_padding_is_paid_for() -> None:
     from octavo.core.plan import StepPlan
 
     cost, plan = era_cost(OPT_13B), StepPlan()
-    plan.rows, plan.starts, plan.counts, plan.samples = [0, 1], [0, 0], [3, 1000], [1, 1]
+    plan.rows, plan.starts, plan.counts, plan.num_sampled = [0, 1], [0, 0], [3, 1000], [1, 1]
     plan.host_tokens = {0: array("i", [1] * 3), 1: array("i", [1] * 1000)}
     padded = PaddedCost(cost)
     assert padded.step_s(plan) == pytest.approx(cost.pass_s + 2000 * (cost.new_s + cost.kv_s))
     late = StepPlan()
-    late.rows, late.starts, late.counts, late.samples = [1], [1200], [1], [1]
+    late.rows, late.starts, late.counts, late.num_sampled = [1], [1200], [1], [1]
     assert padded.step_s(late) == pytest.approx(cost.pass_s + 2 * (cost.decode_s + 1201 * cost.kv_s))
 
 

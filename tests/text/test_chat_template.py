@@ -120,7 +120,7 @@ def test_continue_what_cannot_be_continued():
     for content in (None, [], [{"type": "image"}], 7):
         messages = [{"role": "assistant", "content": content}]
         fails(TURNS, "ends in text", messages=messages, add_generation_prompt=False, continue_final_message=True)
-    fails("nothing", "leaves the final message out", add_generation_prompt=False, continue_final_message=True)
+    fails("nothing", "omits the final message", add_generation_prompt=False, continue_final_message=True)
 
 
 # ---- what a template must not do
@@ -132,7 +132,7 @@ def test_messages_that_are_none(messages):
 
 
 def test_a_template_may_refuse():
-    fails("{{ raise_exception('roles must\nalternate') }}", "refuses the messages: roles must alternate")
+    fails("{{ raise_exception('roles must\nalternate') }}", "rejects the messages: roles must alternate")
 
 
 @pytest.mark.parametrize(
@@ -347,11 +347,11 @@ def test_bounds_leave_long_chats_alone():
 
 
 def test_templates_are_compiled_once_and_not_kept_forever():
-    chat_template._compiled.cache_clear()
+    chat_template._compile.cache_clear()
     for n in range(40):
         run(f"{{{{ {n} }}}}")
         run(f"{{{{ {n} }}}}")
-    info = chat_template._compiled.cache_info()
+    info = chat_template._compile.cache_info()
     assert (info.hits, info.misses, info.currsize) == (40, 40, 32)
 
 

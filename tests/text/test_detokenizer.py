@@ -16,7 +16,7 @@ from octavo.checkpoint.resolve import open_checkpoint
 from octavo.errors import ParameterError
 from octavo.text.detokenizer import Detokenizer
 from octavo.text.tokenizer import Tokenizer
-from tests.text.conftest import make_sentencepiece, train_byte_level
+from tests.text.samples import make_sentencepiece, train_byte_level
 
 STORIES = Path(__file__).parents[3] / "shared" / "data" / "models" / "stories260k"
 
@@ -119,7 +119,7 @@ def test_characters_across_every_token_border_stream_on():
 
 def _byte(char: str) -> int:
     decoded = decoders.ByteLevel().decode([char]).encode()
-    return decoded[0] if len(decoded) == 1 else BYTE_LEVEL._bytes_of_piece(char)[0]
+    return decoded[0] if len(decoded) == 1 else BYTE_LEVEL._piece_to_bytes(char)[0]
 
 
 def test_half_a_character_at_the_end_is_one_replacement():
@@ -209,7 +209,7 @@ def test_many_tokens_without_text_cost_nothing_more():
 
 def bytewise(text: str) -> list[int]:
     """One token a byte."""
-    inverse = {BYTE_LEVEL._bytes_of_piece(c): c for c in pre_tokenizers.ByteLevel.alphabet()}
+    inverse = {BYTE_LEVEL._piece_to_bytes(c): c for c in pre_tokenizers.ByteLevel.alphabet()}
     return [BYTE_LEVEL.backend.token_to_id(inverse[bytes([b])]) for b in text.encode()]
 
 

@@ -24,9 +24,8 @@ from tokenizers import decoders, models
 from octavo.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, request_failed_error
 from octavo.errors import EngineError, ParameterError, RequestFailedError
 from octavo.serve.openai import errors
-from octavo.text import grammar
 from octavo.text import grammar as grammar_module
-from octavo.text import grammar_sandbox as grammar_trial
+from octavo.text import grammar_sandbox
 from octavo.text.grammar import (
     Grammar,
     GrammarCompiler,
@@ -37,7 +36,7 @@ from octavo.text.grammar import (
     regex_grammar,
 )
 from octavo.text.tokenizer import Tokenizer
-from tests.text.conftest import make_sentencepiece, train_byte_level
+from tests.text.samples import make_sentencepiece, train_byte_level
 
 PADDING = 40
 """Tokens that the model has logits for, and the tokenizer no text."""
@@ -231,13 +230,13 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name: str, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar, "COMPILE_S", 30.0)  # none needs the clock to be stopped, on however busy a machine
+    monkeypatch.setattr(grammar_module, "COMPILE_S", 30.0)  # no case depends on the time limit, on a busy machine too
     source, text = REFUSED[name]
     with pytest.raises(ParameterError) as caught:
         compiler.compile(source, "invalid_it_is")
     message = str(caught.value)
     assert text in message and message.startswith("structured_outputs: ") and "\n" not in message
-    assert len(message) < grammar.MAX_MESSAGE + 40
+    assert len(message) < grammar_module.MAX_MESSAGE_CHARS + 40
     assert (caught.value.code, caught.value.param) == ("invalid_it_is", "structured_outputs")
 
 
@@ -266,7 +265,7 @@ def test_what_is_large_but_no_harm(name: str, tokenizer: Tokenizer, compiler: Gr
 
 def test_an_explosion_delays_nobody(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """This one holds the compiler up for minutes."""
-    monkeypatch.setattr(grammar, "COMPILE_S", 3.0)
+    monkeypatch.setattr(grammar_module, "COMPILE_S", 3.0)
     for warm in [compiler.submit(regex_grammar(f"warm{i}")) for i in range(4)]:
         warm.result()  # as many processes
     explosion = compiler.submit(json_grammar('{"type": "integer", "multipleOf": 99999989}'))
@@ -288,7 +287,7 @@ def test_an_explosion_delays_nobody(compiler: GrammarCompiler, monkeypatch: pyte
 def test_grammars_are_kept_for_a_while(
     tokenizer: Tokenizer, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar, "NUM_CACHED", 3)
+    monkeypatch.setattr(grammar_module, "NUM_CACHED", 3)
     first = compiler.compile(regex_grammar("one"))
     assert compiler.compile(regex_grammar("one")) is first
     compiler.compile(regex_grammar("two"))
@@ -300,7 +299,7 @@ def test_grammars_are_kept_for_a_while(
     compiler.compile(regex_grammar("six"))
     compiler.compile(regex_grammar("seven"))
     assert compiler.compile(regex_grammar("one")) is not first
-    monkeypatch.setattr(grammar, "CACHED_CHARS", 150)  # what is large makes room for itself
+    monkeypatch.setattr(grammar_module, "CACHED_CHARS", 150)  # what is large makes room for itself
     long = compiler.compile(regex_grammar("[a-z]" * 20))
     assert compiler.compile(regex_grammar("[a-z]" * 20)) is long and len(compiler._futures) == 3
     compiler.compile(regex_grammar("[a-y]" * 20))
@@ -311,7 +310,7 @@ def test_a_failure_is_not_kept(compiler: GrammarCompiler, monkeypatch: pytest.Mo
     """The machine may have been busy."""
     source = regex_grammar("a grammar without luck")
     with monkeypatch.context() as patch:
-        patch.setattr(grammar._Trials, "run", lambda *args: "no time")
+        patch.setattr(grammar_module._SandboxPool, "run", lambda *args: "no time")
         with pytest.raises(ParameterError, match="no time"):
             compiler.compile(source)
     assert compute_bitmasks([compiler.compile(source).start()]).any()
@@ -326,7 +325,7 @@ def test_without_a_process_one_request_fails(tokenizer: Tokenizer, monkeypatch: 
             made.compile(regex_grammar("a"))
         assert caught.value.code == "grammar_unavailable"
         patch.setattr(sys, "executable", "/bin/false")
-        with pytest.raises(RequestFailedError, match="no process to compile a grammar in: it does not answer"):
+        with pytest.raises(RequestFailedError, match=r"cannot start a process .*: it does not respond"):
             made.compile(regex_grammar("a"))
     made.compile(regex_grammar("a"))
     made.close()
@@ -336,7 +335,7 @@ def test_without_a_process_one_request_fails(tokenizer: Tokenizer, monkeypatch: 
 def test_its_processes_end_with_it(tokenizer: Tokenizer, forgotten: bool) -> None:
     made = GrammarCompiler(tokenizer, tokenizer.vocab_size)
     made.compile(regex_grammar("a"))
-    (process,) = made._trials._idle
+    (process,) = made._sandboxes._idle
     assert process.poll() is None
     if forgotten:
         del made
@@ -352,19 +351,19 @@ def test_its_processes_end_with_it(tokenizer: Tokenizer, forgotten: bool) -> Non
 def test_limits_of_its_processes(compiler: GrammarCompiler) -> None:
     """The last of them ends a process that nobody is left to end."""
     compiler.compile(regex_grammar("limited"))
-    limits = Path(f"/proc/{compiler._trials._idle[-1].pid}/limits")
+    limits = Path(f"/proc/{compiler._sandboxes._idle[-1].pid}/limits")
     if not limits.exists():
         pytest.skip("only Linux tells the limits of another process")
     soft = {line[:25].strip(): line.split()[-3] for line in limits.read_text().splitlines()[1:] if "  " in line}
-    assert soft["Max address space"] == str(grammar_trial.MEMORY_BYTES) and soft["Max core file size"] == "0"
-    assert soft["Max stack size"] == str(grammar_trial.STACK_BYTES)
-    assert grammar_trial.LEFT_ALONE_S <= int(soft["Max cpu time"]) < grammar_trial.LEFT_ALONE_S + 60
+    assert soft["Max address space"] == str(grammar_sandbox.MEMORY_BYTES) and soft["Max core file size"] == "0"
+    assert soft["Max stack size"] == str(grammar_sandbox.STACK_BYTES)
+    assert grammar_sandbox.MAX_CPU_S <= int(soft["Max cpu time"]) < grammar_sandbox.MAX_CPU_S + 60
 
 
 def test_a_process_that_died_is_replaced(compiler: GrammarCompiler) -> None:
     """And the grammar that it would have been asked of is none the worse for it."""
     compiler.compile(regex_grammar("a"))
-    for process in compiler._trials._idle:
+    for process in compiler._sandboxes._idle:
         process.kill()
         process.wait()
     for i in range(6):
@@ -413,11 +412,11 @@ def test_a_tokenizer_without_bytes() -> None:
 
 def test_a_grammar_that_grows_too_large_on_the_way_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """It compiles; its automaton grows with the output."""
-    vocabulary = grammar_trial.Vocabulary([bytes([i]) for i in range(256)], [])
+    vocabulary = grammar_sandbox.GuidanceTokenizer([bytes([i]) for i in range(256)], [])
     limits = LLParserLimits(max_lexer_states=500, verbose_errors=False)
-    monkeypatch.setattr(grammar_trial, "LIMITS", limits)
+    monkeypatch.setattr(grammar_sandbox, "LIMITS", limits)
     text = grammar_module.regex_grammar("[ab]*a[ab]{16}c") + grammar_module.NO_FORCING
-    matcher = grammar_module.Matcher(grammar_trial.compiled(vocabulary.compiler_tokenizer(), text), 8)
+    matcher = grammar_module.Matcher(grammar_sandbox.compile_grammar(vocabulary.compiler_tokenizer(), text), 8)
     assert not matcher.error
     chance = random.Random(0)
     while not matcher.error:

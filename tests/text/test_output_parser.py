@@ -34,8 +34,8 @@ def taken_apart(text: str, cuts: list[int], **options: Any) -> tuple[str, str, l
 
 
 H: dict[str, Any] = {"tools": "hermes"}
-L: dict[str, Any] = {"tools": "llama3_json", "names": ["weather", "f"]}
-T: dict[str, Any] = {"think": True}
+L: dict[str, Any] = {"tools": "llama3_json", "tool_names": ["weather", "f"]}
+T: dict[str, Any] = {"reasoning": True}
 WEATHER = ("weather", json.dumps(ARGUMENTS))
 CASES: list[tuple[str, dict[str, Any], tuple[str, str, list[tuple[str, Any]]]]] = [
     ("Hello there", {}, ("", "Hello there", [])),
@@ -100,7 +100,7 @@ def test_arguments_stream_and_content_is_held_no_longer_than_it_must() -> None:
     assert (begin.name, piece.text, piece.name) == ("f", '{"a"', None)
     assert [p.text for p in parser.push(": 1}} ")] == [": 1}"]
     assert not parser.in_reasoning
-    assert OutputParser(think=True, starts_in_reasoning=True).in_reasoning
+    assert OutputParser(reasoning=True, starts_in_reasoning=True).in_reasoning
 
 
 def test_what_a_template_tells() -> None:

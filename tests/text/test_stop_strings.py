@@ -11,7 +11,7 @@ from octavo.core.request import Request
 from octavo.frontend.input_processor import InputProcessor
 from octavo.text.stop_strings import ROOT, StopStrings
 from octavo.text.tokenizer import Tokenizer
-from tests.text.conftest import train_byte_level
+from tests.text.samples import train_byte_level
 
 words = st.text(st.sampled_from("abc"), min_size=1, max_size=7)
 
@@ -23,10 +23,10 @@ def test_the_automaton_finds_and_holds_what_plain_comparison_does(texts: list[st
         before = text[:at]
         place = stops.step(place, text[at - 1])
         complete = [s for s in texts if before.endswith(s)]
-        assert stops.found(place) == (max(complete, key=len) if complete else None)
-        place = stops.pass_over(place)
+        assert stops.match_at(place) == (max(complete, key=len) if complete else None)
+        place = stops.skip_matches(place)
         begun = (n for s in texts for n in range(1, len(s)) if before.endswith(s[:n]))
-        assert stops.num_held(place) == max(begun, default=0)
+        assert stops.num_partial_chars(place) == max(begun, default=0)
 
 
 def test_samples_of_a_request_share_one_automaton() -> None:

@@ -14,7 +14,7 @@ from tokenizers import pre_tokenizers
 from octavo.checkpoint.resolve import open_checkpoint
 from octavo.errors import CheckpointError, PromptError
 from octavo.text.tokenizer import Tokenizer
-from tests.text.conftest import CONFIG, SPECIALS, train_byte_level
+from tests.text.samples import CONFIG, SPECIALS, train_byte_level
 
 TEXTS = [
     "",
@@ -107,8 +107,8 @@ def test_qwen2_by_its_model_type_alone(folder: Path) -> None:
     [
         ("vocab.json", "{", "not valid JSON"),
         ("vocab.json", "[]", "list"),
-        ("vocab.json", '{"a": "b"}', "no integers"),
-        ("vocab.json", '{"a": -1}', "no integers"),
+        ("vocab.json", '{"a": "b"}', "not integers"),
+        ("vocab.json", '{"a": -1}', "not integers"),
         ("merges.txt", "#version: 0.2\na z9\n", "broken"),
         ("merges.txt", "a b c\n", "broken"),
         ("merges.txt", "\xff\xfe", "broken"),

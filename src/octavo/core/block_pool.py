@@ -26,7 +26,7 @@ Key: TypeAlias = tuple[SealId | bytes, bytes]
 """The content of a block: the seal id of the block before it, or the salt where there is none, and its tokens as int32.
 Exact, no digest."""
 
-BLOCKS_A_SHARD = 4096
+BLOCKS_PER_SHARD = 4096
 """Blocks for each dict of the index. Growing one of this size takes about 0.2 ms."""
 
 
@@ -60,7 +60,7 @@ class BlockPool:
         self.seal_id = array("q", bytes(8 * n))  # 0: not sealed
         self._prev, self._next = array("i", bytes(4 * n)), array("i", bytes(4 * n))  # oldest cached at _next[0]
         self._packed_of: list[bytes | None] = [None] * n
-        num_shards = 1 << (num_blocks // BLOCKS_A_SHARD).bit_length()
+        num_shards = 1 << (num_blocks // BLOCKS_PER_SHARD).bit_length()
         self._shards: list[dict[bytes, BlockId]] = [{} for _ in range(num_shards)]
         self._untouched = 1  # ids from here on were never used
         self._freed: list[BlockId] = []
@@ -75,7 +75,7 @@ class BlockPool:
         return self.num_free + self.num_cached
 
     @property
-    def num_findable(self) -> int:
+    def num_indexed(self) -> int:
         """Blocks that the index knows."""
         return sum(map(len, self._shards))
 
@@ -85,7 +85,7 @@ class BlockPool:
 
     # -- references ----------------------------------------------------------------------------------------------------
 
-    def take(self) -> BlockId:
+    def allocate(self) -> BlockId:
         """A block of one's own: a free one, else the oldest cached one, which is evicted."""
         if self.num_free:
             self.num_free -= 1
@@ -178,7 +178,7 @@ class BlockPool:
         """Blocks whose seal is younger than `mark`. Looks at every block: for rare occasions."""
         return [b for b, seal in enumerate(self.seal_id) if seal > mark]
 
-    def forget_cached(self) -> None:
+    def evict_all_cached(self) -> None:
         """Evict all cached blocks."""
         while block := self._next[NULL_BLOCK]:
             self.unseal(block, "reset")

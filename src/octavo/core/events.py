@@ -1,7 +1,7 @@
 """The one event stream. Viewer, metrics, recorder and "why is my request slow?" only read it.
 
 Requests' and steps' events are always built while anybody listens; blocks' events only while somebody asked for them,
-because there are many. Counters belong to `KVCache`; a `Step` event carries how much they grew.
+because there are many. Counters belong to `KVCacheManager`; a `Step` event carries how much they grew.
 """
 
 from __future__ import annotations

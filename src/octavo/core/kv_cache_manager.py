@@ -1,6 +1,6 @@
 """Everything that a sequence does to blocks: the one facade over the pool, the swap space and the rows.
 
-The scheduler asks first whether there is room (`blocks_needed`, `blocks_to_admit`, `find_swapped`), and then acts. A
+The scheduler asks first whether there is room (`blocks_needed`, `blocks_to_admit`, `find_swap_in_blocks`), then acts. A
 question changes nothing, and an action that was asked about cannot fail: all or nothing.
 """
 
@@ -32,10 +32,10 @@ class Prefix(NamedTuple):
     num_positions: int
 
 
-class Swapped(NamedTuple):
+class SwapInBlocks(NamedTuple):
     """What bringing a request back takes."""
 
-    left_behind: list[BlockId]  # still on the device, to be shared again
+    shared_on_device: list[BlockId]  # still on the device, to be shared again
     host_ids: list[HostBlockId]  # to be copied back
     num_needed: int  # blocks: those copied, and those left behind that are in no use now
 
@@ -80,7 +80,7 @@ class KVStats:
         return asdict(self)
 
 
-def common(a: array[int], b: array[int]) -> int:
+def common_prefix_length(a: array[int], b: array[int]) -> int:
     """How many tokens they have in common at the beginning."""
     num = min(len(a), len(b))
     if a[:num] == b[:num]:
@@ -88,7 +88,7 @@ def common(a: array[int], b: array[int]) -> int:
     return next(i for i in range(num) if a[i] != b[i])
 
 
-class KVCache:
+class KVCacheManager:
     """Blocks of `block_size` tokens: `num_blocks` on the device, `num_host_blocks` in the swap space.
 
     `num_rows` are the lines of the device's tables. `attention_window` is the number of keys that a query sees at most,
@@ -126,21 +126,21 @@ class KVCache:
     def blocks_for(self, num_positions: int) -> int:
         return -(-num_positions // self.block_size)
 
-    def blocks_at_longest(self, num_prompt: int, max_tokens: int, width: int = 1) -> int:
+    def blocks_at_max_length(self, num_prompt: int, max_tokens: int, width: int = 1) -> int:
         """Blocks of a request alone at its longest. Its sequences share the prompt's full blocks and no more; the last
         token is never computed."""
         shared = num_prompt // self.block_size
         return shared + width * (self.blocks_for(num_prompt + max_tokens - 1) - shared)
 
     @property
-    def num_usable(self) -> int:
+    def num_unpinned_blocks(self) -> int:
         """Blocks that a request may have when it is alone."""
         return self.pool.num_blocks - self.num_pinned
 
-    def longest_output(self, num_prompt: int, width: int = 1) -> int:
-        """The largest `max_tokens` that fits: the inverse of `blocks_at_longest`. Below 1 when nothing does."""
+    def max_output_tokens(self, num_prompt: int, width: int = 1) -> int:
+        """The largest `max_tokens` that fits: the inverse of `blocks_at_max_length`. Below 1 when nothing does."""
         shared = num_prompt // self.block_size
-        return (shared + (self.num_usable - shared) // width) * self.block_size - num_prompt + 1
+        return (shared + (self.num_unpinned_blocks - shared) // width) * self.block_size - num_prompt + 1
 
     # -- prefixes ------------------------------------------------------------------------------------------------------
 
@@ -149,12 +149,12 @@ class KVCache:
 
         It leaves at least one token to compute, for its logits.
         """
-        if not self._reads(sequence):
-            return self._pinned_prefix(sequence, Prefix([], [], 0))
+        if not self._uses_prefix_cache(sequence):
+            return self._extend_by_pin(sequence, Prefix([], [], 0))
         num_blocks = (len(sequence.token_ids) - 1) // self.block_size
-        return self._pinned_prefix(sequence, self._sealed_prefix(sequence, num_blocks))
+        return self._extend_by_pin(sequence, self._find_sealed_prefix(sequence, num_blocks))
 
-    def _sealed_prefix(self, sequence: Sequence, num_blocks: int) -> Prefix:
+    def _find_sealed_prefix(self, sequence: Sequence, num_blocks: int) -> Prefix:
         """The longest run of sealed blocks from the start, so many at most."""
         block_ids: list[BlockId] = []
         seal_ids: list[SealId] = []
@@ -169,7 +169,7 @@ class KVCache:
             seal_ids.append(seal_id[block])
         return Prefix(block_ids, seal_ids, len(block_ids) * self.block_size)
 
-    def _pinned_prefix(self, sequence: Sequence, found: Prefix) -> Prefix:
+    def _extend_by_pin(self, sequence: Sequence, found: Prefix) -> Prefix:
         """What a pin has of it, the partial tail included, or what was found if that is no less.
 
         pin       | full | full | tail . . |      Where they part within the tail, the sequence gets a copy of it, to
@@ -180,14 +180,16 @@ class KVCache:
             return found
         for pin in self.pins.values():
             if pin.request.salt == request.salt:
-                num = min(common(pin.request.prompt_token_ids, sequence.token_ids), len(sequence.token_ids) - 1)
+                num = min(
+                    common_prefix_length(pin.request.prompt_token_ids, sequence.token_ids), len(sequence.token_ids) - 1
+                )
                 if num < pin.num_computed // size * size:
                     num = num // size * size
                 if num > best.num_positions:
                     best = Prefix(pin.block_ids[: self.blocks_for(num)], pin.seal_ids[: num // size], num)
         return best
 
-    def _reads(self, sequence: Sequence) -> bool:
+    def _uses_prefix_cache(self, sequence: Sequence) -> bool:
         """Whether it may begin with blocks found in the index."""
         return self.enable_prefix_caching and not sequence.request.sampling_params.skip_reading_prefix_cache
 
@@ -196,11 +198,11 @@ class KVCache:
         parent = seal_ids[-1] if seal_ids else sequence.request.salt
         return parent, self._tokens_of(sequence, len(seal_ids))
 
-    def next_block_in(self, keys: Container[Key], sequence: Sequence, prefix: Prefix) -> bool:
+    def is_next_block_in(self, keys: Container[Key], sequence: Sequence, prefix: Prefix) -> bool:
         """Whether the block that a lookup missed first is among these."""
         found = len(prefix.seal_ids)
         return (
-            self._reads(sequence)
+            self._uses_prefix_cache(sequence)
             and found < (len(sequence.token_ids) - 1) // self.block_size
             and (self.next_key(sequence, prefix.seal_ids) in keys)
         )
@@ -239,9 +241,9 @@ class KVCache:
         sequence.block_ids = list(prefix.block_ids)
         sequence.room = len(prefix.block_ids) * self.block_size
         sequence.num_computed = prefix.num_positions
-        sequence.request.newest_found = max(sequence.request.newest_found, *prefix.seal_ids, 0)
+        sequence.request.newest_prefix_seal = max(sequence.request.newest_prefix_seal, *prefix.seal_ids, 0)
         self._holders[sequence] = None
-        self._sealed_as(sequence, list(prefix.seal_ids))
+        self._set_seals(sequence, list(prefix.seal_ids))
 
     def count_lookup(self, sequence: Sequence, prefix: Prefix) -> None:
         self.num_hits += len(prefix.block_ids)
@@ -281,15 +283,15 @@ class KVCache:
             self._copy_on_write(sequence, tail, src, plan)
         num_new = self.blocks_for(sequence.num_computed + count) - held
         if num_new > 0:
-            take = self.pool.take
-            new = [take() for _ in range(num_new)]
+            allocate = self.pool.allocate
+            new = [allocate() for _ in range(num_new)]
             sequence.block_ids += new
             sequence.room += num_new * self.block_size
             self.rows.write(sequence, held, new, plan)
 
     def _copy_on_write(self, sequence: Sequence, index: int, src: BlockId, plan: StepPlan) -> None:
         """A writer gets its own copy of a shared tail. The last sharer writes in place: it finds refs at 1."""
-        dst = sequence.block_ids[index] = self.pool.take()
+        dst = sequence.block_ids[index] = self.pool.allocate()
         self.pool.release(src)
         plan.copies.append(BlockCopy(src, dst))
         self.num_copied += 1
@@ -297,7 +299,7 @@ class KVCache:
             self.events.emit_block(Copied(src, dst))
         self.rows.write(sequence, index, [dst], plan)
 
-    def drop_unseen(self, sequence: Sequence, plan: StepPlan) -> None:
+    def drop_out_of_window(self, sequence: Sequence, plan: StepPlan) -> None:
         """Give up the leading blocks that no position from `num_computed` on looks at; their entries become null.
 
         blocks  | null | null | . . k k | k k k k | q       q: the next query    k: keys within the window
@@ -334,7 +336,7 @@ class KVCache:
         seal_ids = sequence.seal_ids
         for i in range(len(seal_ids), num_full):
             seal_ids.append(self.pool.seal(sequence.block_ids[i], self.next_key(sequence, seal_ids)))
-        self._sealed_as(sequence, seal_ids)
+        self._set_seals(sequence, seal_ids)
 
     def unseal_after(self, mark: SealId) -> list[Sequence]:
         """Take back every seal younger than `mark`. Returns the sequences that counted on one of them.
@@ -344,16 +346,16 @@ class KVCache:
         """
         for block in self.pool.sealed_after(mark):
             self.pool.unseal(block)
-        misled = []
+        affected = []
         for sequence in self._holders:
             ids = sequence.seal_ids
             good = next((i for i, seal in enumerate(ids) if seal > mark), len(ids))
             if good < len(ids):
-                self._sealed_as(sequence, ids[: max(good, sequence.num_dropped)])
-                misled.append(sequence)
-        return misled
+                self._set_seals(sequence, ids[: max(good, sequence.num_dropped)])
+                affected.append(sequence)
+        return affected
 
-    def _sealed_as(self, sequence: Sequence, seal_ids: list[SealId]) -> None:
+    def _set_seals(self, sequence: Sequence, seal_ids: list[SealId]) -> None:
         sequence.seal_ids = seal_ids
         sequence.seal_at = (len(seal_ids) + 1) * self.block_size if self.enable_prefix_caching else NEVER
 
@@ -368,7 +370,7 @@ class KVCache:
         swapped = parent.request.status is Status.SWAPPED
         child.num_computed, child.block_ids, child.room = parent.num_computed, list(parent.block_ids), parent.room
         child.num_dropped = parent.num_dropped
-        self._sealed_as(child, list(parent.seal_ids))
+        self._set_seals(child, list(parent.seal_ids))
         tier = self.swap_space if swapped else self.pool
         for block in child.block_ids:
             if block > 0:
@@ -384,9 +386,9 @@ class KVCache:
                 tier.release(block)
         sequence.block_ids, sequence.room, sequence.num_computed, sequence.num_dropped = [], 0, 0, 0
         self._holders.pop(sequence, None)
-        self._sealed_as(sequence, [])
+        self._set_seals(sequence, [])
 
-    def park(self, sequence: Sequence) -> None:
+    def pin(self, sequence: Sequence) -> None:
         """Keep the blocks of a prompt that is computed, for others to begin with, until `unpin`."""
         assert sequence.num_computed == len(sequence.request.prompt_token_ids), sequence
         self.pins[sequence.request.request_id] = sequence
@@ -404,7 +406,7 @@ class KVCache:
         in the cache: after a preemption all of it, while it runs what lies behind the attention window. That is found
         whatever the request itself may read, and up to the last full block, unlike by `lookup`."""
         own = dict.fromkeys(sequence.block_ids if sequence.request.status is Status.RUNNING else ())
-        left = self._sealed_prefix(sequence, len(sequence.token_ids) // self.block_size).block_ids
+        left = self._find_sealed_prefix(sequence, len(sequence.token_ids) // self.block_size).block_ids
         for block in own | dict.fromkeys(left):
             if self.pool.refs[block] == (block in own) and self.pool.seal_id[block]:
                 self.pool.unseal(block)
@@ -412,15 +414,15 @@ class KVCache:
     def reset_prefix_cache(self) -> int:
         """Forget every cached block; returns how many there were. What is in use stays findable."""
         num_cached = self.pool.num_cached
-        self.pool.forget_cached()
+        self.pool.evict_all_cached()
         return num_cached
 
-    def owned_by(self, request: Request) -> tuple[int, int]:
+    def count_private_blocks(self, request: Request) -> tuple[int, int]:
         """Blocks of a running request that go with it when it gives way, and the positions in them."""
-        own, _ = self._parted(request)
+        own, _ = self._split_blocks(request)
         return len(own), sum(own.values())
 
-    def _parted(self, request: Request) -> tuple[dict[BlockId, int], dict[BlockId, SealId]]:
+    def _split_blocks(self, request: Request) -> tuple[dict[BlockId, int], dict[BlockId, SealId]]:
         """Its distinct blocks: its own, with the positions in each; and sealed ones that others use too, with seals."""
         pool, size = self.pool, self.block_size
         refs_within: dict[BlockId, int] = {}
@@ -443,7 +445,7 @@ class KVCache:
         with its seal id, so that it is known on return whether it is still the same.
         """
         pool = self.pool
-        own, stays = self._parted(request)
+        own, stays = self._split_blocks(request)
         if len(own) > self.swap_space.num_free:
             return False
         moved: dict[BlockId, HostBlockId] = {}
@@ -454,19 +456,19 @@ class KVCache:
                 pool.release(block)
             self._holders.pop(sequence, None)
         plan.swap_outs += [SwapOut(src, dst) for src, dst in moved.items()]
-        plan.swapped.append(request)
+        plan.swapped_requests.append(request)
         self.num_swapped_out += len(moved)
-        request.left_behind = stays
+        request.shared_on_device = stays
         return True
 
     def _to_host(self, block: BlockId, moved: dict[BlockId, HostBlockId]) -> HostBlockId:
         if block in moved:
             self.swap_space.share(moved[block])
         else:
-            moved[block] = self.swap_space.take()
+            moved[block] = self.swap_space.allocate()
         return moved[block]
 
-    def find_swapped(self, request: Request) -> Swapped | None:
+    def find_swap_in_blocks(self, request: Request) -> SwapInBlocks | None:
         """What bringing it back takes; None when a block left behind is gone (seal ids are never used twice: exact)."""
         pool = self.pool
         host_ids: dict[HostBlockId, None] = {}
@@ -474,24 +476,24 @@ class KVCache:
             for block in sequence.block_ids:
                 if block > 0:
                     host_ids[block] = None
-        left = list(request.left_behind.items())
+        left = list(request.shared_on_device.items())
         if any(pool.seal_id[b] != seal for b, seal in left):
             return None
         revived = sum(not pool.refs[b] for b, _ in left)
-        return Swapped([b for b, _ in left], list(host_ids), len(host_ids) + revived)
+        return SwapInBlocks([b for b, _ in left], list(host_ids), len(host_ids) + revived)
 
-    def swap_in(self, request: Request, found: Swapped, plan: StepPlan) -> None:
+    def swap_in(self, request: Request, found: SwapInBlocks, plan: StepPlan) -> None:
         """Bring it back. What was left behind is shared first: taking blocks might evict it."""
         pool, host = self.pool, self.swap_space
         for sequence in request.sequences:
             for block in sequence.block_ids:
                 if block < 0:
                     pool.share(-block)
-        to = {h: pool.take() for h in found.host_ids}
+        to = {h: pool.allocate() for h in found.host_ids}
         fresh = set(found.host_ids)
         plan.swap_ins += [SwapIn(src, dst) for src, dst in to.items()]
-        plan.swapped.append(request)
-        plan.returning.update(dict.fromkeys(to, request))
+        plan.swapped_requests.append(request)
+        plan.swap_in_requests.update(dict.fromkeys(to, request))
         self.num_swapped_in += len(to)
         for sequence in request.sequences:
             num_kept = 0
@@ -509,12 +511,12 @@ class KVCache:
                 table.append(to[block])
             sequence.block_ids = table
             self._holders[sequence] = None
-            self._sealed_as(sequence, sequence.seal_ids[:num_kept])  # what came back is sealed anew
-        request.left_behind = {}
+            self._set_seals(sequence, sequence.seal_ids[:num_kept])  # what came back is sealed anew
+        request.shared_on_device = {}
 
     # -- what it looks like --------------------------------------------------------------------------------------------
 
-    def counts(self) -> tuple[int, int, int, int, int, int, int]:
+    def counters(self) -> tuple[int, int, int, int, int, int, int]:
         """The counters that a `Step` event tells the growth of: hits, misses, evicted, copied, out, in, sealed."""
         pool = self.pool
         return (

@@ -73,7 +73,7 @@ class RowSetup(NamedTuple):
     stop_ids: frozenset[int]
     num_prompt: int = 0
     token_ids: array[int] | None = None
-    decides: bool = False
+    returns_candidates: bool = False
 
 
 class Slice(NamedTuple):
@@ -94,7 +94,7 @@ class Slice(NamedTuple):
     start: int
     num_positions: int
     num_sampled: int
-    num_draws: int
+    num_samples: int
     token_ids: array[int] | None
 
 
@@ -120,25 +120,25 @@ class StepPlan:
     """
 
     __slots__ = (
+        "bitmask_slices",
         "copies",
         "counts",
-        "draws",
         "host_tokens",
-        "masked",
-        "outstanding",
-        "returning",
+        "num_outstanding",
+        "num_sampled",
+        "num_samples",
         "row_setups",
         "rows",
-        "samples",
         "seal_mark",
         "sequences",
         "starts",
         "step",
+        "swap_in_requests",
         "swap_ins",
         "swap_outs",
-        "swapped",
+        "swapped_requests",
         "table_writes",
-        "void",
+        "void_slices",
     )
 
     def __init__(self, step: int = 0, seal_mark: SealId = 0) -> None:
@@ -146,9 +146,9 @@ class StepPlan:
         self.rows: list[Row] = []
         self.starts: list[int] = []
         self.counts: list[int] = []
-        self.samples: list[int] = []
-        self.draws: dict[int, int] = {}
-        self.masked: list[int] = []
+        self.num_sampled: list[int] = []
+        self.num_samples: dict[int, int] = {}
+        self.bitmask_slices: list[int] = []
         self.host_tokens: dict[int, array[int]] = {}
         self.row_setups: list[RowSetup] = []
         self.table_writes: list[TableWrite] = []
@@ -156,11 +156,11 @@ class StepPlan:
         self.swap_ins: list[SwapIn] = []
         self.copies: list[BlockCopy] = []
         self.sequences: list[Sequence] = []
-        self.swapped: list[Request] = []
-        self.returning: dict[HostBlockId, Request] = {}
-        self.void: Set[int] = NO_SLICES
+        self.swapped_requests: list[Request] = []
+        self.swap_in_requests: dict[HostBlockId, Request] = {}
+        self.void_slices: Set[int] = NO_SLICES
         self.seal_mark = seal_mark
-        self.outstanding: list[int] | None = None
+        self.num_outstanding: list[int] | None = None
 
     def __bool__(self) -> bool:
         """Whether there is anything to do. A plan may consist of swaps alone; dropping it would lose their copies."""
@@ -171,22 +171,27 @@ class StepPlan:
         return sum(self.counts)
 
     @property
-    def num_masked(self) -> int:
+    def num_bitmask_columns(self) -> int:
         """Columns of tokens that wait for masks: the first ones."""
-        return max((self.samples[i] for i in self.masked), default=0)
+        return max((self.num_sampled[i] for i in self.bitmask_slices), default=0)
 
     def drop(self, requests: Container[Request]) -> None:
         """Expect nothing more for these requests: what still comes of their slices is void."""
-        left = self.outstanding or self.samples
+        left = self.num_outstanding or self.num_sampled
         for i, seq in enumerate(self.sequences):
-            if seq.request in requests and i not in self.void:
-                self.void |= {i}
+            if seq.request in requests and i not in self.void_slices:
+                self.void_slices |= {i}
                 seq.num_pending -= left[i]
 
     def slices(self) -> Iterator[Slice]:
         for i, row in enumerate(self.rows):
             yield Slice(
-                row, self.starts[i], self.counts[i], self.samples[i], self.draws.get(i, 1), self.host_tokens.get(i)
+                row,
+                self.starts[i],
+                self.counts[i],
+                self.num_sampled[i],
+                self.num_samples.get(i, 1),
+                self.host_tokens.get(i),
             )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from octavo.core.request import Request
 
 if TYPE_CHECKING:
-    from octavo.core.kv_cache_manager import KVCache
+    from octavo.core.kv_cache_manager import KVCacheManager
 
 
 class PreemptionMode(Enum):
@@ -20,32 +20,32 @@ class PreemptionMode(Enum):
     """Keep them on the host."""
 
 
-class VictimChoice(Enum):
+class VictimPolicy(Enum):
     LATEST = "latest"
     """Who stands last in the line of those running: the latest arrival, or the lowest priority."""
     LEAST_LOST = "least_lost"
     """Whose return takes the least time; of equals the latest."""
 
 
-class Choice(NamedTuple):
+class PreemptionChoice(NamedTuple):
     """How a victim gives way, and why."""
 
     mode: PreemptionMode
     why: str  # "forced", "cheaper", or "rule" where costs are not known
 
 
-RECENT = 0.2
+EMA_WEIGHT = 0.2
 """Weight of the newest of what is measured again and again."""
-FIRST_HEADROOM = 16
+INITIAL_HEADROOM = 16
 """Positions that all running requests may grow by before a request comes back that was preempted once."""
 
 
-RANK_ARRIVALS = 32
+ARRIVALS_PER_INDEX = 32
 """Later arrivals that may overtake a request for each one of the same call that stands before it."""
 
 
 @dataclass(slots=True)
-class Costs:
+class PreemptionCosts:
     """What it takes to bring a request back, in seconds; 0 is not known. An engine measures these while it works.
 
     token_s   one position of a prompt, computed beside what else a step computes
@@ -70,20 +70,20 @@ class Costs:
         """There and back."""
         return 2 * num_blocks * self.move_s
 
-    def saw_step(self, num_prompt: int, seconds: float) -> None:
+    def record_step(self, num_prompt: int, seconds: float) -> None:
         """A step took so long and computed so many positions whose tokens the host had."""
         if num_prompt == 0:
-            self.step_s = _recent(self.step_s, seconds)
+            self.step_s = _moving_average(self.step_s, seconds)
         elif num_prompt >= 64 and seconds > self.step_s:  # of fewer, one cannot tell them from the rest of the step
-            self.token_s = _recent(self.token_s, (seconds - self.step_s) / num_prompt)
+            self.token_s = _moving_average(self.token_s, (seconds - self.step_s) / num_prompt)
 
-    def saw_return(self, num_found: int, num_known: int) -> None:
+    def record_return(self, num_found: int, num_known: int) -> None:
         """A request that had been preempted to be recomputed came back, and the cache still had so much of it."""
-        self.kept += RECENT * (num_found / num_known - self.kept)
+        self.kept += EMA_WEIGHT * (num_found / num_known - self.kept)
 
 
-def _recent(before: float, now: float) -> float:
-    return now if before == 0 else before + RECENT * (now - before)
+def _moving_average(before: float, now: float) -> float:
+    return now if before == 0 else before + EMA_WEIGHT * (now - before)
 
 
 @dataclass(slots=True)
@@ -108,34 +108,34 @@ class Policy:
     by_priority: bool = False
     mode: PreemptionMode | None = None
     ageing: int = 0
-    victims: VictimChoice = VictimChoice.LATEST
+    victims: VictimPolicy = VictimPolicy.LATEST
     long_prefill_token_threshold: int = 0
     max_long_partial_prefills: int = 1
-    costs: Costs = field(default_factory=Costs)
+    costs: PreemptionCosts = field(default_factory=PreemptionCosts)
 
     def order(self, request: Request, arrival: int) -> tuple[int, int]:
         """Its place in line; the smallest is served first. It never changes: who waits for longer has arrived earlier,
         so ageing is an advance given once."""
-        place = arrival + RANK_ARRIVALS * request.rank
+        place = arrival + ARRIVALS_PER_INDEX * request.index_in_call
         if not self.by_priority:
             return (0, place)
         if self.ageing:
             return (request.priority * self.ageing + place, place)
         return (request.priority, place)
 
-    def victim(self, running: Seq[Request], asker: Request, cache: KVCache) -> Request:
+    def victim(self, running: Seq[Request], asker: Request, cache: KVCacheManager) -> Request:
         """Of those running, somebody behind the asker, or the asker itself when nobody is.
 
         They are planned in order, so it has no slice yet in the plan being made; and the first of all only ever gives
         way to itself, so somebody always gets on.
         """
-        if self.victims is VictimChoice.LATEST or running[-1] is asker:
+        if self.victims is VictimPolicy.LATEST or running[-1] is asker:
             return running[-1]
         behind = running[running.index(asker) + 1 :]
         return min(reversed(behind), key=lambda r: self._return_s(r, cache))
 
-    def _return_s(self, victim: Request, cache: KVCache) -> float:
-        num_blocks, num_positions = cache.owned_by(victim)
+    def _return_s(self, victim: Request, cache: KVCacheManager) -> float:
+        num_blocks, num_positions = cache.count_private_blocks(victim)
         if not self.costs.known:
             return num_positions
         swap_s, recompute_s = self.costs.swap_s(num_blocks), self.costs.recompute_s(num_positions)
@@ -143,17 +143,17 @@ class Policy:
             return min(swap_s, recompute_s)
         return swap_s if self.mode is PreemptionMode.SWAP else recompute_s
 
-    def preemption_mode(self, victim: Request, num_blocks: int, num_positions: int) -> Choice:
+    def preemption_mode(self, victim: Request, num_blocks: int, num_positions: int) -> PreemptionChoice:
         """The victim alone holds so many blocks, with so many positions in them."""
         if self.mode is not None:
-            return Choice(self.mode, "forced")
+            return PreemptionChoice(self.mode, "forced")
         if self.costs.known:
             swaps = self.costs.swap_s(num_blocks) < self.costs.recompute_s(num_positions)
-            return Choice(PreemptionMode.SWAP if swaps else PreemptionMode.RECOMPUTE, "cheaper")
+            return PreemptionChoice(PreemptionMode.SWAP if swaps else PreemptionMode.RECOMPUTE, "cheaper")
         group = len(victim.sequences) > 1
-        return Choice(PreemptionMode.SWAP if group else PreemptionMode.RECOMPUTE, "rule")
+        return PreemptionChoice(PreemptionMode.SWAP if group else PreemptionMode.RECOMPUTE, "rule")
 
     def headroom(self, request: Request) -> int:
         """Positions that all who run, itself included, can grow by when it comes back: twice as many each time that it
         was preempted, so that it loses its place fewer times than its output has doublings."""
-        return FIRST_HEADROOM << min(request.num_preemptions - 1, 20) if request.num_preemptions else 0
+        return INITIAL_HEADROOM << min(request.num_preemptions - 1, 20) if request.num_preemptions else 0

@@ -50,7 +50,7 @@ class Sequence:
         "block_ids",
         "finish_reason",
         "index",
-        "limit",
+        "max_length",
         "num_computed",
         "num_dropped",
         "num_pending",
@@ -64,11 +64,11 @@ class Sequence:
         "token_ids",
     )
 
-    def __init__(self, request: Request, index: int, token_ids: array[int], limit: int) -> None:
+    def __init__(self, request: Request, index: int, token_ids: array[int], max_length: int) -> None:
         self.request = request
         self.index = index
         self.token_ids = token_ids
-        self.limit = limit
+        self.max_length = max_length
         self.num_pending = 0
         self.num_computed = 0
         self.block_ids: list[BlockId] = []
@@ -92,7 +92,7 @@ class Sequence:
         )
 
 
-Decide = Callable[[list[tuple[Sequence, Any]]], list[tuple[Sequence, int]]]
+SelectBeams = Callable[[list[tuple[Sequence, Any]]], list[tuple[Sequence, int]]]
 """From each live sequence's candidates to the continuations kept: (parent, token), at most `width`, best first.
 
 It must not raise: it is called in the middle of `Scheduler.update`, and an exception there ends the engine."""
@@ -106,7 +106,7 @@ class Request:
                  back from each sequence instead of one token
     constrained  its tokens are drawn from those that a mask allows, which the host works out for each position once it
                  knows all tokens before: no windows, but a step is planned while the last token is on its way
-    must_wait    nothing is planned while anything of it is pending: the host chooses, or it is yet to fork
+    needs_result    nothing is planned while anything of it is pending: the host chooses, or it is yet to fork
     salt         requests of different salts share no blocks
     tenant       whose it is: tenants share steps evenly
     rank         how many of the same call stand before it: the prompts of one call let others pass
@@ -120,34 +120,34 @@ class Request:
 
     __slots__ = (
         "arrival",
-        "constrained",
-        "decide",
-        "done",
         "error",
+        "finished_sequences",
         "forked",
-        "left_behind",
+        "index_in_call",
         "max_tokens",
-        "must_wait",
-        "newest_found",
+        "needs_result",
+        "newest_prefix_seal",
         "num_cached_tokens",
-        "num_draws",
         "num_preemptions",
+        "num_samples",
+        "only_sequence",
         "order",
         "pin",
         "priority",
         "prompt_token_ids",
-        "rank",
         "request_id",
         "resume",
         "salt",
         "sampling_params",
         "seed",
+        "select_beams",
         "sequences",
-        "solo",
+        "shared_on_device",
         "status",
         "stop_ids",
         "tenant",
-        "waits_for",
+        "use_structured_output",
+        "wait_reason",
         "width",
     )
 
@@ -163,11 +163,11 @@ class Request:
         priority: int = 0,
         salt: bytes = b"",
         tenant: int = 0,
-        rank: int = 0,
+        index_in_call: int = 0,
         width: int | None = None,
-        num_draws: int | None = None,
-        decide: Decide | None = None,
-        constrained: bool = False,
+        num_samples: int | None = None,
+        select_beams: SelectBeams | None = None,
+        use_structured_output: bool = False,
         pin: bool = False,
         resume: Mapping[int, Iterable[int]] | None = None,
     ) -> None:
@@ -181,28 +181,30 @@ class Request:
         self.priority = priority
         self.salt = salt
         self.tenant = tenant
-        self.rank = rank
+        self.index_in_call = index_in_call
         self.width = sampling_params.width if width is None else width
-        self.decide = decide
-        self.num_draws = (self.width if decide is None else 2 * self.width) if num_draws is None else num_draws
-        self.constrained = constrained
+        self.select_beams = select_beams
+        self.num_samples = (
+            (self.width if select_beams is None else 2 * self.width) if num_samples is None else num_samples
+        )
+        self.use_structured_output = use_structured_output
         self.pin = pin
         self.resume = resume
-        self.forked = self.width == 1 or decide is not None or bool(resume)
-        self.must_wait = decide is not None or not self.forked
+        self.forked = self.width == 1 or select_beams is not None or bool(resume)
+        self.needs_result = select_beams is not None or not self.forked
         # Filled in by the scheduler:
         self.arrival = -1
         self.order: tuple[int, int] = (0, -1)
         self.status = Status.WAITING
         self.sequences: list[Sequence] = []  # the live ones
-        self.done: list[Sequence] = []  # the ended ones, in the order in which they ended
-        self.solo: Sequence | None = None  # the only sequence that there will ever be: the hot path
+        self.finished_sequences: list[Sequence] = []  # the ended ones, in the order in which they ended
+        self.only_sequence: Sequence | None = None  # the only sequence that there will ever be: the hot path
         self.num_cached_tokens = -1  # found in the prefix cache at the first admission
         self.num_preemptions = 0
-        self.newest_found: SealId = 0  # the youngest seal of the blocks that it ever began with
-        self.waits_for = ""  # the reason said last
+        self.newest_prefix_seal: SealId = 0  # the youngest seal of the blocks that it ever began with
+        self.wait_reason = ""  # the reason said last
         self.error = ""  # what went wrong with it on the device
-        self.left_behind: dict[BlockId, SealId] = {}  # while swapped: device blocks left there, and their seals then
+        self.shared_on_device: dict[BlockId, SealId] = {}  # while swapped: see `swap_out`
 
     def begin(self, arrival: int, order: tuple[int, int], max_tokens: int) -> None:
         """The scheduler takes it on: its place in line and its length are known."""
@@ -210,7 +212,7 @@ class Request:
         prompt = self.prompt_token_ids
         limit, known = len(prompt) + max_tokens, self.resume or {0: ()}
         self.sequences = [Sequence(self, i, prompt + array("i", output), limit) for i, output in known.items()]
-        self.solo = self.sequences[0] if self.width == 1 and self.decide is None else None
+        self.only_sequence = self.sequences[0] if self.width == 1 and self.select_beams is None else None
 
     @property
     def num_pending(self) -> int:
@@ -221,7 +223,7 @@ class Request:
         """Positions that may be planned before anything is sampled, of the sequence that has most of them."""
         return max(len(s.token_ids) + s.num_pending - s.num_computed for s in self.sequences)
 
-    def is_long(self, longest: int) -> bool:
+    def is_long_prefill(self, longest: int) -> bool:
         """More is due than a long prompt computes in a step; 0: there are no long prompts."""
         return 0 < longest < self.num_due
 

@@ -28,7 +28,7 @@ class RowTable:
     def num_free(self) -> int:
         return len(self._free)
 
-    def give(self, sequence: Sequence, plan: StepPlan) -> None:
+    def assign(self, sequence: Sequence, plan: StepPlan) -> None:
         """A row for a sequence that has none: its setup and its whole table."""
         request = sequence.request
         sequence.row = row = self._free.pop()
@@ -45,7 +45,7 @@ class RowTable:
                 request.stop_ids,
                 num_prompt,
                 history,
-                decides=request.decide is not None,
+                returns_candidates=request.select_beams is not None,
             )
         )
         self.write(sequence, 0, sequence.block_ids, plan)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from octavo.core import events as ev
 from octavo.core.block_pool import Key
-from octavo.core.kv_cache_manager import KVCache, KVStats
+from octavo.core.kv_cache_manager import KVCacheManager, KVStats
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence, Status
@@ -28,7 +28,7 @@ LONG_PREFILL = "long prefill"
 """Why a request waits while it lets others pass."""
 
 
-class Pick(NamedTuple):
+class ScheduledSlice(NamedTuple):
     """What a sequence is to do in a step: compute positions, the last `num_sampled` of which give a token."""
 
     sequence: Sequence
@@ -52,7 +52,7 @@ class _Draft:
 
 
 class Scheduler:
-    """The queues of requests, over one `KVCache` that nobody else touches.
+    """The queues of requests, over one `KVCacheManager` that nobody else touches.
 
     max_num_batched_tokens  positions a step computes at most, windows included
     max_num_seqs            sequences that run at most: the rows of the cache
@@ -66,7 +66,7 @@ class Scheduler:
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: KVCacheManager,
         *,
         max_num_batched_tokens: int = 8192,
         decode_window: int = 1,
@@ -75,7 +75,7 @@ class Scheduler:
     ) -> None:
         self.cache = cache
         self.max_num_seqs = cache.rows.num_rows
-        self.max_num_batched_tokens = self.step_limit = max_num_batched_tokens
+        self.max_num_batched_tokens = self.max_num_scheduled_tokens = max_num_batched_tokens
         self.decode_window = decode_window
         self.num_watermark_blocks = num_watermark_blocks
         self.policy = policy or Policy()
@@ -91,7 +91,7 @@ class Scheduler:
         self.num_steps = 0
         self.num_preemptions = 0
         self._num_arrivals = 0
-        self._counted = cache.counts()
+        self._counted = cache.counters()
 
     # -- the door ------------------------------------------------------------------------------------------------------
 
@@ -102,10 +102,10 @@ class Scheduler:
         """
         prompt, width, cache = len(request.prompt_token_ids), request.width, self.cache
         assert request.request_id not in self.requests and request.request_id not in cache.pins, request.request_id
-        most = cache.longest_output(prompt, width)
+        most = cache.max_output_tokens(prompt, width)
         wanted = most if request.max_tokens is None else request.max_tokens
         if wanted > most or most < 1:
-            needs = cache.blocks_at_longest(prompt, max(wanted, 1), width)
+            needs = cache.blocks_at_max_length(prompt, max(wanted, 1), width)
             raise CapacityError(
                 f"the request needs {needs} blocks of {cache.block_size} tokens at its longest ({prompt} prompt "
                 f"tokens, max_tokens {request.max_tokens}, width {width}) and the pool has {self._capacity()}; "
@@ -120,7 +120,7 @@ class Scheduler:
                 param="n",
             )
         if request.pin:
-            self._reserve(request)
+            self._reserve_pin(request)
         arrival = self._num_arrivals
         self._num_arrivals += 1
         request.begin(arrival, self.policy.order(request, arrival), wanted)
@@ -128,19 +128,19 @@ class Scheduler:
             cache.free(sequence)  # it holds nothing, in the cache's words: one that resumes is as after a preemption
         self.requests[request.request_id] = request
         self.tenants.enter(request)
-        self._line_up(request)
+        self._enqueue(request)
         if self.events.active:
             self.events.emit(ev.Arrived(request.request_id, prompt, wanted, width, request.priority))
 
     def _capacity(self) -> str:
         pinned = self.cache.num_pinned
-        return f"{self.cache.num_usable}" + (f", beside {pinned} that are pinned" if pinned else "")
+        return f"{self.cache.num_unpinned_blocks}" + (f", beside {pinned} that are pinned" if pinned else "")
 
     @staticmethod
     def _remedy(width: int) -> str:
         return ("lower n, " if width > 1 else "") + "shorten the prompt or enlarge the pool"
 
-    def _reserve(self, request: Request) -> None:
+    def _reserve_pin(self, request: Request) -> None:
         """Set the blocks of a pin apart, from here on: whatever was let in before must still fit beside them."""
         cache, total = self.cache, self.cache.pool.num_blocks
         needs = cache.blocks_for(len(request.prompt_token_ids))
@@ -155,11 +155,11 @@ class Scheduler:
             assert other.max_tokens is not None
             if not other.pin:
                 prompt = len(other.prompt_token_ids)
-                longest = max(longest, cache.blocks_at_longest(prompt, other.max_tokens, other.width))
-        if longest > cache.num_usable - needs:
+                longest = max(longest, cache.blocks_at_max_length(prompt, other.max_tokens, other.width))
+        if longest > cache.num_unpinned_blocks - needs:
             raise CapacityError(
                 f"a request that was let in may come to need {longest} blocks, and with {needs} more pinned "
-                f"{cache.num_usable - needs} are left for it; pin before it comes or after it has gone",
+                f"{cache.num_unpinned_blocks - needs} are left for it; pin before it comes or after it has gone",
                 param="prompt",
             )
         cache.num_pinned += needs
@@ -177,14 +177,14 @@ class Scheduler:
         """End a request in whatever state it is. Unknown and finished ones are left alone."""
         request = self.requests.get(request_id)
         if request is not None:
-            self._finish(request, reason)
+            self._finish_request(request, reason)
         return request
 
     def stop(self, sequence: Sequence, reason: str = "stop") -> bool:
         """The caller of the engine saw the end of a sequence (a stop string); True when that ended its request."""
         if sequence.finish_reason:
             return False
-        return self._retire(sequence, reason)
+        return self._finish_sequence(sequence, reason)
 
     @property
     def has_work(self) -> bool:
@@ -198,10 +198,10 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """The next step; an empty plan (false) when there is nothing to do before a result has come."""
         plan = StepPlan(self.num_steps, self.cache.pool.last_seal_id)
-        draft = _Draft(plan, self.step_limit)
-        window, several = self._window(), self.tenants.several and not self.confined_to
+        draft = _Draft(plan, self.max_num_scheduled_tokens)
+        window, several = self._num_decode_steps(), self.tenants.several and not self.confined_to
         if several:
-            draft.shares = self._shares(window)
+            draft.shares = self._prefill_shares(window)
         settled = self._plan_running(draft, window)
         if settled and not draft.preempted:
             while self.swapped and draft.budget > 0 and self._swap_in(self.swapped[0], draft):
@@ -209,7 +209,7 @@ class Scheduler:
             if several:
                 self.tenants.serve(plan)
             if self.waiting and not self.swapped:
-                self._let_in_confined(draft) if self.confined_to else self._let_in(draft)
+                self._admit_confined(draft) if self.confined_to else self._admit_waiting(draft)
         elif several:
             self.tenants.serve(plan)
         for sequence in draft.sealable:  # findable from the next plan on, not within this one
@@ -218,17 +218,17 @@ class Scheduler:
             self.in_flight.append(plan)
             self.num_steps += 1
             if self.events.active:
-                self._tell(draft)
-            self._explain(draft)  # also when nobody listens: the reasons decide on windows
+                self._emit_step(draft)
+            self._note_wait_reason(draft)  # also when nobody listens: the reasons decide on windows
         return plan
 
-    def _window(self) -> int:
+    def _num_decode_steps(self) -> int:
         """Positions to decode at once. One, while somebody at the door could come in with the next step.
 
         A request that waits for blocks or rows could come in only when another ends; it waits a window for that.
         """
         first = self.swapped[0] if self.swapped else self._first_waiting()
-        if first is None or first.waits_for in ("blocks", "rows"):
+        if first is None or first.wait_reason in ("blocks", "rows"):
             return self.decode_window
         return 1
 
@@ -241,15 +241,15 @@ class Scheduler:
     def _plan_running(self, draft: _Draft, window: int) -> bool:
         """Plan the running in order. True when all of them were seen."""
         cache, pool, plan, running = self.cache, self.cache.pool, draft.plan, self.running
-        rows, starts, counts, samples, sequences = plan.rows, plan.starts, plan.counts, plan.samples, plan.sequences
+        rows, starts, counts, samples, sequences = plan.rows, plan.starts, plan.counts, plan.num_sampled, plan.sequences
         budget, i = draft.budget, 0
         while i < len(running) and budget > 0:
             request = running[i]
-            seq = request.solo
+            seq = request.only_sequence
             if seq is not None and seq.row_has_last:
                 # The hot path: one sequence that decodes. Nothing here looks at more than the end of it.
                 start = seq.num_computed
-                count = seq.limit - 1 - start
+                count = seq.max_length - 1 - start
                 if count <= 0:  # all planned: waits for its last result
                     i += 1
                     continue
@@ -259,15 +259,15 @@ class Scheduler:
                     count = budget
                 if start + count > seq.room:
                     if cache.attention_window:
-                        cache.drop_unseen(seq, plan)
+                        cache.drop_out_of_window(seq, plan)
                     needs = cache.blocks_for(start + count) - len(seq.block_ids)
                     if needs > pool.num_available:
-                        if not self._make_room(request, needs, draft):
+                        if not self._preempt_for(request, needs, draft):
                             break
                         continue
                     cache.grow(seq, count, plan)
-                if request.constrained:
-                    plan.masked.append(len(rows))
+                if request.use_structured_output:
+                    plan.bitmask_slices.append(len(rows))
                 rows.append(seq.row)
                 starts.append(start)
                 counts.append(count)
@@ -278,25 +278,25 @@ class Scheduler:
                 budget -= count
                 i += 1
                 continue
-            chunk = self._chunk(request, request.num_due, budget, draft)
+            chunk = self._prefill_chunk(request, request.num_due, budget, draft)
             if not chunk:  # another's turn
                 i += 1
                 continue
             # A prompt that shares a step feeds itself nothing behind its end: no share was counted for that.
             ahead = window if draft.shares is None or request.num_due <= 1 else 1
-            picks = self._picks(request, budget, ahead, chunk)
-            if picks is None:  # its sequences do not fit together into what is left of the budget
+            slices = self._slices_of(request, budget, ahead, chunk)
+            if slices is None:  # its sequences do not fit together into what is left of the budget
                 break
             # Not in groups: rebuilding one, a sibling's head may be needed that it has itself gone beyond.
             if cache.attention_window and seq is not None:
-                cache.drop_unseen(seq, plan)
-            needs = cache.blocks_needed((p.sequence, p.num_positions) for p in picks)
+                cache.drop_out_of_window(seq, plan)
+            needs = cache.blocks_needed((p.sequence, p.num_positions) for p in slices)
             if needs > pool.num_available:
-                if not self._make_room(request, needs, draft):
+                if not self._preempt_for(request, needs, draft):
                     break
                 continue
-            due, num_positions = request.num_due, sum(p.num_positions for p in picks)
-            self._place(picks, draft)
+            due, num_positions = request.num_due, sum(p.num_positions for p in slices)
+            self._add_slices(slices, draft)
             budget -= num_positions
             if draft.shares is not None and due > 1:
                 draft.shares[request.tenant] -= num_positions
@@ -304,18 +304,18 @@ class Scheduler:
         draft.budget = budget
         return i == len(running)
 
-    def _shares(self, window: int) -> dict[int, int]:
+    def _prefill_shares(self, window: int) -> dict[int, int]:
         """What the prompts of each tenant may take of the next step, beside all that decode. A tenant with a prompt
         under way gets a position at least: it may hold the very blocks that another waits for."""
-        tenants, longest, budget = self.tenants, self.policy.long_prefill_token_threshold, self.step_limit
+        tenants, longest, budget = self.tenants, self.policy.long_prefill_token_threshold, self.max_num_scheduled_tokens
         wants, decodes = dict.fromkeys(tenants.present, 0), dict.fromkeys(tenants.present, 0)
         for request in self.running:
             due = request.num_due
             if due > 1:  # of a group that is rebuilt, one sequence at a time
                 wants[request.tenant] += min(due, longest or due)
-            elif not (request.must_wait and request.num_pending):
-                left = max(seq.limit - 1 - seq.num_computed for seq in request.sequences)
-                steps = 1 if request.must_wait else window
+            elif not (request.needs_result and request.num_pending):
+                left = max(seq.max_length - 1 - seq.num_computed for seq in request.sequences)
+                steps = 1 if request.needs_result else window
                 decodes[request.tenant] += len(request.sequences) * max(0, min(steps, left))
         budget -= sum(decodes.values())
         under_way = [number for number in wants if wants[number]]
@@ -324,10 +324,10 @@ class Scheduler:
             for request in tenant.waiting:
                 if wants[tenant.number] >= budget:
                     break
-                if request.waits_for in ("blocks", "rows"):  # it may take long: just enough for it to be tried
+                if request.wait_reason in ("blocks", "rows"):  # it may take long: just enough for it to be tried
                     wants[tenant.number] += 1
                     break
-                num_longs += request.is_long(longest)
+                num_longs += request.is_long_prefill(longest)
                 if num_longs <= self.policy.max_long_partial_prefills:
                     wants[tenant.number] += min(request.num_due, longest or budget)
         shares = tenants.shares(max(0, budget), wants, decodes)
@@ -335,7 +335,7 @@ class Scheduler:
             shares[number] = max(1, shares[number])
         return shares
 
-    def _chunk(self, request: Request, due: int, budget: int, draft: _Draft) -> int:
+    def _prefill_chunk(self, request: Request, due: int, budget: int, draft: _Draft) -> int:
         """Positions that a prompt may compute in this step, of those due. 0: none, because a longer one of its tenant
         does, or because its tenant has had its share."""
         longest, number = self.policy.long_prefill_token_threshold, request.tenant
@@ -348,35 +348,35 @@ class Scheduler:
             return 0 if full else min(budget, longest)
         return budget
 
-    def _picks(self, request: Request, budget: int, window: int, chunk: int) -> list[Pick] | None:
+    def _slices_of(self, request: Request, budget: int, window: int, chunk: int) -> list[ScheduledSlice] | None:
         """What its sequences do next: [] nothing before a result has come, None nothing within this budget. `chunk`:
         what they may compute of their prompts."""
         sequences = request.sequences
-        if request.must_wait and request.num_pending:
+        if request.needs_result and request.num_pending:
             return []
         if len(sequences) > 1:
-            if (rebuild := self._rebuild(request, chunk)) is not None:
+            if (rebuild := self._recompute_group(request, chunk)) is not None:
                 return rebuild
             window = min(window, budget // len(sequences))  # all of them step together, or none
             if window < 1:
-                if budget < self.step_limit:
+                if budget < self.max_num_scheduled_tokens:
                     return None
                 window = 1
-        if request.must_wait:
+        if request.needs_result:
             window = 1
-        picks = []
+        slices = []
         for seq in sequences:
             length = len(seq.token_ids) + seq.num_pending
-            if length >= seq.limit:
+            if length >= seq.max_length:
                 continue
             due = length - seq.num_computed  # known tokens, or the one that the row holds
             if due > chunk:
-                return [Pick(seq, chunk, 0)]
-            fed = min(window, seq.limit - length, chunk - due + 1) - 1  # positions that the device feeds itself
-            picks.append(Pick(seq, due + fed, fed + 1))
-        return picks
+                return [ScheduledSlice(seq, chunk, 0)]
+            fed = min(window, seq.max_length - length, chunk - due + 1) - 1  # positions that the device feeds itself
+            slices.append(ScheduledSlice(seq, due + fed, fed + 1))
+        return slices
 
-    def _rebuild(self, request: Request, chunk: int) -> list[Pick] | None:
+    def _recompute_group(self, request: Request, chunk: int) -> list[ScheduledSlice] | None:
         """After a recompute: one sequence after another, each up to its last token; None when all have caught up.
 
         All at once, unshared, they might never fit where they fitted when they forked.
@@ -390,41 +390,41 @@ class Scheduler:
                     self.cache.attach(seq, self.cache.sibling_prefix(seq))
                     due = len(seq.token_ids) - 1 - seq.num_computed
                 if due > 0:
-                    return [Pick(seq, min(due, chunk), 0)]
+                    return [ScheduledSlice(seq, min(due, chunk), 0)]
         return None
 
-    def _place(self, picks: list[Pick], draft: _Draft) -> None:
+    def _add_slices(self, slices: list[ScheduledSlice], draft: _Draft) -> None:
         """Put the slices of a request into the plan. There is room."""
         plan, cache, longest = draft.plan, self.cache, self.policy.long_prefill_token_threshold
-        for seq, count, num_sampled in picks:
+        for seq, count, num_sampled in slices:
             cache.grow(seq, count, plan)
             if seq.row < 0:
-                cache.rows.give(seq, plan)
+                cache.rows.assign(seq, plan)
             start, request = seq.num_computed, seq.request
             if longest and len(seq.token_ids) + seq.num_pending - start > longest:
                 draft.longs[request.tenant] = draft.longs.get(request.tenant, 0) + 1
             if not seq.row_has_last:
                 plan.host_tokens[len(plan.rows)] = seq.token_ids[start : start + count]
-            if num_sampled and (request.decide or not request.forked):
-                plan.draws[len(plan.rows)] = request.num_draws
-            if num_sampled and request.constrained:
-                plan.masked.append(len(plan.rows))
+            if num_sampled and (request.select_beams or not request.forked):
+                plan.num_samples[len(plan.rows)] = request.num_samples
+            if num_sampled and request.use_structured_output:
+                plan.bitmask_slices.append(len(plan.rows))
             plan.rows.append(seq.row)
             plan.starts.append(start)
             plan.counts.append(count)
-            plan.samples.append(num_sampled)
+            plan.num_sampled.append(num_sampled)
             plan.sequences.append(seq)
             seq.num_computed = start + count
             seq.num_pending += num_sampled
             # Of a sequence among several the host chooses the token, or says it once more.
-            seq.row_has_last = num_sampled > 0 and (request.solo is not None or not request.must_wait)
+            seq.row_has_last = num_sampled > 0 and (request.only_sequence is not None or not request.needs_result)
             if min(len(seq.token_ids), seq.num_computed) >= seq.seal_at:
                 draft.sealable.append(seq)
                 draft.writes.add(cache.next_key(seq, seq.seal_ids))
 
     # -- coming in -----------------------------------------------------------------------------------------------------
 
-    def _let_in(self, draft: _Draft) -> None:
+    def _admit_waiting(self, draft: _Draft) -> None:
         """Admit from the lines of the tenants: those who have some of their share left first, and of them the least
         served. What they leave is shared out anew. Of one tenant, in order, and long prompts let others pass.
 
@@ -447,9 +447,9 @@ class Scheduler:
                 if shares is not None:
                     tenant.served += budget - draft.budget
                     shares[tenant.number] -= budget - draft.budget
-            elif request.waits_for == LONG_PREFILL:
+            elif request.wait_reason == LONG_PREFILL:
                 passed[tenant] += 1
-            elif request.waits_for in ("blocks", "rows"):
+            elif request.wait_reason in ("blocks", "rows"):
                 return
             else:
                 del passed[tenant]
@@ -457,7 +457,7 @@ class Scheduler:
             if passed[tenant] == len(tenant.waiting):
                 del passed[tenant]
 
-    def _let_in_confined(self, draft: _Draft) -> None:
+    def _admit_confined(self, draft: _Draft) -> None:
         """Admit, in order, of the requests that are planned alone."""
         while draft.budget > 0 and (first := self._first_waiting()) is not None and self._admit(first, draft):
             pass
@@ -465,75 +465,75 @@ class Scheduler:
     def _admit(self, request: Request, draft: _Draft) -> bool:
         """Let a request in, and plan its first slice. False: it waits, and says for what."""
         num_longs = draft.longs.get(request.tenant, 0)
-        if request.waits_for == LONG_PREFILL and num_longs >= self.policy.max_long_partial_prefills:
+        if request.wait_reason == LONG_PREFILL and num_longs >= self.policy.max_long_partial_prefills:
             return False
         cache, pool, seq = self.cache, self.cache.pool, request.sequences[0]
         if request.num_pending:
-            return self._wait(request, "in flight", request.num_pending)
+            return self._set_wait_reason(request, "in flight", request.num_pending)
         if self.num_rows_taken + request.width > self.max_num_seqs:
-            return self._wait(request, "rows", request.width, self.max_num_seqs - self.num_rows_taken)
+            return self._set_wait_reason(request, "rows", request.width, self.max_num_seqs - self.num_rows_taken)
         prefix = cache.lookup(seq)
-        due = len(seq.token_ids) - prefix.num_positions * (request.solo is not None)
-        chunk = self._chunk(request, due, draft.budget, draft)
+        due = len(seq.token_ids) - prefix.num_positions * (request.only_sequence is not None)
+        chunk = self._prefill_chunk(request, due, draft.budget, draft)
         if not chunk:
-            return self._wait(request, LONG_PREFILL, due)
-        if draft.writes and cache.next_block_in(draft.writes, seq, prefix):
-            return self._wait(request, "prefix in flight", 0)
+            return self._set_wait_reason(request, LONG_PREFILL, due)
+        if draft.writes and cache.is_next_block_in(draft.writes, seq, prefix):
+            return self._set_wait_reason(request, "prefix in flight", 0)
         needs = cache.blocks_to_admit(seq, prefix) + self._headroom(request)
         if needs > pool.num_available - self._watermark():
             return self._wait_for_blocks(request, needs)
-        self._leave_line(request)
+        self._leave_queue(request)
         if request.num_preemptions:
-            self.policy.costs.saw_return(prefix.num_positions, len(seq.token_ids))
+            self.policy.costs.record_return(prefix.num_positions, len(seq.token_ids))
         if request.num_cached_tokens < 0:
             cache.count_lookup(seq, prefix)
             request.num_cached_tokens = prefix.num_positions
         cache.attach(seq, prefix)
-        self._enter(request)
+        self._start(request)
         if self.events.active:
             self.events.emit(ev.Admitted(request.request_id, seq.num_computed, len(seq.token_ids)))
-        picks = self._picks(request, draft.budget, 1, chunk)
-        if picks and (
+        slices = self._slices_of(request, draft.budget, 1, chunk)
+        if slices and (
             len(request.sequences) == 1
-            or cache.blocks_needed((p.sequence, p.num_positions) for p in picks) <= pool.num_available
+            or cache.blocks_needed((p.sequence, p.num_positions) for p in slices) <= pool.num_available
         ):
-            self._place(picks, draft)
-            draft.budget -= sum(p.num_positions for p in picks)
+            self._add_slices(slices, draft)
+            draft.budget -= sum(p.num_positions for p in slices)
         return True
 
     def _swap_in(self, request: Request, draft: _Draft) -> bool:
         """Bring back the first of the swapped, whole, and plan its next slices. False: it waits."""
         cache = self.cache
         if request.num_pending:
-            return self._wait(request, "in flight", request.num_pending)
+            return self._set_wait_reason(request, "in flight", request.num_pending)
         if self.num_rows_taken + request.width > self.max_num_seqs:
-            return self._wait(request, "rows", request.width, self.max_num_seqs - self.num_rows_taken)
-        found = cache.find_swapped(request)
+            return self._set_wait_reason(request, "rows", request.width, self.max_num_seqs - self.num_rows_taken)
+        found = cache.find_swap_in_blocks(request)
         if found is None:  # a block left behind was evicted: what is on the host is of no use without it
-            self._leave_line(request)
-            self._to_waiting(request)
+            self._leave_queue(request)
+            self._requeue(request)
             if self.events.active:
                 self.events.emit(ev.SwapLost(request.request_id))
             return True
         chunk = min(draft.budget, self.policy.long_prefill_token_threshold or draft.budget)
-        picks = self._picks(request, draft.budget, 1, chunk)
-        if picks is None:
-            return self._wait(request, "budget", len(request.sequences), draft.budget)
-        needs = found.num_needed + cache.blocks_needed(((p.sequence, p.num_positions) for p in picks), swapped=True)
+        slices = self._slices_of(request, draft.budget, 1, chunk)
+        if slices is None:
+            return self._set_wait_reason(request, "budget", len(request.sequences), draft.budget)
+        needs = found.num_needed + cache.blocks_needed(((p.sequence, p.num_positions) for p in slices), swapped=True)
         needs += self._headroom(request)
         if needs > cache.pool.num_available - self._watermark():
             return self._wait_for_blocks(request, needs)
         self.swapped.remove(request)
         cache.swap_in(request, found, draft.plan)
-        self._enter(request)
+        self._start(request)
         if self.events.active:
-            self.events.emit(ev.SwappedIn(request.request_id, len(found.host_ids), len(found.left_behind)))
-        self._place(picks, draft)
-        draft.budget -= sum(p.num_positions for p in picks)
+            self.events.emit(ev.SwappedIn(request.request_id, len(found.host_ids), len(found.shared_on_device)))
+        self._add_slices(slices, draft)
+        draft.budget -= sum(p.num_positions for p in slices)
         return True
 
-    def _enter(self, request: Request) -> None:
-        request.status, request.waits_for = Status.RUNNING, ""
+    def _start(self, request: Request) -> None:
+        request.status, request.wait_reason = Status.RUNNING, ""
         insort(self.running, request)
         self.num_rows_taken += request.width
 
@@ -545,13 +545,13 @@ class Scheduler:
         fits, beside what the others need next. Alone it needs no leave, or it would wait for ever."""
         if not request.num_preemptions or not self.running:
             return 0
-        left = max(s.limit - len(s.token_ids) for s in request.sequences)
+        left = max(s.max_length - len(s.token_ids) for s in request.sequences)
         positions = min(self.policy.headroom(request), left)
         return self.cache.blocks_for(positions) * (self.num_rows_taken + request.width)
 
     # -- giving way ----------------------------------------------------------------------------------------------------
 
-    def _make_room(self, request: Request, needs: int, draft: _Draft) -> bool:
+    def _preempt_for(self, request: Request, needs: int, draft: _Draft) -> bool:
         """Preempt one request. False when it was the asker itself."""
         draft.preempted = True
         victim = self.policy.victim(self.running, request, self.cache)
@@ -563,10 +563,10 @@ class Scheduler:
         results are appended whatever its state."""
         cache, pool = self.cache, self.cache.pool
         free, evictable = pool.num_free, pool.num_cached
-        self._leave_line(victim)
+        self._leave_queue(victim)
         self.num_preemptions += 1
         victim.num_preemptions += 1
-        num_blocks, num_positions = cache.owned_by(victim)
+        num_blocks, num_positions = cache.count_private_blocks(victim)
         mode, why = self.policy.preemption_mode(victim, num_blocks, num_positions)
         if victim.pin:  # what it is computed for is on the device, or nowhere
             mode, why = PreemptionMode.RECOMPUTE, "pin"
@@ -576,12 +576,12 @@ class Scheduler:
             victim.status = Status.SWAPPED
             insort(self.swapped, victim)
         else:
-            self._to_waiting(victim)
+            self._requeue(victim)
         if self.events.active:
             said = mode.value, asker.request_id, needs, free, evictable, why, num_blocks, num_positions
             self.events.emit(ev.Preempted(victim.request_id, *said))
 
-    def _leave_line(self, request: Request) -> None:
+    def _leave_queue(self, request: Request) -> None:
         """Out of the line that it stands in, and if that was the running's, with its rows."""
         if request.status is Status.RUNNING:
             self.running.remove(request)
@@ -594,21 +594,21 @@ class Scheduler:
             self.waiting.remove(request)
             self.tenants.stop_waiting(request)
 
-    def _line_up(self, request: Request) -> None:
+    def _enqueue(self, request: Request) -> None:
         insort(self.waiting, request)
         self.tenants.wait(request)
 
-    def _to_waiting(self, request: Request) -> None:
+    def _requeue(self, request: Request) -> None:
         """Give up its blocks, wherever they are, and stand in line again, for a reason that is yet to be said."""
         for seq in request.sequences:
             self.cache.free(seq)
-        request.status, request.waits_for, request.left_behind = Status.WAITING, "", {}
-        self._line_up(request)
+        request.status, request.wait_reason, request.shared_on_device = Status.WAITING, "", {}
+        self._enqueue(request)
 
-    def _wait(self, request: Request, reason: str, needs: int, free: int = 0, evictable: int = 0) -> bool:
+    def _set_wait_reason(self, request: Request, reason: str, needs: int, free: int = 0, evictable: int = 0) -> bool:
         """Say why a request waits, once per reason and not once a step. Always False."""
-        if request.waits_for != reason:
-            request.waits_for = reason
+        if request.wait_reason != reason:
+            request.wait_reason = reason
             if self.events.active:
                 self.events.emit(ev.Waiting(request.request_id, reason, needs, free, evictable))
         return False
@@ -616,7 +616,7 @@ class Scheduler:
     def _wait_for_blocks(self, request: Request, needs: int) -> bool:
         pool = self.cache.pool
         free = max(0, pool.num_free - self._watermark())
-        return self._wait(request, "blocks", needs, free, pool.num_cached)
+        return self._set_wait_reason(request, "blocks", needs, free, pool.num_cached)
 
     # -- results -------------------------------------------------------------------------------------------------------
 
@@ -629,19 +629,19 @@ class Scheduler:
         if last:
             assert self.in_flight and self.in_flight[0] is plan, "results come in the order of the plans"
         if result.corrupt:
-            self._distrust(plan, result.corrupt)
-        if plan.void:
-            result.drop(plan.void)
+            self._recompute_corrupt(plan, result.corrupt)
+        if plan.void_slices:
+            result.drop(plan.void_slices)
         if last:
             self.in_flight.popleft()
         else:
-            self._note_landed(plan, result)
+            self._count_partial(plan, result)
         finished: list[Request] = []
         for i in result.errors:
             request = plan.sequences[i].request
             if request.status is not Status.FINISHED:
                 request.error = result.errors[i]
-                self._finish(request, "error")
+                self._finish_request(request, "error")
                 finished.append(request)
         candidates: dict[Request, list[tuple[Sequence, Any]]] = {}
         for seq, tokens in zip(plan.sequences, result.tokens, strict=True):
@@ -651,7 +651,7 @@ class Scheduler:
             if request.pin and request.status is not Status.RUNNING:  # its blocks are what it is for: computed again
                 seq.num_pending -= len(tokens)
                 continue
-            if request.decide is not None:
+            if request.select_beams is not None:
                 seq.num_pending -= 1
                 candidates.setdefault(request, []).append((seq, tokens))
                 continue
@@ -666,29 +666,29 @@ class Scheduler:
             else:
                 seq.num_pending -= len(tokens)
                 if not request.stop_ids.isdisjoint(tokens):
-                    tokens = self._cut(seq, tokens)
+                    tokens = self._cut_at_stop(seq, tokens)
                 seq.token_ids.extend(tokens)
             known = len(seq.token_ids)
             sealable = known if known < seq.num_computed else seq.num_computed
             if sealable >= seq.seal_at and request.status is Status.RUNNING:
                 self.cache.seal(seq)
             if seq.stop_token is not None:
-                if self._retire(seq, "stop"):
+                if self._finish_sequence(seq, "stop"):
                     finished.append(request)
-            elif known >= seq.limit and self._retire(seq, "length"):
+            elif known >= seq.max_length and self._finish_sequence(seq, "length"):
                 finished.append(request)
         for request, parents in candidates.items():
-            if self._branch(request, parents):
+            if self._commit_beams(request, parents):
                 finished.append(request)
         return finished
 
-    def _note_landed(self, plan: StepPlan, result: StepResult) -> None:
-        if plan.outstanding is None:
-            plan.outstanding = list(plan.samples)
+    def _count_partial(self, plan: StepPlan, result: StepResult) -> None:
+        if plan.num_outstanding is None:
+            plan.num_outstanding = list(plan.num_sampled)
         for i, tokens in enumerate(result.tokens):
-            plan.outstanding[i] -= min(1, len(tokens)) if i in plan.draws else len(tokens)
+            plan.num_outstanding[i] -= min(1, len(tokens)) if i in plan.num_samples else len(tokens)
 
-    def _cut(self, seq: Sequence, tokens: Any) -> Any:
+    def _cut_at_stop(self, seq: Sequence, tokens: Any) -> Any:
         """A window's tokens up to its first stop token; what the device did after it does not count."""
         end = next(i for i, token in enumerate(tokens) if token in seq.request.stop_ids)
         seq.stop_token = tokens[end]
@@ -697,10 +697,10 @@ class Scheduler:
     def _fork(self, parent: Sequence, draws: Any) -> Any:
         """The samples part: one draw stays with the parent, each other one starts a sequence over the same blocks."""
         request = parent.request
-        request.forked, request.must_wait = True, False
+        request.forked, request.needs_result = True, False
         children = []
         for index in range(1, request.width):
-            child = Sequence(request, index, parent.token_ids[:], parent.limit)
+            child = Sequence(request, index, parent.token_ids[:], parent.max_length)
             self.cache.fork(parent, child)
             children.append(child)
         request.sequences += children
@@ -708,21 +708,21 @@ class Scheduler:
             self._append(child, token)
         return draws[:1]
 
-    def _branch(self, request: Request, parents: list[tuple[Sequence, Any]]) -> bool:
+    def _commit_beams(self, request: Request, parents: list[tuple[Sequence, Any]]) -> bool:
         """Keep the continuations that the request decides on; True when that ended it.
 
         A parent chosen twice is forked, and all heirs take their references before the unchosen let go of theirs:
         otherwise a block could fall to 0 and be lost between the two.
         """
-        assert request.decide is not None
-        chosen = request.decide(parents)
+        assert request.select_beams is not None
+        chosen = request.select_beams(parents)
         tokens_before = {seq: seq.token_ids[:] for seq, _ in parents}
         heirs: list[tuple[Sequence, int]] = []
         kept: set[Sequence] = set()
         for index, (parent, token) in enumerate(chosen):
             heir = parent
             if parent in kept:
-                heir = Sequence(request, index, tokens_before[parent][:], parent.limit)
+                heir = Sequence(request, index, tokens_before[parent][:], parent.max_length)
                 self.cache.fork(parent, heir)
             kept.add(parent)
             heirs.append((heir, token))
@@ -736,7 +736,7 @@ class Scheduler:
             self._append(heir, token)
         if not request.sequences and request.status is not Status.FINISHED:
             num_chosen = sum(len(seq.token_ids) + 1 - len(request.prompt_token_ids) for seq, _ in parents)
-            self._finish(request, "stop", num_chosen)
+            self._finish_request(request, "stop", num_chosen)
         return request.status is Status.FINISHED
 
     def _append(self, seq: Sequence, token: int) -> None:
@@ -749,23 +749,23 @@ class Scheduler:
         if token in request.stop_ids:
             seq.stop_token = token
         if seq.stop_token is not None:
-            self._retire(seq, "stop")
-        elif len(seq.token_ids) >= seq.limit:
-            self._retire(seq, "length")
+            self._finish_sequence(seq, "stop")
+        elif len(seq.token_ids) >= seq.max_length:
+            self._finish_sequence(seq, "length")
 
-    def _retire(self, seq: Sequence, reason: str) -> bool:
+    def _finish_sequence(self, seq: Sequence, reason: str) -> bool:
         """One sequence ended; True when its request did with it."""
         request = seq.request
         seq.finish_reason = reason
         if len(request.sequences) == 1:
-            self._finish(request, reason)
+            self._finish_request(request, reason)
             return True
         request.sequences.remove(seq)
-        request.done.append(seq)
+        request.finished_sequences.append(seq)
         self._drop(seq)
         return False
 
-    def _finish(self, request: Request, reason: str, num_chosen: int = 0) -> None:
+    def _finish_request(self, request: Request, reason: str, num_chosen: int = 0) -> None:
         """`num_chosen`: tokens of outputs that have no sequence any more, since `decide` kept none."""
         for seq in request.sequences:
             seq.finish_reason = seq.finish_reason or reason
@@ -777,21 +777,23 @@ class Scheduler:
                 self._drop(seq)
         if request.pin and request.request_id not in self.cache.pins:
             self.cache.num_pinned -= self.cache.blocks_for(len(request.prompt_token_ids))
-        request.done += request.sequences
+        request.finished_sequences += request.sequences
         request.sequences = []
-        self._leave_line(request)
+        self._leave_queue(request)
         self.tenants.leave(request)
         request.status = Status.FINISHED
         if self.confined_to:
             self.confined_to -= {request}
         del self.requests[request.request_id]
         if self.events.active:
-            num_tokens = num_chosen + sum(len(s.token_ids) - len(request.prompt_token_ids) for s in request.done)
+            num_tokens = num_chosen + sum(
+                len(s.token_ids) - len(request.prompt_token_ids) for s in request.finished_sequences
+            )
             self.events.emit(ev.Finished(request.request_id, reason, num_tokens))
 
     def _park(self, seq: Sequence) -> None:
         self.cache.rows.release(seq)
-        self.cache.park(seq)
+        self.cache.pin(seq)
         if self.events.active:
             self.events.emit(ev.Pinned(seq.request.request_id, seq.num_computed, len(seq.block_ids)))
 
@@ -810,17 +812,17 @@ class Scheduler:
         limit   what it failed for was memory: steps are to compute so many positions at most from now on
         """
         assert plan in self.in_flight
-        self.step_limit = limit or self.step_limit
+        self.max_num_scheduled_tokens = limit or self.max_num_scheduled_tokens
         touched: dict[Request, None] = {}
         void: StepPlan | None = None
         while void is not plan:
             void = self.in_flight.pop()
-            left = void.outstanding or void.samples
+            left = void.num_outstanding or void.num_sampled
             for i, seq in enumerate(void.sequences):
-                if not seq.finish_reason and i not in void.void:
+                if not seq.finish_reason and i not in void.void_slices:
                     seq.num_pending -= left[i]
                     touched[seq.request] = None
-            touched.update((r, None) for r in void.swapped if r.status is not Status.FINISHED)
+            touched.update((r, None) for r in void.swapped_requests if r.status is not Status.FINISHED)
         for seq in self.cache.unseal_after(plan.seal_mark):  # with no slice in these plans, but with blocks of theirs
             touched[seq.request] = None
         for request in touched:
@@ -828,7 +830,7 @@ class Scheduler:
             self._recompute(request, ev.Recomputed(request.request_id, plan.step, *said))
         return list(touched)
 
-    def _distrust(self, plan: StepPlan, corrupt: list[HostBlockId]) -> None:
+    def _recompute_corrupt(self, plan: StepPlan, corrupt: list[HostBlockId]) -> None:
         """These host blocks, which `plan` brought back, did not hold what was swapped out.
 
         Their requests are recomputed from what the host knows, and so is every request that began with a block sealed
@@ -836,9 +838,9 @@ class Scheduler:
         """
         cache, mark = self.cache, plan.seal_mark
         cache.num_corrupt += len(corrupt)
-        hit = Counter(plan.returning[block] for block in corrupt)
+        hit = Counter(plan.swap_in_requests[block] for block in corrupt)
         cache.unseal_after(mark)
-        lost = dict.fromkeys(r for r in self.requests.values() if r in hit or r.newest_found > mark)
+        lost = dict.fromkeys(r for r in self.requests.values() if r in hit or r.newest_prefix_seal > mark)
         for step in self.in_flight:
             step.drop(lost)
         for request in lost:
@@ -847,8 +849,8 @@ class Scheduler:
             self._recompute(request, ev.Recomputed(request.request_id, plan.step, "corrupt"))
 
     def _recompute(self, request: Request, why: ev.Recomputed) -> None:
-        self._leave_line(request)
-        self._to_waiting(request)
+        self._leave_queue(request)
+        self._requeue(request)
         if self.events.active:
             self.events.emit(why)
 
@@ -859,21 +861,21 @@ class Scheduler:
         if self.confined_to:
             for request in (*self.running, *self.swapped):
                 if request not in self.confined_to:
-                    self._leave_line(request)
-                    self._to_waiting(request)
+                    self._leave_queue(request)
+                    self._requeue(request)
                     if self.events.active:
                         self.events.emit(ev.Recomputed(request.request_id, self.num_steps, "confined"))
 
     # -- telling -------------------------------------------------------------------------------------------------------
 
-    def _tell(self, draft: _Draft) -> None:
+    def _emit_step(self, draft: _Draft) -> None:
         pool, plan, before = self.cache.pool, draft.plan, self._counted
-        self._counted = now = self.cache.counts()
+        self._counted = now = self.cache.counters()
         self.events.emit(
             ev.Step(
                 plan.step,
                 len(plan.rows),
-                self.step_limit - draft.budget,
+                self.max_num_scheduled_tokens - draft.budget,
                 len(self.running),
                 len(self.waiting),
                 len(self.swapped),
@@ -884,16 +886,16 @@ class Scheduler:
             )
         )
 
-    def _explain(self, draft: _Draft) -> None:
+    def _note_wait_reason(self, draft: _Draft) -> None:
         """The first in line was not even tried: say why."""
         waiting = self._first_waiting()
         if self.swapped and waiting:
-            self._wait(waiting, "behind a swapped request", len(self.swapped))
+            self._set_wait_reason(waiting, "behind a swapped request", len(self.swapped))
         request = self.swapped[0] if self.swapped else waiting
-        if request and not request.waits_for:
+        if request and not request.wait_reason:
             if draft.preempted:
                 needs = self.cache.blocks_for(len(request.sequences[0].token_ids))
                 self._wait_for_blocks(request, needs + self._headroom(request))
             else:
                 num_due = len(request.sequences[0].token_ids) - request.sequences[0].num_computed
-                self._wait(request, "budget", num_due, max(0, draft.budget))
+                self._set_wait_reason(request, "budget", num_due, max(0, draft.budget))

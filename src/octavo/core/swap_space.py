@@ -23,7 +23,7 @@ class SwapSpace:
     def num_used(self) -> int:
         return self.num_blocks - self.num_free
 
-    def take(self) -> HostBlockId:
+    def allocate(self) -> HostBlockId:
         assert self.num_free, "taking from a full swap space: room is checked first"
         self.num_free -= 1
         if self._freed:

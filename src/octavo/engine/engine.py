@@ -72,7 +72,7 @@ class _InFlightStep:
 
     @property
     def needs_bitmask(self) -> bool:
-        return self.num_bitmasks < self.plan.num_masked
+        return self.num_bitmasks < self.plan.num_bitmask_columns
 
 
 class Engine:
@@ -192,11 +192,11 @@ class Engine:
             priority=priority,
             salt=salt,
             tenant=tenant,
-            rank=rank,
+            index_in_call=rank,
             width=None if beams is None else beams.beam_width,
-            num_draws=None if search is None else search.num_candidates,
-            decide=None if search is None else search.select_beams,
-            constrained=grammar is not None,
+            num_samples=None if search is None else search.num_candidates,
+            select_beams=None if search is None else search.select_beams,
+            use_structured_output=grammar is not None,
             pin=pin,
             resume=resume,
         )
@@ -295,7 +295,7 @@ class Engine:
             )
         if params.max_tokens is not None:
             return params.max_tokens
-        max_output = self.scheduler.cache.longest_output(num_prompt, params.width)
+        max_output = self.scheduler.cache.max_output_tokens(num_prompt, params.width)
         return max(1, min(limit - num_prompt, max_output))
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -421,15 +421,15 @@ class Engine:
             return []
         step, rows = self._in_flight[0], []
         plan, column = step.plan, step.num_bitmasks
-        left = plan.outstanding or plan.samples
-        for i in plan.masked:
+        left = plan.num_outstanding or plan.num_sampled
+        for i in plan.bitmask_slices:
             seq = plan.sequences[i]
             state = self._state_of(seq)
-            if plan.samples[i] <= column or seq.finish_reason or state is None or state.grammar is None:
+            if plan.num_sampled[i] <= column or seq.finish_reason or state is None or state.grammar is None:
                 continue
-            if i in plan.void:
+            if i in plan.void_slices:
                 continue
-            if plan.samples[i] - left[i] < column:  # the first column may arrive in several parts
+            if plan.num_sampled[i] - left[i] < column:  # the first column may arrive in several parts
                 return []
             rows.append(BitmaskRow(i, seq, state.grammar))
         step.num_bitmasks += 1
@@ -480,16 +480,16 @@ class Engine:
         seconds, self._device_busy_since = now - self._device_busy_since, now
         if plan.rows and not plan.swap_outs and not plan.swap_ins:
             num_prompt = sum(map(len, plan.host_tokens.values()))
-            costs, num_passes = self.scheduler.policy.costs, max(1, *plan.samples)
+            costs, num_passes = self.scheduler.policy.costs, max(1, *plan.num_sampled)
             # Only the first pass of a decode window computes prompt tokens.
             first_s = seconds - (num_passes - 1) * costs.step_s if num_prompt else seconds / num_passes
-            costs.saw_step(num_prompt, first_s)
+            costs.record_step(num_prompt, first_s)
 
     def _add_logprobs(self, plan: StepPlan, result: StepResult) -> None:
         for i, entries in result.logprobs.items():
             if (state := self._state_of(plan.sequences[i])) is None:
                 continue
-            if i in plan.draws:  # one entry per sample
+            if i in plan.num_samples:  # one entry per sample
                 for index, entry in enumerate(entries):
                     state.add_logprobs(index, [entry])
             else:
@@ -501,7 +501,7 @@ class Engine:
     def _detokenize(self, state: RequestState, finished: list[Request]) -> None:
         """Detokenize a request's new tokens. A stop string ends its sequence, which the scheduler cannot detect."""
         request = state.request
-        for sequence in [*request.sequences, *request.done]:
+        for sequence in [*request.sequences, *request.finished_sequences]:
             if state.detokenize(sequence) and not sequence.finish_reason and self.scheduler.stop(sequence):
                 finished.append(request)
 

@@ -39,11 +39,11 @@ class StepHandle(Protocol):
         None: either no column has arrived yet, or only `result` is left."""
 
     def put_bitmask(self, masks: GrammarBitmask | None) -> None:
-        """Provide the bitmask that the plan's `masked` slices wait for before they sample.
+        """Provide the bitmask that the plan's `bitmask_slices` wait for before they sample.
 
-        Call it once for each of the plan's first `num_masked` columns, in order: after all earlier tokens of those
-        slices are known, and before the next plan is submitted. Slices without a mask sample from all tokens; None: all
-        slices do.
+        Call it once for each of the plan's first `num_bitmask_columns` columns, in order: after all earlier tokens of
+        those slices are known, and before the next plan is submitted. Slices without a mask sample from all tokens;
+        with None all slices do.
         """
 
     def result(self) -> StepResult:

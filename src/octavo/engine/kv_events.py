@@ -4,7 +4,7 @@
      (engine thread)                                                     └──▶ last batches ──▶ ROUTER, for replays
 
 The engine thread only appends to a deque; hashing, encoding and sending happen on the other thread. A block's hash is
-the last eight bytes of the digest of its content and of all blocks before it (`core.types.block_names`), as an
+the last eight bytes of the digest of its content and of all blocks before it (`core.block_hash.block_hashes`), as an
 integer. Two blocks may have equal content: it is stored with the first and removed with the last.
 
 A payload is a MessagePack array `[time, events, rank]`; an event is a map with its class name as `type`. Sequence
@@ -28,8 +28,9 @@ import zmq
 
 from octavo.config import KVEventsConfig
 from octavo.core import events as ev
-from octavo.core.kv_cache_manager import KVCache
-from octavo.core.types import SealId, block_names
+from octavo.core.block_hash import block_hashes
+from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.types import SealId
 from octavo.errors import ParameterError
 
 logger = logging.getLogger("octavo.kv_events")
@@ -145,7 +146,7 @@ CoreEvent: TypeAlias = tuple[ev.Sealed | ev.Evicted | None, bytes]
 
 def block_digest(tokens: array[int], parent: bytes | None, salt: bytes) -> bytes:
     """The digest of a block, from its parent's."""
-    return next(block_names(tokens, len(tokens), salt=salt, parent=parent))
+    return next(block_hashes(tokens, len(tokens), salt=salt, parent=parent))
 
 
 def block_hash(digest: bytes) -> int:
@@ -156,7 +157,7 @@ def block_hash(digest: bytes) -> int:
 class KVEventPublisher:
     """Publishes the events of a KV cache until `close`. Raises `ParameterError` for an address that cannot be used."""
 
-    def __init__(self, cache: KVCache, config: KVEventsConfig) -> None:
+    def __init__(self, cache: KVCacheManager, config: KVEventsConfig) -> None:
         self._pool = cache.pool
         self._config = config
         self._translator = KVEventTranslator(cache.block_size)

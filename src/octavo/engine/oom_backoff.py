@@ -33,24 +33,26 @@ class OOMBackoff:
         if self._has_grown:
             self._patience = min(2 * self._patience, MAX_PATIENCE)
         self._num_successes, self._has_grown = 0, False
-        return max(1, min(self._scheduler.step_limit, size) // 2)
+        return max(1, min(self._scheduler.max_num_scheduled_tokens, size) // 2)
 
     def record_success(self) -> None:
         scheduler = self._scheduler
-        if scheduler.step_limit < scheduler.max_num_batched_tokens:
+        if scheduler.max_num_scheduled_tokens < scheduler.max_num_batched_tokens:
             self._num_successes += 1
             if self._num_successes >= self._patience:
                 self._num_successes, self._has_grown = 0, True
-                scheduler.step_limit = min(2 * scheduler.step_limit, scheduler.max_num_batched_tokens)
-                if scheduler.step_limit == scheduler.max_num_batched_tokens:
+                scheduler.max_num_scheduled_tokens = min(
+                    2 * scheduler.max_num_scheduled_tokens, scheduler.max_num_batched_tokens
+                )
+                if scheduler.max_num_scheduled_tokens == scheduler.max_num_batched_tokens:
                     self.reset()
 
     def reset(self) -> None:
         """Return to full steps: the request that needed too much has ended, or the memory is free again."""
         self._num_successes, self._patience, self._has_grown = 0, INITIAL_PATIENCE, False
-        self._scheduler.step_limit = self._scheduler.max_num_batched_tokens
+        self._scheduler.max_num_scheduled_tokens = self._scheduler.max_num_batched_tokens
 
 
 def first_pass_size(plan: StepPlan) -> int:
     """Positions in the first pass of a step, the largest; a decode window computes its other tokens in later passes."""
-    return plan.num_tokens - sum(num - 1 for num in plan.samples if num > 1)
+    return plan.num_tokens - sum(num - 1 for num in plan.num_sampled if num > 1)

@@ -125,7 +125,7 @@ class RequestState:
     @property
     def num_known(self) -> int:
         """Tokens known to the host, prompts included, over all sequences."""
-        return sum(len(s.token_ids) for s in (*self.request.sequences, *self.request.done))
+        return sum(len(s.token_ids) for s in (*self.request.sequences, *self.request.finished_sequences))
 
     def release(self) -> None:
         """Break the reference cycles of a finished request; call it after the final output.
@@ -134,7 +134,7 @@ class RequestState:
         collector could free them, and `GCPause` keeps it from running while the engine has work.
         """
         request = self.request
-        request.sequences, request.done, request.solo = [], [], None
+        request.sequences, request.finished_sequences, request.only_sequence = [], [], None
         if self.search is not None:
             self.search.ends_in_stop_string = None
 
@@ -177,17 +177,19 @@ class RequestState:
     def output(self) -> RequestOutput:
         """The output so far, or since the previous call for `RequestOutputKind.DELTA`."""
         request, params = self.request, self.request.sampling_params
-        if request.solo is not None:
-            outputs = [self._completion(request.solo)]
+        if request.only_sequence is not None:
+            outputs = [self._completion(request.only_sequence)]
         elif self.search is not None:
             outputs = self._beam_outputs(self.search)
         else:
             live = [s for s in request.sequences if not s.finish_reason]
-            sequences = sorted([s for s in request.done if s.finish_reason != "pruned"] + live, key=lambda s: s.index)
+            sequences = sorted(
+                [s for s in request.finished_sequences if s.finish_reason != "pruned"] + live, key=lambda s: s.index
+            )
             outputs = [self._completion(s) for s in sequences]
-            if params.ranks:
+            if params.selects_best_of:
                 outputs = self._ranked(outputs)
-        if request.error and (params.ranks or self.search is not None):
+        if request.error and (params.selects_best_of or self.search is not None):
             # The failed sequence may rank below the returned ones, so all of them report the error.
             outputs = [replace(c, finish_reason="error", stop_reason=request.error) for c in outputs]
         metrics = self.metrics
@@ -276,10 +278,10 @@ class RequestState:
         request = self.request
         if request.sequences:
             return []
-        unfinished = [s for s in request.done if s.finish_reason in ("abort", "error")]
+        unfinished = [s for s in request.finished_sequences if s.finish_reason in ("abort", "error")]
         if unfinished:
             search.finish(unfinished, unfinished[0].finish_reason)
-            request.done = []
+            request.finished_sequences = []
         best = search.hypotheses[: search.params.n or search.params.beam_width]
         return [self._beam_output(i, hypothesis) for i, hypothesis in enumerate(best)]
 
@@ -315,7 +317,7 @@ class RequestState:
         if params.prompt_logprobs is not None:
             yield from self._build_entries(-1, request.prompt_token_ids[1:], self.prompt_logprobs)
         if params.logprobs is not None and self.search is None:
-            for sequence in (*request.sequences, *request.done):
+            for sequence in (*request.sequences, *request.finished_sequences):
                 if sequence.index in self.logprobs:
                     ids, known = sequence.output_token_ids, self.logprobs[sequence.index]
                     yield from self._build_entries(sequence.index, ids, known)

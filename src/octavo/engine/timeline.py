@@ -74,8 +74,8 @@ def describe_request(
     return {
         "request_id": request_id,
         "status": request.status.value,
-        "waits_for": request.waits_for or None,
-        "waiting": last_wait if request.waits_for else None,
+        "waits_for": request.wait_reason or None,
+        "waiting": last_wait if request.wait_reason else None,
         "place_in_line": _queue_position(scheduler, request),
         "num_prompt_tokens": len(request.prompt_token_ids),
         "max_tokens": request.max_tokens,

@@ -21,7 +21,7 @@ from octavo.frontend.input_processor import InputProcessor, Messages, Prompt
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind, SamplingParams
 from octavo.text.tokenizer import Tokenizer
-from octavo.view.live import publisher as tap
+from octavo.view.live import publisher
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class AsyncLLM:
         self._started_at = time.monotonic()
         self._thread = EngineThread(engine)
         self._names = itertools.count()
-        self._view_methods = tap.questions()
+        self._view_methods = publisher.view_rpc_methods()
         # Frees the memory of an object that was never shut down.
         self._finalizer = weakref.finalize(self, self._thread.close)
 

@@ -23,7 +23,7 @@ import torch
 from octavo.checkpoint.generation_config import SamplingDefaults, sampling_defaults
 from octavo.checkpoint.resolve import Checkpoint, open_checkpoint
 from octavo.config import GIB, EngineArgs, EngineConfig
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
 from octavo.engine.kv_events import KVEventPublisher
@@ -99,7 +99,7 @@ def _build(args: EngineArgs, starting: ExitStack) -> BuiltEngine:
     dtype = _dtype(args, spec, checkpoint, device)
     _check_quantization(args, dtype, device)
     ops = _ops(device)
-    model_len = spec.num_positions(args.max_model_len)
+    model_len = spec.max_model_len(args.max_model_len)
     rehearse = _rehearse(args, spec, dtype, device, model_len, starting) if device.type == "cuda" else None
     # Plan before anything large is loaded: the system kills a process that takes too much memory.
     weight_bytes = _weight_bytes(empty_model(spec, ops=ops, dtype=dtype, device="meta", max_len=1), args)
@@ -184,7 +184,7 @@ def _config(
         num_host_blocks=budget.num_host_blocks,
         bytes_per_block=budget.bytes_per_block,
         weight_bytes=budget.weight_bytes,
-        attention_window=spec.kept_window or 0,
+        attention_window=spec.kv_window or 0,
     )
 
 
@@ -192,7 +192,7 @@ def make_scheduler(config: EngineConfig) -> Scheduler:
     """The scheduler and KV cache of a configuration."""
     args = config.args
     assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # resolved
-    cache = KVCache(
+    cache = KVCacheManager(
         config.num_blocks,
         args.block_size,
         config.num_host_blocks,
@@ -227,7 +227,7 @@ def _dtype(args: EngineArgs, spec: ModelSpec, checkpoint: Checkpoint, device: to
         return cast("torch.dtype", getattr(torch, args.dtype))
     if device.type == "cpu":  # the stored dtype if the processor multiplies it fast, which it never does with float16
         quantised = checkpoint.format == "gguf" and "dtype" not in checkpoint.config
-        use_bfloat16 = (quantised or spec.dtype in ("bfloat16", "float16")) and packed.fast_bfloat16()
+        use_bfloat16 = (quantised or spec.dtype in ("bfloat16", "float16")) and packed.has_fast_bfloat16()
         return torch.bfloat16 if use_bfloat16 or args.quantization else torch.float32
     return cast("torch.dtype", getattr(torch, "bfloat16" if spec.dtype == "float32" else spec.dtype))
 

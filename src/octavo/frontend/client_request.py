@@ -62,12 +62,12 @@ class ClientRequest:
             priority=priority,
             salt=salt,
             tenant=tenant,
-            rank=rank,
+            index_in_call=rank,
             width=None if beams is None else beams.beam_width,
             pin=pin,
         )
         request.sequences = [Sequence(request, 0, request.prompt_token_ids[:], 0)]
-        request.solo = request.sequences[0] if request.width == 1 and beams is None else None
+        request.only_sequence = request.sequences[0] if request.width == 1 and beams is None else None
         if not params.detokenize:
             make_detokenizer = None
         self.state = RequestState(
@@ -137,7 +137,7 @@ class ClientRequest:
         ended = [s for s in request.sequences if s.finish_reason]
         if ended:
             request.sequences = [s for s in request.sequences if not s.finish_reason]
-            request.done += ended
+            request.finished_sequences += ended
             if self.finished:
                 state.metrics.finished_time = now
         if update.finished and not self.finished:
@@ -151,7 +151,7 @@ class ClientRequest:
             raise ValueError(f"it has sample {index}, and the request has {request.width} samples")
         if tokens and max(tokens) >= self._vocab_size:
             raise ValueError(f"it has token {max(tokens)}, and the vocabulary has {self._vocab_size} tokens")
-        if self.state.search is not None or any(s.index == index for s in request.done):
+        if self.state.search is not None or any(s.index == index for s in request.finished_sequences):
             return
         num_known = next((len(s.token_ids) for s in request.sequences if s.index == index), 0)
         num_output = max(0, num_known - len(request.prompt_token_ids))
@@ -167,7 +167,7 @@ class ClientRequest:
         for sequence in request.sequences:
             if sequence.index == sample.index:
                 return sequence
-        if any(s.index == sample.index for s in request.done):
+        if any(s.index == sample.index for s in request.finished_sequences):
             return None
         sequence = Sequence(request, sample.index, request.prompt_token_ids[:], 0)
         request.sequences.append(sequence)
@@ -191,7 +191,7 @@ class ClientRequest:
             sequence.finish_reason = reason
         # The engine sends the hypotheses of a search. Without them, the live sequence becomes the output.
         if self.state.search is None or (reason in ("abort", "error") and not self.state.search.hypotheses):
-            request.done += request.sequences
+            request.finished_sequences += request.sequences
         request.sequences = []
         self.state.metrics.finished_time = time.monotonic()
 
@@ -202,14 +202,14 @@ class ClientRequest:
             return True  # a search has a single update, the last
         begin = len(request.prompt_token_ids)
         known = {s.index: len(s.token_ids) - begin for s in request.sequences}
-        ended = {s.index for s in request.done}
+        ended = {s.index for s in request.finished_sequences}
         sent = {index: delivered.get(index, -1) for index in known}
         unknown = delivered.keys() - known.keys() - ended - {-1}  # samples whose first update was lost
         return known == sent and not unknown and delivered.get(-1, 0) <= len(state.prompt_logprobs)
 
     def stopped_samples(self, delivered: dict[int, int]) -> list[int]:
         """Samples that ended on this side, and still run in the engine."""
-        return [s.index for s in self.state.request.done if s.index in delivered]
+        return [s.index for s in self.state.request.finished_sequences if s.index in delivered]
 
     def release(self) -> None:
         """Break reference cycles after the final output."""
@@ -233,5 +233,5 @@ class ClientRequest:
             resume or None,
             request.pin,
             request.tenant,
-            request.rank,
+            request.index_in_call,
         )

@@ -92,7 +92,7 @@ class _RequestHandle:
         request = self.request.state.request
         if self.error is not None:
             return str(self.error)
-        bad = [s.finish_reason for s in request.done if s.finish_reason in ("abort", "error")]
+        bad = [s.finish_reason for s in request.finished_sequences if s.finish_reason in ("abort", "error")]
         return request.error or bad[0] if bad else ""
 
     def notify(self) -> None:

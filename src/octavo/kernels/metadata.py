@@ -29,13 +29,13 @@ class RaggedBatch:
     block_tables   [num_seqs, max_blocks] int32, padded with 0, the null block
     max_query_len, max_seq_len   ints of the host, so that sizing a launch needs no look at the device
                    Of a batch that is captured, they bound all replays
-    derived        what a kernel works out from the rest, kept for the other layers of the step. So the tensors of a
-                   batch do not change once a kernel has seen it: the next step has its own batch
-    fixed_split    what attention gives for a sequence must not depend, in its last bits, on what else is in the batch.
-                   Read by the GPU's kernels; slower
-    common_lens    [num_seqs] int32, how many tokens a sequence has in common with the one before it: whole blocks at
-                   the beginning, the same in both tables, without the last token of either; 0 for the first. None if
-                   nobody has looked. So the GPU's kernels may read them once for both
+    derived        cache of values that kernels compute from the other fields, shared by all layers of a step. The
+                   tensors of a batch must not change after its first kernel: each step has its own batch
+    fixed_split    attention of a sequence must give the same bits in every batch. Read by the GPU's kernels; slower
+    common_prefix_lens
+                   [num_seqs] int32, tokens that a sequence shares with the one before it: whole leading blocks, equal
+                   in both block tables, without the last token of either; 0 for the first sequence. The GPU's kernels
+                   may read these blocks once for both. None: unknown
     """
 
     positions: Tensor
@@ -47,7 +47,7 @@ class RaggedBatch:
     max_seq_len: int
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     fixed_split: bool = False
-    common_lens: Tensor | None = None
+    common_prefix_lens: Tensor | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -111,11 +111,11 @@ class SamplingTensors:
 
     def rows(self, row_ids: Tensor) -> SamplingTensors:
         """Those rows alone; row_ids int64. The host's flags stay: they say what may be, not what is."""
-        return replace(self, **{name: getattr(self, name)[row_ids] for name in PER_ROW})
+        return replace(self, **{name: getattr(self, name)[row_ids] for name in PER_ROW_FIELDS})
 
     def first(self, num_rows: int) -> SamplingTensors:
         """Those rows, as views."""
-        return replace(self, **{name: getattr(self, name)[:num_rows] for name in PER_ROW})
+        return replace(self, **{name: getattr(self, name)[:num_rows] for name in PER_ROW_FIELDS})
 
     @classmethod
     def from_lists(
@@ -161,7 +161,7 @@ class TokenHistory:
 
 
 @dataclass(slots=True)
-class LogitRules:
+class LogitsProcessorParams:
     """What is done to some logits of some rows before they are sampled; None: nothing of the kind.
 
     Lists of (row, token) are pairs of int64 tensors of equal length, [num_pairs] each.
@@ -176,17 +176,17 @@ class LogitRules:
     repetition, presence, frequency   [num] float32 penalties of the rows of `history`, each by itself: 1, 0, 0 for none
     """
 
-    limited: Tensor | None = None
-    allowed: tuple[Tensor, Tensor] | None = None
-    banned: tuple[Tensor, Tensor] | None = None
-    bias: tuple[Tensor, Tensor] | None = None
+    allowed_rows: Tensor | None = None
+    allowed_tokens: tuple[Tensor, Tensor] | None = None
+    banned_tokens: tuple[Tensor, Tensor] | None = None
+    bias_tokens: tuple[Tensor, Tensor] | None = None
     bias_values: Tensor | None = None
     history: TokenHistory | None = None
-    words: Tensor | None = None
-    word_rows: Tensor | None = None
+    bad_words: Tensor | None = None
+    bad_word_rows: Tensor | None = None
     repetition: Tensor | None = None
     presence: Tensor | None = None
     frequency: Tensor | None = None
 
 
-PER_ROW = tuple(f.name for f in fields(SamplingTensors) if f.name not in ("all_greedy", "any_filter"))
+PER_ROW_FIELDS = tuple(f.name for f in fields(SamplingTensors) if f.name not in ("all_greedy", "any_filter"))

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from octavo.errors import ParameterError
 from octavo.params.sampling_params import SamplingParams
 from octavo.params.structured_outputs import StructuredOutputsParams
-from octavo.params.validation import INT32, Checked
+from octavo.params.validation import INT32, ValidatedParams
 
 MAX_BEAM_WIDTH = 128
 MAX_LENGTH_PENALTY = 30.0
@@ -23,7 +23,7 @@ def _listed(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BeamSearchParams(Checked):
+class BeamSearchParams(ValidatedParams):
     """How a request is decoded by beam search. Names are vLLM's and Transformers'.
 
     beam_width      sequences that live at a time
@@ -57,13 +57,13 @@ class BeamSearchParams(Checked):
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        self._integer("beam_width", 1, MAX_BEAM_WIDTH)
-        self._integer("max_tokens", 1, INT32)
-        self._integer("n", 1, self.beam_width, optional=True)
-        self._number("length_penalty", -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
-        self._number("temperature", 0.0, 2.0)
-        self._flag("ignore_eos")
-        self._integer("logprobs", 0, 1 << 20, optional=True)
+        self._check_integer("beam_width", 1, MAX_BEAM_WIDTH)
+        self._check_integer("max_tokens", 1, INT32)
+        self._check_integer("n", 1, self.beam_width, optional=True)
+        self._check_number("length_penalty", -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        self._check_number("temperature", 0.0, 2.0)
+        self._check_bool("ignore_eos")
+        self._check_integer("logprobs", 0, 1 << 20, optional=True)
         self._set("structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ParameterError(

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import ClassVar
 
 from octavo.params.structured_outputs import StructuredOutputsParams
-from octavo.params.validation import INT32, Checked, list_of, token_ids, wrong
+from octavo.params.validation import INT32, ValidatedParams, as_list, as_token_ids, invalid
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy decoding."""
@@ -25,7 +25,7 @@ class RequestOutputKind(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams(Checked):
+class SamplingParams(ValidatedParams):
     """How one request is decoded. Names and defaults are vLLM's.
 
     n, best_of                  samples of the one prompt; of `best_of`, at most 20, the n with the largest
@@ -112,51 +112,51 @@ class SamplingParams(Checked):
         return frozenset(() if self.ignore_eos else eos_token_ids) | frozenset(self.stop_token_ids or ())
 
     @property
-    def ranks(self) -> bool:
+    def selects_best_of(self) -> bool:
         """Whether the best are told, of more samples than that."""
         return self.width > self.n
 
     @property
-    def penalizes(self) -> bool:
+    def has_penalties(self) -> bool:
         """Whether tokens that came before weigh less, or more."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def needs_history(self) -> bool:
         """Whether sampling looks at the tokens before, or at more of the prompt than is being computed."""
-        return self.penalizes or bool(self.bad_words_token_ids) or self.prompt_logprobs is not None
+        return self.has_penalties or bool(self.bad_words_token_ids) or self.prompt_logprobs is not None
 
     def __post_init__(self) -> None:
-        self._integer("n", 1, 128)
-        self._integer("best_of", 1, 20, optional=True)
-        self._number("temperature", 0.0, 2.0)
-        self._number("top_p", 0.0, 1.0)
-        self._number("min_p", 0.0, 1.0)
-        self._integer("top_k", -1, INT32)
-        self._number("repetition_penalty", 0.01, 100.0)
-        self._number("presence_penalty", -2.0, 2.0)
-        self._number("frequency_penalty", -2.0, 2.0)
-        self._integer("max_tokens", 0, INT32, optional=True)
-        self._integer("min_tokens", 0, INT32)
-        self._integer("seed", -INT64, INT64 - 1, optional=True)
-        self._integer("logprobs", -1, INT32, optional=True)
-        self._integer("prompt_logprobs", -1, INT32, optional=True)
-        self._flag("ignore_eos", "echo", "detokenize", "skip_special_tokens", "spaces_between_special_tokens")
-        self._flag("include_stop_str_in_output", "skip_reading_prefix_cache")
-        self._choice("output_kind", tuple(RequestOutputKind))
-        self._set("stop_strings", self._strings("stop", 64))
-        self._set("bad_words", self._strings("bad_words", 4096))
-        self._set("stop_token_ids", token_ids("stop_token_ids", self.stop_token_ids))
+        self._check_integer("n", 1, 128)
+        self._check_integer("best_of", 1, 20, optional=True)
+        self._check_number("temperature", 0.0, 2.0)
+        self._check_number("top_p", 0.0, 1.0)
+        self._check_number("min_p", 0.0, 1.0)
+        self._check_integer("top_k", -1, INT32)
+        self._check_number("repetition_penalty", 0.01, 100.0)
+        self._check_number("presence_penalty", -2.0, 2.0)
+        self._check_number("frequency_penalty", -2.0, 2.0)
+        self._check_integer("max_tokens", 0, INT32, optional=True)
+        self._check_integer("min_tokens", 0, INT32)
+        self._check_integer("seed", -INT64, INT64 - 1, optional=True)
+        self._check_integer("logprobs", -1, INT32, optional=True)
+        self._check_integer("prompt_logprobs", -1, INT32, optional=True)
+        self._check_bool("ignore_eos", "echo", "detokenize", "skip_special_tokens", "spaces_between_special_tokens")
+        self._check_bool("include_stop_str_in_output", "skip_reading_prefix_cache")
+        self._check_choice("output_kind", tuple(RequestOutputKind))
+        self._set("stop_strings", self._check_strings("stop", 64))
+        self._set("bad_words", self._check_strings("bad_words", 4096))
+        self._set("stop_token_ids", as_token_ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
-            self._set("allowed_token_ids", token_ids("allowed_token_ids", self.allowed_token_ids))
-        words = list_of("bad_words_token_ids", self.bad_words_token_ids)
-        self._set("bad_words_token_ids", tuple(token_ids("bad_words_token_ids", word) for word in words))
-        self._set("logit_bias", self._numbers_by_id("logit_bias", -100.0, 100.0))
+            self._set("allowed_token_ids", as_token_ids("allowed_token_ids", self.allowed_token_ids))
+        words = as_list("bad_words_token_ids", self.bad_words_token_ids)
+        self._set("bad_words_token_ids", tuple(as_token_ids("bad_words_token_ids", word) for word in words))
+        self._set("logit_bias", self._check_numbers_by_id("logit_bias", -100.0, 100.0))
         self._set("structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
-        self._settle()
+        self._normalize()
         self._check_together()
 
-    def _settle(self) -> None:
+    def _normalize(self) -> None:
         """Several ways to say a thing become one."""
         if 0 < self.temperature < 0.01 and not self.greedy:
             self._set("temperature", 0.01)  # colder than this, fp32 logits overflow before they decide
@@ -173,17 +173,17 @@ class SamplingParams(Checked):
     def _check_together(self) -> None:
         """What each parameter says for itself is fine; together they may not be."""
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            raise wrong(
+            raise invalid(
                 "max_tokens", "is 0, it must be from 1, or echo or prompt_logprobs set", "integer_below_min_value"
             )
         if self.width < self.n:
-            raise wrong("best_of", f"is {self.best_of}, it must be at least n, {self.n}")
+            raise invalid("best_of", f"is {self.best_of}, it must be at least n, {self.n}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise wrong("min_tokens", f"is {self.min_tokens}, it must be at most max_tokens, {self.max_tokens}")
+            raise invalid("min_tokens", f"is {self.min_tokens}, it must be at most max_tokens, {self.max_tokens}")
         if self.stop_strings and not self.detokenize:
-            raise wrong("stop", "strings need the text: set detokenize=True or use stop_token_ids")
+            raise invalid("stop", "strings need the text: set detokenize=True or use stop_token_ids")
         if self.allowed_token_ids == ():
             text = "is empty, which allows nothing; leave it out to allow all"
-            raise wrong("allowed_token_ids", text, "no_allowed_token")
+            raise invalid("allowed_token_ids", text, "no_allowed_token")
         if not all(self.bad_words_token_ids or ()):
-            raise wrong("bad_words_token_ids", "has a list without tokens; leave it out")
+            raise invalid("bad_words_token_ids", "has a list without tokens; leave it out")

@@ -30,13 +30,13 @@ class CudaStepHandle:
         self._error: Exception | None = None
         self._check = NO_SWAP_IN_CHECK
         self._num_read = 0
-        self._num_waits = max(1, plan.num_masked)
+        self._num_waits = max(1, plan.num_bitmask_columns)
         try:
             self._finish = executor.launch(plan)
             self._check = executor.runner.check
         except Exception as error:
             self._error = error
-        if not plan.masked:
+        if not plan.bitmask_slices:
             self.put_bitmask(None)
 
     def put_bitmask(self, masks: GrammarBitmask | None) -> None:

@@ -25,7 +25,7 @@ class CudaGraphs:
     """Work that was captured, by name. All graphs share one pool of memory, because only one of them runs at a time:
     capture the largest first, and the others live in what it took.
 
-    step_counter   see `octavo.kernels.row_state.DecodeStep`: the work advances it, and capturing must not
+    step_counter   see `octavo.kernels.row_state.DecodeInputs`: what the work moves on, and capturing must not
     """
 
     def __init__(self, step_counter: Tensor) -> None:
@@ -43,9 +43,9 @@ class CudaGraphs:
     def capture(self, name: Hashable, work: Callable[[], None]) -> None:
         """Capture what `work` launches. It is done twice, the first time for the compiler: there must be nothing in it
         that does harm, and nothing that looks at a tensor's values."""
-        before = self._step_counter.clone()
+        step_counter = self._step_counter.clone()
         work()
-        self._step_counter.copy_(before)
+        self._step_counter.copy_(step_counter)
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph: that collects garbage each time, which takes longer than the capture.
         with self._side:

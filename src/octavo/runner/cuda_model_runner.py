@@ -37,7 +37,7 @@ from octavo.kernels.row_state import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
-    DecodeStep,
+    DecodeInputs,
     RowState,
 )
 from octavo.runner.checksums import NO_SWAP_IN_CHECK
@@ -112,7 +112,7 @@ class CudaModelRunner:
         self.check = NO_SWAP_IN_CHECK  # of the plan that was launched last
         self.host_sampling = HostSamplingRunner(model, self.state, kv, max_model_len=max_model_len, ops=ops)
         self.rules = DeviceLogitsProcessors(self.state, self.host_sampling.sampler, vocab_size, ops)
-        self._step = DecodeStep.over(
+        self._step = DecodeInputs.allocate(
             self.input_buffers.step_counter,
             self.input_buffers.rows,
             self.input_buffers.starts,
@@ -145,17 +145,19 @@ class CudaModelRunner:
     def launch(self, plan: StepPlan) -> Finish:
         """Queue what the plan says, in stream order. What is left to do is called with the masks of each column that
         waits for some, once with None where none does, before the next plan; what it all gives lands later."""
-        num_columns = max(plan.samples, default=0)
+        num_columns = max(plan.num_sampled, default=0)
         assert num_columns <= self.ring.num_columns, (num_columns, self.ring.num_columns)
-        rows, starts, counts, samples = (_words(x) for x in (plan.rows, plan.starts, plan.counts, plan.samples))
+        rows, starts, counts, samples = (_words(x) for x in (plan.rows, plan.starts, plan.counts, plan.num_sampled))
         # What the passes after the first compute; where nothing comes from the host, the first as well.
         self.host_sampling.apply(plan)
         self.rules.apply(plan)
         asked = self.rules.asked_logprobs(plan)
-        carefully = self.host_sampling.wants(plan) or bool(asked and plan.masked)
+        carefully = self.host_sampling.wants(plan) or bool(asked and plan.bitmask_slices)
         kind = GraphKey(self.rules.concern(plan), bool(asked))
         # The host looks at one line of logits for all that it wants of a beam.
-        draws = {i: n for i, n in plan.draws.items() if not (carefully and self.host_sampling.decides(plan.rows[i]))}
+        draws = {
+            i: n for i, n in plan.num_samples.items() if not (carefully and self.host_sampling.decides(plan.rows[i]))
+        }
         chunks, told = None, NO_TOKENS
         if plan.host_tokens:
             if draws or not _is_single(counts, samples):
@@ -169,7 +171,7 @@ class CudaModelRunner:
             rows, first, ends = rows[again], first[again], ends[again]
         writes = table_writes(plan.table_writes, self.state.block_tables.shape[1])
         self.shared_prefixes.note(*writes)
-        order = None if carefully or plan.masked else self.shared_prefixes.order(rows, first)
+        order = None if carefully or plan.bitmask_slices else self.shared_prefixes.order(rows, first)
         if order is not None:
             rows, first, ends = rows[order], first[order], ends[order]
             again = [again[i] for i in order.tolist()]
@@ -188,7 +190,7 @@ class CudaModelRunner:
         if carefully:
             return self._launch_carefully(plan, chunks, size, received[8:], again)
         self.host_sampling.is_behind = True
-        if plan.masked:
+        if plan.bitmask_slices:
             return self._launch_masked(plan, chunks, size, received[8:], again, kind)
         landing = self.ring.landing(len(plan.rows), asked)
         if chunks is not None and size is not None:
@@ -217,11 +219,11 @@ class CudaModelRunner:
     ) -> Finish:
         """A pass; the draw behind it, and the next pass, are queued once its masks are there: in one graph, or the
         device would wait for the second. Nobody waits for the device."""
-        num_columns, num_masked = max(plan.samples), plan.num_masked
+        num_columns, num_bitmask_columns = max(plan.num_sampled), plan.num_bitmask_columns
         landing = self.ring.landing(len(plan.rows))
         slices: Seq[int] = again if chunks is None else chunks.draw_slices
         draw_and_go_on = None
-        if self.graphs is not None and num_masked > 1:
+        if self.graphs is not None and num_bitmask_columns > 1:
             draw_and_go_on = partial(self.graphs.replay, self._masked_pass(self.graphs, len(again), kind))
         draw = self._launch_logits(size, words, len(again), kind)
 
@@ -229,7 +231,7 @@ class CudaModelRunner:
         def finish(masks: GrammarBitmask | None) -> StepOutput:
             nonlocal draw, slices
             self.masks.fill(masks, slices)
-            goes_on = len(landing.events) + 1 < num_masked
+            goes_on = len(landing.events) + 1 < num_bitmask_columns
             if goes_on and draw_and_go_on is not None and slices is again:
                 self.ring.land_within(landing, slices, draw_and_go_on)
                 return landing
@@ -297,7 +299,7 @@ class CudaModelRunner:
         self, plan: StepPlan, chunks: PrefillBatch | None, size: PrefillSize | None, words: Seq[Tensor], again: Seq[int]
     ) -> Finish:
         """The first pass, and what the host does after each."""
-        host_sampling, columns, num_columns = self.host_sampling, list[StepResult](), max(plan.samples, default=0)
+        host_sampling, columns, num_columns = self.host_sampling, list[StepResult](), max(plan.num_sampled, default=0)
         if host_sampling.tells_prompts(plan):
 
             def work(masks: GrammarBitmask | None) -> None:
@@ -328,7 +330,7 @@ class CudaModelRunner:
         @torch.inference_mode()
         def finish(masks: GrammarBitmask | None) -> StepOutput:
             work(masks)
-            while plan.num_masked <= len(columns) < num_columns:
+            while plan.num_bitmask_columns <= len(columns) < num_columns:
                 work(None)
             return StepOutput.of(len(plan.rows), columns)
 
@@ -362,7 +364,7 @@ class CudaModelRunner:
         """What the plan does to rows and blocks."""
         setup_rows, setups, places, block_ids, copy_src, copy_dst, told_rows, told = words
         if len(setup_rows):
-            self.state.setup.index_copy_(0, setup_rows, setups.view(-1, NUM_COLUMNS))
+            self.state.sampling_params.index_copy_(0, setup_rows, setups.view(-1, NUM_COLUMNS))
         if len(places):
             self.state.block_tables.view(-1).index_copy_(0, places, block_ids.int())
         if len(told_rows):
@@ -401,12 +403,12 @@ class CudaModelRunner:
         return Logits(self._kept, step.live_rows, step.sampling)
 
     def _best_tokens(self, num_slices: int, num: int) -> Tensor:
-        """`best_tokens` of such a pass, to be read before the next one."""
+        """`packed_top_logprobs` of such a pass, to be read before the next one."""
         size = num_slices if self.graphs is None else self._decode_size(num_slices)
         name = ("best", size, num)
 
         def work() -> None:
-            self._best[name] = self.ops.best_tokens(self._forward_decode(self._step.first(size)), num)
+            self._best[name] = self.ops.packed_top_logprobs(self._forward_decode(self._step.first(size)), num)
 
         if self.graphs is None:
             work()
@@ -452,7 +454,7 @@ class CudaModelRunner:
         step = self._step.first(num_slices, cascade=kind.cascade)
         self._sample(Logits(self._forward_decode(step), step.live_rows, step.sampling), kind)
 
-    def _forward_decode(self, step: DecodeStep) -> Tensor:
+    def _forward_decode(self, step: DecodeInputs) -> Tensor:
         self.ops.prepare_decode_inputs(self.state, step, self.block_size)
         return self.model.forward(step.token_ids, step.batch, self.kv, None)
 
@@ -465,7 +467,7 @@ class CudaModelRunner:
         if kind.logits_processors:
             tokens = self.rules.sample(logits, rows, sampling, masked, keep=kind.logprobs)
         else:
-            tokens = self.ops.draw(logits, sampling, masked)
+            tokens = self.ops.sample_checked(logits, sampling, masked)
         if kind.logprobs:
             self.ops.write_logprobs(
                 self.state, rows, logits, tokens, self.ring.logprobs, self.input_buffers.step_counter
@@ -553,7 +555,7 @@ def _tokens_told(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _setups(setups: Seq[RowSetup], telling: Mapping[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """(rows [num], lines [num * NUM_COLUMNS]): see `RowState.setup`, and `DeviceLogitsProcessors.telling`."""
+    """(rows [num], lines [num * NUM_COLUMNS]): see `RowState.sampling_params`, and `DeviceLogitsProcessors.telling`."""
     if not setups:
         return NO_WORDS, NO_WORDS
     last = {setup.row: setup for setup in setups}  # the device writes in any order: one line a row

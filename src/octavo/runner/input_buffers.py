@@ -15,9 +15,9 @@ WORDS = 1 << 17
 class InputBuffers:
     """Words of int64 on the device. The first ones stay in their places, because captured graphs read them there:
 
-    | step counter | rows of slices | starts of slices | ends of slices | the other parts of the plan |
+    | step_counter | rows of all slices | starts of all slices | ends of all slices | the plan's other parts |
 
-    See `octavo.kernels.row_state.DecodeStep` for what these are.
+    See `octavo.kernels.row_state.DecodeInputs` for what these are.
     """
 
     def __init__(self, num_slices: int, device: torch.device) -> None:

@@ -86,7 +86,7 @@ class ModelRunner:
         check = self._move_blocks(plan)
         if plan.rows:
             self._first_pass(plan, check.before(land), wait_for_masks)
-            for column in range(1, max(plan.samples)):
+            for column in range(1, max(plan.num_sampled)):
                 self._window_pass(plan, column, land, wait_for_masks)
         elif corrupt := check.take():
             land(StepResult([], corrupt=corrupt))
@@ -121,7 +121,7 @@ class ModelRunner:
                 self.rows.done[row] = False
             elif self.rows.done[row]:
                 continue
-            count = plan.counts[i] - max(0, plan.samples[i] - 1)  # without what the device feeds itself
+            count = plan.counts[i] - max(0, plan.num_sampled[i] - 1)  # without what the device feeds itself
             token_ids = [self.rows.last_token[row]] if known is None else known[:count].tolist()
             wanted = 0 if known is None else self.sampler.num_prompt_logits(row, start, count)
             parts.append(SlicePart(i, row, start, token_ids, wanted))
@@ -135,22 +135,22 @@ class ModelRunner:
         """One more position of the slices whose window goes on, fed with what they have just sampled."""
         parts: list[SlicePart] = []
         for i, row in enumerate(plan.rows):
-            if plan.samples[i] > column and not self.rows.done[row]:
-                position = plan.starts[i] + plan.counts[i] - plan.samples[i] + column
+            if plan.num_sampled[i] > column and not self.rows.done[row]:
+                position = plan.starts[i] + plan.counts[i] - plan.num_sampled[i] + column
                 parts.append(SlicePart(i, row, position, [self.rows.last_token[row]]))
         self._pass(plan, parts, column, land, wait_for_masks)
 
     def _draws(self, plan: StepPlan, part: SlicePart) -> list[SampleSpec]:
         """What is sampled after the last token of a part."""
-        if not plan.samples[part.slice_index] or not part.complete:
+        if not plan.num_sampled[part.slice_index] or not part.complete:
             return []
         return self._draws_of(plan, part.slice_index, part.start + len(part.token_ids))
 
     def _draws_of(self, plan: StepPlan, slice_index: int, position: int) -> list[SampleSpec]:
-        setup, num_draws = self._setup_of(plan.rows[slice_index]), plan.draws.get(slice_index)
+        setup, num_draws = self._setup_of(plan.rows[slice_index]), plan.num_samples.get(slice_index)
         if num_draws is None:
             return [SampleSpec(slice_index, setup, setup.sample_index, position)]
-        if setup.decides:
+        if setup.returns_candidates:
             return [SampleSpec(slice_index, setup, 0, position, goes_on=False, num_candidates=num_draws)]
         return [SampleSpec(slice_index, setup, j, position, goes_on=False) for j in range(num_draws)]
 
@@ -188,7 +188,7 @@ class ModelRunner:
                 if len(draws) > len(sampled):
                     place = {i: at for at, i in enumerate(sampled)}
                     logits = logits[[place[d.slice_index] for d in draws]]
-                masks = wait_for_masks(column) if not set(plan.masked).isdisjoint(sampled) else None
+                masks = wait_for_masks(column) if not set(plan.bitmask_slices).isdisjoint(sampled) else None
                 self._sample(logits, draws, masks, tokens, result)
         land(result)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.cpu import native
-from octavo.kernels.cpu.packed_linear import FEW_ROWS
+from octavo.kernels.cpu.packed_linear import SMALL_BATCH_ROWS
 from octavo.kernels.metadata import RaggedBatch
 
 BLOCKS_AHEAD = 64
@@ -32,7 +32,7 @@ class Recorded:
 
     token_ids: Tensor
     batch: RaggedBatch
-    recording: native.Recording
+    recording: native.RecordedCalls
     logits: Tensor
 
     def replay(self, token_ids: Tensor, batch: RaggedBatch) -> Tensor:
@@ -55,7 +55,7 @@ class RecordedModel:
     def __init__(self, model: Model) -> None:
         self.model = model
         self._recorded: dict[tuple[int, int], Recorded] = {}  # by tokens, and room for blocks
-        self._most = FEW_ROWS  # tokens of a step that may be replayed; fewer when one could not be
+        self._most = SMALL_BATCH_ROWS  # tokens of a step that may be replayed; fewer when one could not be
 
     def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
         """See `models.decoder.Decoder.forward`; kv is the same at every call."""

@@ -22,8 +22,8 @@ class SharedPrefixes:
     """The blocks that rows have where the first 256, 512, 1,024, ... tokens of their sequences end.
 
     Two rows with the same one there nearly always have the same ones up to there. How much two neighbours really have
-    in common is found on the device, by looking at whole tables (`RaggedBatch.common_lens`): here it is decided only
-    whether that is worth the while, and who stands beside whom.
+    in common is found on the device, by looking at whole tables (`RaggedBatch.common_prefix_lens`): here it is only
+    decided whether that is worth the while, and who stands beside whom.
 
     token_bytes   of K and V of one token in one layer
     """

@@ -281,9 +281,9 @@ class Service:
 
         def make_parser() -> OutputParser:
             if request.required_tool is not None:  # the answer is the call, whatever the model's own way to write it
-                return OutputParser(tools="llama3_json", names=names)
+                return OutputParser(tools="llama3_json", tool_names=names)
             tools = self.tools if request.tools else None
-            return OutputParser(think=self.thinks, starts_in_reasoning=in_think, tools=tools, names=names)
+            return OutputParser(reasoning=self.thinks, starts_in_reasoning=in_think, tools=tools, tool_names=names)
 
         return ChatResponseBuilder(
             request,

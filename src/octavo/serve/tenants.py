@@ -65,9 +65,9 @@ class Tenant:
 
     def request(self, found: dict[str, Any]) -> dict[str, Any]:
         """A request of its own (`engine.timeline.describe_request`) without the ids of others in its timeline."""
-        return found | {"timeline": [self.event(entry) for entry in found["timeline"]]}
+        return found | {"timeline": [self.redact(entry) for entry in found["timeline"]]}
 
-    def event(self, event: Mapping[str, Any]) -> dict[str, Any]:
+    def redact(self, event: Mapping[str, Any]) -> dict[str, Any]:
         """What happened to a request of its own. Another's request may have been the cause."""
         cause = event.get("for_request")
         return {**event, "for_request": OTHER_TENANT} if cause is not None and not self.sees(cause) else dict(event)

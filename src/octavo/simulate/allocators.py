@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 
 from octavo.core.block_pool import BlockPool
 from octavo.core.events import EventStream
-from octavo.core.kv_cache_manager import KVCache, Prefix
+from octavo.core.kv_cache_manager import KVCacheManager, Prefix
 from octavo.core.request import Request, Sequence
 from octavo.core.types import BlockId
 
@@ -41,7 +41,7 @@ class MemorySplit(NamedTuple):
     free: int
 
 
-def split_of(cache: KVCache, running: Iterable[Request]) -> MemorySplit:
+def split_of(cache: KVCacheManager, running: Iterable[Request]) -> MemorySplit:
     if isinstance(cache, ContiguousCache):
         return cache.split(running)
     stats, size = cache.stats(), cache.block_size
@@ -141,7 +141,7 @@ class BuddyPool:
         self._pieces[k].add(start)
 
 
-class ContiguousCache(KVCache):
+class ContiguousCache(KVCacheManager):
     """A piece for each sequence of a request, from the moment it is let in."""
 
     def __init__(self, num_blocks: int, block_size: int, *, num_rows: int, estimate: Estimate, max_len: int) -> None:
@@ -178,7 +178,7 @@ class ContiguousCache(KVCache):
     def _give(self, sequence: Sequence, piece: list[BlockId]) -> None:
         sequence.block_ids, sequence.room = piece, len(piece) * self.block_size
         self._holders[sequence] = None
-        self._sealed_as(sequence, [])
+        self._set_seals(sequence, [])
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """A copy, since nothing is shared. Of beams, heirs come to be before those not chosen go, and wait for them."""
@@ -197,7 +197,7 @@ class ContiguousCache(KVCache):
         self._holders.pop(sequence, None)
         if heirs := self._heirs.get(request):
             self._give(heirs.pop(), piece)
-        elif request.decide is not None and any(s.block_ids for s in request.sequences):
+        elif request.select_beams is not None and any(s.block_ids for s in request.sequences):
             self._spare.setdefault(request, []).append(piece)
         else:
             self._heirs.pop(request, None)
@@ -217,7 +217,7 @@ class ContiguousCache(KVCache):
                 reserved += whole - sequence.num_computed
                 internal += thought - whole
                 external += piece - thought
-            pieces_apart = request.width - len(request.sequences) - len(request.done)
+            pieces_apart = request.width - len(request.sequences) - len(request.finished_sequences)
             reserved += pieces_apart * piece
         return MemorySplit(tokens, reserved, internal, external, 0, self.buddies.num_free * size)
 

@@ -70,7 +70,7 @@ class Round(NamedTuple):
 def rounds_of(engine: Engine, device: str) -> list[Round]:
     """What it works through; on a GPU all requests fit into the pool together."""
     cache, most = engine.scheduler.cache, engine.scheduler.max_num_seqs
-    longest = min(engine.max_model_len, cache.longest_output(1))
+    longest = min(engine.max_model_len, cache.max_output_tokens(1))
     if device == "cpu":
         return [
             Round(min(batch, most), max(2, min(int(longest * prompt), 1024)), max(4, min(int(longest * output), 64)))

@@ -75,12 +75,12 @@ class SimulatedExecutor:
         if self.token_source is not None:
             return self._ask(plan, self.token_source)
         columns = self._columns
-        longest = max(plan.samples, default=0)
+        longest = max(plan.num_sampled, default=0)
         while len(columns) <= longest:
             columns.append((OUTPUT_TOKEN,) * len(columns))
-        tokens: list[Seq[Any]] = [columns[n] for n in plan.samples]
-        for i, count in plan.draws.items():
-            if plan.samples[i]:
+        tokens: list[Seq[Any]] = [columns[n] for n in plan.num_sampled]
+        for i, count in plan.num_samples.items():
+            if plan.num_sampled[i]:
                 tokens[i] = (OUTPUT_TOKEN,) * count
         return tokens
 
@@ -88,12 +88,12 @@ class SimulatedExecutor:
         for setup in plan.row_setups:
             self._rows[setup.row] = setup
         tokens: list[Seq[Any]] = []
-        for i, count in enumerate(plan.samples):
+        for i, count in enumerate(plan.num_sampled):
             setup, first = self._rows[plan.rows[i]], plan.starts[i] + plan.counts[i] - count
             if not count:
                 tokens.append(())
-            elif i in plan.draws:
-                tokens.append(token_source.samples(setup, first, plan.draws[i]))
+            elif i in plan.num_samples:
+                tokens.append(token_source.samples(setup, first, plan.num_samples[i]))
             else:
                 tokens.append(token_source.tokens(setup, first, count))
         return tokens

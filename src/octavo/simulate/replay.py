@@ -24,16 +24,15 @@ from octavo.simulate.executor import OUTPUT_TOKEN
 from octavo.simulate.models import ModelShape
 from octavo.simulate.simulation import MAX_POOL_SAMPLES, PoolSample, Records, SimConfig, simulate
 from octavo.simulate.traces import Arrival
-from octavo.view.recording.player import Flight, Replay, Turn
-from octavo.view.recording.recorder import Arrival as Flown
-from octavo.view.recording.recorder import Op
+from octavo.view.recording.player import Player, Recording, ReplayedCall
+from octavo.view.recording.recorder import CallKind, RecordedRequest
 
 MODEL = ModelShape("recorded", 1, 1, 1, 1, 1, 1, 1)
 """Nothing depends on it: the recording says how many blocks there are, and a fitted cost what steps take."""
 
 
 class ExactReplay:
-    """A flight once more. Nothing is decided here.
+    """A recording once more. Nothing is decided here.
 
     records       of the requests that arrived while it was recorded and came to their end
     steps         what each step was asked for, and what it took
@@ -42,8 +41,8 @@ class ExactReplay:
     death         what the engine died of, where that was a bug; "" if it lived
     """
 
-    def __init__(self, flight: Flight) -> None:
-        self.flight = flight
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
         self.records = Records()
         self.steps: list[MeasuredStep] = []
         self.num_aborted = 0
@@ -55,65 +54,65 @@ class ExactReplay:
         self._submitted: list[tuple[StepWork, float, float]] = []  # of the plans in flight: work, when, the host's time
         self._ended_s: float | None = None
         self._ends_s: list[float] = []
-        self._next_sample_s, self._sample_s = 0.0, flight.end_s / MAX_POOL_SAMPLES
-        replay = flight.replay()
-        self.num_present = len(replay.scheduler.requests)
-        self._move_s = replay.scheduler.policy.costs.move_s
-        replay.scheduler.events.subscribe(self._listen)
-        self._run(replay)
-        self.records.end_s = flight.end_s
+        self._next_sample_s, self._sample_s = 0.0, recording.duration_s / MAX_POOL_SAMPLES
+        player = recording.replay()
+        self.num_present = len(player.scheduler.requests)
+        self._move_s = player.scheduler.policy.costs.move_s
+        player.scheduler.events.subscribe(self._listen)
+        self._run(player)
+        self.records.end_s = recording.duration_s
         first_s = min(self.records.arrived_s, default=0.0)
         self.records.busy_s = sum(
             step.step_s for step, at_s in zip(self.steps, self._ends_s, strict=True) if at_s > first_s
         )
-        self.records.num_unfinished = len(replay.scheduler.requests)
+        self.records.num_unfinished = len(player.scheduler.requests)
 
-    def _run(self, replay: Replay) -> None:
-        turns = replay.turns()
+    def _run(self, player: Player) -> None:
+        calls = player.calls()
         while True:
             try:
-                turn = next(turns, None)
+                call = next(calls, None)
             except OctavoError:
                 raise
             except Exception as error:  # the bug that ended it is still there, or the file is damaged
                 self.death = f"{type(error).__name__}: {error}"
-                if self.flight.file.why != "crash":
-                    raise TraceError(f"the recording cannot be followed: {self.death}") from error
+                if self.recording.file.reason != "crash":
+                    raise TraceError(f"the recording cannot be replayed: {self.death}") from error
                 return
-            if turn is None:
+            if call is None:
                 return
-            self._note(turn, replay)
+            self._note(call, player)
 
-    def _note(self, turn: Turn, replay: Replay) -> None:
-        scheduler = replay.scheduler
-        self._now_s = turn.time_s
-        if turn.op is Op.ADD and turn.request is not None:
-            self._arrived_s[turn.request.request_id] = turn.time_s
-        elif turn.op is Op.PLAN and turn.plan:
+    def _note(self, call: ReplayedCall, player: Player) -> None:
+        scheduler = player.scheduler
+        self._now_s = call.time_s
+        if call.kind is CallKind.ADD and call.request is not None:
+            self._arrived_s[call.request.request_id] = call.time_s
+        elif call.kind is CallKind.PLAN and call.plan:
             idle = self._ended_s is None or bool(self._submitted)
-            host_s = 0.0 if idle or self._ended_s is None else turn.time_s - self._ended_s
-            self._submitted.append((step_work(turn.plan), turn.time_s, host_s))
+            host_s = 0.0 if idle or self._ended_s is None else call.time_s - self._ended_s
+            self._submitted.append((step_work(call.plan), call.time_s, host_s))
             self.records.num_steps += 1
-        elif turn.op in (Op.RESULT, Op.UNEVEN, Op.PART) and turn.plan is not None:
-            self._note_tokens(turn.plan)
-            if turn.op is not Op.PART and self._submitted:
+        elif call.kind in (CallKind.RESULT, CallKind.UNEVEN_RESULT, CallKind.PARTIAL_RESULT) and call.plan is not None:
+            self._note_tokens(call.plan)
+            if call.kind is not CallKind.PARTIAL_RESULT and self._submitted:
                 self._note_step(*self._submitted.pop(0))
             if not scheduler.has_work:
                 self._ended_s = None  # what passes until the next arrival is nobody's time
-        elif turn.op is Op.FAIL:
+        elif call.kind is CallKind.FAIL:
             self._submitted.clear()
-        if turn.time_s >= self._next_sample_s and turn.op is Op.PLAN:
+        if call.time_s >= self._next_sample_s and call.kind is CallKind.PLAN:
             pool, cache = scheduler.cache.pool, scheduler.cache
             queues = len(scheduler.running), len(scheduler.waiting), len(scheduler.swapped)
             split = split_of(cache, scheduler.running)
             blocks = pool.num_used, pool.num_refs - pool.num_used
-            self.records.samples.append(PoolSample(turn.time_s, split, *blocks, *queues))
-            self._next_sample_s = turn.time_s + self._sample_s
+            self.records.samples.append(PoolSample(call.time_s, split, *blocks, *queues))
+            self._next_sample_s = call.time_s + self._sample_s
 
     def _note_tokens(self, plan: StepPlan) -> None:
         for i in plan.host_tokens:
             request = plan.sequences[i].request
-            if plan.samples[i] and request.request_id not in self._first_s:
+            if plan.num_sampled[i] and request.request_id not in self._first_s:
                 self._first_s[request.request_id] = self._now_s
 
     def _note_step(self, work: StepWork, submitted_s: float, host_s: float) -> None:
@@ -142,10 +141,10 @@ class ExactReplay:
                 records.arrived_s.append(arrived_s)
                 records.first_s.append(self._first_s.pop(name, self._now_s))
                 records.finished_s.append(self._now_s)
-                flown = self.flight.arrivals[int(name)]
-                records.num_prompt.append(flown.num_prompt)
+                request = self.recording.requests[int(name)]
+                records.num_prompt.append(request.num_prompt)
                 records.num_output.append(event.num_tokens)
-                lengths = [said.num_tokens for said in flown.samples.values()]
+                lengths = [said.num_tokens for said in request.samples.values()]
                 records.longest.append(max(lengths, default=event.num_tokens))
                 records.num_cached.append(admitted.num_cached_tokens)
 
@@ -162,12 +161,12 @@ class RecordedTokens:
     """`TokenSource` that returns a recording's tokens, so that a later prompt which continues an output hits the prefix
     cache. The seed of a simulated request is its index in the recording."""
 
-    def __init__(self, flight: Flight) -> None:
-        self._flight = flight
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
         self._whole: dict[tuple[int, int], array[int]] = {}
 
     def samples(self, setup: RowSetup, position: int, count: int) -> Seq[Any]:
-        if setup.decides:  # what beams were likely to say is not recorded: any candidates, as many as they had
+        if setup.returns_candidates:  # beam candidates are not recorded: as many as there were
             return [(-1.0 - i, OUTPUT_TOKEN + i) for i in range(count)]
         return [self._at(setup.seed, i, position + 1, 1)[0] for i in range(count)]
 
@@ -177,7 +176,7 @@ class RecordedTokens:
     def _at(self, place: int, index: int, begin: int, count: int) -> list[int]:
         key = place, index
         if key not in self._whole:
-            self._whole[key] = self._flight.sample(self._flight.file.arrivals[place], index)
+            self._whole[key] = self._recording.sample(self._recording.file.requests[place], index)
         whole = self._whole[key]
         known = whole[begin : begin + count].tolist()
         if begin + count >= len(whole):
@@ -185,48 +184,48 @@ class RecordedTokens:
         return known + [OUTPUT_TOKEN] * (count - len(known))
 
 
-def what_if(flight: Flight, settings: dict[str, Any], cost: CostModel, **options: Any) -> Records:
+def what_if(recording: Recording, settings: dict[str, Any], cost: CostModel, **options: Any) -> Records:
     """The same arrivals, with some of the engine's options set otherwise. `options` are those of `simulate`.
 
     Who was there when the recording began arrives at its beginning, to an empty cache.
     """
     return simulate(
-        setup_of(flight, settings, cost), arrivals_of(flight), token_source=RecordedTokens(flight), **options
+        setup_of(recording, settings, cost), arrivals_of(recording), token_source=RecordedTokens(recording), **options
     )
 
 
-def arrivals_of(flight: Flight) -> Iterator[Arrival]:
+def arrivals_of(recording: Recording) -> Iterator[Arrival]:
     """In order; aborted requests are as long as they became."""
-    times = _times(flight)
-    for flown in flight.file.arrivals:
-        num_output = max((said.num_tokens for said in flown.samples.values()), default=_num_choices(flown))
-        prompt = flight.sample(flown, 0)[: flown.num_prompt] if flown.samples else flight.prompt(flown)
+    times = _times(recording)
+    for request in recording.file.requests:
+        num_output = max((said.num_tokens for said in request.samples.values()), default=_num_choices(request))
+        prompt = recording.sample(request, 0)[: request.num_prompt] if request.samples else recording.prompt(request)
         runs = tuple((token, len(list(same))) for token, same in groupby(prompt))
-        yield Arrival(times.get(flown.number, 0.0), runs, max(1, num_output), flown.width, flown.decides)
+        yield Arrival(times.get(request.number, 0.0), runs, max(1, num_output), request.width, request.beam_search)
 
 
-def _times(flight: Flight) -> dict[int, float]:
+def _times(recording: Recording) -> dict[int, float]:
     """When each request arrived, of those that arrived while it was recorded. They are the last ones in the file."""
     times: list[float] = []
-    for leg in flight.file.legs:
-        at_s = array("d", leg.times_s)
-        times += [at_s[i] - flight.begin_s for i, op in enumerate(leg.ops) if op == Op.ADD]
-    numbers = [arrival.number for arrival in flight.file.arrivals]
+    for segment in recording.file.segments:
+        at_s = array("d", segment.times_s)
+        times += [at_s[i] - recording.begin_s for i, op in enumerate(segment.kinds) if op == CallKind.ADD]
+    numbers = [arrival.number for arrival in recording.file.requests]
     return dict(zip(numbers[len(numbers) - len(times) :], times, strict=True))
 
 
-def _num_choices(flown: Flown) -> int:
+def _num_choices(request: RecordedRequest) -> int:
     """Steps of a beam search."""
     count = place = 0
-    while place < len(flown.choices):
-        place += 1 + 2 * int(flown.choices[place])
+    while place < len(request.beam_choices):
+        place += 1 + 2 * int(request.beam_choices[place])
         count += 1
     return count
 
 
-def setup_of(flight: Flight, settings: dict[str, Any], cost: CostModel) -> SimConfig:
+def setup_of(recording: Recording, settings: dict[str, Any], cost: CostModel) -> SimConfig:
     """The engine that was recorded, but for these options."""
-    was, engine = flight.file.settings, flight.file.engine
+    was, engine = recording.file.settings, recording.file.engine
     block_size = settings.get("block_size", was["block_size"])
     num_tokens = was["num_blocks"] * was["block_size"]
     block_bytes = MODEL.kv_bytes_per_token * was["block_size"]

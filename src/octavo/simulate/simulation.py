@@ -17,7 +17,7 @@ import numpy as np
 
 from octavo.config import DEFAULT_GPU_MEMORY_UTILIZATION, DEFAULT_SWAP_BYTES, GIB, EngineArgs
 from octavo.core import events as ev
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
 from octavo.engine.outputs import RequestOutput
@@ -39,13 +39,13 @@ MAX_POOL_SAMPLES = 1024
 MANY = 1000
 """Requests after which the memory of a simulation is worth looking for."""
 
-MakeCache = Callable[[int, int, int, int, bool], KVCache]
+MakeCache = Callable[[int, int, int, int, bool], KVCacheManager]
 """From blocks, block size, host blocks, rows, and whether prefixes are cached."""
 
 
-def paged(num_blocks: int, block_size: int, num_host_blocks: int, num_rows: int, prefixes: bool) -> KVCache:
+def paged(num_blocks: int, block_size: int, num_host_blocks: int, num_rows: int, prefixes: bool) -> KVCacheManager:
     """The engine's own."""
-    return KVCache(num_blocks, block_size, num_host_blocks, num_rows=num_rows, enable_prefix_caching=prefixes)
+    return KVCacheManager(num_blocks, block_size, num_host_blocks, num_rows=num_rows, enable_prefix_caching=prefixes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -258,8 +258,8 @@ def test_how_long_a_step_may_take() -> None:
 @pytest.mark.parametrize("asks", [True, False])
 def test_how_long_a_step_may_take_is_asked_while_another_is_noted(asks: bool) -> None:
     """Between any two lines of either, as another thread may."""
-    outer, inner = (StepTimes.note, StepTimes.allowed_s) if asks else (StepTimes.allowed_s, StepTimes.note)
-    own = {code.co_filename for code in (StepTimes.note.__code__,)}
+    outer, inner = (StepTimes.record, StepTimes.allowed_s) if asks else (StepTimes.allowed_s, StepTimes.record)
+    own = {code.co_filename for code in (StepTimes.record.__code__,)}
     num_between = 0
 
     def between(frame: Any, event: str, _: Any) -> Any:

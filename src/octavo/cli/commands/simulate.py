@@ -129,14 +129,14 @@ def replayed(path: Path, settings: dict[str, Any], cost: Path | None) -> tuple[d
     """A dump as it was, or with other settings; what is to be told of it, and what came of it."""
     from octavo.simulate import replay
     from octavo.simulate.cost import LinearCost
-    from octavo.view.recording.player import Flight
+    from octavo.view.recording.player import Recording
 
     if not path.exists():
         raise ParameterError(f"no file {str(path)!r} to replay", param="replay")
-    flight = Flight.load(path)
-    exact = replay.ExactReplay(flight)
-    was = flight.file.settings
-    told: dict[str, Any] = {"replay": str(path), "why": flight.file.why, "num_blocks": was["num_blocks"]}
+    recording = Recording.load(path)
+    exact = replay.ExactReplay(recording)
+    was = recording.file.settings
+    told: dict[str, Any] = {"replay": str(path), "why": recording.file.reason, "num_blocks": was["num_blocks"]}
     if not settings and cost is None:
         told |= {"exact": True, "num_aborted": exact.num_aborted, "num_present": exact.num_present}
         if exact.death:
@@ -144,11 +144,11 @@ def replayed(path: Path, settings: dict[str, Any], cost: Path | None) -> tuple[d
         return told, exact.records
     times = exact.cost() if cost is None else LinearCost.load(cost)
     same_blocks = settings.get("block_size", was["block_size"]) == was["block_size"]
-    setup = replay.setup_of(flight, settings, times)
+    setup = replay.setup_of(recording, settings, times)
     told |= {"exact": False, "settings": settings, "num_blocks": setup.num_blocks()}
-    flight = flight if same_blocks else Flight.load(path, every=True)
-    with progress_bar(len(flight.file.arrivals)) as progress:
-        return told, replay.what_if(flight, settings, times, progress=progress)
+    recording = recording if same_blocks else Recording.load(path, whole_blocks=True)
+    with progress_bar(len(recording.file.requests)) as progress:
+        return told, replay.what_if(recording, settings, times, progress=progress)
 
 
 def setup_of(

@@ -324,7 +324,7 @@ def update_of(state: RequestState) -> RequestUpdate:
     update = RequestUpdate(request.request_id, [], finished)
     is_first = not state.delivered
     if state.search is None:
-        ended = [s for s in request.done if not state.delivered_of(s.index).finished]
+        ended = [s for s in request.finished_sequences if not state.delivered_of(s.index).finished]
         update.samples = [_sample_update(state, s) for s in (*request.sequences, *ended)]
     elif not finished:
         return update
@@ -335,7 +335,7 @@ def update_of(state: RequestState) -> RequestUpdate:
         if state.search is not None:
             state.output()  # turns the live sequences of an aborted search into hypotheses
             stats.hypotheses = state.search.hypotheses
-            reasons = [cast(FinishReason, s.finish_reason) for s in request.done[:1]]
+            reasons = [cast(FinishReason, s.finish_reason) for s in request.finished_sequences[:1]]
             update.samples = [SampleUpdate(0, [], reason) for reason in reasons]
         update.stats = stats
     if state.prompt_logprobs:

@@ -25,7 +25,7 @@ from torch import Tensor
 from octavo.integers import cdiv
 from octavo.kernels import reference
 from octavo.kernels.cpu import native
-from octavo.kernels.metadata import LogitRules, RaggedBatch, SamplingTensors
+from octavo.kernels.metadata import LogitsProcessorParams, RaggedBatch, SamplingTensors
 from octavo.kernels.reference import (
     GOLDEN,
     MIX_1,
@@ -33,7 +33,7 @@ from octavo.kernels.reference import (
     block_copy,
     kv_write,
     layer_norm,
-    max_thin_tokens,
+    max_small_batch_tokens,
     noise_keys,
     rope_table,
     swap_in,
@@ -42,14 +42,14 @@ from octavo.kernels.reference import (
 
 __all__ = [
     "add_rms_norm",
-    "apply_rules",
+    "apply_logits_processors",
+    "apply_token_bitmask",
     "block_copy",
     "finite_rows",
     "gelu_mul",
     "kv_write",
     "layer_norm",
-    "mask_tokens",
-    "max_thin_tokens",
+    "max_small_batch_tokens",
     "paged_attention",
     "rms_norm",
     "rope_kv_write",
@@ -66,7 +66,7 @@ __all__ = [
 
 def _native_for(x: Tensor, *others: Tensor) -> native.Library | None:
     """The compiled operations, if they take these tensors."""
-    if not native.takes(x) or not x.is_contiguous():
+    if not native.supports(x) or not x.is_contiguous():
         return None
     for other in others:
         if other.dtype != x.dtype or not other.is_contiguous():
@@ -76,7 +76,7 @@ def _native_for(x: Tensor, *others: Tensor) -> native.Library | None:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `reference.rms_norm`. Two passes over x instead of four where nothing needs casting."""
-    if native.takes_weight(weight, x) and (library := _native_for(x)) is not None:
+    if native.supports_norm_weight(weight, x) and (library := _native_for(x)) is not None:
         return library.add_rms_norm(x, None, weight, eps)[0]
     if x.dtype != torch.float32:
         return reference.rms_norm(x, weight, eps)
@@ -87,7 +87,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `reference.add_rms_norm`."""
-    if native.takes_weight(weight, x) and (library := _native_for(x, residual)) is not None:
+    if native.supports_norm_weight(weight, x) and (library := _native_for(x, residual)) is not None:
         return library.add_rms_norm(x, residual, weight, eps)
     residual = x + residual
     return rms_norm(residual, weight, eps), residual
@@ -138,7 +138,7 @@ def rope_kv_write(
     eps: float = 0.0,
 ) -> Tensor:
     """See `reference.rope_kv_write`."""
-    if cos_sin.dtype == torch.float32 and native.takes_heads(q, kv_layer) and native.takes_weight(q_norm, q):
+    if cos_sin.dtype == torch.float32 and native.supports_heads(q, kv_layer) and native.supports_norm_weight(q_norm, q):
         library = native.library()
         if library is not None:
             return library.rope_kv_write(q, k, v, positions, cos_sin, kv_layer, slot_mapping, q_norm, k_norm, eps)
@@ -203,10 +203,10 @@ class _Group:
 
 @dataclass(slots=True)
 class _Plan:
-    """How a batch is attended to: worked out once, the same for every layer. Single queries are for `singles`, or else
+    """How a batch is attended to: worked out once, the same for every layer. Single queries are for `queries`, or else
     in `groups`."""
 
-    singles: native.Singles | None
+    queries: native.DecodeQueries | None
     groups: list[_Group]
     chunks: list[tuple[_Span, Tensor]]  # with its kv_rows
     staircase: Tensor
@@ -254,9 +254,9 @@ def paged_attention(
             return reference.paged_attention(q, kv_layer, batch, scale=scale, window=window, return_lse=return_lse)
         plan = batch.derived[key] = _make_plan(batch, q, kv_layer, window)
     out = torch.empty_like(q) if plan.covers_all else torch.zeros_like(q)
-    lse = q.new_full(q.shape[:2], -math.inf, dtype=reference.wide_dtype(q.dtype)) if return_lse else None
-    if plan.singles is not None and (library := native.library()) is not None:
-        library.decode_attention(q, kv_layer, plan.singles, out, lse, scale=scale, window=window)
+    lse = q.new_full(q.shape[:2], -math.inf, dtype=reference.accumulation_dtype(q.dtype)) if return_lse else None
+    if plan.queries is not None and (library := native.library()) is not None:
+        library.decode_attention(q, kv_layer, plan.queries, out, lse, scale=scale, window=window)
     if plan.groups or plan.chunks:
         _attend_gathered(plan, q, kv_layer, out, lse, scale, window)
     return out if lse is None else (out, lse)
@@ -320,10 +320,10 @@ def _rows_are_even(kv_layer: Tensor) -> bool:
 
 
 def _make_plan(batch: RaggedBatch, q: Tensor, kv_layer: Tensor, window: int) -> _Plan:
-    library = native.library() if native.takes_heads(q, kv_layer) else None
+    library = native.library() if native.supports_heads(q, kv_layer) else None
     if library is not None and batch.max_query_len == 1 and batch.num_seqs == len(q):  # as in most steps
-        singles = native.Singles(torch.arange(len(q)), batch.seq_lens, batch.block_tables)
-        return _Plan(singles, [], [], torch.empty(0, 0), covers_all=bool((batch.seq_lens > 0).all()))
+        queries = native.DecodeQueries(torch.arange(len(q)), batch.seq_lens, batch.block_tables)
+        return _Plan(queries, [], [], torch.empty(0, 0), covers_all=bool((batch.seq_lens > 0).all()))
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
     group_size = q.shape[1] // num_kv_heads
     block_bytes = 2 * num_kv_heads * block_size * head_dim * kv_layer.element_size()
@@ -331,7 +331,7 @@ def _make_plan(batch: RaggedBatch, q: Tensor, kv_layer: Tensor, window: int) -> 
     decodes = [span for span in spans if span.end - span.begin == 1]
     chunks = [span for span in spans if span.end - span.begin > 1]
     plan = _Plan(
-        singles=None,
+        queries=None,
         groups=[],
         chunks=[(span, _kv_rows([span], span.num_blocks, batch, kv_layer)) for span in chunks],
         staircase=_staircase(
@@ -344,7 +344,7 @@ def _make_plan(batch: RaggedBatch, q: Tensor, kv_layer: Tensor, window: int) -> 
     )
     if decodes and library is not None:
         seqs, rows = torch.tensor([(span.seq, span.begin) for span in decodes]).T.contiguous()
-        plan.singles = native.Singles(rows, batch.seq_lens[seqs], batch.block_tables[seqs])
+        plan.queries = native.DecodeQueries(rows, batch.seq_lens[seqs], batch.block_tables[seqs])
     elif decodes:
         # Padding changes the order of sums, which bfloat16 may round to other tokens than a sequence gets alone.
         groups = _of_similar_length(decodes, block_bytes) if q.dtype == torch.float32 else ([span] for span in decodes)
@@ -462,25 +462,25 @@ def _tiles(span: _Span, staircase: Tensor, window: int) -> Iterator[tuple[slice,
 # -- before sampling: rules for some tokens, and what the model thought -----------------------------------------------
 
 
-def mask_tokens(logits: Tensor, which: Tensor, words: Tensor) -> None:
-    """See `reference.mask_tokens`; in numpy, which has an instruction's worth of code for bits."""
-    octets = words.numpy().view(np.uint8)
+def apply_token_bitmask(logits: Tensor, mask_index: Tensor, bitmask: Tensor) -> None:
+    """See `reference.apply_token_bitmask`; in numpy, which has an instruction's worth of code for bits."""
+    octets = bitmask.numpy().view(np.uint8)
     forbidden = np.unpackbits(~octets, axis=1, count=logits.shape[1], bitorder="little").view(np.bool_)
-    for row, mask in zip(logits, which.tolist(), strict=True):
+    for row, mask in zip(logits, mask_index.tolist(), strict=True):
         if mask >= 0:
             row.masked_fill_(torch.from_numpy(forbidden[mask]), -torch.inf)
 
 
-def apply_rules(logits: Tensor, rules: LogitRules) -> None:
-    """See `reference.apply_rules`: penalties are worked out for the tokens that came up, not for the vocabulary."""
-    reference.apply_rules(logits, replace(rules, repetition=None))
-    if rules.repetition is not None:
-        _apply_penalties(logits, rules)
+def apply_logits_processors(logits: Tensor, params: LogitsProcessorParams) -> None:
+    """See `reference.apply_logits_processors`. Penalties are computed only for tokens that occurred before."""
+    reference.apply_logits_processors(logits, replace(params, repetition=None))
+    if params.repetition is not None:
+        _apply_penalties(logits, params)
 
 
-def _apply_penalties(logits: Tensor, rules: LogitRules) -> None:
+def _apply_penalties(logits: Tensor, params: LogitsProcessorParams) -> None:
     """By sorting (row, token) of all that came before; in numpy, which sorts and looks up ten times as fast."""
-    history, repetition, presence, frequency = rules.history, rules.repetition, rules.presence, rules.frequency
+    history, repetition, presence, frequency = params.history, params.repetition, params.presence, params.frequency
     assert history is not None and repetition is not None and presence is not None and frequency is not None
     vocab_size, table = logits.shape[1], logits.numpy()  # the same memory
     token_ids = history.token_ids.numpy()  # [num, max_len]
@@ -506,7 +506,7 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Ten
     """See `reference.token_logprobs`. Nothing is sorted but what is at least as likely as the last of the top."""
     if num_top > CANDIDATES or num_top > logits.shape[1]:
         return reference.token_logprobs(logits, token_ids, num_top)
-    wide = logits.to(reference.wide_dtype(logits.dtype))
+    wide = logits.to(reference.accumulation_dtype(logits.dtype))
     chosen = wide.gather(1, token_ids.unsqueeze(1))
     last = wide.topk(num_top, sorted=False).values.amin(1) if num_top else chosen
     ranks, top_ids = [], []
@@ -552,8 +552,8 @@ def _sample_all(logits: Tensor, params: SamplingTensors) -> Tensor:
     """Rows with a temperature and no filter. In torch one after the other: a row's integers stay in the caches."""
     keys = noise_keys(params.seed, params.sample_index, params.position)
     if (library := _native_for(logits)) is not None:
-        return library.race(logits, params.temperature.float().contiguous(), keys.contiguous())
-    wide = reference.wide_dtype(logits.dtype)
+        return library.sample(logits, params.temperature.float().contiguous(), keys.contiguous())
+    wide = reference.accumulation_dtype(logits.dtype)
     counters = torch.arange(1, logits.shape[1] + 1).mul_(GOLDEN)
     bits, scratch = torch.empty_like(counters), torch.empty_like(counters)
     tokens = torch.empty(len(logits), dtype=torch.int64)
@@ -579,11 +579,11 @@ def _sample_filtered(logits: Tensor, params: SamplingTensors) -> Tensor:
     """Rows with a temperature and a filter."""
     if logits.shape[1] <= CANDIDATES:
         return reference.sample(logits, params)
-    scaled = logits.to(reference.wide_dtype(logits.dtype)) / params.temperature.unsqueeze(1)
+    scaled = logits.to(reference.accumulation_dtype(logits.dtype)) / params.temperature.unsqueeze(1)
     token_ids = scaled.topk(CANDIDATES, sorted=False).indices.sort().values  # so that equals stay in the order of ids
     likely, order = scaled.gather(1, token_ids).sort(descending=True, stable=True)
     token_ids = token_ids.gather(1, order)
-    keep = reference.keep_of_ordered(
+    keep = reference.keep_mask(
         likely, params.top_k, params.top_p, params.min_p, log_total=scaled.logsumexp(1, keepdim=True)
     )
     keys = noise_keys(params.seed, params.sample_index, params.position)
@@ -604,7 +604,7 @@ def _sample_filtered(logits: Tensor, params: SamplingTensors) -> Tensor:
 
 def argmax(logits: Tensor) -> Tensor:
     """[...] int64, the first of equals. numpy's search runs at memory speed, torch's at a tenth of it."""
-    wide = logits.to(reference.wide_dtype(logits.dtype))
+    wide = logits.to(reference.accumulation_dtype(logits.dtype))
     return torch.as_tensor(wide.numpy(force=True).argmax(-1))
 
 

@@ -20,27 +20,27 @@ from torch import Tensor
 
 from octavo.errors import UnsupportedModelError
 from octavo.integers import cdiv
-from octavo.kernels.metadata import PER_ROW, LogitRules, RaggedBatch, SamplingTensors
+from octavo.kernels.metadata import PER_ROW_FIELDS, LogitsProcessorParams, RaggedBatch, SamplingTensors
 from octavo.kernels.row_state import (
-    BIASED,
+    ALLOWED_TOKENS,
     FIRST_STOP_ID,
     IN_PROMPT,
-    LIMITED,
+    LOGIT_BIAS,
     MAX_LOGPROBS,
+    MIN_TOKENS,
     NOT_FINITE,
     NOTHING_SAMPLED,
     NUM_LOGPROBS,
-    PATIENT,
-    PENALIZED,
-    DecodeStep,
+    PENALTIES,
+    DecodeInputs,
+    LogitsProcessorState,
     RowState,
-    RuleState,
 )
 
 Gate = Literal["", "silu", "gelu"]
 
 
-def max_thin_tokens(weight: Tensor) -> int:
+def max_small_batch_tokens(weight: Tensor) -> int:
     """Tokens of a pass up to which `norm_linear` and `add_linear` are faster than norms, products and sums apart, in
     layers with this weight."""
     return 0
@@ -49,7 +49,7 @@ def max_thin_tokens(weight: Tensor) -> int:
 # -- norms and activation ---------------------------------------------------------------------------------------------
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype to accumulate in: float32, float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -60,7 +60,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Rounded to x's dtype before the weight is applied, as the checkpoints of the Llama family were trained; a weight of
     another dtype, float32 beside x of 16 bits, is applied before (Gemma).
     """
-    wide = x.to(wide_dtype(x.dtype))
+    wide = x.to(accumulation_dtype(x.dtype))
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if weight.dtype != x.dtype:
         return (weight * (wide * scale)).to(x.dtype)
@@ -74,7 +74,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class NormedResidual:
     """A residual stream between two products, and what of the next norm is known where it is written.
 
     x         [num_tokens, size]
@@ -87,29 +87,33 @@ class Stream:
     squares: Tensor
 
 
-def begin_stream(x: Tensor, norm: Tensor) -> Stream:
+def make_normed_residual(x: Tensor, norm: Tensor) -> NormedResidual:
     """x [num_tokens, size], norm [size], the weight of the norm that comes first."""
-    wide = x.to(wide_dtype(x.dtype))
-    return Stream(x, (wide * norm).to(x.dtype), wide.square().sum(1)[None])
+    wide = x.to(accumulation_dtype(x.dtype))
+    return NormedResidual(x, (wide * norm).to(x.dtype), wide.square().sum(1)[None])
 
 
-def norm_linear(stream: Stream, eps: float, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
-    """rms_norm(stream) @ weight.T + bias, and where a gate is named, `silu_mul` or `gelu_mul` of that.
+def norm_linear(
+    residual: NormedResidual, eps: float, weight: Tensor, bias: Tensor | None = None, gate: Gate = ""
+) -> Tensor:
+    """rms_norm(residual) @ weight.T + bias, and where a gate is named, `silu_mul` or `gelu_mul` of that.
 
     weight [num_out, size], with a gate [2 * num_out, size], bias likewise -> [num_tokens, num_out]
     """
-    num_tokens, size = stream.x.shape
-    scale = torch.rsqrt(stream.squares.sum(0)[:num_tokens, None] / size + eps)
+    num_tokens, size = residual.x.shape
+    scale = torch.rsqrt(residual.squares.sum(0)[:num_tokens, None] / size + eps)
     wide = scale.dtype
-    y = F.linear(stream.weighted.to(wide), weight.to(wide)) * scale
-    y = (y if bias is None else y + bias).to(stream.x.dtype)
+    y = F.linear(residual.weighted.to(wide), weight.to(wide)) * scale
+    y = (y if bias is None else y + bias).to(residual.x.dtype)
     return y if not gate else silu_mul(y) if gate == "silu" else gelu_mul(y)
 
 
-def add_linear(stream: Stream, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor) -> Stream:
+def add_linear(
+    residual: NormedResidual, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor
+) -> NormedResidual:
     """The stream + x @ weight.T + bias; x [num_tokens, num_in], weight [size, num_in], norm [size] the weight of the
     norm that comes next."""
-    return begin_stream(stream.x + F.linear(x, weight, bias), norm)
+    return make_normed_residual(residual.x + F.linear(x, weight, bias), norm)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -153,7 +157,7 @@ def rope_table(
     cannot follow: here max_len decides, once. Up to the trained length it is plain rope; for more, what a sequence of
     max_len would have.
     """
-    wide = wide_dtype(dtype)
+    wide = accumulation_dtype(dtype)
     scaling = scaling or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "dynamic":
@@ -235,7 +239,7 @@ def apply_rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tupl
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.to(wide_dtype(x.dtype)).chunk(2, dim=-1)
+    first, second = x.to(accumulation_dtype(x.dtype)).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
@@ -283,8 +287,8 @@ def split_heads(projected: Tensor, kv_layer: Tensor) -> tuple[Tensor, Tensor, Te
     return q, k, v
 
 
-def project_heads(
-    stream: Stream,
+def project_qkv(
+    residual: NormedResidual,
     eps: float,
     weight: Tensor,
     bias: Tensor | None,
@@ -301,7 +305,7 @@ def project_heads(
 
     weight [(num_heads + 2 * num_kv_heads) * head_dim, size]
     """
-    q, k, v = split_heads(norm_linear(stream, eps, weight, bias), kv_layer)
+    q, k, v = split_heads(norm_linear(residual, eps, weight, bias), kv_layer)
     return rope_kv_write(
         q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, q_norm=q_norm, k_norm=k_norm, eps=norm_eps
     )
@@ -363,7 +367,7 @@ def paged_attention(
     -> [num_tokens, num_heads, head_dim]. A row without keys (padding) is 0, its lse -inf.
     """
     head_dim, num_kv_heads = q.shape[2], kv_layer.shape[2]
-    wide = wide_dtype(q.dtype)
+    wide = accumulation_dtype(q.dtype)
     out = torch.zeros_like(q)
     lse = q.new_full(q.shape[:2], -math.inf, dtype=wide)
     for s, (begin, end) in enumerate(pairwise(batch.query_start.tolist())):
@@ -431,7 +435,7 @@ def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
     probability p(t). The noise belongs to (seed, sample_index, position, token) alone, so that a draw depends neither
     on the row, nor on the batch, nor on how often a sequence was preempted.
     """
-    greedy = logits.to(wide_dtype(logits.dtype)).argmax(-1)
+    greedy = logits.to(accumulation_dtype(logits.dtype)).argmax(-1)
     if params.all_greedy:
         return greedy
     scores = filtered_logits(logits, params)
@@ -451,17 +455,15 @@ def filtered_logits(logits: Tensor, params: SamplingTensors) -> Tensor:
     Each keeps the likeliest token whatever its number. A greedy row (temperature 0) is divided by 1.
     """
     temperature = torch.where(params.temperature > 0, params.temperature, 1.0)
-    scaled = logits.to(wide_dtype(logits.dtype)) / temperature.unsqueeze(-1)
+    scaled = logits.to(accumulation_dtype(logits.dtype)) / temperature.unsqueeze(-1)
     if not params.any_filter:
         return scaled
     ordered, token_ids = scaled.sort(dim=-1, descending=True, stable=True)
-    keep = keep_of_ordered(ordered, params.top_k, params.top_p, params.min_p)
+    keep = keep_mask(ordered, params.top_k, params.top_p, params.min_p)
     return scaled.masked_fill(torch.empty_like(keep).scatter_(-1, token_ids, ~keep), -math.inf)
 
 
-def keep_of_ordered(
-    ordered: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, log_total: Tensor | None = None
-) -> Tensor:
+def keep_mask(ordered: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, log_total: Tensor | None = None) -> Tensor:
     """What the filters keep of logits in descending order, [num_rows, num_logits] bool; see `filtered_logits`.
 
     log_total [num_rows, 1] is the log-sum-exp of all logits where `ordered` holds only the likeliest of them.
@@ -536,19 +538,21 @@ def exponential_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
 # -- before sampling: rules for some tokens, and what the model thought -----------------------------------------------
 
 
-def mask_tokens(logits: Tensor, which: Tensor, words: Tensor) -> None:
-    """Rule out, in place, by -inf: of logits' row i, each token t whose bit t % 32 of words[which[i], t // 32] is 0;
-    none where which[i] is -1.
+def apply_token_bitmask(logits: Tensor, mask_index: Tensor, bitmask: Tensor) -> None:
+    """Set logits of forbidden tokens to -inf, in place.
 
-    which [num_rows] int32, words [num_masks, ceil(vocab_size / 32)] int32
+    Token t of row i is forbidden where bit t % 32 of bitmask[mask_index[i], t // 32] is 0. A mask_index of -1 forbids
+    nothing.
+
+    logits [num_rows, vocab_size], mask_index [num_rows] int32, bitmask [num_masks, ceil(vocab_size / 32)] int32
     """
-    bits = (words.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
+    bits = (bitmask.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=bitmask.device)) & 1
     forbidden = bits.flatten(1)[:, : logits.shape[1]] == 0
-    rows = torch.nonzero(which >= 0).squeeze(1)
-    logits[rows] = logits[rows].masked_fill(forbidden[which[rows].long()], -math.inf)
+    rows = torch.nonzero(mask_index >= 0).squeeze(1)
+    logits[rows] = logits[rows].masked_fill(forbidden[mask_index[rows].long()], -math.inf)
 
 
-def best_tokens(logits: Tensor, num: int) -> Tensor:
+def packed_top_logprobs(logits: Tensor, num: int) -> Tensor:
     """What `token_logprobs` says of the likeliest token of each row of logits [num_rows, vocab_size], as words:
     [num_rows, 2 + 2 * num] int32. First the bits of its log-probability as float32, its rank, 0 where a number is not
     finite, then the likeliest tokens, and the bits of their log-probabilities. Of a vocabulary of fewer tokens, all."""
@@ -557,25 +561,25 @@ def best_tokens(logits: Tensor, num: int) -> Tensor:
     return torch.cat([best[:, :1], finite_rows(logits).int().unsqueeze(1), ids, best], 1)
 
 
-def apply_rules(logits: Tensor, rules: LogitRules) -> None:
+def apply_logits_processors(logits: Tensor, params: LogitsProcessorParams) -> None:
     """Change logits [num_rows, vocab_size] in place: tokens ruled out become -inf, then biases, then penalties."""
-    if rules.limited is not None and rules.allowed is not None:
-        kept = logits[rules.allowed]
-        logits[rules.limited] = -math.inf
-        logits[rules.allowed] = kept
-    if rules.banned is not None:
-        logits[rules.banned] = -math.inf
-    if rules.words is not None:
-        logits[words_to_ban(rules)] = -math.inf
-    if rules.bias is not None and rules.bias_values is not None:
-        logits[rules.bias] += rules.bias_values.to(logits.dtype)
-    if rules.repetition is not None:
-        apply_penalties(logits, rules)
+    if params.allowed_rows is not None and params.allowed_tokens is not None:
+        kept = logits[params.allowed_tokens]
+        logits[params.allowed_rows] = -math.inf
+        logits[params.allowed_tokens] = kept
+    if params.banned_tokens is not None:
+        logits[params.banned_tokens] = -math.inf
+    if params.bad_words is not None:
+        logits[find_banned_words(params)] = -math.inf
+    if params.bias_tokens is not None and params.bias_values is not None:
+        logits[params.bias_tokens] += params.bias_values.to(logits.dtype)
+    if params.repetition is not None:
+        apply_penalties(logits, params)
 
 
-def words_to_ban(rules: LogitRules) -> tuple[Tensor, Tensor]:
+def find_banned_words(params: LogitsProcessorParams) -> tuple[Tensor, Tensor]:
     """(row of logits, token) of every word of which all but the last token has just come."""
-    history, words, of = rules.history, rules.words, rules.word_rows
+    history, words, of = params.history, params.bad_words, params.bad_word_rows
     assert history is not None and words is not None and of is not None
     num_before = words.shape[1] - 1
     back = torch.arange(-num_before, 0, device=words.device)  # how far each token of a word lies before its last
@@ -586,14 +590,14 @@ def words_to_ban(rules: LogitRules) -> tuple[Tensor, Tensor]:
     return history.rows[of[hits]], words[hits, -1]
 
 
-def apply_penalties(logits: Tensor, rules: LogitRules) -> None:
-    """In place; for the rows of `rules.history`, each token by how often it came before:
+def apply_penalties(logits: Tensor, params: LogitsProcessorParams) -> None:
+    """In place; for the rows of `params.history`, each token by how often it came before:
 
     repetition   in prompt or output: a positive logit is divided by it, another multiplied (arXiv 1909.05858, 4.1)
     frequency    subtracted for each time in the output
     presence     subtracted once where it is in the output
     """
-    history, repetition, presence, frequency = rules.history, rules.repetition, rules.presence, rules.frequency
+    history, repetition, presence, frequency = params.history, params.repetition, params.presence, params.frequency
     assert history is not None and repetition is not None and presence is not None and frequency is not None
     token_ids, dtype = history.token_ids.long(), logits.dtype
     positions = torch.arange(token_ids.shape[1], device=logits.device)
@@ -618,7 +622,7 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Ten
     from 1, the likeliest tokens [num_rows, num_top] int64, best first and the lowest id first of equals, and their
     log-probabilities [num_rows, num_top]). Equally likely tokens have the same rank.
     """
-    logprobs = logits.to(wide_dtype(logits.dtype)).log_softmax(-1)
+    logprobs = logits.to(accumulation_dtype(logits.dtype)).log_softmax(-1)
     chosen = logprobs.gather(1, token_ids.unsqueeze(1))
     ranks = (logprobs > chosen).sum(1) + 1
     top, top_ids = logprobs.sort(dim=1, descending=True, stable=True)
@@ -628,28 +632,28 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Ten
 # -- decoding without the host ----------------------------------------------------------------------------------------
 
 
-def prepare_decode_inputs(state: RowState, step: DecodeStep, block_size: int) -> None:
+def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int) -> None:
     """From the rows to the inputs of one pass that computes one position of each: fill the step's second part."""
-    batch, sampling = step.batch, step.sampling
-    position = step.starts + step.step_counter[1]
-    live = (position < step.ends) & ~state.done[step.rows]
+    batch, sampling = inputs.batch, inputs.sampling
+    position = inputs.starts + inputs.step_counter[1]
+    live = (position < inputs.ends) & ~state.done[inputs.rows]
     position = torch.where(live, position, 0)
-    tables = state.block_tables[step.rows, : batch.block_tables.shape[1]]  # [num_slices, max_blocks]
+    tables = state.block_tables[inputs.rows, : batch.block_tables.shape[1]]  # [num_slices, max_blocks]
     block = tables.gather(1, (position // block_size).unsqueeze(1)).squeeze(1).long()
-    step.live_rows.copy_(torch.where(live, step.rows, state.null_row))
-    step.token_ids.copy_(state.last_token[step.rows])
+    inputs.live_rows.copy_(torch.where(live, inputs.rows, state.null_row))
+    inputs.token_ids.copy_(state.last_token[inputs.rows])
     batch.positions.copy_(position)
     batch.slot_mapping.copy_(torch.where(live, block * block_size + position % block_size, 0))
     batch.seq_lens.copy_(torch.where(live, position + 1, 0))
     batch.block_tables.copy_(tables)
-    if batch.common_lens is not None:
+    if batch.common_prefix_lens is not None:
         both = torch.where(live[1:] & live[:-1], torch.minimum(position[1:], position[:-1]), 0)
         column = torch.arange(tables.shape[1], device=tables.device)
         same = (tables[1:] == tables[:-1]) & (column < (both // block_size).unsqueeze(1))
-        batch.common_lens[:1] = 0
-        batch.common_lens[1:] = same.int().cumprod(1).sum(1) * block_size
-    own = state.sampling(step.rows, torch.full_like(step.rows, -1), position + 1)
-    for name in PER_ROW:
+        batch.common_prefix_lens[:1] = 0
+        batch.common_prefix_lens[1:] = same.int().cumprod(1).sum(1) * block_size
+    own = state.sampling(inputs.rows, torch.full_like(inputs.rows, -1), position + 1)
+    for name in PER_ROW_FIELDS:
         getattr(sampling, name).copy_(getattr(own, name))
 
 
@@ -682,20 +686,24 @@ def prepare_prefill_inputs(
     batch.block_tables.copy_(tables)
 
 
-def draw(logits: Tensor, params: SamplingTensors, masks: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """`sample`, but -1 for a row whose logits are not all finite -> [num_rows] int64.
+def sample_checked(logits: Tensor, params: SamplingTensors, masks: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """`sample` with a token bitmask and a check of the logits -> [num_rows] int64.
 
-    masks   `which` and `words` of `mask_tokens`, which changes the logits first; -2 for a row that has nothing left
+    masks   (mask_index, bitmask) of `apply_token_bitmask`, applied to the logits first. None: no mask
+
+    A row with non-finite logits gets -1, a row whose tokens are all masked -2.
     """
     finite = finite_rows(logits)
     if masks is not None:
-        mask_tokens(logits, *masks)
+        apply_token_bitmask(logits, *masks)
     tokens = sample(torch.where(finite.unsqueeze(1), logits, 0.0), params)
     is_left = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) > -math.inf
     return torch.where(finite, torch.where(is_left, tokens, -2), -1)
 
 
-def tell_tokens(rules: RuleState, rows: Tensor, starts: Tensor, begins: Tensor, token_ids: Tensor) -> None:
+def init_token_counts(
+    processors: LogitsProcessorState, rows: Tensor, starts: Tensor, begins: Tensor, token_ids: Tensor
+) -> None:
     """The host says tokens of penalized rows; those at positions that are counted already change nothing.
 
     rows, starts [num_slices] int64, no row twice: the row's tokens from position `starts` on are
@@ -703,63 +711,70 @@ def tell_tokens(rules: RuleState, rows: Tensor, starts: Tensor, begins: Tensor, 
     """
     ends = zip(begins[:-1].tolist(), begins[1:].tolist(), strict=True)
     for row, start, (begin, end) in zip(rows.tolist(), starts.tolist(), ends, strict=True):
-        known, prompt = int(rules.counted[row]), int(rules.num_prompt[row])
+        known, prompt = int(processors.num_counted[row]), int(processors.num_prompt[row])
         for position, token in enumerate(token_ids[begin:end].tolist(), start):
             if position >= known:
                 if position < prompt:
-                    rules.counts[row, token] |= IN_PROMPT
+                    processors.counts[row, token] |= IN_PROMPT
                 else:
-                    rules.counts[row, token] += 1
-        rules.counted[row] = max(known, start + end - begin)
+                    processors.counts[row, token] += 1
+        processors.num_counted[row] = max(known, start + end - begin)
 
 
-def note_tokens(rules: RuleState, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
+def update_token_counts(processors: LogitsProcessorState, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
     """Of what was sampled, each token at its position, what rows that ask for anything will have to know; not of
-    tokens below 0. All [num_draws] int64, contiguous, and no row that asks twice."""
+    tokens below 0. All [num_samples] int64, contiguous, and no row with processors twice."""
     assert rows.is_contiguous() and positions.is_contiguous() and tokens.is_contiguous()
-    asks = rules.asks[rows]
-    good = (tokens >= 0) & (asks != 0)
-    rules.history[rows[good], positions[good]] = tokens[good].int()
-    good &= (asks & PENALIZED) != 0
+    enabled = processors.enabled[rows]
+    good = (tokens >= 0) & (enabled != 0)
+    processors.history[rows[good], positions[good]] = tokens[good].int()
+    good &= (enabled & PENALTIES) != 0
     rows = rows[good]
-    rules.counts[rows, tokens[good]] += 1
-    rules.counted[rows] = positions[good].int() + 1
+    processors.counts[rows, tokens[good]] += 1
+    processors.num_counted[rows] = positions[good].int() + 1
 
 
-def apply_row_rules(logits: Tensor, rows: Tensor, positions: Tensor, state: RowState, rules: RuleState) -> None:
-    """Change logits [num_draws, vocab_size] float32 in place as each one's row asks: biases, then penalties, and -inf
-    for tokens that are ruled out. rows, positions [num_draws] int64, the latter those that the draws' tokens will
+def apply_row_logits_processors(
+    logits: Tensor, rows: Tensor, positions: Tensor, state: RowState, processors: LogitsProcessorState
+) -> None:
+    """Change logits [num_samples, vocab_size] float32 in place as each one's row asks: biases, then penalties, and -inf
+    for tokens that are ruled out. rows, positions [num_samples] int64, the latter those that the draws' tokens will
     have."""
     for line, row, position in zip(logits, rows.tolist(), positions.tolist(), strict=True):
-        asks = int(rules.asks[row])
-        if asks & BIASED:
-            ids = rules.bias_ids[row]
-            line[ids[ids >= 0].long()] += rules.bias[row][ids >= 0]
-        if asks & PATIENT and position < int(rules.min_length[row]):
-            stops = state.setup[row, FIRST_STOP_ID:]
+        enabled = int(processors.enabled[row])
+        if enabled & LOGIT_BIAS:
+            ids = processors.bias_ids[row]
+            line[ids[ids >= 0].long()] += processors.bias_values[row][ids >= 0]
+        if enabled & MIN_TOKENS and position < int(processors.min_length[row]):
+            stops = state.sampling_params[row, FIRST_STOP_ID:]
             line[stops[stops >= 0]] = -math.inf
-        if asks & PENALIZED:
-            repetition, presence, frequency = rules.penalties[row]
-            num_output = rules.counts[row] & (IN_PROMPT - 1)
+        if enabled & PENALTIES:
+            repetition, presence, frequency = processors.penalties[row]
+            num_output = processors.counts[row] & (IN_PROMPT - 1)
             penalized = torch.where(line > 0, line / repetition, line * repetition)
-            line.copy_(torch.where(rules.counts[row] != 0, penalized, line))
+            line.copy_(torch.where(processors.counts[row] != 0, penalized, line))
             line -= frequency * num_output + presence * (num_output > 0)
-        if asks & LIMITED:
-            mask_tokens(line.unsqueeze(0), torch.zeros(1, dtype=torch.int32), rules.allowed[row].unsqueeze(0))
+        if enabled & ALLOWED_TOKENS:
+            apply_token_bitmask(
+                line.unsqueeze(0), torch.zeros(1, dtype=torch.int32), processors.allowed_bitmask[row].unsqueeze(0)
+            )
 
 
 def write_logprobs(
     state: RowState, rows: Tensor, logits: Tensor, tokens: Tensor, ring: Tensor, step_counter: Tensor
 ) -> None:
-    """What the model thought of tokens, for the host, where their rows ask for it; before `commit_sampled_tokens`.
+    """Write log-probabilities of sampled tokens to the host's ring, for rows that return them.
 
-    rows    [num_draws] int64
-    logits  [num_draws, vocab_size], as the model gave them
-    tokens  [num_draws] int64; of a negative one nothing is told
-    ring    [num_columns, at least num_draws, 2 + 2 * MAX_LOGPROBS] int32; in column step_counter[0] each gets a line of
-            words, see `best_tokens`: of as many tokens as the row asks for, the bits at 2 + MAX_LOGPROBS
+    Runs before `commit_sampled_tokens`.
+
+    rows    [num_samples] int64
+    logits  [num_samples, vocab_size], unprocessed
+    tokens  [num_samples] int64; a negative one is skipped
+    ring    [num_columns, at least num_samples, 2 + 2 * MAX_LOGPROBS] int32. Column step_counter[0] gets a line for each
+            sample, as `packed_top_logprobs` packs it, with as many top tokens as the row returns; the bits of their
+            log-probabilities begin at 2 + MAX_LOGPROBS
     """
-    for i, num in enumerate(state.setup[rows, NUM_LOGPROBS].tolist()):
+    for i, num in enumerate(state.sampling_params[rows, NUM_LOGPROBS].tolist()):
         if num < 0 or tokens[i] < 0:
             continue
         chosen, rank, ids, best = token_logprobs(logits[i : i + 1].float(), tokens[i : i + 1], num)
@@ -770,17 +785,17 @@ def write_logprobs(
 
 
 def commit_sampled_tokens(state: RowState, rows: Tensor, tokens: Tensor, ring: Tensor, step_counter: Tensor) -> None:
-    """From the tokens of a pass to the rows, and into the ring for the host; advances the step counter.
+    """Store the sampled tokens of a pass in the row state and in the host's ring, and advance the step counter.
 
-    rows    [num_draws] int64, whose each token is; several draws may be of one row, which the host goes on with
-    tokens  [num_draws] int64 from `draw`; -2 where all were ruled out
-    ring    [num_columns, at least num_draws] int32; column step_counter[0] is filled: the token, or a mark of
-            `kernels.row_state`
+    rows    [num_samples] int64, the row of each sample. Several samples of one row are resolved by the host
+    tokens  [num_samples] int64 from `sample_checked`: -1 for non-finite logits, -2 where every token was masked
+    ring    [num_columns, at least num_samples] int32. Column step_counter[0] gets each token, or NOTHING_SAMPLED,
+            NOT_FINITE or NO_TOKEN_LEFT of `row_state`
     """
     alive = ~state.done[rows]
     told = torch.where(tokens < 0, tokens + (NOT_FINITE + 1), tokens)
     ring[step_counter[0], : len(rows)] = torch.where(alive, told, NOTHING_SAMPLED).to(ring.dtype)
-    stops = (tokens < 0) | (state.setup[rows, FIRST_STOP_ID:] == tokens.unsqueeze(1)).any(1)
+    stops = (tokens < 0) | (state.sampling_params[rows, FIRST_STOP_ID:] == tokens.unsqueeze(1)).any(1)
     good = alive & (tokens >= 0)
     state.last_token[rows[good]] = tokens[good]
     state.done[rows[alive & stops]] = True

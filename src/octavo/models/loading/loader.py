@@ -31,14 +31,14 @@ from octavo.errors import CheckpointError, cut
 from octavo.models.config import DecoderSpec, GPTSpec, ModelSpec
 from octavo.models.decoder import Decoder
 from octavo.models.gpt import GPT
-from octavo.models.linear import ALONE, Matrix, TensorParallel, Weight
+from octavo.models.linear import SINGLE_RANK, PackableWeight, TensorParallel, Weight
 
 PIECE_ELEMENTS = 1 << 20  # 4 MB of float32: small enough for the caches, large enough to hide the calls
 MAX_THREADS = 4  # copying saturates memory long before it runs out of cores
 
 
 Model = Decoder | GPT
-Finish = Callable[[Matrix], None]
+Finish = Callable[[PackableWeight], None]
 
 
 def empty_model(
@@ -47,7 +47,7 @@ def empty_model(
     ops: ModuleType,
     dtype: torch.dtype,
     device: torch.device | str,
-    tp: TensorParallel = ALONE,
+    tp: TensorParallel = SINGLE_RANK,
     max_len: int | None = None,
 ) -> Model:
     """The model that `spec` describes, its weights yet to be filled; on "meta", what it would take."""
@@ -64,7 +64,7 @@ def load_decoder(
     dtype: torch.dtype,
     device: torch.device | str,
     ops: ModuleType,
-    tp: TensorParallel = ALONE,
+    tp: TensorParallel = SINGLE_RANK,
     max_len: int | None = None,
     finish: Finish | None = None,
 ) -> Model:
@@ -302,7 +302,7 @@ def _fill(model: Model, stored: dict[str, Stored], finish: Finish | None) -> Ite
     """Copy every weight, in pieces, by several threads; gives a problem for each weight that cannot be used."""
     num_threads = min(MAX_THREADS, os.cpu_count() or 1)
     problems: dict[str, None] = {}  # one line a weight, not one a piece
-    ahead: deque[tuple[Matrix | None, list[Future[str | None]]]] = deque()
+    ahead: deque[tuple[PackableWeight | None, list[Future[str | None]]]] = deque()
 
     def settle() -> None:
         matrix, pieces = ahead.popleft()
@@ -324,13 +324,13 @@ def _fill(model: Model, stored: dict[str, Stored], finish: Finish | None) -> Ite
     yield from problems
 
 
-def _by_matrix(model: Model) -> Iterator[tuple[Matrix | None, list[Weight]]]:
+def _by_matrix(model: Model) -> Iterator[tuple[PackableWeight | None, list[Weight]]]:
     """The model's weights in groups, each of those that lie in one matrix; None for all that are in none.
 
     A matrix's weights are views into it, so its memory is free only when they are forgotten: the list is the caller's.
     """
     matrix_at = {matrix.weight.untyped_storage().data_ptr(): matrix for matrix in model.matrices()}
-    groups: dict[Matrix | None, list[Weight]] = {None: []}
+    groups: dict[PackableWeight | None, list[Weight]] = {None: []}
     for weight in model.weights():
         groups.setdefault(matrix_at.get(weight.tensor.untyped_storage().data_ptr()), []).append(weight)
     for matrix in list(groups):

@@ -193,7 +193,7 @@ def _pass(model: Model, kv: torch.Tensor, counts: list[int], ops: ModuleType) ->
     )
     logits = model.forward(torch.zeros(num_tokens, dtype=torch.int64, device="cuda"), batch, kv, ends[1:] - 1)
     zeros = [0] * num_seqs
-    ops.draw(logits, SamplingTensors.from_lists(*[zeros] * 7, device="cuda"))
+    ops.sample_checked(logits, SamplingTensors.from_lists(*[zeros] * 7, device="cuda"))
 
 
 def gib(num_bytes: float) -> str:

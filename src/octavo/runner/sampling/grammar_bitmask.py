@@ -16,7 +16,7 @@ from octavo.runner.streams import SideStream
 class BitmaskBuffer:
     """Memory on the device for the masks of one pass. It stays where it is, because captured graphs read it there.
 
-    which   [num_lines] int32, words [num_lines, num_words] int32: see `reference.mask_tokens`
+    which   [num_lines] int32, words [num_lines, num_words] int32: see `reference.apply_token_bitmask`
     """
 
     def __init__(self, num_lines: int, vocab_size: int, device: torch.device) -> None:

@@ -95,7 +95,7 @@ class HostSamplingRunner(ModelRunner):
         self.sampler.apply(plan)
         for setup in plan.row_setups:
             rules = self.sampler.rules[setup.row]
-            if setup.decides or (rules is not None and not is_for_device(rules)):
+            if setup.returns_candidates or (rules is not None and not is_for_device(rules)):
                 self._asking.add(setup.row)
             else:
                 self._asking.discard(setup.row)
@@ -115,32 +115,32 @@ class HostSamplingRunner(ModelRunner):
                 self.rows.done[plan.rows[i]] = False
         wanted: list[SampleSpec | None] = []
         for i in slices:
-            if plan.samples[i] <= column:
+            if plan.num_sampled[i] <= column:
                 wanted.append(None)
                 continue
-            position = plan.starts[i] + plan.counts[i] - plan.samples[i] + column + 1
+            position = plan.starts[i] + plan.counts[i] - plan.num_sampled[i] + column + 1
             draws = self._draws_of(plan, i, position)
             wanted += [None] * len(draws) if self.rows.done[plan.rows[i]] else draws
         return wanted
 
     def decides(self, row: int) -> bool:
         """Whether the host chooses its tokens: a beam's."""
-        return self._setup_of(row).decides
+        return self._setup_of(row).returns_candidates
 
     def candidates_wanted(self, plan: StepPlan) -> int:
         """How many of the likeliest tokens to find for every slice, where that is all that a decode step is for; else
         0."""
-        if plan.masked or len(plan.draws) < len(plan.rows):
+        if plan.bitmask_slices or len(plan.num_samples) < len(plan.rows):
             return 0
-        free = all(self._setup_of(row).decides and self.sampler.rules[row] is None for row in plan.rows)
-        return max(plan.draws.values()) if free else 0
+        free = all(self._setup_of(row).returns_candidates and self.sampler.rules[row] is None for row in plan.rows)
+        return max(plan.num_samples.values()) if free else 0
 
     def candidates(self, plan: StepPlan, best: Tensor) -> StepResult:
-        """best [num_slices, 2 + 2 * num]: see `reference.best_tokens`. Waits for it."""
+        """best [num_slices, 2 + 2 * num]: see `reference.packed_top_logprobs`. Waits for it."""
         words = best.cpu()[: len(plan.rows)]  # graphs draw for padding, too
         half = 1 + words.shape[1] // 2
         tokens, logprobs = words[:, 2:half].tolist(), words[:, half:].view(torch.float32).tolist()
-        told = [list(zip(logprobs[i], tokens[i], strict=True))[: plan.draws[i]] for i in range(len(plan.rows))]
+        told = [list(zip(logprobs[i], tokens[i], strict=True))[: plan.num_samples[i]] for i in range(len(plan.rows))]
         return StepResult(told, {i: NOT_FINITE for i, rank in enumerate(words[:, 1].tolist()) if not rank})
 
     def read_done(self) -> None:
@@ -176,8 +176,8 @@ class HostSamplingRunner(ModelRunner):
         column = columns[-1]
         noted: list[tuple[int, int, int]] = []
         for i, tokens in enumerate(column.tokens):
-            if tokens and i not in plan.draws and i not in column.errors:
-                position = plan.starts[i] + plan.counts[i] - plan.samples[i] + len(columns)
+            if tokens and i not in plan.num_samples and i not in column.errors:
+                position = plan.starts[i] + plan.counts[i] - plan.num_sampled[i] + len(columns)
                 noted.append((plan.rows[i], position, tokens[0]))
         # Transposed here: kernels take each of the three for contiguous.
         table = torch.tensor(noted, dtype=torch.int64).reshape(-1, 3).T.contiguous()

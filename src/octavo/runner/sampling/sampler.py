@@ -21,7 +21,7 @@ from torch import Tensor
 
 from octavo.core.plan import RowSetup, StepPlan, TokenLogprobs
 from octavo.engine.executor import GrammarBitmask
-from octavo.kernels.metadata import LogitRules, SamplingTensors, TokenHistory
+from octavo.kernels.metadata import LogitsProcessorParams, SamplingTensors, TokenHistory
 
 NOT_FINITE = "the model gave numbers that are not finite for this request"
 NO_ALLOWED_TOKEN = (
@@ -59,7 +59,7 @@ class SamplerOutput(NamedTuple):
 class RowLogitsProcessors:
     """What a row's request asks beyond noise, temperature and filters, as tensors that are made once.
 
-    words   [num_words, longest] int64, see `LogitRules`; None: no bad words
+    words   [num_words, longest] int64, see `LogitsProcessorParams`; None: no bad words
     stops   what min_tokens rules out; None: nothing
     """
 
@@ -67,11 +67,11 @@ class RowLogitsProcessors:
         params = setup.sampling_params
         self.num_prompt = setup.num_prompt
         self.min_length = setup.num_prompt + params.min_tokens
-        self.num_logprobs = 0 if params.logprobs is None and params.ranks else params.logprobs
+        self.num_logprobs = 0 if params.logprobs is None and params.selects_best_of else params.logprobs
         has_output = setup.token_ids is not None and len(setup.token_ids) > setup.num_prompt
         self.num_prompt_logprobs = None if has_output else params.prompt_logprobs  # told before the first token was
         self.needs_history = params.needs_history
-        self.penalizes = params.penalizes
+        self.has_penalties = params.has_penalties
         self.penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         self.allowed_token_ids = params.allowed_token_ids
         self.allowed = None if params.allowed_token_ids is None else _ids(params.allowed_token_ids, device)
@@ -88,7 +88,7 @@ class RowLogitsProcessors:
     def of(cls, setup: RowSetup, device: torch.device | str) -> RowLogitsProcessors | None:
         """None for a request that asks for nothing of the kind."""
         p = setup.sampling_params
-        asks = p.needs_history or p.logprobs is not None or p.ranks or p.logit_bias or p.min_tokens
+        asks = p.needs_history or p.logprobs is not None or p.selects_best_of or p.logit_bias or p.min_tokens
         return cls(setup, device) if asks or p.allowed_token_ids is not None else None
 
     @property
@@ -163,9 +163,9 @@ class Sampler:
             which = mask_indices(masks, [draw.slice_index for draw in draws])
             masked = np.flatnonzero(which >= 0).tolist()
             on_device = [to_device(torch.from_numpy(words), self.device) for words in (which, masks.bitmask)]
-            self.ops.mask_tokens(logits, *on_device)
+            self.ops.apply_token_bitmask(logits, *on_device)
         if ruled:
-            self.ops.apply_rules(logits, self._gathered(draws, ruled))
+            self.ops.apply_logits_processors(logits, self._gathered(draws, ruled))
         chosen: Tensor = self.ops.sample(logits, sampling or self._tensors(draws))
         self._remember(draws, ruled, chosen)
         # Of draws that tokens are ruled out for, those that all are: then even the one that was sampled is.
@@ -208,26 +208,26 @@ class Sampler:
 
     # -- rules ---------------------------------------------------------------------------------------------------------
 
-    def _gathered(self, draws: Seq[SampleSpec], ruled: list[tuple[int, RowLogitsProcessors]]) -> LogitRules:
+    def _gathered(self, draws: Seq[SampleSpec], ruled: list[tuple[int, RowLogitsProcessors]]) -> LogitsProcessorParams:
         """The rules of all rows, as the kernels want them."""
         allowed = [(i, r.allowed) for i, r in ruled if r.allowed is not None]
         banned = [(i, r.stops) for i, r in ruled if r.stops is not None and draws[i].position < r.min_length]
         bias = [(i, r.bias) for i, r in ruled if r.bias is not None]
         values = [r.bias_values for _, r in ruled if r.bias_values is not None]
-        rules = LogitRules(
-            limited=self._ids([i for i, _ in allowed]) if allowed else None,
-            allowed=self._pairs(allowed),
-            banned=self._pairs(banned),
-            bias=self._pairs(bias),
+        rules = LogitsProcessorParams(
+            allowed_rows=self._ids([i for i, _ in allowed]) if allowed else None,
+            allowed_tokens=self._pairs(allowed),
+            banned_tokens=self._pairs(banned),
+            bias_tokens=self._pairs(bias),
             bias_values=torch.cat(values) if values else None,
         )
-        back = [(i, r) for i, r in ruled if r.penalizes or r.words is not None]
+        back = [(i, r) for i, r in ruled if r.has_penalties or r.words is not None]
         if back:
             self._look_back(rules, draws, back)
         return rules
 
     def _look_back(
-        self, rules: LogitRules, draws: Seq[SampleSpec], back: list[tuple[int, RowLogitsProcessors]]
+        self, rules: LogitsProcessorParams, draws: Seq[SampleSpec], back: list[tuple[int, RowLogitsProcessors]]
     ) -> None:
         """The part of the rules that reads the tokens so far."""
         num_tokens = [draws[i].position for i, _ in back]
@@ -237,14 +237,14 @@ class Sampler:
             num_prompt=self._ids([r.num_prompt for _, r in back]),
             num_tokens=self._ids(num_tokens),
         )
-        if any(r.penalizes for _, r in back):
+        if any(r.has_penalties for _, r in back):
             penalties = torch.tensor([r.penalties for _, r in back], dtype=torch.float32)
             rules.repetition, rules.presence, rules.frequency = to_device(penalties, self.device).unbind(1)
         words = [(j, r.words) for j, (_, r) in enumerate(back) if r.words is not None]
         if words:
             longest = max(w.shape[1] for _, w in words)
-            rules.words = torch.cat([F.pad(w, (longest - w.shape[1], 0), value=-1) for _, w in words])
-            rules.word_rows = self._ids([j for j, w in words for _ in range(len(w))])
+            rules.bad_words = torch.cat([F.pad(w, (longest - w.shape[1], 0), value=-1) for _, w in words])
+            rules.bad_word_rows = self._ids([j for j, w in words for _ in range(len(w))])
 
     def _pairs(self, lists: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor] | None:
         """(row, token) of every token of every row's list; None without any."""

@@ -17,7 +17,7 @@ from octavo.errors import UsageError
 from octavo.frontend.cooperative import YIELD_POINT
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind, SamplingParams
-from octavo.params.structured_outputs import MOST_CHARS, StructuredOutputsParams
+from octavo.params.structured_outputs import MAX_CHARS, StructuredOutputsParams
 from octavo.params.validation import INT32
 from octavo.serve.http import json_parser
 from octavo.serve.openai import schema as fields
@@ -33,7 +33,7 @@ MAX_BAD_CHARS = 1 << 16
 """Of all bad words together."""
 MAX_CALLS = 4096
 """Of tools, in all messages."""
-MAX_ARGUMENT_CHARS = MOST_CHARS
+MAX_ARGUMENT_CHARS = MAX_CHARS
 """Of one call's arguments."""
 MAX_TEMPLATE_KWARGS = 64
 MAX_TOP_LOGPROBS = 20
@@ -643,8 +643,8 @@ def parse_structured_output(given: Mapping[str, Any]) -> dict[str, Any] | None:
 def _check_schema_size(schema: Any, what: str, param: str) -> None:
     """Before work that takes a hundred times as long."""
     with contextlib.suppress(OverflowError):  # an integer of more than 64 bits: the check behind it has them
-        if (size := len(msgspec.json.encode(schema))) > MOST_CHARS:
-            text = f"{what} {size} characters, at most {MOST_CHARS} can be kept to; send a smaller schema"
+        if (size := len(msgspec.json.encode(schema))) > MAX_CHARS:
+            text = f"{what} {size} characters, at most {MAX_CHARS} can be kept to; send a smaller schema"
             raise bad_request("invalid_json_schema", text, param)
 
 

@@ -37,7 +37,7 @@ class MadeUpBeams:
         return found
 
     def samples(self, setup: RowSetup, position: int, count: int) -> list[Any]:
-        if not setup.decides:
+        if not setup.returns_candidates:
             return [OUTPUT_TOKEN] * count
         return self._lists[self._random.randrange(NUM_LISTS)][:count]
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from octavo.config import EngineArgs
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan
 from octavo.simulate import traces
 from octavo.simulate.allocators import BatchCache, ContiguousCache, Estimate, maximum, oracle, pow2
@@ -227,13 +227,13 @@ def setup_for(
 
 def _contiguous(
     num_blocks: int, block_size: int, num_host_blocks: int, num_rows: int, prefixes: bool, **how: Any
-) -> KVCache:
+) -> KVCacheManager:
     return ContiguousCache(num_blocks, block_size, num_rows=num_rows, **how)
 
 
 def _batched(
     num_blocks: int, block_size: int, num_host_blocks: int, num_rows: int, prefixes: bool, **how: Any
-) -> KVCache:
+) -> KVCacheManager:
     return BatchCache(num_blocks, block_size, num_rows=num_rows, **how)
 
 

@@ -31,13 +31,13 @@ def alike(seq_lens: list[int], common: list[int], *, block_size: int = 16, **sha
             for rows in (case.keys, case.values):
                 rows[i][:, :num_tokens] = rows[i - 1][:, :num_tokens]
     batch = RaggedBatch.from_lists([1] * len(seq_lens), seq_lens, case.tables, block_size)
-    case.batch = replace(batch, common_lens=torch.tensor(common, dtype=torch.int32))
+    case.batch = replace(batch, common_prefix_lens=torch.tensor(common, dtype=torch.int32))
     return case
 
 
 def moved(case: Case) -> RaggedBatch:
-    assert case.batch.common_lens is not None
-    return replace(on_device(case.batch), common_lens=case.batch.common_lens.to(DEVICE))
+    assert case.batch.common_prefix_lens is not None
+    return replace(on_device(case.batch), common_prefix_lens=case.batch.common_prefix_lens.to(DEVICE))
 
 
 def attend(case: Case, tuning: CascadeTuning | None) -> tuple[Tensor, Tensor]:
@@ -80,8 +80,8 @@ def test_it_is_the_first_of_a_tile_whose_blocks_are_read() -> None:
     """Poisoned copies: what the others' tables name is not read where the first's is."""
     case = alike([300, 300, 300], [0, 256, 256])
     expected, _ = naive_attention(case)
-    assert case.batch.common_lens is not None
-    case.batch.block_tables[case.batch.common_lens > 0, :16] = 0  # the null block is NaN
+    assert case.batch.common_prefix_lens is not None
+    case.batch.block_tables[case.batch.common_prefix_lens > 0, :16] = 0  # the null block is NaN
     assert relative_error(attend(case, SMALL)[0], expected) < TOLERANCE[case.q.dtype]
 
 
@@ -93,7 +93,7 @@ def test_tiles_and_pieces_cover_what_is_common(num_seqs: int) -> None:
         if rnd.random() < 0.5:
             common = [0] + [max(common)] * (num_seqs - 1)
         batch = on_device(RaggedBatch.from_lists([1] * num_seqs, [1] * num_seqs, [[1]] * num_seqs, 16))
-        batch = replace(batch, common_lens=torch.tensor(common, dtype=torch.int32, device=DEVICE))
+        batch = replace(batch, common_prefix_lens=torch.tensor(common, dtype=torch.int32, device=DEVICE))
         tuning = replace(SMALL, least=least)
         made = make_cascade(batch, tuning, 5, num_kv_heads=2, group_size=4, head_dim=16)
         joins, pieces = made.joins.view(-1, 4).tolist(), made.pieces.view(-1, 8).tolist()
@@ -118,5 +118,5 @@ def test_tiles_and_pieces_cover_what_is_common(num_seqs: int) -> None:
 def test_a_long_beginning_of_few_is_better_than_a_short_one_of_all() -> None:
     batch = on_device(RaggedBatch.from_lists([1] * 8, [1] * 8, [[1]] * 8, 16))
     common = torch.tensor([0, 1024, 1024, 1024, 256, 1024, 1024, 1024], dtype=torch.int32, device=DEVICE)
-    made = make_cascade(replace(batch, common_lens=common), SMALL, 5, num_kv_heads=1, group_size=1, head_dim=16)
+    made = make_cascade(replace(batch, common_prefix_lens=common), SMALL, 5, num_kv_heads=1, group_size=1, head_dim=16)
     assert made.joins.view(-1, 4)[:, 0].tolist() == [1024] * 8

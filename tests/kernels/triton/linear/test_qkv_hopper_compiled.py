@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.reference import Stream
+from octavo.kernels.reference import NormedResidual
 from octavo.kernels.triton.linear import qkv_hopper, skinny, skinny_hopper
 from octavo.kernels.triton.linear.qkv_hopper import heads_tuning
 from tests.kernels.triton.hopper import SHARED_BYTES, compile_for_hopper, registers_of
@@ -92,12 +92,12 @@ def test_what_the_kernel_is_told_and_who_takes_a_projection(monkeypatch: pytest.
     monkeypatch.setattr(skinny_hopper, "_hopper", lambda device: True)
     x, bias = torch.zeros(70, 256, dtype=torch.bfloat16), torch.zeros(8 * 64, dtype=torch.bfloat16)
     weight, norm = torch.zeros(8 * 64, 256, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
-    stream = Stream(x, x + 1, torch.zeros(3, 128))
+    stream = NormedResidual(x, x + 1, torch.zeros(3, 128))
     kv = torch.zeros(9, 3, 2, 2, 16, 64, dtype=torch.bfloat16)
     batch = RaggedBatch.from_lists([1] * 70, [5] * 70, [[1]] * 70, 16)
     table = torch.zeros(99, 64)
     norms = {"q_norm": norm, "k_norm": norm + 1, "norm_eps": 1e-6}
-    q = skinny.project_heads(stream, 1e-5, weight, bias, kv[:, 1], batch, table, **norms)
+    q = skinny.project_qkv(stream, 1e-5, weight, bias, kv[:, 1], batch, table, **norms)
     assert q.shape == (70, 4, 64) and told["q"] is q and told["bias"] is bias and told["squares"] is stream.squares
     assert told["q_norm"] is norm and told["k_norm"] is norms["k_norm"] and told["NORM"] and told["WITH_BIAS"]
     assert told["positions"] is batch.positions and told["slots"] is batch.slot_mapping and told["cos_sin"] is table
@@ -110,5 +110,5 @@ def test_what_the_kernel_is_told_and_who_takes_a_projection(monkeypatch: pytest.
     monkeypatch.setattr(skinny, "norm_linear", lambda *given: asked.append(given) or x)
     monkeypatch.setattr(skinny, "rope_kv_write", lambda *given, **_: given)
     narrow = torch.zeros(9, 3, 2, 2, 16, 32, dtype=torch.bfloat16)  # heads of 32: two kernels
-    q, *_ = skinny.project_heads(stream, 1e-5, weight, bias, narrow[:, 1], batch, table)
+    q, *_ = skinny.project_qkv(stream, 1e-5, weight, bias, narrow[:, 1], batch, table)
     assert not told and asked == [(stream, 1e-5, weight, bias)] and q.shape == (70, 4, 32)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.kernels.reference import Stream
+from octavo.kernels.reference import NormedResidual
 from octavo.kernels.triton.linear import skinny, skinny_hopper
 from octavo.kernels.triton.linear.skinny_hopper import StreamTuning, stream_tuning
 from tests.kernels.triton.hopper import SHARED_BYTES, compile_for_hopper
@@ -100,7 +100,7 @@ def test_what_the_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(skinny_hopper, "_stream_linear", Kernel())
     x, weight, bias, norm = (torch.zeros(n, dtype=torch.bfloat16) for n in ((70, 96), (304, 96), 304, 304))
-    stream = Stream(*(torch.zeros(70, 304, dtype=torch.bfloat16) for _ in range(2)), torch.zeros(5, 128))
+    stream = NormedResidual(*(torch.zeros(70, 304, dtype=torch.bfloat16) for _ in range(2)), torch.zeros(5, 128))
     after = skinny.add_linear(stream, x, weight, bias, norm, tuning=StreamTuning(128, 64, 4, 3))
     expected = {"bias": bias, "residual": stream.x, "norm": norm, "y": after.x, "weighted": after.weighted}
     assert all(told[name] is tensor for name, tensor in expected.items()) and told["own_squares"] is after.squares
@@ -118,11 +118,11 @@ def test_who_takes_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
     def weight(megabytes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(megabytes << 10, 1024 // dtype.itemsize, dtype=dtype, device="meta")
 
-    assert skinny.max_thin_tokens(weight(30)) == skinny.EDGE_TOKENS  # no Hopper
-    assert skinny.max_thin_tokens(weight(200)) == 0
+    assert skinny.max_small_batch_tokens(weight(30)) == skinny.EDGE_TOKENS  # no Hopper
+    assert skinny.max_small_batch_tokens(weight(200)) == 0
     assert not isinstance(skinny._tuning(weight(30), 8, False), StreamTuning)
     monkeypatch.setattr(skinny_hopper, "_hopper", lambda device: True)
-    assert [skinny.max_thin_tokens(weight(size)) for size in (30, 32, 33, 200)] == [256, 256, 64, 64]
+    assert [skinny.max_small_batch_tokens(weight(size)) for size in (30, 32, 33, 200)] == [256, 256, 64, 64]
     assert isinstance(skinny._tuning(weight(30), 40, False), StreamTuning)
-    assert skinny.max_thin_tokens(weight(200, torch.float32)) == 0  # the matrix units multiply bfloat16
+    assert skinny.max_small_batch_tokens(weight(200, torch.float32)) == 0  # the matrix units multiply bfloat16
     assert not isinstance(skinny._tuning(weight(30, torch.float32), 8, False), StreamTuning)

@@ -9,8 +9,8 @@
 A tile is up to ROWS rows of neighbours that begin alike; its common keys are cut into pieces, and a program takes one
 piece for one K/V head and leaves what it gives each of the sequences, unnormalised. `decode_attention` then begins each
 of them behind what is common, and adds that. The idea is Hydragen's (arXiv 2402.05099), known as cascade attention,
-too; here tiles and pieces are worked out on the device, once a step, from `RaggedBatch.common_lens`, so that a CUDA
-graph replays with others.
+too; here tiles and pieces are worked out on the device, once a step, from `RaggedBatch.common_prefix_lens`, so that a
+CUDA graph replays with others.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def make_cascade(
     group_size: int,
     head_dim: int,
 ) -> Cascade:
-    """Of a batch that has `common_lens`."""
+    """Of a batch that has `common_prefix_lens`."""
     device, num_seqs = batch.seq_lens.device, batch.num_seqs
     cap = tuning.rows // group_size
     num_programs = num_multiprocessors * tuning.programs_per_multiprocessor
@@ -101,7 +101,7 @@ def make_cascade(
     floats = torch.empty(num_places * num_kv_heads * group_size * (head_dim + 2), dtype=torch.float32, device=device)
     partial, partial_ml = floats.split([x * num_places * num_kv_heads * group_size for x in (head_dim, 2)])
     _plan_cascade[(1,)](
-        batch.common_lens,
+        batch.common_prefix_lens,
         joins,
         pieces,
         firsts,
@@ -165,7 +165,7 @@ def _larger(a, b):
 # Numbers that differ from batch to batch are not specialised on: every variant of a kernel is a compilation.
 @triton.jit(do_not_specialize=["num_seqs", "wanted"])
 def _plan_cascade(
-    common_lens,
+    common_prefix_lens,
     joins,
     pieces,
     firsts,
@@ -184,9 +184,9 @@ def _plan_cascade(
     """
     seq = tl.arange(0, SEQS)
     alive = seq < num_seqs
-    common = tl.load(common_lens + seq, mask=alive, other=0)
-    before = tl.load(common_lens + seq - 1, mask=alive & (seq > 0), other=0)
-    after = tl.load(common_lens + seq + 1, mask=seq + 1 < num_seqs, other=0)
+    common = tl.load(common_prefix_lens + seq, mask=alive, other=0)
+    before = tl.load(common_prefix_lens + seq - 1, mask=alive & (seq > 0), other=0)
+    after = tl.load(common_prefix_lens + seq + 1, mask=seq + 1 < num_seqs, other=0)
     alone = (common < LEAST) | (2 * common < before) | (2 * common < after)
     run = tl.associative_scan(tl.where(alone, seq, 0), 0, _larger)
     starts_tile = (seq - run) % CAP == 0
@@ -201,7 +201,7 @@ def _plan_cascade(
     size = tl.load(firsts + seq + 1, mask=here, other=0) - first
     keys = tl.full([SEQS], 1 << 30, tl.int32)
     for i in range(1, CAP):
-        keys = tl.minimum(keys, tl.load(common_lens + first + i, mask=here & (i < size), other=1 << 30))
+        keys = tl.minimum(keys, tl.load(common_prefix_lens + first + i, mask=here & (i < size), other=1 << 30))
     keys = tl.where(here & (size > 1), keys // WHOLE * WHOLE, 0)
     stretch = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(keys, 0), wanted), WHOLE) * WHOLE, LEAST)
     num_pieces = tl.cdiv(keys, stretch)

@@ -70,7 +70,7 @@ def decode_attention(
     tuning = tuning or decode_tuning(q, 64 if batch.fixed_split else batch.num_seqs)
     split = SPLIT // tuning.tile if batch.fixed_split else 0  # tiles of a piece
     common_tuning = None
-    if batch.common_lens is not None and alone and not window and not split:
+    if batch.common_prefix_lens is not None and alone and not window and not split:
         common_tuning = cascade or cascade_tuning(q)
     key = ("paged_attention.decode", tuning, common_tuning, num_kv_heads, group_size, head_dim, window)
     schedule: Schedule | None = batch.derived.get(key)

@@ -114,7 +114,7 @@ def make_schedule(
     window: int,
     cascade_tuning: CascadeTuning | None = None,
 ) -> Schedule:
-    """split: tiles of a piece, or 0. cascade_tuning: of a batch that has `common_lens`, to read once what is common."""
+    """split: tiles of a piece, or 0. cascade_tuning: set where the batch has `common_prefix_lens`, read once."""
     device = batch.seq_lens.device
     num_programs = cdiv(_num_multiprocessors(device) * tuning.programs_per_multiprocessor, 4) * 4
     num_shared = batch.num_seqs * num_kv_heads

@@ -1,7 +1,7 @@
 """The product of q, k and v on Hopper with all that lies between it and attention, in Gluon: `stream_linear`, and
 `rope_kv_write` in the end of it.
 
-    norm_linear | rope_kv_write | attention        project_heads | attention
+    norm_linear | rope_kv_write | attention        project_qkv | attention
 
 A tile of the weight's rows is one head, so that whoever has its sums can normalise and turn it. Programs that share a
 tile share out its tokens, not its rows; a thread has both numbers of every pair that is turned. q is written as
@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.reference import Stream
+from octavo.kernels.reference import NormedResidual
 from octavo.kernels.triton.launch import given, overlapped, wait_for_predecessor
 from octavo.kernels.triton.linear.skinny_hopper import (
     LAYOUT,
@@ -57,7 +57,7 @@ def heads_tuning(num_heads: int, head_dim: int, num_in: int, num_tokens: int) ->
 
 
 def launch(
-    stream: Stream,
+    residual: NormedResidual,
     eps: float,
     weight: Tensor,
     bias: Tensor | None,
@@ -69,13 +69,13 @@ def launch(
     k_norm: Tensor | None,
     norm_eps: float,
 ) -> Tensor:
-    """See `reference.project_heads`. Calls on a device must not overlap, with those of `stream_linear` neither: their
+    """See `reference.project_qkv`. Calls on a device must not overlap, with those of `stream_linear` neither: their
     programs meet at the same places. What no layer writes is read before the kernel in front has ended."""
-    num_tokens, num_in = stream.x.shape
+    num_tokens, num_in = residual.x.shape
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
     all_heads = weight.shape[0] // head_dim
     num_heads = all_heads - 2 * num_kv_heads
-    assert kv_layer.stride()[3:] == (head_dim, 1) and kv_layer.dtype == stream.x.dtype, kv_layer.stride()
+    assert kv_layer.stride()[3:] == (head_dim, 1) and kv_layer.dtype == residual.x.dtype, kv_layer.stride()
     assert cos_sin.is_contiguous() and cos_sin.shape[1] == head_dim, cos_sin.shape
     tuning = heads_tuning(all_heads, head_dim, num_in, num_tokens)
     padded = padded_tokens(num_tokens)
@@ -83,14 +83,14 @@ def launch(
     programs = all_heads * (padded // tokens) * tuning.splits
     num_sums = programs * head_dim * tokens if tuning.splits > 1 else 0
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=weight.dtype, device=weight.device)
-    x = stream.weighted
+    x = residual.weighted
     xs = TensorDescriptor(x, [num_tokens, num_in], [x.stride(0), 1], [tokens, tuning.columns], LAYOUT)
     weights = TensorDescriptor(weight, list(weight.shape), [num_in, 1], [head_dim, tuning.columns], LAYOUT)
     _stream_heads[(programs,)](
         xs,
         weights,
         *given(q, bias, q_norm, k_norm),
-        stream.squares,
+        residual.squares,
         cos_sin,
         batch.positions,
         batch.slot_mapping,
@@ -100,7 +100,7 @@ def launch(
         meeting_places(q.device),
         num_tokens,
         num_in,
-        len(stream.squares),
+        len(residual.squares),
         eps,
         norm_eps,
         kv_layer.stride(0),

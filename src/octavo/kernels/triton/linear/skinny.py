@@ -4,10 +4,10 @@ Such a product is bound by reading the weight once. What a library chooses for i
 unused where the weight is small, since it has too few programs to keep enough bytes in flight; and a norm before it, an
 activation or a sum behind it are kernels that take as long to start as to run. Here they are part of it:
 
-    begin_stream   x -> stream
+    make_normed_residual   x -> stream
     norm_linear    stream -> rms_norm(stream) @ weight.T, and of a gated MLP's weight the activation, too
     add_linear     stream, x -> stream + x @ weight.T
-    project_heads  stream -> q; K and V into their slots: `norm_linear` and `rope_kv_write`, on Hopper in one
+    project_qkv  stream -> q; K and V into their slots: `norm_linear` and `rope_kv_write`, on Hopper in one
 
 so that a layer is four products, attention, and at most one kernel that prepares that. A norm's factor is the same for
 all outputs of a token, so it is applied to them in the end; the sums of squares that it takes are left, in parts, by
@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.reference import Gate, Stream, split_heads
+from octavo.kernels.reference import Gate, NormedResidual, split_heads
 from octavo.kernels.triton.activation import GELU_SLOPE
 from octavo.kernels.triton.kv.write import rope_kv_write
 from octavo.kernels.triton.launch import given, overlapped, wait_for_predecessor
@@ -83,27 +83,27 @@ def thin_tuning(num_out: int, num_in: int, num_tokens: int, gated: bool) -> Thin
     return ThinTuning(64, 64, 16, num_warps=4, num_stages=5)
 
 
-def max_thin_tokens(weight: Tensor) -> int:
-    """See `reference.max_thin_tokens`."""
+def max_small_batch_tokens(weight: Tensor) -> int:
+    """See `reference.max_small_batch_tokens`."""
     if can_stream(weight):
         small = weight.nbytes <= stream_linear.SMALL_BYTES
         return stream_linear.MOST_TOKENS_OF_SMALL if small else stream_linear.MOST_TOKENS
     return EDGE_TOKENS if weight.nbytes <= LARGE_BYTES else 0
 
 
-def begin_stream(x: Tensor, norm: Tensor) -> Stream:
-    """See `reference.begin_stream`."""
+def make_normed_residual(x: Tensor, norm: Tensor) -> NormedResidual:
+    """See `reference.make_normed_residual`."""
     num_tokens, size = x.shape
     padded = padded_tokens(num_tokens)
     weighted, squares = torch.empty_like(x), torch.empty(1, padded, dtype=torch.float32, device=x.device)
-    _begin_stream[(padded,)](
+    _make_normed_residual[(padded,)](
         x, norm, weighted, squares, num_tokens, size, SIZE=triton.next_power_of_2(size), num_warps=4
     )
-    return Stream(x, weighted, squares)
+    return NormedResidual(x, weighted, squares)
 
 
 def norm_linear(
-    stream: Stream,
+    residual: NormedResidual,
     eps: float,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -111,28 +111,28 @@ def norm_linear(
     *,
     tuning: Tuning | None = None,
 ) -> Tensor:
-    """See `reference.norm_linear`, for at most `max_thin_tokens`; weight contiguous. Rounded once, at the end."""
-    y, _ = _launch(stream.weighted, weight, bias, gate, tuning, squares=stream.squares, eps=eps)
+    """See `reference.norm_linear`, for at most `max_small_batch_tokens`; weight contiguous. Rounded at the end."""
+    y, _ = _launch(residual.weighted, weight, bias, gate, tuning, squares=residual.squares, eps=eps)
     return y
 
 
 def add_linear(
-    stream: Stream,
+    residual: NormedResidual,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     norm: Tensor,
     *,
     tuning: Tuning | None = None,
-) -> Stream:
-    """See `reference.add_linear`, for at most `max_thin_tokens`; weight contiguous. Rounded once, at the end."""
-    y, written = _launch(x, weight, bias, "", tuning, residual=stream.x, norm=norm)
+) -> NormedResidual:
+    """See `reference.add_linear`, for at most `max_small_batch_tokens`; weight contiguous. Rounded at the end."""
+    y, written = _launch(x, weight, bias, "", tuning, residual=residual.x, norm=norm)
     assert written is not None
-    return Stream(y, *written)
+    return NormedResidual(y, *written)
 
 
-def project_heads(
-    stream: Stream,
+def project_qkv(
+    residual: NormedResidual,
     eps: float,
     weight: Tensor,
     bias: Tensor | None,
@@ -144,12 +144,12 @@ def project_heads(
     k_norm: Tensor | None = None,
     norm_eps: float = 0.0,
 ) -> Tensor:
-    """See `reference.project_heads`, for at most `max_thin_tokens`."""
+    """See `reference.project_qkv`, for at most `max_small_batch_tokens`."""
     if can_stream(weight) and kv_layer.shape[4] in stream_heads.HEAD_DIMS:
         return stream_heads.launch(
-            stream, eps, weight, bias, kv_layer, batch, cos_sin, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps
+            residual, eps, weight, bias, kv_layer, batch, cos_sin, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps
         )
-    q, k, v = split_heads(norm_linear(stream, eps, weight, bias), kv_layer)
+    q, k, v = split_heads(norm_linear(residual, eps, weight, bias), kv_layer)
     return rope_kv_write(
         q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, q_norm=q_norm, k_norm=k_norm, eps=norm_eps
     )
@@ -229,7 +229,7 @@ def _launch(
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _begin_stream(x, norm, weighted, squares, num_tokens, size, SIZE: tl.constexpr):
+def _make_normed_residual(x, norm, weighted, squares, num_tokens, size, SIZE: tl.constexpr):
     """One token, or padding behind the last."""
     token = tl.program_id(0)
     column = tl.arange(0, SIZE)

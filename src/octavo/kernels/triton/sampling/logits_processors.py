@@ -1,5 +1,5 @@
 """What a row's request asks of sampling beyond noise and filters, in Triton: from logits to logits, and the counts of
-tokens that penalties go by. See `rows.RuleState`; a row that asks for nothing costs a look at a flag.
+tokens that penalties go by. See `rows.LogitsProcessorState`; a row that asks for nothing costs a look at a flag.
 """
 
 from __future__ import annotations
@@ -9,59 +9,63 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.row_state import (
-    BIASED,
+    ALLOWED_TOKENS,
     FIRST_STOP_ID,
     IN_PROMPT,
-    LIMITED,
+    LOGIT_BIAS,
     MAX_BIAS,
     MAX_STOP_IDS,
+    MIN_TOKENS,
     NUM_COLUMNS,
-    PATIENT,
-    PENALIZED,
+    PENALTIES,
+    LogitsProcessorState,
     RowState,
-    RuleState,
 )
 
 TILE = 1024
 
 
-def tell_tokens(rules: RuleState, rows: Tensor, starts: Tensor, begins: Tensor, token_ids: Tensor) -> None:
-    """See `reference.tell_tokens`."""
+def init_token_counts(
+    processors: LogitsProcessorState, rows: Tensor, starts: Tensor, begins: Tensor, token_ids: Tensor
+) -> None:
+    """See `reference.init_token_counts`."""
     if len(rows):
-        _tell_tokens[(len(rows),)](
-            rules.counts,
-            rules.counted,
-            rules.num_prompt,
+        _init_token_counts[(len(rows),)](
+            processors.counts,
+            processors.num_counted,
+            processors.num_prompt,
             rows,
             starts,
             begins,
             token_ids,
-            rules.counts.stride(0),
+            processors.counts.stride(0),
             TILE=TILE,
             num_warps=4,
         )
 
 
-def note_tokens(rules: RuleState, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
-    """See `reference.note_tokens`."""
+def update_token_counts(processors: LogitsProcessorState, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
+    """See `reference.update_token_counts`."""
     assert rows.is_contiguous() and positions.is_contiguous() and tokens.is_contiguous()
     if len(rows):
-        _note_tokens[(len(rows),)](
-            rules.asks,
-            rules.counts,
-            rules.counted,
-            rules.history,
+        _update_token_counts[(len(rows),)](
+            processors.enabled,
+            processors.counts,
+            processors.num_counted,
+            processors.history,
             rows,
             positions,
             tokens,
-            rules.counts.stride(0),
-            rules.history.stride(0),
+            processors.counts.stride(0),
+            processors.history.stride(0),
             num_warps=1,
         )
 
 
-def apply_row_rules(logits: Tensor, rows: Tensor, positions: Tensor, state: RowState, rules: RuleState) -> None:
-    """See `reference.apply_row_rules`; logits' rows contiguous."""
+def apply_row_logits_processors(
+    logits: Tensor, rows: Tensor, positions: Tensor, state: RowState, processors: LogitsProcessorState
+) -> None:
+    """See `reference.apply_row_logits_processors`; logits' rows contiguous."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and logits.stride(0) == vocab_size, logits.stride()
     if not num_rows:
@@ -70,11 +74,11 @@ def apply_row_rules(logits: Tensor, rows: Tensor, positions: Tensor, state: RowS
         logits,
         rows,
         positions,
-        state.setup,
-        rules.asks,
-        rules.min_length,
-        rules.bias_ids,
-        rules.bias,
+        state.sampling_params,
+        processors.enabled,
+        processors.min_length,
+        processors.bias_ids,
+        processors.bias_values,
         vocab_size,
         BIAS=triton.next_power_of_2(MAX_BIAS),
         num_warps=4,
@@ -82,19 +86,21 @@ def apply_row_rules(logits: Tensor, rows: Tensor, positions: Tensor, state: RowS
     _apply_all[(num_rows, triton.cdiv(vocab_size, TILE))](
         logits,
         rows,
-        rules.asks,
-        rules.penalties,
-        rules.allowed,
-        rules.counts,
+        processors.enabled,
+        processors.penalties,
+        processors.allowed_bitmask,
+        processors.counts,
         vocab_size,
-        rules.allowed.stride(0),
+        processors.allowed_bitmask.stride(0),
         TILE=TILE,
         num_warps=4,
     )
 
 
 @triton.jit
-def _tell_tokens(counts, counted, num_prompt, rows, starts, begins, token_ids, counts_stride, TILE: tl.constexpr):
+def _init_token_counts(
+    counts, num_counted, num_prompt, rows, starts, begins, token_ids, counts_stride, TILE: tl.constexpr
+):
     """The tokens of one slice."""
     i = tl.program_id(0)
     row = tl.load(rows + i)
@@ -102,7 +108,7 @@ def _tell_tokens(counts, counted, num_prompt, rows, starts, begins, token_ids, c
     begin = tl.load(begins + i)
     end = tl.load(begins + i + 1)
     line = counts + row * counts_stride
-    known = tl.load(counted + row)
+    known = tl.load(num_counted + row)
     prompt = tl.load(num_prompt + row)
     for first in range(begin, end, TILE):
         at = first + tl.arange(0, TILE)
@@ -112,74 +118,78 @@ def _tell_tokens(counts, counted, num_prompt, rows, starts, begins, token_ids, c
         tl.atomic_or(line + token, IN_PROMPT_BIT, mask=here & (position < prompt))
         tl.atomic_add(line + token, 1, mask=here & (position >= prompt))
     tl.debug_barrier()  # all of this program's threads have looked at what was known
-    tl.store(counted + row, tl.maximum(known, (start + end - begin).to(tl.int32)))
+    tl.store(num_counted + row, tl.maximum(known, (start + end - begin).to(tl.int32)))
 
 
 @triton.jit
-def _note_tokens(asks, counts, counted, history, rows, positions, tokens, counts_stride, history_stride):
+def _update_token_counts(enabled, counts, num_counted, history, rows, positions, tokens, counts_stride, history_stride):
     """One draw."""
     i = tl.program_id(0)
     row = tl.load(rows + i)
     token = tl.load(tokens + i)
-    asked = tl.load(asks + row)
-    if (asked != 0) & (token >= 0):
+    flags = tl.load(enabled + row)
+    if (flags != 0) & (token >= 0):
         position = tl.load(positions + i)
         tl.store(history + row * history_stride + position, token.to(tl.int32))
-        if asked & PENALIZED_BIT:
+        if flags & PENALTIES_BIT:
             place = counts + row * counts_stride + token
             tl.store(place, tl.load(place) + 1)
-            tl.store(counted + row, (position + 1).to(tl.int32))
+            tl.store(num_counted + row, (position + 1).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["vocab_size"])
-def _apply_few(logits, rows, positions, setup, asks, min_length, bias_ids, bias, vocab_size, BIAS: tl.constexpr):
+def _apply_few(
+    logits, rows, positions, sampling_params, enabled, min_length, bias_ids, bias_values, vocab_size, BIAS: tl.constexpr
+):
     """One row: what changes some of its logits."""
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + i)
-    asked = tl.load(asks + row)
+    flags = tl.load(enabled + row)
     line = logits + i * vocab_size
-    if asked & BIASED_BIT:
+    if flags & LOGIT_BIAS_BIT:
         k = tl.arange(0, BIAS)
         token = tl.load(bias_ids + row * BIAS_ENTRIES + k, mask=k < BIAS_ENTRIES, other=-1)
         here = (token >= 0) & (token < vocab_size)
-        added = tl.load(bias + row * BIAS_ENTRIES + k, mask=here, other=0.0)
+        added = tl.load(bias_values + row * BIAS_ENTRIES + k, mask=here, other=0.0)
         tl.store(line + token, tl.load(line + token, mask=here, other=0.0) + added, mask=here)
     is_early = tl.load(positions + i) < tl.load(min_length + row)
-    if ((asked & PATIENT_BIT) != 0) & is_early:
+    if ((flags & MIN_TOKENS_BIT) != 0) & is_early:
         tl.debug_barrier()  # a stop token may have a bias
         k = tl.arange(0, 16)
-        token = tl.load(setup + row * COLUMNS + STOPS_AT + k, mask=k < STOP_IDS, other=-1)
+        token = tl.load(sampling_params + row * COLUMNS + STOPS_AT + k, mask=k < STOP_IDS, other=-1)
         tl.store(line + token, -float("inf"), mask=(token >= 0) & (token < vocab_size))
 
 
 @triton.jit(do_not_specialize=["vocab_size", "allowed_stride"])
-def _apply_all(logits, rows, asks, penalties, allowed, counts, vocab_size, allowed_stride, TILE: tl.constexpr):
+def _apply_all(
+    logits, rows, enabled, penalties, allowed_bitmask, counts, vocab_size, allowed_stride, TILE: tl.constexpr
+):
     """A tile of one row: what changes any of its logits."""
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + i)
-    asked = tl.load(asks + row)
-    if asked & (LIMITED_BIT | PENALIZED_BIT):
+    flags = tl.load(enabled + row)
+    if flags & (ALLOWED_TOKENS_BIT | PENALTIES_BIT):
         token = tl.program_id(1) * TILE + tl.arange(0, TILE)
         here = token < vocab_size
         place = logits + i * vocab_size + token
         value = tl.load(place, mask=here, other=0.0)
-        if asked & PENALIZED_BIT:
+        if flags & PENALTIES_BIT:
             count = tl.load(counts + row * vocab_size + token, mask=here, other=0)
             num_output = (count & (IN_PROMPT_BIT - 1)).to(tl.float32)
             repetition = tl.load(penalties + row * 3)
             value = tl.where(count != 0, tl.where(value > 0, value / repetition, value * repetition), value)
             value -= tl.load(penalties + row * 3 + 2) * num_output
             value -= tl.where(num_output > 0, tl.load(penalties + row * 3 + 1), 0.0)
-        if asked & LIMITED_BIT:
-            word = tl.load(allowed + row * allowed_stride + token // 32, mask=here, other=0)
+        if flags & ALLOWED_TOKENS_BIT:
+            word = tl.load(allowed_bitmask + row * allowed_stride + token // 32, mask=here, other=0)
             value = tl.where(((word >> (token % 32)) & 1) != 0, value, -float("inf"))
         tl.store(place, value, mask=here)
 
 
-PENALIZED_BIT = tl.constexpr(PENALIZED)
-BIASED_BIT = tl.constexpr(BIASED)
-LIMITED_BIT = tl.constexpr(LIMITED)
-PATIENT_BIT = tl.constexpr(PATIENT)
+PENALTIES_BIT = tl.constexpr(PENALTIES)
+LOGIT_BIAS_BIT = tl.constexpr(LOGIT_BIAS)
+ALLOWED_TOKENS_BIT = tl.constexpr(ALLOWED_TOKENS)
+MIN_TOKENS_BIT = tl.constexpr(MIN_TOKENS)
 IN_PROMPT_BIT = tl.constexpr(IN_PROMPT)
 BIAS_ENTRIES = tl.constexpr(MAX_BIAS)
 COLUMNS = tl.constexpr(NUM_COLUMNS)

@@ -37,17 +37,17 @@ def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
     return _sample(logits, params, all_finite=False)
 
 
-def draw(logits: Tensor, params: SamplingTensors, masks: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """See `reference.draw`."""
+def sample_checked(logits: Tensor, params: SamplingTensors, masks: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """See `reference.sample_checked`."""
     return _sample(logits, params, all_finite=True, masks=masks)
 
 
-def mask_tokens(logits: Tensor, which: Tensor, words: Tensor) -> None:
-    """See `reference.mask_tokens`; logits' rows contiguous."""
-    assert logits.stride(1) == 1 and words.is_contiguous(), (logits.stride(), words.stride())
-    if len(which):
-        _mask_tokens[(len(which), triton.cdiv(logits.shape[1], TILE))](
-            logits, which, words, logits.shape[1], logits.stride(0), words.shape[1], TILE=TILE, num_warps=4
+def apply_token_bitmask(logits: Tensor, mask_index: Tensor, bitmask: Tensor) -> None:
+    """See `reference.apply_token_bitmask`; logits' rows contiguous."""
+    assert logits.stride(1) == 1 and bitmask.is_contiguous(), (logits.stride(), bitmask.stride())
+    if len(mask_index):
+        _apply_token_bitmask[(len(mask_index), triton.cdiv(logits.shape[1], TILE))](
+            logits, mask_index, bitmask, logits.shape[1], logits.stride(0), bitmask.shape[1], TILE=TILE, num_warps=4
         )
 
 
@@ -56,8 +56,8 @@ def _sample(
 ) -> Tensor:
     """all_finite: -1 for a row with a logit that is not; otherwise -inf is a token that is ruled out."""
     num_rows, vocab_size = logits.shape
-    which, words = masks or (logits, logits)
-    assert logits.stride(1) == 1 and words.stride(1) == 1, (logits.stride(), words.stride())
+    mask_index, bitmask = masks or (logits, logits)
+    assert logits.stride(1) == 1 and bitmask.stride(1) == 1, (logits.stride(), bitmask.stride())
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return tokens
@@ -76,11 +76,11 @@ def _sample(
         best_scores,
         best_ids,
         highest,
-        which,
-        words,
+        mask_index,
+        bitmask,
         vocab_size,
         logits.stride(0),
-        words.stride(0),
+        bitmask.stride(0),
         piece,
         ALL_FINITE=all_finite,
         MASKED=masks is not None,
@@ -191,7 +191,7 @@ def _winner(scores, token_ids):
     return tl.min(tl.where(scores == best, token_ids, NO_TOKEN), 0), best
 
 
-@triton.jit(do_not_specialize=["vocab_size", "piece", "words_stride"])
+@triton.jit(do_not_specialize=["vocab_size", "piece", "bitmask_stride"])
 def _race(
     logits,
     temperature,
@@ -201,11 +201,11 @@ def _race(
     best_scores,
     best_ids,
     highest,
-    which,
-    words,
+    mask_index,
+    bitmask,
     vocab_size,
     row_stride,
-    words_stride,
+    bitmask_stride,
     piece,
     ALL_FINITE: tl.constexpr,
     MASKED: tl.constexpr,
@@ -230,8 +230,8 @@ def _race(
     high = tl.full([TILE], -float("inf"), tl.float32)
     finite = tl.full([TILE], 1, tl.int32)
     if MASKED:
-        mask = tl.load(which + row)
-        allowed = words + mask.to(tl.int64) * words_stride
+        mask = tl.load(mask_index + row)
+        allowed = bitmask + mask.to(tl.int64) * bitmask_stride
     for start in range(begin, end, TILE):
         token_ids = start + lane
         here = token_ids < end
@@ -255,15 +255,15 @@ def _race(
     tl.store(highest + place, tl.max(high, 0))
 
 
-@triton.jit(do_not_specialize=["vocab_size", "num_words"])
-def _mask_tokens(logits, which, words, vocab_size, row_stride, num_words, TILE: tl.constexpr):
+@triton.jit(do_not_specialize=["vocab_size", "num_mask_words"])
+def _apply_token_bitmask(logits, mask_index, bitmask, vocab_size, row_stride, num_mask_words, TILE: tl.constexpr):
     """A tile of one row."""
     row = tl.program_id(0).to(tl.int64)
-    mask = tl.load(which + row).to(tl.int64)
+    mask = tl.load(mask_index + row).to(tl.int64)
     if mask >= 0:
         token = tl.program_id(1) * TILE + tl.arange(0, TILE)
         here = token < vocab_size
-        word = tl.load(words + mask * num_words + token // 32, mask=here, other=-1)
+        word = tl.load(bitmask + mask * num_mask_words + token // 32, mask=here, other=-1)
         here &= ((word >> (token % 32)) & 1) == 0
         tl.store(logits + row * row_stride + token, -float("inf"), mask=here)
 

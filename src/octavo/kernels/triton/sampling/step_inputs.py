@@ -19,31 +19,31 @@ from octavo.kernels.row_state import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
-    DecodeStep,
+    DecodeInputs,
     RowState,
 )
 from octavo.kernels.triton.launch import given
 
 
-def prepare_decode_inputs(state: RowState, step: DecodeStep, block_size: int) -> None:
+def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int) -> None:
     """See `reference.prepare_decode_inputs`."""
-    batch, sampling = step.batch, step.sampling
-    _prepare_decode_inputs[(len(step.rows),)](
+    batch, sampling = inputs.batch, inputs.sampling
+    _prepare_decode_inputs[(len(inputs.rows),)](
         state.block_tables,
         state.last_token,
         state.done,
-        state.setup,
-        step.step_counter,
-        step.rows,
-        step.starts,
-        step.ends,
-        step.live_rows,
-        step.token_ids,
+        state.sampling_params,
+        inputs.step_counter,
+        inputs.rows,
+        inputs.starts,
+        inputs.ends,
+        inputs.live_rows,
+        inputs.token_ids,
         batch.positions,
         batch.slot_mapping,
         batch.seq_lens,
         batch.block_tables,
-        *given(step.step_counter, batch.common_lens),
+        *given(inputs.step_counter, batch.common_prefix_lens),
         sampling.temperature,
         sampling.top_k,
         sampling.top_p,
@@ -57,7 +57,7 @@ def prepare_decode_inputs(state: RowState, step: DecodeStep, block_size: int) ->
         COLUMNS=NUM_COLUMNS,
         BLOCK_SIZE=block_size,
         TILE=256,
-        COMPARING=batch.common_lens is not None,
+        COMPARING=batch.common_prefix_lens is not None,
         num_warps=2,
     )
 
@@ -94,7 +94,7 @@ def commit_sampled_tokens(state: RowState, rows: Tensor, tokens: Tensor, ring: T
     _commit_sampled_tokens[(1,)](
         state.last_token,
         state.done,
-        state.setup,
+        state.sampling_params,
         rows,
         tokens,
         ring,
@@ -113,7 +113,7 @@ def _prepare_decode_inputs(
     block_tables,
     last_token,
     done,
-    setup,
+    sampling_params,
     step_counter,
     rows,
     starts,
@@ -124,7 +124,7 @@ def _prepare_decode_inputs(
     slot_mapping,
     seq_lens,
     own_tables,
-    common_lens,
+    common_prefix_lens,
     temperature,
     top_k,
     top_p,
@@ -152,7 +152,7 @@ def _prepare_decode_inputs(
     tl.store(slot_mapping + i, tl.where(live, block * BLOCK_SIZE + position % BLOCK_SIZE, 0))
     tl.store(seq_lens + i, seq_len)
 
-    line = setup + row * COLUMNS
+    line = sampling_params + row * COLUMNS
     tl.store(temperature + i, tl.load(line + TEMPERATURE_AT).to(tl.float64, bitcast=True).to(tl.float32))
     tl.store(top_p + i, tl.load(line + TOP_P_AT).to(tl.float64, bitcast=True).to(tl.float32))
     tl.store(min_p + i, tl.load(line + MIN_P_AT).to(tl.float64, bitcast=True).to(tl.float32))
@@ -178,7 +178,7 @@ def _prepare_decode_inputs(
             other_ids = tl.load(block_tables + other * table_stride + column, mask=column < most)
             differ = (ids != other_ids) & (column < most)
             common = tl.minimum(common, tl.min(tl.where(differ, column, most), 0))
-        tl.store(common_lens + i, common * BLOCK_SIZE)
+        tl.store(common_prefix_lens + i, common * BLOCK_SIZE)
 
 
 @triton.jit
@@ -246,7 +246,7 @@ def _prepare_prefill_inputs(
 def _commit_sampled_tokens(
     last_token,
     done,
-    setup,
+    sampling_params,
     rows,
     tokens,
     ring,
@@ -267,7 +267,7 @@ def _commit_sampled_tokens(
     is_number = token >= 0
     stops = token < 0
     for k in tl.static_range(STOP_IDS):
-        stops |= tl.load(setup + row * COLUMNS + STOPS_AT + k, mask=here, other=-1) == token
+        stops |= tl.load(sampling_params + row * COLUMNS + STOPS_AT + k, mask=here, other=-1) == token
     told = tl.where(alive, tl.where(is_number, token, token + (NOT_FINITE_MARK + 1)), NOTHING_MARK)
     tl.debug_barrier()  # all of this program's threads have read
     tl.store(ring + column * ring_stride + i, told.to(ring.dtype.element_ty), mask=here)

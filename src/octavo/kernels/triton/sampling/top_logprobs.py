@@ -22,10 +22,10 @@ MOST_FOUND = 256
 LOW_BITS = (1 << 31) - 1
 
 
-def best_tokens(logits: Tensor, num: int) -> Tensor:
-    """See `reference.best_tokens`; logits of any float dtype, rows contiguous. Captures into a graph."""
+def packed_top_logprobs(logits: Tensor, num: int) -> Tensor:
+    """See `reference.packed_top_logprobs`; logits of any float dtype, rows contiguous. Captures into a graph."""
     if num > min(MOST_FOUND, logits.shape[1]):
-        return reference.best_tokens(logits, num)
+        return reference.packed_top_logprobs(logits, num)
     best = logits.new_empty(len(logits), 2 + 2 * num, dtype=torch.int32)
     _find(logits, None, best, num)
     return best
@@ -36,7 +36,7 @@ def write_logprobs(
 ) -> None:
     """See `reference.write_logprobs`; logits of any float dtype, rows contiguous. A row that does not ask costs next to
     nothing. Captures into a graph."""
-    _find(logits, (state.setup, rows, tokens, step_counter), ring, MAX_LOGPROBS)
+    _find(logits, (state.sampling_params, rows, tokens, step_counter), ring, MAX_LOGPROBS)
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -57,19 +57,20 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Ten
 
 
 def _find(logits: Tensor, asked: tuple[Tensor, Tensor, Tensor, Tensor] | None, out: Tensor, num: int) -> None:
-    """asked: (setup, rows, tokens, step_counter) where rows ask themselves, for `num` at most; None: all for `num`."""
+    """asked: (sampling_params, rows, tokens, step_counter), where each row has its own number of top tokens, at most
+    `num`. None: `num` for all rows."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and out.stride(-1) == 1, (logits.stride(), out.stride())
     if not num_rows:
         return
     pieces = triton.cdiv(vocab_size, PIECE)
     found = logits.new_empty(num_rows, 3, pieces, dtype=torch.float32)
-    setup, rows, tokens, step_counter = asked or (logits,) * 4
+    sampling_params, rows, tokens, step_counter = asked or (logits,) * 4
     asking = {"ASKED": asked is not None, "PIECE": PIECE, "num_warps": 4}
-    _look[(num_rows, pieces)](logits, setup, rows, tokens, found, vocab_size, logits.stride(0), **asking)
+    _look[(num_rows, pieces)](logits, sampling_params, rows, tokens, found, vocab_size, logits.stride(0), **asking)
     _tell[(num_rows,)](
         logits,
-        setup,
+        sampling_params,
         rows,
         tokens,
         step_counter,
@@ -99,15 +100,17 @@ def _scores(line, token_ids, vocab_size):
 
 
 @triton.jit
-def _asked_for(setup, rows, tokens, row):
+def _asked_for(sampling_params, rows, tokens, row):
     """How many of the likeliest tokens, -1 for nothing at all; and the row's own token."""
     token = tl.load(tokens + row)
-    num = tl.load(setup + tl.load(rows + row) * COLUMNS + LOGPROBS_AT)
+    num = tl.load(sampling_params + tl.load(rows + row) * COLUMNS + LOGPROBS_AT)
     return tl.where(token < 0, -1, num), token
 
 
 @triton.jit(do_not_specialize=["vocab_size"])
-def _look(logits, setup, rows, tokens, found, vocab_size, row_stride, ASKED: tl.constexpr, PIECE: tl.constexpr):
+def _look(
+    logits, sampling_params, rows, tokens, found, vocab_size, row_stride, ASKED: tl.constexpr, PIECE: tl.constexpr
+):
     """A piece of a row: how high it goes, the sum of exponentials, less that; and how many go higher than the row's
     token, or, if nobody has asked, are not finite."""
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -115,7 +118,7 @@ def _look(logits, setup, rows, tokens, found, vocab_size, row_stride, ASKED: tl.
     num = 0
     border = float("inf")
     if ASKED:
-        num, token = _asked_for(setup, rows, tokens, row)
+        num, token = _asked_for(sampling_params, rows, tokens, row)
         border = tl.load(line + token, mask=num >= 0, other=0.0).to(tl.float32)
     if num >= 0:
         token_ids = piece * PIECE + tl.arange(0, PIECE)
@@ -134,7 +137,7 @@ def _look(logits, setup, rows, tokens, found, vocab_size, row_stride, ASKED: tl.
 @triton.jit(do_not_specialize=["vocab_size", "line_stride", "column_stride", "num"])
 def _tell(
     logits,
-    setup,
+    sampling_params,
     rows,
     tokens,
     step_counter,
@@ -157,7 +160,7 @@ def _tell(
     told = out + row * line_stride
     most = num
     if ASKED:
-        own_num, own = _asked_for(setup, rows, tokens, row)
+        own_num, own = _asked_for(sampling_params, rows, tokens, row)
         num = own_num.to(tl.int32)
         told += tl.load(step_counter) * column_stride
     if num >= 0:
