@@ -703,7 +703,7 @@ def test_a_beam_search_asks_for_no_more_logprobs_than_there_are() -> None:
         if num == 2:
             engine.add_request("fine", [1], params)
             continue
-        with pytest.raises(ParameterError, match="logprobs is 3, at most 2 are given") as caught:
+        with pytest.raises(ParameterError, match="logprobs is 3, and the limit is 2") as caught:
             engine.add_request("b", [1], params)
         assert caught.value.param == "logprobs" and engine.num_requests == 1
 

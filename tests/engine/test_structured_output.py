@@ -540,7 +540,7 @@ def test_it_takes_a_tokenizer(talking: Path) -> None:
         pytest.raises(ParameterError, match="no tokenizer"),
     ):
         llm.generate([[3, 4]], params({"regex": "a"}), use_tqdm=False)
-    with open_llm(talking) as llm, pytest.raises(ParameterError, match="take a tokenizer"):
+    with open_llm(talking) as llm, pytest.raises(ParameterError, match="need a tokenizer"):
         llm.engine.add_request("x", [3, 4], params({"regex": "a"}))
 
 

@@ -510,7 +510,7 @@ def test_a_pinned_prefix(built: BuiltEngine, wanted: dict[str, str]) -> None:
             with pytest.raises(ParameterError, match="is pinned already"):
                 await engine.pin_prefix("tell", name)
             assert await engine.unpin_prefix(name) == -(-num_pinned // 4)
-            with pytest.raises(ParameterError, match="nothing of the name"):
+            with pytest.raises(ParameterError, match="no prefix is pinned under the name"):
                 await engine.unpin_prefix(name)
 
     run(main())

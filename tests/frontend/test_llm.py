@@ -390,7 +390,7 @@ def test_a_pool_too_small_says_what_fits(model: str) -> None:
 
 
 def test_stop_token_ids_beyond_the_vocabulary(llm: LLM) -> None:
-    with pytest.raises(ParameterError, match=r"stop_token_ids has 97, the vocabulary ends at 96"):
+    with pytest.raises(ParameterError, match=r"stop_token_ids has token 97, and the largest token id is 96"):
         generate(llm, "a", SamplingParams(stop_token_ids=[97]))
 
 

@@ -92,11 +92,11 @@ def test_a_pin_that_kills_engines_is_given_up(model: str, caplog: pytest.LogCapt
             assert (await client.kv_stats()).num_pinned == 3
             assert client.health().num_restarts == num_restarts
             assert await client.unpin_prefix("good") == 3
-            with pytest.raises(ParameterError, match="nothing of the name 'bad' is pinned"):
+            with pytest.raises(ParameterError, match="no prefix is pinned under the name 'bad'"):
                 await client.unpin_prefix("bad")
 
     run(main())
-    assert "pin:bad is not pinned any more: " in caplog.text and "engines died over it" in caplog.text
+    assert "pin:bad is not pinned any more: " in caplog.text and "engines died while they ran it" in caplog.text
 
 
 def test_a_pin_may_be_given_up_while_it_is_computed_again(model: str) -> None:
@@ -142,7 +142,7 @@ def test_a_pin_that_is_refused_or_given_up_leaves_nothing(model: str) -> None:
                 await client.pin_prefix(ids([first] * 50))
             with pytest.raises(CapacityError, match="at most half of the pool's 200"):  # 94 are pinned
                 await client.pin_prefix(ids([9] * 50))
-            with pytest.raises(ParameterError, match="nothing of the name 'other' is pinned"):
+            with pytest.raises(ParameterError, match="no prefix is pinned under the name 'other'"):
                 await client.unpin_prefix("other")
             before = (await client.kv_stats()).num_pinned
             pinning = asyncio.ensure_future(client.pin_prefix(ids([3] * 9), "left"))

@@ -242,7 +242,7 @@ def test_a_bad_command_fails_the_request_that_it_names(model: str) -> None:
             task = asyncio.ensure_future(last_of(client, prompt(0), LONGER, request_id="mine"))
             await until(lambda: "mine" in client._handles and client._handles["mine"].started)
             say(client, encode([["stop", "mine", -1], RpcCall(10**6, "kv_stats")]))
-            with pytest.raises(RequestFailedError, match="a command of request 'mine' cannot be used") as caught:
+            with pytest.raises(RequestFailedError, match="a command of request 'mine' is unusable") as caught:
                 await task
             assert caught.value.code == "bad_message"
             assert await good == expected()
@@ -280,7 +280,7 @@ def test_a_bad_update_fails_its_request_and_hangs_none(model: str, number: int) 
             task = asyncio.ensure_future(last_of(client, prompt(0), LONGER, request_id="bad"))
             await until(lambda: "bad" in client._handles and client._handles["bad"].started)
             process_of(client)._on_data(encode(["step", [bad_updates("bad")[number]], [], []]))
-            with pytest.raises(RequestFailedError, match="'bad' cannot be used and is dropped") as caught:
+            with pytest.raises(RequestFailedError, match="'bad' is unusable and is dropped") as caught:
                 await task
             assert caught.value.code == "bad_message"
             assert await good == expected()
@@ -439,7 +439,7 @@ def test_a_bad_message_is_named_in_one_short_line() -> None:
 def test_a_mirror_takes_in_nothing_of_a_bad_update() -> None:
     request = ClientRequest("a", [1, 2], SamplingParams(n=2, seed=1, max_tokens=5), seed=0, vocab_size=10)
     request.apply_update(RequestUpdate("a", [SampleUpdate(0, [3]), SampleUpdate(1, [4])]))
-    with pytest.raises(ValueError, match="it goes on at token 0 of sample 1"):
+    with pytest.raises(ValueError, match="it continues at token 0 of sample 1"):
         request.apply_update(RequestUpdate("a", [SampleUpdate(0, [5], position=1), SampleUpdate(1, [4])]))
     assert [c.token_ids for c in request.output().outputs] == [[3], [4]]
 
@@ -452,7 +452,7 @@ def test_a_request_that_kills_engines_is_found_by_halves(model: str, guilty: int
         async with serving(oracle_client(model, poison=50, step_s=0.001)) as client:
             prompts = [[1, 2, 50, 3] if i == guilty else prompt(i) for i in range(8)]
             ends = await ends_of(*(last_of(client, p, PARAMS) for p in prompts))
-            assert isinstance(ends[guilty], RequestFailedError) and "engines died over it" in str(ends[guilty])
+            assert isinstance(ends[guilty], RequestFailedError) and "engines died while they ran it" in str(ends[guilty])
             for i, end in enumerate(ends):
                 assert i == guilty or tokens_of(end) == answers(prompts[i], PARAMS)
             assert client.health().num_restarts <= 8

@@ -311,7 +311,7 @@ def test_what_an_engine_could_not_read_is_not_sent() -> None:
         AddRequest("a", b"", {}, priority=0.5),
         RpcCall(1, "x", "\udfff"),
     ):  # type: ignore[arg-type]
-        with pytest.raises(ParameterError, match="the engine cannot be told of it"):
+        with pytest.raises(ParameterError, match="cannot be sent to the engine"):
             encode_command(bad)
 
 

@@ -165,7 +165,7 @@ def test_what_was_told_is_not_made_again(model: str) -> None:
 @pytest.mark.parametrize(
     ("fault", "where", "says"),
     [
-        ("stop_at", 9, "no sign of life"),
+        ("stop_at", 9, "no heartbeat"),
         ("die_at", 9, "SIGKILL"),
         ("raise_in", ["scheduler.update", 9], "RuntimeError: a bug in scheduler.update"),
         ("raise_in", ["server._report", 9], "RuntimeError: a bug in server._report"),
@@ -255,7 +255,7 @@ def test_a_request_that_kills_engines_is_found_and_given_up(model: str, params: 
         async with serving(oracle_client(model, poison=50, step_s=0.001)) as client:
             bad = asyncio.ensure_future(last_of(client, [1, 2, 50, 3], params))
             good = asyncio.ensure_future(many(client))
-            with pytest.raises(RequestFailedError, match="engines died over it"):
+            with pytest.raises(RequestFailedError, match="engines died while they ran it"):
                 await bad
             assert await good == expected()
             assert await many(client, 2) == expected(2)
@@ -273,7 +273,7 @@ def test_not_even_kills_go_on_for_ever(model: str, monkeypatch: pytest.MonkeyPat
                 await until(lambda: any(s.sent for s in client._handles.values()))
                 os.kill(client.pid or 0, signal.SIGKILL)
                 await until(lambda: client.health().num_restarts == killed and client._supervisor.is_up)  # noqa: B023
-            with pytest.raises(RequestFailedError, match="3 engines died over it"):
+            with pytest.raises(RequestFailedError, match="3 engines died while they ran it"):
                 await stream
 
     run(main())
@@ -318,7 +318,7 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(model: str, phase: str) 
 def test_an_engine_that_cannot_even_be_started(model: str) -> None:
     async def main() -> None:
         client = EngineClient(model, command=(sys.executable, "-c", "raise SystemExit(7)"))
-        with pytest.raises(EngineError, match="ended while starting: it left with exit code 7"):
+        with pytest.raises(EngineError, match="ended while starting: it exited with code 7"):
             await client.start()
 
     with nothing_left():
@@ -351,7 +351,7 @@ def test_three_restarts_that_come_to_nothing_are_the_end(model: str, tmp_path: P
         stream = asyncio.ensure_future(last_of(client, prompt(0), PARAMS))
         await asyncio.sleep(0.05)
         os.kill(client.pid or 0, signal.SIGKILL)
-        with pytest.raises(EngineError, match="exit code 9"):
+        with pytest.raises(EngineError, match="exited with code 9"):
             await stream
         assert client.health().state == "failed" and not client.is_running
         assert len((tmp_path / "mark").read_text()) == 4
@@ -370,7 +370,7 @@ def test_restarts_without_room_for_files_are_the_end_too(
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
         os.kill(client.pid or 0, signal.SIGKILL)
         await until(lambda: client.health().state == "failed")
-        with pytest.raises(EngineError, match=r"no process for the engine: .*gone.*room for files"):
+        with pytest.raises(EngineError, match=r"the engine process cannot be started: .*gone.*limits on files"):
             await last_of(client, prompt(0), PARAMS)
         client.shutdown()
 
@@ -487,7 +487,7 @@ def test_a_request_that_cannot_be_told_of_fails_alone(model: str, options: dict[
                     await last_of(client, prompt(0), PARAMS, **options)
                 assert await good == expected(3)
                 assert await many(client, 1) == expected(1)
-            with pytest.raises(ParameterError, match="cannot be told of it"):
+            with pytest.raises(ParameterError, match="cannot be sent to the engine"):
                 await client.debug_request("\ud800")
             assert client.health().num_restarts == 1 and not client._rpc_futures
 
