@@ -452,7 +452,9 @@ def test_a_request_that_kills_engines_is_found_by_halves(model: str, guilty: int
         async with serving(oracle_client(model, poison=50, step_s=0.001)) as client:
             prompts = [[1, 2, 50, 3] if i == guilty else prompt(i) for i in range(8)]
             ends = await ends_of(*(last_of(client, p, PARAMS) for p in prompts))
-            assert isinstance(ends[guilty], RequestFailedError) and "engines died while they ran it" in str(ends[guilty])
+            assert isinstance(ends[guilty], RequestFailedError) and "engines died while they ran it" in str(
+                ends[guilty]
+            )
             for i, end in enumerate(ends):
                 assert i == guilty or tokens_of(end) == answers(prompts[i], PARAMS)
             assert client.health().num_restarts <= 8
