@@ -452,7 +452,7 @@ def test_no_token_left_is_that_requests_end(llm: LLM) -> None:
 
 def test_a_grammar_that_breaks_on_the_way_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one does that becomes too complex; in its mask, or while a token is taken in."""
-    calls = {"finish": 0, "accept_tokens": 0}
+    calls = {"apply_stop_tokens": 0, "accept_tokens": 0}
     for owner, name in ((RequestGrammar, "apply_stop_tokens"), (Matcher, "accept_tokens")):
         inner = getattr(owner, name)
 
