@@ -26,6 +26,6 @@ def test_the_engines_process_says_it_as_the_server_does(model: str, as_json: boo
         told = [(entry["level"], entry["logger"], entry["message"]) for entry in map(json.loads, lines)]
     else:
         told = [(words[0].lower(), words[3][1:-1], words[4]) for words in (line.split(maxsplit=4) for line in lines)]
-    levels = {(level, name) for level, name, message in told if "positions that the model knows" in message}
+    levels = {(level, name) for level, name, message in told if "exceeds the model's" in message}
     assert levels == {("warning", "octavo")}, lines
     assert ("info", "octavo") in {(level, name) for level, name, message in told if "ready in" in message}

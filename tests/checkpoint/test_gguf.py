@@ -99,11 +99,11 @@ def test_llama3_scaling_is_found_again_from_its_divisors(write_gguf):
     assert scaling["factor"] == 32.0
     divisors[20] *= 1.5
     path = write_gguf(tensors={"rope_freqs.weight": divisors}, metadata={"llama.rope.freq_base": 500000.0})
-    with pytest.raises(UnsupportedModelError, match="rotary"):
+    with pytest.raises(UnsupportedModelError, match="RoPE"):
         open_checkpoint(path)
     with pytest.raises(CheckpointError, match="freq_base is '5e5', it must be of type Real"):
         open_checkpoint(write_gguf(tensors={"rope_freqs.weight": divisors}, metadata={"llama.rope.freq_base": "5e5"}))
-    with pytest.raises(UnsupportedModelError, match="rotary"):
+    with pytest.raises(UnsupportedModelError, match="RoPE"):
         open_checkpoint(write_gguf(tensors={"rope_freqs.weight": divisors[:0]}))
 
 

@@ -67,6 +67,6 @@ def test_rows_that_begin_alike_give_the_tokens_that_they_give_alone(
     with LLM(model, **(OPTIONS | options)) as llm:
         found = tokens_of(llm)
         runner = llm.engine.executor.runner  # type: ignore[attr-defined]
-        common = runner._step.batch.common_prefix_lens.cpu().numpy()
+        common = runner._decode_inputs.batch.common_prefix_lens.cpu().numpy()
     assert found == expected
     assert ways[True] > 20 and np.isin(common, (0, *range(256, 305, 16))).all() and (common > 0).any()

@@ -65,7 +65,7 @@ def lose(runner: CudaModelRunner, harm: str) -> None:
         nonlocal num_launched
         num_launched += 1
         if num_launched > AT and harm == "told":
-            runner.probe = told  # type: ignore[method-assign]
+            runner.check_device = told  # type: ignore[method-assign]
             told()
         elif num_launched == AT + 1 and harm == "write":
             from tests.runner.wild_write import write_to

@@ -141,35 +141,35 @@ class Gate(threading.Event):
 def test_every_bit_of_a_block_counts(dtype: torch.dtype) -> None:
     host_kv = torch.zeros(3, 2, 2, 3, dtype=dtype)
     sums = Checksums(host_kv)
-    assert sums.follow([1, 2], [], CompletedEvent()).take() == []
+    assert sums.submit([1, 2], [], CompletedEvent()).take() == []
     bits = host_kv[2].view(torch.uint8).view(-1)
     for i in range(len(bits)):
         bits[i] ^= 1
-        assert sums.follow([], [1, 2], CompletedEvent()).take() == [2]
+        assert sums.submit([], [1, 2], CompletedEvent()).take() == [2]
         bits[i] ^= 1
-    assert sums.follow([], [1, 2], CompletedEvent()).take() == []
+    assert sums.submit([], [1, 2], CompletedEvent()).take() == []
     assert sums._sums[1] == xxh3_64_intdigest(bytes(len(bits)))
 
 
 def test_a_block_that_was_never_swapped_out_is_corrupt() -> None:
-    assert Checksums(torch.zeros(3, 4)).follow([], [1], CompletedEvent()).take() == [1]
+    assert Checksums(torch.zeros(3, 4)).submit([], [1], CompletedEvent()).take() == [1]
 
 
 def test_checksums_wait_until_blocks_have_moved() -> None:
     host_kv, gate = torch.zeros(3, 4), Gate()
     sums = Checksums(host_kv)
-    check = sums.follow([1], [1], gate)
+    check = sums.submit([1], [1], gate)
     assert not check.done
     host_kv[1] = 7
     gate.set()
     assert check.take() == [] and check.done
-    assert sums.follow([], [1], CompletedEvent()).take() == []
+    assert sums.submit([], [1], CompletedEvent()).take() == []
 
 
 def test_a_block_that_is_compared_is_not_overwritten() -> None:
     sums, gate = Checksums(torch.zeros(3, 4)), Gate()
-    sums.follow([1, 2], [], CompletedEvent()).take()
-    sums.follow([], [1], gate)
+    sums.submit([1, 2], [], CompletedEvent()).take()
+    sums.submit([], [1], gate)
     sums.wait_for([2])  # nobody compares it
     waited = threading.Thread(target=sums.wait_for, args=([1],))
     waited.start()
@@ -181,9 +181,9 @@ def test_a_block_that_is_compared_is_not_overwritten() -> None:
 
 
 def test_corrupt_blocks_are_reported_once() -> None:
-    check = Checksums(torch.zeros(3, 4)).follow([], [1], CompletedEvent())
+    check = Checksums(torch.zeros(3, 4)).submit([], [1], CompletedEvent())
     landed: list[StepResult] = []
-    land = check.before(landed.append)
+    land = check.attach_to(landed.append)
     land(StepResult([[1]]))
     land(StepResult([[2]]))
     assert [result.corrupt for result in landed] == [[1], []]

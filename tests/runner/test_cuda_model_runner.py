@@ -78,7 +78,7 @@ def on_rows(llm: LLM, *, recorded: bool = False) -> LLM:
         old.model,
         old.kv,
         old.host_kv,
-        num_rows=len(old.rows.done),
+        num_rows=len(old.input_batch.done),
         max_model_len=llm.config.max_model_len,
         max_num_tokens=llm.config.args.max_num_batched_tokens or 0,
         max_decode_steps=llm.config.args.decode_window or 1,
@@ -263,14 +263,14 @@ def test_log_probabilities_need_no_host(model: str, case: str, recorded: bool, m
     _, expected = generate(model, params, rows=False, **options)
     monkeypatch.delattr(HostSamplingRunner, "sample")
     columns: list[int] = []
-    column = HostSamplingRunner.column
+    column = HostSamplingRunner.run_column
 
     def counted(self: HostSamplingRunner, plan: StepPlan, *rest: Any) -> Any:
-        assert self.tells_prompts(plan)
+        assert self.has_prompt_logprobs(plan)
         columns.append(plan.step)
         return column(self, plan, *rest)
 
-    monkeypatch.setattr(HostSamplingRunner, "column", counted)
+    monkeypatch.setattr(HostSamplingRunner, "run_column", counted)
     llm, outputs = generate(model, params, rows=True, recorded=recorded, **options)
     assert told(outputs) == told(expected) and same_numbers(outputs, expected, 700)
     assert 0 < len(set(columns)) < 0.6 * llm.stats().num_steps
@@ -363,7 +363,7 @@ def test_candidates_of_lines_that_are_broken_or_short() -> None:
     logits[1, 4] = math.nan
     plan = StepPlan()
     plan.rows, plan.num_samples = [4, 9], {0: 2, 1: 8}
-    found = HostSamplingRunner.candidates(None, plan, reference.packed_top_logprobs(logits.bfloat16(), 8))  # type: ignore[arg-type]
+    found = HostSamplingRunner.read_candidates(None, plan, reference.packed_top_logprobs(logits.bfloat16(), 8))  # type: ignore[arg-type]
     expected = logits[0].bfloat16().float().log_softmax(0).topk(2)
     assert found.tokens[0] == list(zip(expected.values.tolist(), expected.indices.tolist(), strict=True))
     assert found.errors == {1: NOT_FINITE} and len(found.tokens) == 2 and len(found.tokens[1]) == 6
@@ -413,17 +413,17 @@ class Plan(StepPlan):
         return self
 
     def slice(
-        self, row: int, start: int, count: int, samples: int, tokens: list[int] | None = None, draws: int = 0
+        self, row: int, start: int, count: int, num_sampled: int, tokens: list[int] | None = None, num_samples: int = 0
     ) -> Plan:
         index = len(self.rows)
         self.rows.append(row)
         self.starts.append(start)
         self.counts.append(count)
-        self.samples.append(samples)
+        self.num_sampled.append(num_sampled)
         if tokens is not None:
             self.host_tokens[index] = array("i", tokens)
-        if draws:
-            self.draws[index] = draws
+        if num_samples:
+            self.num_samples[index] = num_samples
         return self
 
 
@@ -468,7 +468,7 @@ def test_candidates_are_all_that_a_step_is_for(executor: CudaExecutor) -> None:
 
     def wanted(rows: list[int], draws: dict[int, int], masked: tuple[int, ...] = ()) -> int:
         plan.rows, plan.num_samples, plan.bitmask_slices = rows, draws, list(masked)
-        return host_sampling.candidates_wanted(plan)
+        return host_sampling.num_beam_candidates(plan)
 
     assert wanted([0, 2], {0: 4, 1: 6}) == 6
     assert wanted([0, 2], {0: 4}) == wanted([0, 3], {0: 4, 1: 4}) == wanted([0], {0: 4}, masked=(0,)) == 0
@@ -503,12 +503,12 @@ def test_a_done_row_is_harmless_in_a_step_with_chunks(executor: CudaExecutor, co
 
 
 def test_draws_of_a_request_about_to_fork_do_not_end_its_row(executor: CudaExecutor) -> None:
-    plan = Plan().give(2, (6,), stops=(4,)).slice(2, 0, 1, 1, [3], draws=3)
+    plan = Plan().give(2, (6,), stops=(4,)).slice(2, 0, 1, 1, [3], num_samples=3)
     assert tokens_of(executor, plan) == [[4, 4, 4]]
 
 
 def test_draws_differ_by_their_sample_index(executor: CudaExecutor) -> None:
-    plan = Plan().give(2, (6,), temperature=2.0, seed=1).slice(2, 0, 1, 1, [3], draws=8)
+    plan = Plan().give(2, (6,), temperature=2.0, seed=1).slice(2, 0, 1, 1, [3], num_samples=8)
     assert len(set(tokens_of(executor, plan)[0])) > 1
 
 
@@ -528,8 +528,8 @@ def test_no_place_in_the_tables_is_written_twice() -> None:
 
 
 def test_two_plans_have_halves_of_the_ring_of_their_own(executor: CudaExecutor) -> None:
-    ring = executor.runner.ring
-    assert [ring.begin() for _ in range(4)] == [4, 0, 4, 0] and ring.columns.shape[0] == 8
+    ring = executor.runner.output_buffers
+    assert [ring.next_half() for _ in range(4)] == [4, 0, 4, 0] and ring.tokens.shape[0] == 8
 
 
 def test_a_window_on_the_way_round_beside_a_prompt(executor: CudaExecutor) -> None:
@@ -549,7 +549,9 @@ def test_what_the_model_thought_comes_with_its_tokens(executor: CudaExecutor) ->
     """An entry a token, of rows that ask, as many of the likeliest as there are; of who has the row next, nothing. It
     outlives its half of the ring, too, and changes no logits."""
     plan = Plan().give(0, (1, 2, 3), stops=(6,), logprobs=1).give(1, (4, 5)).give(2, (6, 7), logprobs=20)
-    running = [executor.submit(plan.slice(0, 0, 4, 3, [3, 4]).slice(1, 0, 3, 3, [8]).slice(2, 0, 1, 1, [5], draws=2))]
+    running = [
+        executor.submit(plan.slice(0, 0, 4, 3, [3, 4]).slice(1, 0, 3, 3, [8]).slice(2, 0, 1, 1, [5], num_samples=2))
+    ]
     running += [executor.submit(Plan().slice(2, 1 + i, 1, 1)) for i in range(2)]
     running += [executor.submit(Plan().give(2, (6, 7)).slice(2, 1 + i, 1, 1, [i])) for i in range(2)]
     first, *rest = [run.result() for run in running]
@@ -563,7 +565,7 @@ def test_what_the_model_thought_comes_with_its_tokens(executor: CudaExecutor) ->
             assert [entry.logprob, *entry.top[1:]] == pytest.approx(expected[: lengths[0]].tolist(), abs=1e-6)
     assert [set(result.logprobs) for result in rest] == [{0}, {0}, set(), set()]
     assert [result.logprobs[0][0].top_ids[0] for result in rest[:2]] == [result.tokens[0][0] for result in rest[:2]]
-    assert not executor.runner.rules.rows
+    assert not executor.runner.logits_processors.rows
 
 
 def test_a_row_that_ended_on_the_way_round_is_done_on_the_device_too(executor: CudaExecutor) -> None:
@@ -628,14 +630,14 @@ def test_columns_come_one_by_one(executor: CudaExecutor) -> None:
     """All but the last by `poll`, whichever of them have landed, and the rest by `result`."""
     running = executor.submit(Plan().give(0, (1, 2)).slice(0, 0, 4, 4, [3]))
     assert running.done and running.poll() is None  # a CPU is done when it returns
-    landing = running._landing
-    assert landing is not None
-    reached = landing.events[0]
-    landing.events[2:] = [Never(), Never()]
+    output = running._output
+    assert output is not None
+    reached = output.events[0]
+    output.events[2:] = [Never(), Never()]
     part = running.poll()
     assert part is not None and part.tokens == [[4, 5]]
     assert running.poll(0.001) is None and not running.done
-    landing.events[2:] = [reached, reached]
+    output.events[2:] = [reached, reached]
     assert running.result().tokens == [[6, 7]]
 
 
@@ -652,7 +654,7 @@ class Never:
 
 def test_a_plan_larger_than_the_inbox(executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     input_buffers = executor.runner.input_buffers
-    input_buffers.words = input_buffers.words[: input_buffers.head + 3]
+    input_buffers.buffer = input_buffers.buffer[: input_buffers.head_size + 3]
     assert tokens_of(executor, Plan().give(0, (3, 1)).slice(0, 0, 3, 1, [4, 5, 6])) == [[7]]
     assert tokens_of(executor, Plan().slice(0, 3, 1, 1)) == [[8]]
 
@@ -661,24 +663,24 @@ def test_of_graphs_for_chunks_the_smallest_that_holds_a_pass() -> None:
     sizes = PrefillSizes(20, 300, 1000)
 
     def found(num_tokens: int, num_slices: int, num_draws: int) -> tuple[int, int] | None:
-        size = sizes.holding(PrefillSize(num_tokens, num_slices, num_draws, num_tokens, num_tokens))
+        size = sizes.bucket_for(PrefillSize(num_tokens, num_slices, num_draws, num_tokens, num_tokens))
         return None if size is None else (size.num_tokens, size.num_slices)
 
     assert found(16, 7, 7) == (16, 8)
     assert found(17, 1, 1) == (32, 8)
     assert found(17, 8, 1) == found(17, 1, 9) == (64, 22)  # one slice is for padding
     assert found(257, 1, 1) == (300, 22) and found(301, 1, 1) is None and found(16, 22, 1) is None
-    assert PrefillSizes(20, 300, 3).holding(PrefillSize(8, 7, 1, 2, 2)) is None  # 8 tokens of padding in one slice
+    assert PrefillSizes(20, 300, 3).bucket_for(PrefillSize(8, 7, 1, 2, 2)) is None  # 8 tokens of padding in one slice
     large = PrefillSizes(20, 4096, 1000)
-    assert large.holding(PrefillSize(3584, 9, 9, 600, 900)) == large.sizes[-1]
-    assert large.holding(PrefillSize(3583, 9, 9, 600, 900)) is None
+    assert large.bucket_for(PrefillSize(3584, 9, 9, 600, 900)) == large.sizes[-1]
+    assert large.bucket_for(PrefillSize(3583, 9, 9, 600, 900)) is None
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 6, 7, 30])
 def test_no_graph_for_chunks_is_made_for_nothing(num_rows: int) -> None:
     sizes = PrefillSizes(num_rows, 3000, 4000)
     passes = [(tokens, slices) for tokens in range(1, 3001) for slices in {1, min(tokens, num_rows, 8), num_rows + 1}]
-    found = {sizes.holding(PrefillSize(tokens, slices, slices, tokens, tokens)) for tokens, slices in passes}
+    found = {sizes.bucket_for(PrefillSize(tokens, slices, slices, tokens, tokens)) for tokens, slices in passes}
     assert found - {None} == set(sizes.sizes) and len(set(sizes.sizes)) == len(sizes.sizes)
 
 
@@ -704,10 +706,10 @@ def test_what_a_penalized_row_has_had(executor: CudaExecutor) -> None:
     """Its prompt, what it samples, what the host says; not draws of which the host chooses, nor those of a done row."""
 
     def had() -> dict[int, int]:
-        counts = executor.runner.rules._made().counts[0]
+        counts = executor.runner.logits_processors._state().counts[0]
         return {token: int(counts[token]) for token in counts.nonzero().flatten().tolist()}
 
-    plan = Plan().give(0, (1, 2), stops=(9,), presence_penalty=0.1).slice(0, 0, 2, 1, [5, 6], draws=3)
+    plan = Plan().give(0, (1, 2), stops=(9,), presence_penalty=0.1).slice(0, 0, 2, 1, [5, 6], num_samples=3)
     plan.row_setups[0] = plan.row_setups[0]._replace(num_prompt=2, token_ids=array("i", [5, 6]))
     prompt = {5: IN_PROMPT, 6: IN_PROMPT}
     assert tokens_of(executor, plan) == [[7, 7, 7]] and had() == prompt

@@ -26,12 +26,12 @@ class FakeRunner:
         self.masks: list[Any] = []  # what masked plans were put
         self.gate: dict[int, threading.Event] = {}  # waited for before the last column
 
-    def run(self, plan: StepPlan, land: Any, wait_for_masks: Any) -> None:
+    def run(self, plan: StepPlan, land: Any, wait_for_bitmask: Any) -> None:
         self.ran.append(plan.step)
         columns = self.columns.get(plan.step, [[[plan.step]]])
         for i, column in enumerate(columns):
             if i < plan.num_bitmask_columns:
-                self.masks.append(wait_for_masks(i))
+                self.masks.append(wait_for_bitmask(i))
             if i == len(columns) - 1:
                 if plan.step in self.gate:
                     assert self.gate[plan.step].wait(20)

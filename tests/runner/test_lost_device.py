@@ -70,7 +70,7 @@ def lose(runner: CudaModelRunner, where: str, after: int = 0) -> None:
         num_launched += 1
         if num_launched <= after:
             return launch(plan)
-        runner.probe = cuda_says  # type: ignore[method-assign]
+        runner.check_device = cuda_says  # type: ignore[method-assign]
         if where == "launch":
             cuda_says()
         if where == "afterwards":
@@ -80,9 +80,9 @@ def lose(runner: CudaModelRunner, where: str, after: int = 0) -> None:
         def goes_on(masks: Any) -> StepOutput:
             if where == "finish":
                 cuda_says()
-            landing = finish(masks)
-            landing.events = [Broken(where) for _ in landing.events]
-            return landing
+            output = finish(masks)
+            output.events = [Broken(where) for _ in output.events]
+            return output
 
         return goes_on
 
@@ -132,11 +132,11 @@ def test_a_device_that_answers_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     num_told = 1
     runner.release_memory()
-    runner.probe()
+    runner.check_device()
     num_told = 100
     runner.release_memory()
     with pytest.raises(RuntimeError, match="illegal"):
-        runner.probe()
+        runner.check_device()
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -144,7 +144,7 @@ def test_what_cannot_be_freed_any_more_is_kept(lost: bool) -> None:
     """torch asks the device for it, and ends the process if that does not answer."""
     executor = make_executor()
     if lost:
-        executor.runner.probe = cuda_says  # type: ignore[method-assign]
+        executor.runner.check_device = cuda_says  # type: ignore[method-assign]
     runner = weakref.ref(executor.runner)
     executor.close()
     executor.close()

@@ -73,17 +73,17 @@ class Plan(StepPlan):
         return self
 
     def slice(
-        self, row: int, start: int, count: int, samples: int, tokens: list[int] | None = None, draws: int = 0
+        self, row: int, start: int, count: int, num_sampled: int, tokens: list[int] | None = None, num_samples: int = 0
     ) -> Plan:
         index = len(self.rows)
         self.rows.append(row)
         self.starts.append(start)
         self.counts.append(count)
-        self.samples.append(samples)
+        self.num_sampled.append(num_sampled)
         if tokens is not None:
             self.host_tokens[index] = array("i", tokens)
-        if draws:
-            self.draws[index] = draws
+        if num_samples:
+            self.num_samples[index] = num_samples
         return self
 
 
@@ -138,7 +138,7 @@ def test_all_rows_asleep(runner: ModelRunner, model: Counting) -> None:
 
 def test_draws_come_from_one_row_of_logits(runner: ModelRunner, model: Counting) -> None:
     plan = Plan().give(0, (5, 6), n=3, temperature=1.5).give(1, (1,), temperature=1.5)
-    plan.slice(0, 0, 2, 1, [2, 3], draws=3).slice(1, 0, 2, 1, [2, 3])
+    plan.slice(0, 0, 2, 1, [2, 3], num_samples=3).slice(1, 0, 2, 1, [2, 3])
     (column,) = run(runner, plan)
     assert len(column.tokens[0]) == 3 and len(column.tokens[1]) == 1
     assert column.tokens[0][0] == column.tokens[1][0]  # the same seed, sample 0, the same position
@@ -202,7 +202,7 @@ def test_a_rows_tokens_are_kept_up_by_setups_host_tokens_and_samples(runner: Mod
 
 def test_draws_of_a_request_about_to_fork_are_not_its_rows_tokens(runner: ModelRunner) -> None:
     plan = Plan().give(0, (5, 6), known=[2, 3], presence_penalty=1.0, n=3, temperature=1.0)
-    run(runner, plan.slice(0, 0, 2, 1, [2, 3], draws=3))
+    run(runner, plan.slice(0, 0, 2, 1, [2, 3], num_samples=3))
     assert runner.sampler.history[0, :3].tolist() == [2, 3, 0]
 
 

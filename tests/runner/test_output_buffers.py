@@ -29,35 +29,35 @@ class DeviceEvent:
         raise NotImplementedError
 
 
-def land_within(num: int) -> tuple[OutputBuffers, StepOutput, DeviceEvent]:
+def record_column_of(num: int) -> tuple[OutputBuffers, StepOutput, DeviceEvent]:
     """A column of so many draws, which nobody has filled yet."""
     ring = OutputBuffers(3, 8, torch.device("cpu"))
     points = [DeviceEvent() for _ in ring._events]
     ring._events = list(points)
-    ring.columns.fill_(5)  # of earlier plans
-    first = ring.begin()
-    landing = ring.landing(num)
-    ring.land_within(landing, list(range(num)), lambda: None)
-    return ring, landing, points[first]
+    ring.tokens.fill_(5)  # of earlier plans
+    first = ring.next_half()
+    output = ring.new_output(num)
+    ring.record_column_of(output, list(range(num)), lambda: None)
+    return ring, output, points[first]
 
 
 def test_a_column_is_seen_when_all_of_it_is_there() -> None:
-    ring, landing, point = land_within(4)
-    column = ring.columns[ring._turn * ring.num_columns]
+    ring, output, point = record_column_of(4)
+    column = ring.tokens[ring._turn * ring.num_columns]
     for i, token in enumerate((0, 7, NOTHING_SAMPLED, 9)):
-        assert landing.num_landed == 0
+        assert output.num_ready == 0
         column[i] = token
-    assert landing.num_landed == 1 and not point.reached
-    landing.events[0].synchronize()
-    assert landing.read(0, 1).tokens == [[0], [7], [], [9]]
+    assert output.num_ready == 1 and not point.reached
+    output.events[0].synchronize()
+    assert output.read(0, 1).tokens == [[0], [7], [], [9]]
     assert column[4:].tolist() == [5] * 4  # what is behind it is nobody's
 
 
 def test_what_goes_on_behind_a_column_may_break() -> None:
-    _, landing, point = land_within(2)
+    _, output, point = record_column_of(2)
     point.error = RuntimeError("an illegal memory access")
     with pytest.raises(RuntimeError, match="illegal"):
-        landing.events[0].synchronize()
+        output.events[0].synchronize()
 
 
 def test_whoever_has_come_to_the_end_has_filled_it() -> None:

@@ -16,17 +16,17 @@ from octavo.kernels.cpu import ops as cpu
 from octavo.kernels.cpu.packed_linear import SMALL_BATCH_ROWS
 from octavo.kernels.metadata import RaggedBatch
 from octavo.models.decoder import Decoder
-from octavo.runner.recorded_graphs import BLOCKS_AHEAD, RecordedModel
+from octavo.runner.recorded_graphs import MIN_TABLE_WIDTH, RecordedModel
 from tests.models.tiny import make_tiny_checkpoint, read_decoder
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
-BLOCK_SIZE, NUM_BLOCKS = 2, 6 * BLOCKS_AHEAD
+BLOCK_SIZE, NUM_BLOCKS = 2, 6 * MIN_TABLE_WIDTH
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     folder: Path = make_tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
-    return read_decoder(folder, cpu, torch.bfloat16, finish=methodcaller("pack"), max_len=4 * BLOCKS_AHEAD)
+    return read_decoder(folder, cpu, torch.bfloat16, finish=methodcaller("pack"), max_len=4 * MIN_TABLE_WIDTH)
 
 
 class Counting:
@@ -60,7 +60,7 @@ def test_steps_of_all_sizes_and_lengths(decoder: Decoder) -> None:
     model = Counting(decoder)
     replays = RecordedModel(model)
     kv, expected_kv = pool(decoder), pool(decoder)
-    sizes = [(n, longest) for n in (1, 2, 4) for longest in (9, 2 * BLOCKS_AHEAD - 1)] * 4
+    sizes = [(n, longest) for n in (1, 2, 4) for longest in (9, 2 * MIN_TABLE_WIDTH - 1)] * 4
     rng.shuffle(sizes)
     for num_seqs, longest in sizes:
         tokens, batch, rows = random_step(rng, num_seqs, longest)
@@ -74,7 +74,13 @@ def test_longer_tables_are_another_recording(decoder: Decoder) -> None:
     rng = random.Random(0)
     model = Counting(decoder)
     replays, kv = RecordedModel(model), pool(decoder)
-    for longest, calls in ((5, 3), (2 * BLOCKS_AHEAD, 3), (2 * BLOCKS_AHEAD + 1, 6), (3 * BLOCKS_AHEAD, 6), (5, 6)):
+    for longest, calls in (
+        (5, 3),
+        (2 * MIN_TABLE_WIDTH, 3),
+        (2 * MIN_TABLE_WIDTH + 1, 6),
+        (3 * MIN_TABLE_WIDTH, 6),
+        (5, 6),
+    ):
         block_ids = list(range(1, -(-longest // BLOCK_SIZE) + 1))
         batch = RaggedBatch.from_lists([1], [longest], [block_ids], BLOCK_SIZE)
         tokens = torch.tensor([rng.randrange(97)])

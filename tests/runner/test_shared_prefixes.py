@@ -20,13 +20,13 @@ from tests.runner.test_cuda_model_runner import OPTIONS, on_rows, told
 BLOCK_SIZE, MAX_BLOCKS = 16, 256
 
 
-def beginnings_of(tables: list[list[int]], least_tokens: int = 1000) -> SharedPrefixes:
+def beginnings_of(tables: list[list[int]], min_saved_tokens: int = 1000) -> SharedPrefixes:
     made = SharedPrefixes(len(tables), MAX_BLOCKS, BLOCK_SIZE, 4096)
-    assert made.least_tokens == MIN_SAVED_BYTES // 4096
-    made.least_tokens = least_tokens
+    assert made.min_saved_tokens == MIN_SAVED_BYTES // 4096
+    made.min_saved_tokens = min_saved_tokens
     for row, table in enumerate(tables):
         places = np.arange(len(table)) + row * MAX_BLOCKS
-        made.note(places, np.array(table))
+        made.update(places, np.array(table))
     return made
 
 
@@ -74,7 +74,7 @@ def test_what_lies_behind_a_position_is_of_somebody_before() -> None:
 
 def test_sequences_may_be_too_short_for_any_of_it() -> None:
     made = SharedPrefixes(4, FIRST_DEPTH // BLOCK_SIZE, BLOCK_SIZE, 1 << 30)
-    made.note(np.arange(8), np.arange(8))
+    made.update(np.arange(8), np.arange(8))
     assert order_of(made, [0] * 8) is None
 
 
@@ -121,7 +121,7 @@ def test_the_same_tokens_where_rows_change_places(
         if rows:
             on_rows(llm, recorded=recorded)
             runner = llm.engine.executor.runner  # type: ignore[attr-defined]
-            runner.shared_prefixes.least_tokens = -1000
+            runner.shared_prefixes.min_saved_tokens = -1000
             ops = runner.ops = Checked()
         with llm:
             found.append(told(llm.generate(prompts, params, use_tqdm=False)))

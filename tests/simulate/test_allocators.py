@@ -16,9 +16,9 @@ from octavo.simulate.allocators import (
     ContiguousCache,
     Estimate,
     maximum,
+    next_power_of_two,
     oracle,
     pow2,
-    power_above,
     split_of,
 )
 
@@ -44,7 +44,7 @@ def test_pieces_are_aligned_apart_and_merge_again(num_blocks: int) -> None:
         size = 1 << rnd.randrange(num_blocks.bit_length())
         if rnd.random() < 0.55:
             if pool.fits(size):
-                held.append(pool.take_piece(size))
+                held.append(pool.allocate(size))
                 assert len(held[-1]) == size and (held[-1][0] - 1) % size == 0
             else:
                 refused += 1
@@ -52,13 +52,13 @@ def test_pieces_are_aligned_apart_and_merge_again(num_blocks: int) -> None:
                 starts = [b for b in free if (b - 1) % size == 0 and set(range(b, b + size)) <= set(free)]
                 assert not starts, "there was a piece"
         elif held:
-            pool.release_piece(held.pop(rnd.randrange(len(held))))
+            pool.release(held.pop(rnd.randrange(len(held))))
         blocks = [b for piece in held for b in piece]
         assert len(blocks) == len(set(blocks)) == pool.num_used == num_blocks - pool.num_free == pool.num_refs
         assert all(1 <= b <= num_blocks for b in blocks)
     assert refused
     for piece in held:
-        pool.release_piece(piece)
+        pool.release(piece)
     largest = 1 << (num_blocks.bit_length() - 1)
     assert pool.num_free == num_blocks and pool.fits(largest) and not pool.fits(2 * largest)
 
@@ -70,7 +70,7 @@ def test_several_pieces_fit_together_or_not() -> None:
 
 @pytest.mark.parametrize(("number", "power"), [(1, 1), (2, 2), (3, 4), (25, 32), (32, 32), (33, 64)])
 def test_powers(number: int, power: int) -> None:
-    assert power_above(number) == power
+    assert next_power_of_two(number) == power
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_request_reserves_what_it_is_thought_to_need(estimate: Estimate, thoug
     scheduler.add(request("a", 100, 25))
     step(scheduler)
     (running,) = scheduler.running
-    piece = power_above(-(-thought // 16))
+    piece = next_power_of_two(-(-thought // 16))
     assert len(running.sequences[0].block_ids) == piece == cache.pool.num_used
     split = cache.split(scheduler.running)
     assert split.tokens == 100 and split.reserved == 25
@@ -121,20 +121,20 @@ def test_each_sample_has_a_piece_of_its_own() -> None:
     assert sum(cache.split(scheduler.running)) == 64
     while scheduler.requests:
         step(scheduler)
-    assert cache.pool.num_free == 16 and not cache._spare
+    assert cache.pool.num_free == 16 and not cache._spare_chunks
 
 
 def test_pieces_that_are_too_small_do_not_add_up() -> None:
     """8 blocks are free, and two pieces of 4 are wanted: there is one, and two of 2 that lie apart."""
     cache = ContiguousCache(16, 4, num_rows=8, estimate=oracle, max_len=64)
-    pieces = [cache.buddies.take_piece(2) for _ in range(8)]
+    pieces = [cache.buddies.allocate(2) for _ in range(8)]
     for i in (0, 1, 2, 4):
-        cache.buddies.release_piece(pieces[i])
+        cache.buddies.release(pieces[i])
     scheduler = Scheduler(cache)
     scheduler.add(request("a", 5, 7, n=2))
     assert cache.pool.num_available == 8
     assert not scheduler.schedule() and scheduler.waiting[0].wait_reason == "blocks"
-    cache.buddies.release_piece(pieces[3])
+    cache.buddies.release(pieces[3])
     assert scheduler.schedule()
 
 
@@ -144,7 +144,7 @@ def test_a_request_that_ends_before_its_samples_part_gives_all_back() -> None:
     scheduler.add(request("a", 5, 7, n=3))
     scheduler.schedule()
     scheduler.abort("a")
-    assert cache.pool.num_free == 16 and not cache._spare and not cache._holders
+    assert cache.pool.num_free == 16 and not cache._spare_chunks and not cache._holders
 
 
 def test_beams_hand_their_pieces_on() -> None:
@@ -162,7 +162,7 @@ def test_beams_hand_their_pieces_on() -> None:
         for running in scheduler.running:
             tables = [b for s in running.sequences for b in s.block_ids]
             assert len(tables) == len(set(tables)) == 12, tables
-    assert not scheduler.requests and cache.pool.num_free == 16 and not cache._spare and not cache._heirs
+    assert not scheduler.requests and cache.pool.num_free == 16 and not cache._spare_chunks and not cache._waiting_beams
 
 
 def test_a_batch_is_closed_until_its_last_request_is_done() -> None:

@@ -16,11 +16,11 @@ from octavo.simulate.calibrate import (
     TERMS,
     MeasuredStep,
     TimedExecutor,
+    calibration_rounds,
     fit,
+    fit_nonnegative,
     measure,
     median_error,
-    nonnegative,
-    rounds_of,
 )
 from octavo.simulate.clock import VirtualClock
 from octavo.simulate.cost import DEVICES, LinearCost, StepWork
@@ -82,10 +82,10 @@ def test_steps_that_were_held_up_count() -> None:
 def test_no_term_is_below_0() -> None:
     """The plain fit of these would be 3 and -1."""
     rows = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
-    found = nonnegative(rows, np.array([2.0, 1.0, 0.0]))
+    found = fit_nonnegative(rows, np.array([2.0, 1.0, 0.0]))
     assert (found >= 0).all() and found[1] == 0 and found[0] == pytest.approx(1.0)
-    assert nonnegative(rows, np.array([2.0, 3.0, 4.0])) == pytest.approx([1.0, 1.0])
-    assert (nonnegative(rows, np.array([-1.0, -1.0, -1.0])) == 0).all()
+    assert fit_nonnegative(rows, np.array([2.0, 3.0, 4.0])) == pytest.approx([1.0, 1.0])
+    assert (fit_nonnegative(rows, np.array([-1.0, -1.0, -1.0])) == 0).all()
 
 
 def test_an_engine_is_measured_by_its_own_clock() -> None:
@@ -154,7 +154,7 @@ def test_after_the_host_was_late_two_results_must_be_waited_for() -> None:
 def test_on_a_gpu_all_fit_into_the_pool() -> None:
     for num_blocks, max_num_seqs in ((1, 256), (40, 256), (3000, 256), (60_000, 512)):
         replica = on_a_gpu(num_blocks, max_num_seqs)
-        for batch, prompt, output in rounds_of(replica.engine, "cuda"):
+        for batch, prompt, output in calibration_rounds(replica.engine, "cuda"):
             assert 1 <= batch <= max_num_seqs and prompt >= 1 and output >= 1
             assert prompt + output <= replica.engine.max_model_len
             assert batch * -(-(prompt + output) // 16) <= num_blocks

@@ -136,7 +136,7 @@ def test_what_is_calibrated_is_kept_as_json(tmp_path: Path) -> None:
                                   '{"cost": {"pass_s": "1", "new_s": 0, "decode_s": 0}}'])  # fmt: skip
 def test_what_is_no_calibration_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "c.json").write_text(text)
-    with pytest.raises(UsageError, match="is no calibration; `octavo calibrate"):
+    with pytest.raises(UsageError, match="is not a calibration; run `octavo calibrate"):
         LinearCost.load(tmp_path / "c.json")
 
 

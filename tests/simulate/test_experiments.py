@@ -95,7 +95,7 @@ def test_sharing_saves_what_the_paper_says() -> None:
 def test_more_open_places_make_beams_share_more(monkeypatch: pytest.MonkeyPatch) -> None:
     savings = []
     for share in (0.02, 0.5):
-        monkeypatch.setattr(beams, "OPEN", share)
+        monkeypatch.setattr(beams, "OPEN_SHARE", share)
         savings.append(fig15.saving(Paper(time=0.1), "Alpaca-like", 2, True))
     assert 0.1 < savings[0] < savings[1] - 0.05 < 0.5, "two beams share half of all at most"
 

@@ -8,13 +8,13 @@ from octavo.simulate.cost import DEVICES
 from octavo.simulate.models import MODELS
 from octavo.simulate.planner import Planner
 from octavo.simulate.report import SLO
-from octavo.simulate.traces import Arrival, of_lengths, poisson, sharegpt_like
+from octavo.simulate.traces import Arrival, from_lengths, poisson, sharegpt_like
 
 MODEL = MODELS["qwen2.5-7b"]
 
 
 def load(rate: float, num: int = 120) -> list[Arrival]:
-    return list(of_lengths(sharegpt_like(num), poisson(rate)))
+    return list(from_lengths(sharegpt_like(num), poisson(rate)))
 
 
 def planner(rate: float, slo: SLO, **options: object) -> Planner:

@@ -40,10 +40,10 @@ def finish(mode: str, block_size: int, device: str, num: int, **options: str) ->
             preempted[event.request_id] += 1
 
     replica.scheduler.events.subscribe(listen)
-    arrivals = traces.of_lengths(traces.sharegpt_like(num, seed=1), traces.poisson(60.0, seed=2))
+    arrivals = traces.from_lengths(traces.sharegpt_like(num, seed=1), traces.poisson(60.0, seed=2))
     for index, arrival in enumerate(islice(arrivals, num)):
         replica.run_until(arrival.time_s)
-        replica.offer(index, arrival)
+        replica.submit(index, arrival)
     replica.run_until(float("inf"))
     return replica.clock.now, [preempted[str(i)] for i in range(num)]
 

@@ -20,7 +20,7 @@ from octavo.engine.outputs import RequestOutput
 from octavo.frontend.build import build
 from octavo.params.sampling_params import SamplingParams
 from octavo.simulate.cost import DEVICES, LinearCost
-from octavo.simulate.live import RecordedClock, ScheduledCall, ScriptedTokens, Stopwatch, run_calls
+from octavo.simulate.live import RecordingClock, ReplayClock, ScheduledCall, ScriptedTokens, run_calls
 from octavo.simulate.models import ModelShape
 from octavo.simulate.simulation import Records, Replica, SimConfig
 from tests.models.tiny import VOCAB_SIZE, make_tiny_checkpoint
@@ -46,7 +46,7 @@ class Live(NamedTuple):
 
     outputs: dict[str, RequestOutput]
     events: list[ev.Event]
-    looks_s: array[float] = array("d")
+    readings_s: array[float] = array("d")
     move_s: float = 0.0
 
 
@@ -74,7 +74,7 @@ def calls_of(num_requests: int, rate: float, seed: int) -> list[ScheduledCall]:
 
 def live(directory: Path, calls: list[ScheduledCall], **options: Any) -> Live:
     built = build(EngineArgs(model=str(directory), device="cpu", skip_tokenizer_init=True, **OPTIONS, **options))
-    engine, events, watch = built.engine, list[ev.Event](), Stopwatch()
+    engine, events, watch = built.engine, list[ev.Event](), RecordingClock()
     engine._clock = watch
     try:
         engine.scheduler.events.subscribe(events.append, blocks=True)
@@ -82,7 +82,7 @@ def live(directory: Path, calls: list[ScheduledCall], **options: Any) -> Live:
             outputs = run_calls(engine, calls, watch)
     finally:
         engine.close()
-    return Live(outputs, events, watch.looks_s, engine.scheduler.policy.costs.move_s)
+    return Live(outputs, events, watch.readings_s, engine.scheduler.policy.costs.move_s)
 
 
 def followed(calls: list[ScheduledCall], run: Live, **options: Any) -> Live:
@@ -92,7 +92,7 @@ def followed(calls: list[ScheduledCall], run: Live, **options: Any) -> Live:
     setup = SimConfig(shape, DEVICES["h100"], args.resolved("cpu"), cost=LinearCost(1e-3, 0, 0, move_s=run.move_s))
     script = ScriptedTokens({int(name): [c.token_ids for c in output.outputs] for name, output in run.outputs.items()})
     replica = Replica(setup, Records(), token_source=script, interval_s=1e9)
-    clock, events = RecordedClock(run.looks_s), list[ev.Event]()
+    clock, events = ReplayClock(run.readings_s), list[ev.Event]()
     replica.engine._clock = clock
     replica.scheduler.events.subscribe(events.append, blocks=True)
     try:
@@ -144,6 +144,6 @@ def test_following_needs_the_times(tiny: Path) -> None:
     """Another clock sees other arrivals at a turn, and what is decided differs: the comparison above is not idle."""
     calls = calls_of(120, 400, 7)
     run = live(tiny, calls)
-    late = run._replace(looks_s=array("d", [look * 1.5 for look in run.looks_s]))
+    late = run._replace(readings_s=array("d", [look * 1.5 for look in run.readings_s]))
     assert followed(calls, run).events == run.events
     assert followed(calls, late).events != run.events

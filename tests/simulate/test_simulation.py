@@ -149,7 +149,7 @@ def test_the_budget_of_blocks() -> None:
 def test_a_simulation_is_the_same_twice() -> None:
     def run() -> Records:
         lengths = traces.sharegpt_like(60)
-        return simulate(setup(num_gpu_blocks_override=600), traces.of_lengths(lengths, traces.poisson(0.4)))
+        return simulate(setup(num_gpu_blocks_override=600), traces.from_lengths(lengths, traces.poisson(0.4)))
 
     one, two = run(), run()
     assert one.finished_s == two.finished_s and one.num_steps == two.num_steps and len(one) == 60
@@ -220,7 +220,7 @@ def test_nothing_finished_is_told_too() -> None:
 
 def test_pictures_are_svg() -> None:
     records = simulate(setup(), arrivals(*[(float(i), 5, 8) for i in range(20)]), interval_s=1.0)
-    charts = report.pictures(records)
+    charts = report.summary_charts(records)
     root = ElementTree.fromstring(svg(charts))
     texts = [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"Memory", "Requests", "running", "tokens", "first token"} <= set(texts)

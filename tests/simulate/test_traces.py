@@ -111,7 +111,7 @@ BAD = {
     "a huge length": ("v.csv", VIDUR + "0,1e300,3\n", ":2: num_prefill_tokens is "),
     "true": ("m.jsonl", '{"timestamp": 0, "input_length": true, "output_length": 3}', "input_length is 'True'"),
     "binary": ("v.csv.gz", "no gzip", "expected a text file"),
-    "what": ("v.txt", "x", "is no trace: give a .jsonl, .csv or .npz"),
+    "what": ("v.txt", "x", "is not a trace; pass a .jsonl, .csv or .npz"),
     "lengths": ("l.npz", "PK no", "expected an .npz file"),
 }
 
@@ -226,7 +226,7 @@ def test_lengths_are_those_of_the_paper() -> None:
 
 
 def test_a_prefix_is_shared_and_the_rest_is_not() -> None:
-    a, b = traces.of_lengths(traces.sharegpt_like(2), iter([0.0, 1.0]), prefix=80)
+    a, b = traces.from_lengths(traces.sharegpt_like(2), iter([0.0, 1.0]), prefix=80)
     assert a.runs[0] == b.runs[0] == (FIRST_TOKEN, 80)
     assert a.runs[1][0] != b.runs[1][0] and not {a.runs[1][0], b.runs[1][0]} & {FIRST_TOKEN, OUTPUT_TOKEN}
 

@@ -321,7 +321,7 @@ def test_without_a_process_one_request_fails(tokenizer: Tokenizer, monkeypatch: 
     made = GrammarCompiler(tokenizer, tokenizer.vocab_size)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/no/such/python")
-        with pytest.raises(RequestFailedError, match=r"no process .*/no/such/python") as caught:
+        with pytest.raises(RequestFailedError, match=r"cannot start a process .*/no/such/python") as caught:
             made.compile(regex_grammar("a"))
         assert caught.value.code == "grammar_unavailable"
         patch.setattr(sys, "executable", "/bin/false")

@@ -122,7 +122,7 @@ def _build(args: EngineArgs, starting: ExitStack) -> BuiltEngine:
         weight_bytes=weight_bytes,
         model_len=model_len,
         free_bytes=free_memory() - (weight_bytes if gpu is None else 0),
-        device_bytes=None if gpu is None else gpu.left,
+        device_bytes=None if gpu is None else gpu.available_kv_bytes,
     )
     for warning in budget.warnings:
         logger.warning(warning)
@@ -318,7 +318,7 @@ def _executor(
             num_rows=args.max_num_seqs,
             max_model_len=config.max_model_len,
             ops=ops,
-            replay=not args.enforce_eager,
+            record_graphs=not args.enforce_eager,
         )
     )
 

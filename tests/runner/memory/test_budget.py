@@ -117,7 +117,7 @@ def test_a_pool_larger_than_the_free_memory() -> None:
 
 def test_where_no_value_is_known() -> None:
     for options in ({"free": 64 * KIB}, {"free": 64 * KIB, "num_gpu_blocks_override": 5}):
-        with pytest.raises(MemoryBudgetError, match=r"; `octavo doctor m` names flags that fit$"):
+        with pytest.raises(MemoryBudgetError, match=r"; run `octavo doctor m` for flags that fit$"):
             plan(**options)
 
 
@@ -155,6 +155,7 @@ def test_free_memory_reads_the_machine_and_its_cgroup(monkeypatch: pytest.Monkey
 
 def test_weights_that_leave_nothing_are_refused_before_they_are_loaded() -> None:
     with pytest.raises(
-        MemoryBudgetError, match=r"more than the free memory by 1.*; `octavo doctor m` names flags that fit$"
+        MemoryBudgetError,
+        match=r"take 3.00 GiB, 1.00 GiB more than the free memory;.*; run `octavo doctor m` for flags that fit$",
     ):
         plan_memory(EngineArgs(model="m"), bytes_per_token=8, weight_bytes=3 << 30, model_len=64, free_bytes=-(1 << 30))

@@ -47,7 +47,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_in_one_line(model: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
-    with pytest.raises(ParameterError, match=r"device is cuda, and there is none: .*; use device=cpu$") as error:
+    with pytest.raises(ParameterError, match=r"device is cuda, but no GPU can be used: .*; use device=cpu$") as error:
         LLM(model, device="cuda", skip_tokenizer_init=True)
     assert "\n" not in str(error.value) and error.value.param == "device"
 
@@ -55,11 +55,11 @@ def test_without_a_gpu_it_says_so_in_one_line(model: str, caplog: pytest.LogCapt
 def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "init", raising(RuntimeError(TOO_OLD)))
     with pytest.raises(
-        ParameterError, match=r"none: The NVIDIA driver on .* \(found version 11040\)\. .*; use device=cpu$"
+        ParameterError, match=r"used: The NVIDIA driver on .* \(found version 11040\)\. .*; use device=cpu$"
     ):
         find_gpu()
     monkeypatch.setattr(torch.cuda, "init", raising(AssertionError("Torch not compiled with CUDA enabled")))
-    with pytest.raises(ParameterError, match="none: Torch not compiled with CUDA enabled; use device=cpu"):
+    with pytest.raises(ParameterError, match="used: Torch not compiled with CUDA enabled; use device=cpu"):
         find_gpu()
 
 
@@ -128,10 +128,10 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_loaded(memory: Call
 @pytest.mark.parametrize(
     ("gib", "options", "remedy"),
     [
-        (41, {"gpu_memory_utilization": 0.5}, "raise gpu_memory_utilization to 0.53 at least"),
-        (72, {}, "free 3.25 GiB more on the GPU, and let gpu_memory_utilization be 0.92 at least"),
-        (100, {"dtype": "float32"}, "set dtype to bfloat16, which halves that"),
-        (100, {}, "choose a smaller model or a dtype of fewer bytes"),
+        (41, {"gpu_memory_utilization": 0.5}, "raise gpu_memory_utilization to 0.53 or more"),
+        (72, {}, "free 3.25 GiB more on the GPU, and set gpu_memory_utilization to 0.92 or more"),
+        (100, {"dtype": "float32"}, "set dtype to bfloat16, which halves the weights"),
+        (100, {}, "choose a smaller model or dtype"),
     ],
 )
 def test_what_would_make_room_for_weights(
@@ -140,18 +140,18 @@ def test_what_would_make_room_for_weights(
     memory(70 * GIB)
     with pytest.raises(MemoryBudgetError) as told:
         check_weights(gib * GIB, EngineArgs(model="m", **options))
-    assert str(told.value).endswith(f" free of 80.00 GiB); {remedy}; `octavo doctor m` names flags that fit")
+    assert str(told.value).endswith(f" free of 80.00 GiB); {remedy}; run `octavo doctor m` for flags that fit")
 
 
 def test_a_gpu_without_room_for_cuda_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", raising(RuntimeError("CUDA error: out of memory\nAdvice")))
-    with pytest.raises(MemoryBudgetError, match="not even CUDA itself finds room; free some, nvidia-smi shows whose"):
+    with pytest.raises(MemoryBudgetError, match=r"CUDA cannot start; free some \(nvidia-smi lists them\)"):
         check_weights(GIB, EngineArgs(model="m"))
 
 
 TRIED = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 80 GiB.\nAdvice follows"
 MEMORY = GPUMemoryProfile(
-    total=80 * GIB, utilization=0.9, foreign=GIB, weights=GIB, activations=GIB, graphs=GIB, libraries=GIB
+    total=80 * GIB, utilization=0.9, other_processes=GIB, weights=GIB, activations=GIB, graphs=GIB, libraries=GIB
 )
 
 
@@ -194,7 +194,7 @@ def stage(name: str, error: RuntimeError, patch: pytest.MonkeyPatch) -> None:
             "weights",
             {},
             "loading the weights",
-            r"free as much as the weights take, 0\.00 GiB; `octavo doctor .*llama` names",
+            r"free as much as the weights take, 0\.00 GiB; run `octavo doctor .*llama` for",
         ),
         ("measure", {}, "computing its largest steps", "lower max_num_batched_tokens to 4096 and max_num_seqs to 4"),
         ("swap space", {}, "pinning memory of the host for swap space", "lower swap_space, or set it to 0"),
@@ -220,7 +220,7 @@ def test_memory_that_runs_out_in_a_start_is_one_line_with_a_remedy(
         with pytest.raises(MemoryBudgetError) as told:
             LLM(model, device="cuda", **OPTIONS, **options)
     said = str(told.value)
-    figures = r"it took 2\.50 GiB, and 1\.00 GiB of the GPU's 80\.00 GiB are free"
+    figures = r"an allocation of 2\.50 GiB failed, with 1\.00 GiB of the GPU's 80\.00 GiB free"
     assert re.search(rf"^memory ran out while {doing}.*: {figures}; {remedy}", said)
     assert "\n" not in said and told.value.__suppress_context__
 
@@ -228,7 +228,7 @@ def test_memory_that_runs_out_in_a_start_is_one_line_with_a_remedy(
 def test_memory_that_somebody_else_than_torch_did_not_get(memory: Callable[[int], None]) -> None:
     memory(GIB)
     with (
-        pytest.raises(MemoryBudgetError, match=r"while x: it took more than there is, and 1\.00 GiB .* free; 0$"),
+        pytest.raises(MemoryBudgetError, match=r"while x: an allocation failed, with 1\.00 GiB .* free; 0$"),
         startup_errors(CUDA, "x", str),
     ):
         raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")

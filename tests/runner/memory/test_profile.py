@@ -19,7 +19,7 @@ BLOCK = 1 << 20
 MEMORY = GPUMemoryProfile(
     total=80 * GIB,
     utilization=0.9,
-    foreign=1 * GIB,
+    other_processes=1 * GIB,
     weights=15 * GIB,
     activations=2 * GIB,
     graphs=3 * GIB,
@@ -28,13 +28,16 @@ MEMORY = GPUMemoryProfile(
 
 
 def test_what_is_left_for_blocks() -> None:
-    assert MEMORY.left == 72 * GIB - 21 * GIB - gpu.SPARE_BYTES
+    assert MEMORY.available_kv_bytes == 72 * GIB - 21 * GIB - gpu.SPARE_BYTES
     MEMORY.check(ARGS, BLOCK)
 
 
 def test_a_share_is_of_the_engine_alone_and_no_more_than_others_leave() -> None:
-    assert replace(MEMORY, utilization=0.4, foreign=40 * GIB).left == 32 * GIB - 21 * GIB - gpu.SPARE_BYTES
-    assert replace(MEMORY, foreign=20 * GIB).left == 60 * GIB - 21 * GIB - gpu.SPARE_BYTES
+    assert (
+        replace(MEMORY, utilization=0.4, other_processes=40 * GIB).available_kv_bytes
+        == 32 * GIB - 21 * GIB - gpu.SPARE_BYTES
+    )
+    assert replace(MEMORY, other_processes=20 * GIB).available_kv_bytes == 60 * GIB - 21 * GIB - gpu.SPARE_BYTES
 
 
 def test_too_little_names_a_utilization_that_would_do() -> None:
@@ -45,10 +48,10 @@ def test_too_little_names_a_utilization_that_would_do() -> None:
     assert "0.2 of 80.00 GiB is 16.00 GiB" in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("foreign", [59 * GIB, 61 * GIB])
-def test_where_no_utilization_would_do_smaller_steps_or_more_free_memory_would(foreign: int) -> None:
+@pytest.mark.parametrize("other_processes", [59 * GIB, 61 * GIB])
+def test_where_no_utilization_would_do_smaller_steps_or_more_free_memory_would(other_processes: int) -> None:
     """With the values that are named there is memory for blocks: what steps take is in proportion to their size."""
-    memory = replace(MEMORY, foreign=foreign)
+    memory = replace(MEMORY, other_processes=other_processes)
     with pytest.raises(
         MemoryBudgetError,
         match=r"; lower max_num_batched_tokens to (\d+) and max_num_seqs to (\d+), or free ([\d.]+) GiB more on",
@@ -58,21 +61,21 @@ def test_where_no_utilization_would_do_smaller_steps_or_more_free_memory_would(f
     share = max(int(tokens) / (ARGS.max_num_batched_tokens or 1), int(rows) / (ARGS.max_num_seqs or 1))
     assert 0.1 < share < 1
     replace(memory, activations=int(2 * GIB * share), graphs=int(3 * GIB * share)).check(ARGS, BLOCK)
-    replace(memory, foreign=foreign - int(float(more) * GIB)).check(ARGS, BLOCK)
+    replace(memory, other_processes=other_processes - int(float(more) * GIB)).check(ARGS, BLOCK)
 
 
 def test_where_nothing_that_is_known_would_do() -> None:
     with pytest.raises(MemoryBudgetError, match=r"; free 5.25 GiB more .* and raise gpu_memory_utilization to 0.28$"):
-        replace(MEMORY, utilization=0.1, foreign=63 * GIB).check(ARGS, BLOCK)
-    with pytest.raises(MemoryBudgetError, match=r"; `octavo doctor m` names flags that fit$"):
+        replace(MEMORY, utilization=0.1, other_processes=63 * GIB).check(ARGS, BLOCK)
+    with pytest.raises(MemoryBudgetError, match=r"; run `octavo doctor m` for flags that fit$"):
         replace(MEMORY, weights=79 * GIB).check(ARGS, BLOCK)
 
 
 def test_a_pool_has_the_null_block_and_another() -> None:
     """What is left may be less."""
-    MEMORY.check(ARGS, MEMORY.left // 2)
+    MEMORY.check(ARGS, MEMORY.available_kv_bytes // 2)
     with pytest.raises(MemoryBudgetError, match=r"raise gpu_memory_utilization to 0\.91$"):
-        replace(MEMORY, foreign=0).check(ARGS, MEMORY.left // 2 + GIB // 4)
+        replace(MEMORY, other_processes=0).check(ARGS, MEMORY.available_kv_bytes // 2 + GIB // 4)
 
 
 @pytest.mark.parametrize(
@@ -90,13 +93,13 @@ def test_a_smaller_pool_leaves_what_was_wanting(options: dict[str, Any], remedy:
     told = memory.smaller_pool(args, plan(**options), 3 * GIB)
     value = float(re.fullmatch(remedy, told)[1])  # type: ignore[index]
     if not options:
-        left = replace(memory, utilization=value).left
+        left = replace(memory, utilization=value).available_kv_bytes
     else:
         left = plan(**{name: int(value) for name in options}).num_blocks * BLOCK
     assert 15 * GIB <= left <= 17 * GIB
     least = memory.smaller_pool(args, plan(**options), 20 * GIB)
     assert least == (
-        "`octavo doctor m` names flags that fit"
+        "run `octavo doctor m` for flags that fit"
         if options
         else "lower max_num_batched_tokens to 4096 and max_num_seqs to 128"
     )
@@ -122,7 +125,7 @@ def test_the_pool_takes_what_the_device_has_and_swap_space_what_the_host_has() -
     with pytest.raises(MemoryBudgetError, match=r"; lower swap_space to 10$"):
         plan(swap_space=11)
     plan(swap_space=10)
-    assert plan().table().endswith("free memory beside the weights 20.00 GiB, of the host 10.00 GiB")
+    assert plan().table().endswith("free memory after the weights 20.00 GiB on the device and 10.00 GiB on the host")
     with pytest.raises(
         MemoryBudgetError, match=f"; lower kv_cache_memory_bytes to {20 * GIB}, lower swap_space to 10$"
     ):

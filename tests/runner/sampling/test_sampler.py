@@ -81,8 +81,10 @@ def test_masks_rule_out_and_change_nothing_else(ops: ModuleType) -> None:
 def test_draws_of_one_slice_share_its_mask_and_candidates_keep_to_it() -> None:
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(2)).expand(6, 40)
     setup = RowSetup(0, SamplingParams(temperature=1.5, n=5), 3, 0, frozenset())
-    draws = [SampleSpec(4, setup, j, 7, goes_on=False) for j in range(5)]
-    beam = SampleSpec(2, RowSetup(1, SamplingParams(temperature=0), 3, 0, frozenset(), decides=True), 0, 7, False, 8)
+    draws = [SampleSpec(4, setup, j, 7, continues_row=False) for j in range(5)]
+    beam = SampleSpec(
+        2, RowSetup(1, SamplingParams(temperature=0), 3, 0, frozenset(), returns_candidates=True), 0, 7, False, 8
+    )
     masks = masks_of({4: [3, 5, 8], 2: [1, 39, 20]}, 40)
     drawn = Sampler(10, 8, cpu).sample(logits.clone(), [*draws, beam], masks)
     assert set(drawn.tokens[:5]) <= {3, 5, 8} and len(set(drawn.tokens[:5])) > 1
