@@ -79,8 +79,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {97: 1}}, "invalid_logit_bias", "logit_bias has token 97, and the largest token id is 96"),
     ({"logprobs": 21}, "invalid_value", "logprobs is 21, and the limit is 20; raise max_logprobs"),
     ({"logprobs": -1}, "invalid_value", "logprobs is -1, and the limit is 20; raise max_logprobs"),
-    ({"prompt_logprobs": 21}, "invalid_value", "prompt_logprobs is 21, at most 20"),
-    ({"max_tokens": None, "min_tokens": 200}, "invalid_value", "min_tokens is 200, and the output has at most 123 tokens"),
+    ({"prompt_logprobs": 21}, "invalid_value", "prompt_logprobs is 21, and the limit is 20"),
+    ({"max_tokens": None, "min_tokens": 200}, "invalid_value", "min_tokens is 200, and the output has at most 123"),
     (
         {"allowed_token_ids": [5, 6], "bad_words_token_ids": [[6], [5], [5, 7]]},
         "no_allowed_token",
