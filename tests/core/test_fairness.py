@@ -157,7 +157,7 @@ def run_two(seed: int, budget: int, *, longest: int = 0) -> int:
     return apart
 
 
-@pytest.mark.parametrize("budget", [8, 16, 40])
+@pytest.mark.parametrize("budget", [*(pytest.param(n, marks=pytest.mark.proof) for n in (8, 16)), 40])
 def test_what_two_backlogged_tenants_are_served_differs_by_a_step_at_most(budget: int) -> None:
     """However their prompts are cut: one sends few long ones, the other many short ones."""
     assert max(run_two(seed, budget) for seed in range(3)) <= budget
