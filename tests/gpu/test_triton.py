@@ -12,7 +12,7 @@ import torch
 
 from octavo.kernels import reference
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.reference import NormedResidual
+from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton import ops as cuda
 from octavo.kernels.triton.attention.prefill_hopper import can_prefill
 from octavo.kernels.triton.linear.skinny_hopper import StreamTuning

@@ -521,6 +521,7 @@ def prompts() -> list[str]:
 
 
 @pytest.mark.model
+@pytest.mark.proof
 @pytest.mark.skipif(not catalog.CATALOG["smollm2-135m-instruct"].path.exists(), reason="SmolLM2 is not in the cache")
 def test_smollm2_agrees_with_transformers():
     path = catalog.cached_path("smollm2")
@@ -546,6 +547,7 @@ def test_smollm2_agrees_with_transformers():
 
 
 @pytest.mark.model
+@pytest.mark.proof
 @pytest.mark.skipif(not catalog.CATALOG["smollm2-135m-instruct"].path.exists(), reason="SmolLM2 is not in the cache")
 def test_smollm2_known_ids():
     tokenizer = Tokenizer.from_checkpoint(open_checkpoint(catalog.cached_path("smollm2")))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.reference import NormedResidual
+from octavo.kernels.reference.norms import NormedResidual
 from octavo.models.config import DecoderSpec
 from octavo.models.layers import Attention, GatedMLP, empty_norm
 from octavo.models.linear import SINGLE_RANK, Linear, PackableWeight, TensorParallel, VocabEmbedding, Weight

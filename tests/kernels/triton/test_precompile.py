@@ -13,7 +13,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 
-from octavo.kernels.reference import NormedResidual
+from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton import precompile
 from octavo.kernels.triton.linear import skinny, skinny_hopper
 from octavo.kernels.triton.linear.skinny_hopper import StreamTuning

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.reference import NormedResidual
+from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton.linear import qkv_hopper, skinny, skinny_hopper
 from octavo.kernels.triton.linear.qkv_hopper import heads_tuning
 from tests.kernels.triton.hopper import SHARED_BYTES, compile_for_hopper, registers_of

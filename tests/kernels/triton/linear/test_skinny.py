@@ -9,7 +9,7 @@ import torch
 
 from octavo.kernels import reference
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.reference import NormedResidual
+from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton import ops as cuda
 from octavo.kernels.triton.linear.skinny import ThinTuning
 from tests.kernels.pool import relative_error

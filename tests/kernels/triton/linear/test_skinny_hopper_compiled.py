@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.kernels.reference import NormedResidual
+from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton.linear import skinny, skinny_hopper
 from octavo.kernels.triton.linear.skinny_hopper import StreamTuning, stream_tuning
 from tests.kernels.triton.hopper import SHARED_BYTES, compile_for_hopper

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.reference import NormedResidual
+from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton.launch import given, overlapped, wait_for_predecessor
 from octavo.kernels.triton.linear.skinny_hopper import (
     LAYOUT,

@@ -29,7 +29,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.reference import Gate, NormedResidual, split_heads
+from octavo.kernels.reference import split_heads
+from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.kernels.triton.activation import GELU_SLOPE
 from octavo.kernels.triton.kv.write import rope_kv_write
 from octavo.kernels.triton.launch import given, overlapped, wait_for_predecessor

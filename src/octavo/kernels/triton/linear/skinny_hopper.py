@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octavo.integers import cdiv
-from octavo.kernels.reference import Gate
+from octavo.kernels.reference.norms import Gate
 from octavo.kernels.triton.activation import GELU_SLOPE
 from octavo.kernels.triton.launch import given, overlapped, wait_for_predecessor
 

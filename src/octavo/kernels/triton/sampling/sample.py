@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
 from octavo.kernels.metadata import SamplingTensors
-from octavo.kernels.reference import GOLDEN, MIX_1, MIX_2
+from octavo.kernels.reference.sampling import GOLDEN, MIX_1, MIX_2
 
 TILE = 1024
 RACE_TILE = 512
