@@ -44,6 +44,7 @@ OWN_PROMPTS = [
 
 pytestmark = [
     pytest.mark.model,
+    pytest.mark.proof,
     pytest.mark.skipif(
         not any(row.is_cached for row in catalog.list_models() if row.name == MODEL),
         reason=f"{MODEL} is not in the cache; `octavo models fetch {MODEL}` gets it",
