@@ -7,7 +7,7 @@ import ast
 import pytest
 from scripts.sanitize import KERNELS, num_findings, num_of_parts, outcomes
 
-KERNEL, FILE = "_stream_heads", "qkv_hopper.py"
+KERNEL, FILE = "_qkv_hopper", "qkv_hopper.py"
 
 
 def lines_of(name: str, call: str) -> tuple[int, int]:
