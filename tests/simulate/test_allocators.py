@@ -51,7 +51,7 @@ def test_chunks_are_aligned_disjoint_and_merge(num_blocks: int) -> None:
                 refused += 1
                 free = sorted(set(range(1, num_blocks + 1)) - {b for chunk in held for b in chunk})
                 starts = [b for b in free if (b - 1) % size == 0 and set(range(b, b + size)) <= set(free)]
-                assert not starts, "there was a piece"
+                assert not starts, "a chunk was free"
         elif held:
             pool.release(held.pop(rnd.randrange(len(held))))
         blocks = [b for chunk in held for b in chunk]
@@ -75,7 +75,7 @@ def test_next_power_of_two(number: int, power: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("estimate", "thought"), [(oracle, 100 + 25), (pow2, 100 + 32), (maximum, 2048)], ids=["oracle", "pow2", "max"]
+    ("estimate", "estimated"), [(oracle, 100 + 25), (pow2, 100 + 32), (maximum, 2048)], ids=["oracle", "pow2", "max"]
 )
 def test_request_reserves_its_estimate(estimate: Estimate, estimated: int) -> None:
     cache = ContiguousCache(983, 16, num_rows=64, estimate=estimate, max_len=2048)
@@ -128,14 +128,14 @@ def test_each_sample_has_its_own_chunk() -> None:
 def test_fragmented_chunks_do_not_fit() -> None:
     """8 blocks are free and two chunks of 4 are needed: free are one chunk of 4 and two separate ones of 2."""
     cache = ContiguousCache(16, 4, num_rows=8, estimate=oracle, max_len=64)
-    pieces = [cache.buddies.allocate(2) for _ in range(8)]
+    chunks = [cache.buddies.allocate(2) for _ in range(8)]
     for i in (0, 1, 2, 4):
-        cache.buddies.release(pieces[i])
+        cache.buddies.release(chunks[i])
     scheduler = Scheduler(cache)
     scheduler.add(request("a", 5, 7, n=2))
     assert cache.pool.num_available == 8
     assert not scheduler.schedule() and scheduler.waiting[0].wait_reason == "blocks"
-    cache.buddies.release(pieces[3])
+    cache.buddies.release(chunks[3])
     assert scheduler.schedule()
 
 
