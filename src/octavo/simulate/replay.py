@@ -14,9 +14,9 @@ from itertools import groupby
 from typing import Any
 
 from octavo.config import GIB, EngineArgs
+from octavo.core import events as ev
+from octavo.core.plan import RowSetup, StepPlan
 from octavo.errors import OctavoError, TraceError
-from octavo.recorded import events as ev
-from octavo.recorded.plan import RowSetup, StepPlan
 from octavo.simulate.allocators import split_of
 from octavo.simulate.calibrate import MeasuredStep, fit
 from octavo.simulate.cost import DEVICES, CostModel, LinearCost, StepWork, step_work
