@@ -10,6 +10,7 @@ import pytest
 from octavo.config import EngineArgs
 from octavo.core.plan import StepPlan
 from octavo.errors import UsageError
+from octavo.integers import cdiv
 from octavo.simulate.calibrate import (
     HOST_TERMS,
     ROUNDS,
@@ -157,7 +158,7 @@ def test_gpu_rounds_fit_into_the_pool() -> None:
         for batch, prompt, output in calibration_rounds(replica.engine, "cuda"):
             assert 1 <= batch <= max_num_seqs and prompt >= 1 and output >= 1
             assert prompt + output <= replica.engine.max_model_len
-            assert batch * -(-(prompt + output) // 16) <= num_blocks
+            assert batch * cdiv(prompt + output, 16) <= num_blocks
 
 
 def test_time_before_a_round_is_not_measured() -> None:
