@@ -157,7 +157,7 @@ def run_two(seed: int, budget: int, *, longest: int = 0) -> int:
     return apart
 
 
-@pytest.mark.parametrize("budget", [8, 16, 40])
+@pytest.mark.parametrize("budget", [*(pytest.param(n, marks=pytest.mark.proof) for n in (8, 16)), 40])
 def test_service_of_two_backlogged_tenants_differs_by_at_most_a_step(budget: int) -> None:
     """One tenant sends few long prompts, the other many short ones."""
     assert max(run_two(seed, budget) for seed in range(3)) <= budget
