@@ -8,7 +8,7 @@ import pytest
 
 from octavo import LLM
 from tests.engine.models import make_talking_checkpoint
-from tests.runner.test_checksums import PARAMS, PROMPTS, Flipper, told
+from tests.runner.test_checksums import PARAMS, PROMPTS, Flipper, completions
 
 TIGHT: dict[str, Any] = {
     "device": "cuda",
@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def expected(model: str) -> list[Any]:
     with LLM(model, **TIGHT | {"num_gpu_blocks_override": 200}) as llm:
-        return told(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+        return completions(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "alone"])
@@ -36,7 +36,7 @@ def expected(model: str) -> list[Any]:
 def test_flipped_bits_give_no_wrong_token(model: str, expected: list[Any], window: int, overlap: bool) -> None:
     with LLM(model, **TIGHT, decode_window=window, async_scheduling=overlap) as llm:
         flipper = Flipper(llm)
-        assert told(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+        assert completions(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
         stats = llm.kv_stats()
         assert flipper.blocks and 0 < stats.num_corrupt <= len(flipper.blocks)
         assert stats.num_used == stats.num_host_used == 0
@@ -44,5 +44,5 @@ def test_flipped_bits_give_no_wrong_token(model: str, expected: list[Any], windo
 
 def test_blocks_that_are_whole_come_back(model: str, expected: list[Any]) -> None:
     with LLM(model, **TIGHT) as llm:
-        assert told(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+        assert completions(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
         assert llm.kv_stats().num_swapped_in > 0 and llm.kv_stats().num_corrupt == 0

@@ -16,8 +16,8 @@ from octavo.runner.checksums import Checksums, SwapInCheck
 from octavo.runner.model_runner import ModelRunner
 from octavo.runner.streams import CompletedEvent
 from tests.engine.models import make_talking_checkpoint
-from tests.runner.test_cuda_model_runner import on_rows
-from tests.runner.test_model_runner import Counting
+from tests.runner.handwritten_plans import NextTokenModel
+from tests.runner.test_cuda_model_runner import use_cuda_runner
 
 PROMPTS = [[3 + (7 * i + j * j) % 90 for j in range(6 + 5 * i % 23)] for i in range(6)]
 TIGHT: dict[str, Any] = {
@@ -45,10 +45,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def expected(model: str) -> list[Any]:
     with LLM(model, **TIGHT | {"num_gpu_blocks_override": 200}) as llm:
-        return told(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+        return completions(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
 
 
-def told(outputs: list[Any]) -> list[Any]:
+def completions(outputs: list[Any]) -> list[Any]:
     return [(c.token_ids, c.finish_reason) for output in outputs for c in output.outputs]
 
 
@@ -81,14 +81,14 @@ class Flipper:
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "alone"])
 @pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize("rows", [False, True], ids=["cpu", "rows"])
+@pytest.mark.parametrize("cuda_runner", [False, True], ids=["cpu", "cuda_runner"])
 def test_a_flipped_bit_gives_no_wrong_token(
-    model: str, expected: list[Any], rows: bool, window: int, overlap: bool, caplog: pytest.LogCaptureFixture
+    model: str, expected: list[Any], cuda_runner: bool, window: int, overlap: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     llm = LLM(model, **TIGHT, decode_window=window, async_scheduling=overlap)
-    with on_rows(llm) if rows else llm:
+    with use_cuda_runner(llm) if cuda_runner else llm:
         flipper = Flipper(llm)
-        assert told(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+        assert completions(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
         stats = llm.kv_stats()
         assert stats.num_swapped_in > 0 and stats.num_corrupt > 0
         assert stats.num_corrupt == llm.stats().num_corrupt_blocks <= len(flipper.blocks)
@@ -98,7 +98,7 @@ def test_a_flipped_bit_gives_no_wrong_token(
 
 def test_without_a_flipped_bit_nothing_is_recomputed(model: str, expected: list[Any]) -> None:
     with LLM(model, **TIGHT) as llm:
-        assert told(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+        assert completions(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
         assert llm.kv_stats().num_swapped_in > 0 and llm.kv_stats().num_corrupt == 0
 
 
@@ -117,10 +117,10 @@ def test_a_stream_never_shows_a_wrong_token(model: str, expected: list[Any]) -> 
 def test_beams_beside_flipped_bits(model: str) -> None:
     params = BeamSearchParams(beam_width=3, max_tokens=10, ignore_eos=True)
     with LLM(model, **TIGHT | {"num_gpu_blocks_override": 200}) as llm:
-        want = told(llm.beam_search(PROMPTS, params, use_tqdm=False))
+        want = completions(llm.beam_search(PROMPTS, params, use_tqdm=False))
     with LLM(model, **TIGHT | {"num_gpu_blocks_override": 19}) as llm:
         Flipper(llm)
-        assert told(llm.beam_search(PROMPTS, params, use_tqdm=False)) == want
+        assert completions(llm.beam_search(PROMPTS, params, use_tqdm=False)) == want
         assert llm.stats().num_corrupt_blocks > 0
 
 
@@ -193,7 +193,7 @@ def test_corrupt_blocks_are_reported_once() -> None:
 @pytest.fixture
 def runner() -> ModelRunner:
     kv = torch.zeros(9, 1, 2, 1, 2, 1)
-    return ModelRunner(Counting(), kv, torch.zeros_like(kv), num_rows=4, max_model_len=8, ops=reference)
+    return ModelRunner(NextTokenModel(), kv, torch.zeros_like(kv), num_rows=4, max_model_len=8, ops=reference)
 
 
 def test_a_plan_of_swaps_alone_reports_corrupt_blocks(runner: ModelRunner) -> None:

@@ -21,7 +21,7 @@ from octavo.kernels.metadata import RaggedBatch
 from tests.models.tiny import make_tiny_checkpoint, random_prompts
 from tests.proof.margins import GREEDY
 from tests.proof.ways import OPTIONS
-from tests.runner.test_cuda_model_runner import on_rows
+from tests.runner.test_cuda_model_runner import use_cuda_runner
 
 PROMPTS = random_prompts(9, 17, 14, 5)
 VICTIM = 1
@@ -90,7 +90,7 @@ def test_keys_that_became_nan_fail_one_request_and_spoil_no_block(
     tmp_path: Path, kind: str, runner: str, window: int
 ) -> None:
     def on(llm: LLM) -> LLM:
-        return llm if runner == "cpu" else on_rows(llm, recorded=runner == "graphs")
+        return llm if runner == "cpu" else use_cuda_runner(llm, fake_graphs=runner == "graphs")
 
     model = str(make_tiny_checkpoint(kind, tmp_path / kind))
     survive(model, on, device="cpu", decode_window=window)
@@ -108,4 +108,4 @@ def test_attention_that_reads_what_is_nobodys_is_noticed(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(cpu, "paged_attention", wrong)
     with pytest.raises(AssertionError):
-        survive(str(make_tiny_checkpoint("llama", tmp_path / "llama")), on_rows, device="cpu")
+        survive(str(make_tiny_checkpoint("llama", tmp_path / "llama")), use_cuda_runner, device="cpu")

@@ -29,7 +29,7 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return read_decoder(folder, cpu, torch.bfloat16, finish=methodcaller("pack"), max_len=4 * MIN_TABLE_WIDTH)
 
 
-class Counting:
+class CallCounter:
     """A model that counts how often it is called."""
 
     def __init__(self, model: Any) -> None:
@@ -57,7 +57,7 @@ def random_step(rng: random.Random, num_seqs: int, longest: int) -> tuple[Tensor
 
 def test_steps_of_all_sizes_and_lengths(decoder: Decoder) -> None:
     rng = random.Random(0)
-    model = Counting(decoder)
+    model = CallCounter(decoder)
     replays = RecordedModel(model)
     kv, expected_kv = pool(decoder), pool(decoder)
     sizes = [(n, longest) for n in (1, 2, 4) for longest in (9, 2 * MIN_TABLE_WIDTH - 1)] * 4
@@ -72,7 +72,7 @@ def test_steps_of_all_sizes_and_lengths(decoder: Decoder) -> None:
 
 def test_longer_tables_are_another_recording(decoder: Decoder) -> None:
     rng = random.Random(0)
-    model = Counting(decoder)
+    model = CallCounter(decoder)
     replays, kv = RecordedModel(model), pool(decoder)
     for longest, calls in (
         (5, 3),
@@ -91,7 +91,7 @@ def test_longer_tables_are_another_recording(decoder: Decoder) -> None:
 
 @pytest.mark.parametrize("what", ["chunk", "several rows of a token", "many sequences"])
 def test_other_steps_are_the_models(decoder: Decoder, what: str) -> None:
-    model = Counting(decoder)
+    model = CallCounter(decoder)
     replays, kv = RecordedModel(model), pool(decoder)
     if what == "chunk":
         batch, rows = RaggedBatch.from_lists([3], [5], [[1, 2, 3]], BLOCK_SIZE), torch.tensor([2])
@@ -134,7 +134,7 @@ def test_what_is_not_recorded_is_found_out(decoder: Decoder, what: str) -> None:
 def test_unpacked_models_are_computed_as_ever(tmp_path: Path) -> None:
     decoder = read_decoder(make_tiny_checkpoint("llama", tmp_path), cpu, torch.float32, max_len=64)
     rng = random.Random(0)
-    model = Counting(decoder)
+    model = CallCounter(decoder)
     replays, kv = RecordedModel(model), pool(decoder).float()
     for _ in range(5):
         tokens, batch, rows = random_step(rng, 2, 20)

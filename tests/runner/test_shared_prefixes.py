@@ -15,7 +15,7 @@ from octavo.kernels import reference
 from octavo.kernels.row_state import DecodeInputs, RowState
 from octavo.runner.shared_prefixes import FIRST_DEPTH, MIN_SAVED_BYTES, MIN_SAVED_SHARE, SharedPrefixes
 from tests.engine.models import make_talking_checkpoint
-from tests.runner.test_cuda_model_runner import OPTIONS, on_rows, told
+from tests.runner.test_cuda_model_runner import OPTIONS, completions, use_cuda_runner
 
 BLOCK_SIZE, MAX_BLOCKS = 16, 256
 
@@ -100,10 +100,10 @@ class Checked(SimpleNamespace):
                 self.most = max(self.most, num_tokens)
 
 
-@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("fake_graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("options", [{}, {"decode_window": 5}, {"max_num_batched_tokens": 90}], ids=str)
 def test_the_same_tokens_where_rows_change_places(
-    tmp_path: Path, options: dict[str, Any], recorded: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, options: dict[str, Any], fake_graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two beginnings, whose requests come by turns, end at different times, and some of which fork."""
     monkeypatch.setattr("octavo.runner.shared_prefixes.FIRST_DEPTH", 32)
@@ -116,14 +116,14 @@ def test_the_same_tokens_where_rows_change_places(
         for i in range(7)
     ]
     found = []
-    for rows in (False, True):
+    for cuda_runner in (False, True):
         llm = LLM(model, **(OPTIONS | options))
-        if rows:
-            on_rows(llm, recorded=recorded)
+        if cuda_runner:
+            use_cuda_runner(llm, fake_graphs=fake_graphs)
             runner = llm.engine.executor.runner  # type: ignore[attr-defined]
             runner.shared_prefixes.min_saved_tokens = -1000
             ops = runner.ops = Checked()
         with llm:
-            found.append(told(llm.generate(prompts, params, use_tqdm=False)))
+            found.append(completions(llm.generate(prompts, params, use_tqdm=False)))
     assert found[0] == found[1]
     assert ops.num_looked > 10 and ops.most == 80

@@ -16,7 +16,7 @@ from octavo.kernels.cpu import ops as cpu
 from tests.models.tiny import make_tiny_checkpoint
 from tests.proof import tags as t
 from tests.proof.oracle import ReadBack
-from tests.runner.test_cuda_model_runner import Recorded
+from tests.runner.test_cuda_model_runner import FakeGraphs
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -58,7 +58,7 @@ def test_every_slot_that_a_pass_reads_is_its_sequences(
             llm,
             cpu if way == "cpu" else reference,
             rows_on_device=way != "cpu",
-            graphs=Recorded if way == "graphs" else False,
+            graphs=FakeGraphs if way == "graphs" else False,
         )
         for seed in SEEDS:
             outputs, more = t.serve(llm, seed)
