@@ -1,6 +1,6 @@
-"""Tokens in bfloat16 beside the reference in float32, where the GPU's runner computes on a CPU; tests/gpu has the GPU.
+"""Tokens in bfloat16 compared with the float32 reference: `CudaModelRunner` on a CPU. tests/gpu does it on a GPU.
 
-That the check notices what it should is seen here, too: see `tests.proof.margins`.
+Planted bugs prove that the check notices errors; see `tests.proof.margins`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Models = Callable[[str], tuple[str, m.Judge]]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """By kind, each made once: a directory, and who judges its tokens."""
+    """kind -> (directory of its checkpoint, judge of its tokens), made once."""
     made: dict[str, tuple[str, m.Judge]] = {}
 
     def get(kind: str) -> tuple[str, m.Judge]:
@@ -38,7 +38,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_tokens_are_the_references_but_for_near_ties(models: Models, kind: str) -> None:
+def test_tokens_equal_the_reference_except_near_ties(models: Models, kind: str) -> None:
     directory, judge = models(kind)
     for way, options in WAYS.items():
         with use_cuda_runner(LLM(directory, device="cpu", **(m.SMALL | options)), fake_graphs=way != "eager") as llm:
@@ -47,8 +47,8 @@ def test_tokens_are_the_references_but_for_near_ties(models: Models, kind: str) 
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_most_positions_have_one_token_that_would_do(models: Models, kind: str) -> None:
-    """Of prompts at random, too, or the margin would mean nothing."""
+def test_most_positions_have_one_acceptable_token(models: Models, kind: str) -> None:
+    """Also for random prompts; else the margin would accept wrong tokens."""
     directory, judge = models(kind)
     with use_cuda_runner(LLM(directory, device="cpu", **m.SMALL)) as llm:
         gaps = judge.gaps(llm.generate(m.SMALL_PROMPTS, m.GREEDY, use_tqdm=False))
@@ -59,8 +59,8 @@ def test_most_positions_have_one_token_that_would_do(models: Models, kind: str) 
     assert (best - second).lt(m.MARGIN).float().mean() < 0.4
 
 
-def test_a_model_of_several_kernels(tmp_path: Path) -> None:
-    """The one of tests/gpu, in pieces."""
+def test_the_large_model_of_the_gpu_tests(tmp_path: Path) -> None:
+    """With preemption and prefill chunks."""
     judge = m.Judge(m.make_rounded_checkpoint(m.LARGE_KIND, tmp_path / "large", **m.LARGE_SIZES))
     options = m.LARGE | m.LARGE_WAYS["recompute"] | m.LARGE_WAYS["chunks"]
     with use_cuda_runner(LLM(str(tmp_path / "large"), device="cpu", **options)) as llm:
