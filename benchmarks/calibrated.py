@@ -35,7 +35,7 @@ from octavo.frontend.build import BuiltEngine, build
 from octavo.params.sampling_params import SamplingParams
 from octavo.simulate.calibrate import MAX_BATCH, MeasuredStep, fit, measure, median_error
 from octavo.simulate.cost import DEVICES, LinearCost
-from octavo.simulate.live import ScheduledCall, Stopwatch, run_calls
+from octavo.simulate.live import RecordingClock, ScheduledCall, run_calls
 from octavo.simulate.models import ModelShape
 from octavo.simulate.report import latency, tpot, ttft
 from octavo.simulate.simulation import Records, SimConfig, simulate
@@ -106,7 +106,7 @@ def engine(model: str, **options: Any) -> Iterator[BuiltEngine]:
         built.engine.close()
 
 
-class ProcessorTime(Stopwatch):
+class ProcessorTime(RecordingClock):
     """Seconds of a core that this process had since it was made, and those that it would have waited."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ def fitted(steps: list[MeasuredStep]) -> LinearCost:
     return cost
 
 
-def real(built: BuiltEngine, trace: Trace, make_watch: Callable[[], Stopwatch]) -> dict[str, float]:
+def real(built: BuiltEngine, trace: Trace, make_watch: Callable[[], RecordingClock]) -> dict[str, float]:
     rnd = random.Random(2)
     calls = []
     for i, (time_s, prompt, output) in enumerate(trace.requests):
@@ -172,7 +172,7 @@ class Bench:
     def __init__(self, built: BuiltEngine, options: argparse.Namespace) -> None:
         self.built, self.options = built, options
         self._watch, self._clock = (
-            (ProcessorTime, time.process_time) if options.processor_time else (Stopwatch, time.perf_counter)
+            (ProcessorTime, time.process_time) if options.processor_time else (RecordingClock, time.perf_counter)
         )
         spec, config = built.spec, built.config
         shape = ModelShape(

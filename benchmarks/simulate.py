@@ -20,7 +20,7 @@ from octavo.simulate.simulation import Records, SimConfig, simulate
 def run(num: int, rate: float, window: int) -> Records:
     args = EngineArgs(model="llama-3.1-8b", decode_window=window)
     setup = SimConfig(find_model("llama-3.1-8b"), find_device("h200"), args)
-    return simulate(setup, traces.of_lengths(traces.sharegpt_like(num), traces.poisson(rate)))
+    return simulate(setup, traces.from_lengths(traces.sharegpt_like(num), traces.poisson(rate)))
 
 
 def main() -> None:

@@ -18,8 +18,11 @@ from tests.proof import margins as m
 from tests.proof.ways import WAYS, runs
 
 ON_HOPPER = torch.cuda.get_device_capability() == (9, 0)
-LAUNCHES = ("linear.skinny_hopper.launch", "linear.qkv_hopper.launch", "attention.paged_attention.prefill_attention")
-"""Launches of Hopper's kernels, in octavo.kernels.triton."""
+HOPPER_KERNELS = (
+    "octavo.kernels.triton.linear.skinny_hopper.launch",
+    "octavo.kernels.triton.linear.qkv_hopper.launch",
+    "octavo.kernels.triton.attention.paged_attention.hopper_prefill_attention",
+)
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -33,20 +36,19 @@ def test_tokens_equal_the_reference_except_near_ties(kind: str, tmp_path: Path) 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often Hopper's kernels were called."""
+    """Number of calls of each Hopper kernel."""
     counts: Counter[str] = Counter()
 
     def counting(path: str, launch: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **options: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
             counts[path] += 1
-            return launch(*args, **options)
+            return launch(*args, **kwargs)
 
         return counted
 
-    for path in LAUNCHES:
-        module, _, name = path.rpartition(".")
-        launch = getattr(import_module(f"octavo.kernels.triton.{module}"), name)
-        monkeypatch.setattr(f"octavo.kernels.triton.{path}", counting(path, launch))
+    for path in HOPPER_KERNELS:
+        module, name = path.rsplit(".", 1)
+        monkeypatch.setattr(path, counting(path, getattr(import_module(module), name)))
     return counts
 
 
@@ -60,7 +62,7 @@ def test_tokens_of_a_large_model_equal_the_reference(tmp_path: Path, launches: C
             for outputs in runs(llm, way, m.LARGE_PROMPTS, m.GREEDY):
                 judge.check(outputs, way)
         if way == "eager" and ON_HOPPER:
-            linear, qkv, prefill = (launches[path] for path in LAUNCHES)
+            linear, qkv, prefill = (launches[path] for path in HOPPER_KERNELS)
             layers = m.LARGE_SIZES["num_hidden_layers"]
             assert linear == 3 * qkv and qkv >= layers * (m.GREEDY.max_tokens - 1) and prefill >= layers, launches
 

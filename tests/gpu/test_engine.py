@@ -85,7 +85,9 @@ def generate_on_both(
 
 @pytest.mark.parametrize("way", ["eager", "windows", "chunks", "recompute", "swap"])
 def test_logits_processors_need_no_host_sampling(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, outputs = generate_on_both([*processor_params(), *mixed_params(), *processor_params()], way, tmp_path, monkeypatch)
+    expected, outputs = generate_on_both(
+        [*processor_params(), *mixed_params(), *processor_params()], way, tmp_path, monkeypatch
+    )
     assert completions(outputs) == completions(expected)
 
 

@@ -17,9 +17,7 @@ WAYS: list[dict[str, Any]] = [{}, {"enforce_eager": True, "decode_window": 1}]
 
 @pytest.mark.parametrize("options", WAYS, ids=["graphs", "eager"])
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_nan_keys_fail_one_request_and_spoil_no_block(
-    tmp_path: Path, kind: str, options: dict[str, Any]
-) -> None:
+def test_nan_keys_fail_one_request_and_spoil_no_block(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
     model = str(make_tiny_checkpoint(kind, tmp_path / kind))
     check_other_requests(model, lambda llm: llm, device="cuda", **options)
 

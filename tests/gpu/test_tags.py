@@ -19,7 +19,9 @@ ON_GPU = {**OPTIONS, "device": "cuda", "gpu_memory_utilization": 0.3}
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", list(CASES))
-def test_every_slot_that_a_pass_reads_belongs_to_its_sequence(tmp_path: Path, case: str, dtype: str, graphs: bool) -> None:
+def test_every_slot_that_a_pass_reads_belongs_to_its_sequence(
+    tmp_path: Path, case: str, dtype: str, graphs: bool
+) -> None:
     model = str(make_tiny_checkpoint("llama", tmp_path / "llama"))
     seen: Counter[str] = Counter()
     with LLM(model, **(ON_GPU | CASES[case] | {"dtype": dtype, "enforce_eager": True})) as llm:

@@ -63,9 +63,7 @@ def test_rows_are_ordered_only_if_cascade_attention_pays_off() -> None:
     assert order_of(make_prefixes(tables), ROWS[1:]) is None, "few rows"
     assert order_of(make_prefixes([table(row + 1, 70, row) for row in ROWS]), ROWS) is None
     # Equal only from the second depth on.
-    same_tail = [
-        table(row + 1, 16, row)[:16] + table(20, 70, row)[16:] for row in ROWS
-    ]
+    same_tail = [table(row + 1, 16, row)[:16] + table(20, 70, row)[16:] for row in ROWS]
     assert order_of(make_prefixes(same_tail), ROWS) is None
 
 

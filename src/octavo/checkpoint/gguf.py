@@ -148,9 +148,7 @@ def read_config(reader: GGUFFile, name: str) -> dict[str, Any]:
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
     if get("expert_count", 0):
-        raise UnsupportedModelError(
-            f"{name} is a mixture of {get('expert_count')} experts; only dense models are supported"
-        )
+        raise UnsupportedModelError(f"{name} is a mixture of {get('expert_count')} experts; use a dense model")
     num_heads = get("attention.head_count")
     if not isinstance(num_heads, int) or num_heads < 1:
         raise UnsupportedModelError(f"{name} has {num_heads} attention heads; one positive number is supported")

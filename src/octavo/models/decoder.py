@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.reference import NormedResidual
+from octavo.kernels.reference.norms import NormedResidual
 from octavo.models.config import DecoderSpec
 from octavo.models.layers import Attention, GatedMLP, empty_norm
 from octavo.models.linear import SINGLE_RANK, Linear, PackableWeight, TensorParallel, VocabEmbedding, Weight
@@ -89,7 +89,7 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A causal language model over paged K and V. Its tensors are empty until `weights.load_decoder` fills them.
+    """A causal language model over paged K and V. Its tensors are empty until `weights.load_model` fills them.
 
     ops      the module of operations to compute with: `kernels.reference` or a fast path with the same signatures
     max_len  positions in the rotary table; default: all that the model knows

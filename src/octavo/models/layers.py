@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.reference import NormedResidual, split_heads
+from octavo.kernels.reference import split_heads
+from octavo.kernels.reference.norms import NormedResidual
 from octavo.models.config import DecoderSpec
 from octavo.models.linear import Linear, TensorParallel, Weight
 

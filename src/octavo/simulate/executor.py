@@ -1,4 +1,5 @@
-"""The seam's other side in a simulation: plans take what the cost model says, and every token is made up."""
+"""A simulated executor: steps take the time of a cost model, and sampled tokens are constants or come from a
+`TokenSource`."""
 
 from __future__ import annotations
 
@@ -12,21 +13,23 @@ from octavo.simulate.clock import VirtualClock
 from octavo.simulate.cost import CostModel
 
 OUTPUT_TOKEN = 1
-"""The token that every simulated model says. Prompts have others, so that a chat's next turn finds what was said."""
+"""The token that every simulated model samples. Prompts use other tokens, so that a chat's next turn hits the prefix
+cache only for what was generated."""
 
 
 class TokenSource(Protocol):
-    """What the model says where it matters: to beams, or when another run is followed."""
+    """Sampled tokens, where they matter: for beam search, or to follow another run."""
 
     def samples(self, setup: RowSetup, position: int, count: int) -> Seq[Any]:
-        """`count` draws from the logits at `position`: tokens, or (log-probability, token) best first for beams."""
+        """`count` samples from the logits at `position`: tokens, or (logprob, token) pairs, best first, for beam
+        search."""
 
     def tokens(self, setup: RowSetup, position: int, count: int) -> Seq[int]:
-        """The tokens sampled at `position` and after it."""
+        """The `count` tokens sampled from `position` on."""
 
 
-class SimulatedRunning:
-    """A plan that is done at a time known when it was submitted; waiting for it takes the clock there."""
+class SimulatedStep:
+    """A submitted step whose end time is known; waiting for it advances the clock."""
 
     __slots__ = ("_clock", "_tokens", "done_s")
 
@@ -42,7 +45,7 @@ class SimulatedRunning:
         return None
 
     def put_bitmask(self, masks: GrammarBitmask | None) -> None:
-        """Its tokens are not drawn."""
+        """Grammar bitmasks have no effect here."""
 
     def result(self) -> StepResult:
         self._clock.advance_to(self.done_s)
@@ -50,30 +53,30 @@ class SimulatedRunning:
 
 
 class SimulatedExecutor:
-    """Keeps stream order: a plan begins when the one before it has ended."""
+    """Runs steps in stream order: each starts when the previous one ends."""
 
     def __init__(self, cost: CostModel, clock: VirtualClock, token_source: TokenSource | None = None) -> None:
         self.cost = cost
         self.clock = clock
         self.token_source = token_source
-        self.busy_s = 0.0  # in which the device computed
-        self._free_s = 0.0  # when it is done with all that was submitted
+        self.busy_s = 0.0  # device time spent computing
+        self._device_free_s = 0.0  # when all submitted steps are done
         self._rows: dict[Row, RowSetup] = {}
         self._columns: list[tuple[int, ...]] = [()]
 
-    def submit(self, plan: StepPlan) -> SimulatedRunning:
+    def submit(self, plan: StepPlan) -> SimulatedStep:
         cost = self.cost
         self.clock.now += cost.host_s + cost.host_slice_s * len(plan.rows)
         if cost.host_chunk_s and plan.host_tokens:
             self.clock.now += cost.host_chunk_s * sum(plan.counts[i] > 1 for i in plan.host_tokens)
         step_s = cost.step_s(plan)
         self.busy_s += step_s
-        self._free_s = max(self._free_s, self.clock.now) + step_s
-        return SimulatedRunning(self.clock, self._free_s, self._sample(plan))
+        self._device_free_s = max(self._device_free_s, self.clock.now) + step_s
+        return SimulatedStep(self.clock, self._device_free_s, self._sample(plan))
 
     def _sample(self, plan: StepPlan) -> list[Seq[Any]]:
         if self.token_source is not None:
-            return self._ask(plan, self.token_source)
+            return self._sample_from(plan, self.token_source)
         columns = self._columns
         longest = max(plan.num_sampled, default=0)
         while len(columns) <= longest:
@@ -84,7 +87,7 @@ class SimulatedExecutor:
                 tokens[i] = (OUTPUT_TOKEN,) * count
         return tokens
 
-    def _ask(self, plan: StepPlan, token_source: TokenSource) -> list[Seq[Any]]:
+    def _sample_from(self, plan: StepPlan, token_source: TokenSource) -> list[Seq[Any]]:
         for setup in plan.row_setups:
             self._rows[setup.row] = setup
         tokens: list[Seq[Any]] = []

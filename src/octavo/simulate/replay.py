@@ -28,17 +28,17 @@ from octavo.view.recording.player import Player, Recording, ReplayedCall
 from octavo.view.recording.recorder import CallKind, RecordedRequest
 
 MODEL = ModelShape("recorded", 1, 1, 1, 1, 1, 1, 1)
-"""Nothing depends on it: the recording says how many blocks there are, and a fitted cost what steps take."""
+"""A placeholder: the recording holds the number of blocks, and the fitted cost the step times."""
 
 
 class ExactReplay:
-    """A recording once more. Nothing is decided here.
+    """Replays a recording exactly. All decisions are the recorded ones.
 
-    records       of the requests that arrived while it was recorded and came to their end
-    steps         what each step was asked for, and what it took
-    num_present   requests that were there before; they are in no record
-    num_aborted   by their callers, or because something was wrong
-    death         what the engine died of, where that was a bug; "" if it lived
+    records       requests that arrived during the recording and finished
+    steps         work and duration of each step
+    num_present   requests present when the recording began; they are in no record
+    num_aborted   requests aborted by their callers or by an error
+    death         the exception of the bug that ended the engine; "" if it lived
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -51,9 +51,9 @@ class ExactReplay:
         self._arrived_s: dict[str, float] = {}
         self._first_s: dict[str, float] = {}
         self._admitted: dict[str, ev.Admitted] = {}
-        self._submitted: list[tuple[StepWork, float, float]] = []  # of the plans in flight: work, when, the host's time
-        self._ended_s: float | None = None
-        self._ends_s: list[float] = []
+        self._submitted: list[tuple[StepWork, float, float]] = []  # plans in flight: work, submission time, host time
+        self._last_end_s: float | None = None
+        self._step_ends_s: list[float] = []
         self._next_sample_s, self._sample_s = 0.0, recording.duration_s / MAX_POOL_SAMPLES
         player = recording.replay()
         self.num_present = len(player.scheduler.requests)
@@ -62,9 +62,8 @@ class ExactReplay:
         self._run(player)
         self.records.end_s = recording.duration_s
         first_s = min(self.records.arrived_s, default=0.0)
-        self.records.busy_s = sum(
-            step.step_s for step, at_s in zip(self.steps, self._ends_s, strict=True) if at_s > first_s
-        )
+        ends = zip(self.steps, self._step_ends_s, strict=True)
+        self.records.busy_s = sum(step.step_s for step, end_s in ends if end_s > first_s)
         self.records.num_unfinished = len(player.scheduler.requests)
 
     def _run(self, player: Player) -> None:
@@ -74,31 +73,31 @@ class ExactReplay:
                 call = next(calls, None)
             except OctavoError:
                 raise
-            except Exception as error:  # the bug that ended it is still there, or the file is damaged
+            except Exception as error:  # the bug that ended the engine is still there, or the file is damaged
                 self.death = f"{type(error).__name__}: {error}"
                 if self.recording.file.reason != "crash":
                     raise TraceError(f"the recording cannot be replayed: {self.death}") from error
                 return
             if call is None:
                 return
-            self._note(call, player)
+            self._observe(call, player)
 
-    def _note(self, call: ReplayedCall, player: Player) -> None:
+    def _observe(self, call: ReplayedCall, player: Player) -> None:
         scheduler = player.scheduler
         self._now_s = call.time_s
         if call.kind is CallKind.ADD and call.request is not None:
             self._arrived_s[call.request.request_id] = call.time_s
         elif call.kind is CallKind.PLAN and call.plan:
-            idle = self._ended_s is None or bool(self._submitted)
-            host_s = 0.0 if idle or self._ended_s is None else call.time_s - self._ended_s
+            idle = self._last_end_s is None or bool(self._submitted)
+            host_s = 0.0 if idle or self._last_end_s is None else call.time_s - self._last_end_s
             self._submitted.append((step_work(call.plan), call.time_s, host_s))
             self.records.num_steps += 1
         elif call.kind in (CallKind.RESULT, CallKind.UNEVEN_RESULT, CallKind.PARTIAL_RESULT) and call.plan is not None:
-            self._note_tokens(call.plan)
+            self._observe_tokens(call.plan)
             if call.kind is not CallKind.PARTIAL_RESULT and self._submitted:
-                self._note_step(*self._submitted.pop(0))
+                self._observe_step(*self._submitted.pop(0))
             if not scheduler.has_work:
-                self._ended_s = None  # what passes until the next arrival is nobody's time
+                self._last_end_s = None  # do not count the time until the next arrival
         elif call.kind is CallKind.FAIL:
             self._submitted.clear()
         if call.time_s >= self._next_sample_s and call.kind is CallKind.PLAN:
@@ -109,19 +108,19 @@ class ExactReplay:
             self.records.samples.append(PoolSample(call.time_s, split, *blocks, *queues))
             self._next_sample_s = call.time_s + self._sample_s
 
-    def _note_tokens(self, plan: StepPlan) -> None:
+    def _observe_tokens(self, plan: StepPlan) -> None:
         for i in plan.host_tokens:
             request = plan.sequences[i].request
             if plan.num_sampled[i] and request.request_id not in self._first_s:
                 self._first_s[request.request_id] = self._now_s
 
-    def _note_step(self, work: StepWork, submitted_s: float, host_s: float) -> None:
-        begin_s = submitted_s if self._ended_s is None else max(submitted_s, self._ended_s)
+    def _observe_step(self, work: StepWork, submitted_s: float, host_s: float) -> None:
+        begin_s = submitted_s if self._last_end_s is None else max(submitted_s, self._last_end_s)
         step_s = self._now_s - begin_s - self._move_s * work.num_swapped
         if step_s > 0:
             self.steps.append(MeasuredStep(work, step_s, host_s))
-            self._ends_s.append(self._now_s)
-        self._ended_s = self._now_s
+            self._step_ends_s.append(self._now_s)
+        self._last_end_s = self._now_s
 
     def _listen(self, event: ev.Event) -> None:
         records = self.records
@@ -144,16 +143,14 @@ class ExactReplay:
                 request = self.recording.requests[int(name)]
                 records.num_prompt.append(request.num_prompt)
                 records.num_output.append(event.num_tokens)
-                lengths = [said.num_tokens for said in request.samples.values()]
+                lengths = [sample.num_tokens for sample in request.samples.values()]
                 records.longest.append(max(lengths, default=event.num_tokens))
                 records.num_cached.append(admitted.num_cached_tokens)
 
     def cost(self) -> LinearCost:
-        """What a step took on that machine. Raises `TraceError` where there were too few to tell."""
+        """A cost model fitted to the recorded steps. Raises `TraceError` if there are too few."""
         if len(self.steps) < 10:
-            raise TraceError(
-                f"the recording has {len(self.steps)} steps, too few to learn times from; give --cost FILE"
-            )
+            raise TraceError(f"the recording has {len(self.steps)} steps, too few to fit step times; pass --cost FILE")
         return fit(self.steps, move_s=self._move_s)
 
 
@@ -163,7 +160,7 @@ class RecordedTokens:
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        self._whole: dict[tuple[int, int], array[int]] = {}
+        self._sample_tokens: dict[tuple[int, int], array[int]] = {}
 
     def samples(self, setup: RowSetup, position: int, count: int) -> Seq[Any]:
         if setup.returns_candidates:  # beam candidates are not recorded: as many as there were
@@ -173,39 +170,40 @@ class RecordedTokens:
     def tokens(self, setup: RowSetup, position: int, count: int) -> Seq[int]:
         return self._at(setup.seed, setup.sample_index, position + 1, count)
 
-    def _at(self, place: int, index: int, begin: int, count: int) -> list[int]:
-        key = place, index
-        if key not in self._whole:
-            self._whole[key] = self._recording.sample(self._recording.file.requests[place], index)
-        whole = self._whole[key]
-        known = whole[begin : begin + count].tolist()
-        if begin + count >= len(whole):
-            del self._whole[key]
+    def _at(self, request_index: int, sample_index: int, begin: int, count: int) -> list[int]:
+        """`count` tokens of a sample from position `begin`; constants past its end."""
+        key = request_index, sample_index
+        if key not in self._sample_tokens:
+            request = self._recording.file.requests[request_index]
+            self._sample_tokens[key] = self._recording.sample(request, sample_index)
+        all_tokens = self._sample_tokens[key]
+        known = all_tokens[begin : begin + count].tolist()
+        if begin + count >= len(all_tokens):
+            del self._sample_tokens[key]
         return known + [OUTPUT_TOKEN] * (count - len(known))
 
 
 def what_if(recording: Recording, settings: dict[str, Any], cost: CostModel, **options: Any) -> Records:
-    """The same arrivals, with some of the engine's options set otherwise. `options` are those of `simulate`.
+    """Simulate the recorded arrivals with some engine options changed. `options` are those of `simulate`.
 
-    Who was there when the recording began arrives at its beginning, to an empty cache.
+    Requests that were present when the recording began arrive at its start, with an empty prefix cache.
     """
-    return simulate(
-        setup_of(recording, settings, cost), arrivals_of(recording), token_source=RecordedTokens(recording), **options
-    )
+    config, tokens = config_from(recording, settings, cost), RecordedTokens(recording)
+    return simulate(config, arrivals_from(recording), token_source=tokens, **options)
 
 
-def arrivals_of(recording: Recording) -> Iterator[Arrival]:
-    """In order; aborted requests are as long as they became."""
+def arrivals_from(recording: Recording) -> Iterator[Arrival]:
+    """The recorded requests in order; an aborted request has the length it reached."""
     times = _times(recording)
     for request in recording.file.requests:
-        num_output = max((said.num_tokens for said in request.samples.values()), default=_num_choices(request))
+        num_output = max((sample.num_tokens for sample in request.samples.values()), default=_num_choices(request))
         prompt = recording.sample(request, 0)[: request.num_prompt] if request.samples else recording.prompt(request)
         runs = tuple((token, len(list(same))) for token, same in groupby(prompt))
         yield Arrival(times.get(request.number, 0.0), runs, max(1, num_output), request.width, request.beam_search)
 
 
 def _times(recording: Recording) -> dict[int, float]:
-    """When each request arrived, of those that arrived while it was recorded. They are the last ones in the file."""
+    """Arrival times by number of the requests that arrived during the recording, the last ones in the file."""
     times: list[float] = []
     for segment in recording.file.segments:
         at_s = array("d", segment.times_s)
@@ -215,36 +213,36 @@ def _times(recording: Recording) -> dict[int, float]:
 
 
 def _num_choices(request: RecordedRequest) -> int:
-    """Steps of a beam search."""
-    count = place = 0
-    while place < len(request.beam_choices):
-        place += 1 + 2 * int(request.beam_choices[place])
+    """Number of steps of a beam search."""
+    count = at = 0
+    while at < len(request.beam_choices):
+        at += 1 + 2 * int(request.beam_choices[at])
         count += 1
     return count
 
 
-def setup_of(recording: Recording, settings: dict[str, Any], cost: CostModel) -> SimConfig:
-    """The engine that was recorded, but for these options."""
-    was, engine = recording.file.settings, recording.file.engine
-    block_size = settings.get("block_size", was["block_size"])
-    num_tokens = was["num_blocks"] * was["block_size"]
-    block_bytes = MODEL.kv_bytes_per_token * was["block_size"]
+def config_from(recording: Recording, settings: dict[str, Any], cost: CostModel) -> SimConfig:
+    """The recorded engine with the options in `settings` changed."""
+    recorded, engine = recording.file.settings, recording.file.engine
+    block_size = settings.get("block_size", recorded["block_size"])
+    num_tokens = recorded["num_blocks"] * recorded["block_size"]
+    block_bytes = MODEL.kv_bytes_per_token * recorded["block_size"]
     known: dict[str, Any] = {
         "block_size": block_size,
         "num_gpu_blocks_override": max(1, num_tokens // block_size),
         "max_model_len": engine["max_model_len"],
-        "max_num_seqs": was["num_rows"],
-        "max_num_batched_tokens": was["max_num_batched_tokens"],
-        "decode_window": was["decode_window"],
-        "enable_prefix_caching": was["enable_prefix_caching"],
-        "preemption_mode": was["mode"] or "auto",
-        "preemption_victim": was["victims"],
-        "scheduling_policy": "priority" if was["by_priority"] else "fcfs",
-        "priority_ageing": was["ageing"],
-        "long_prefill_token_threshold": was["long_prefill_token_threshold"],
-        "max_long_partial_prefills": was["max_long_partial_prefills"],
-        "swap_space": (was["num_host_blocks"] + 0.5) * block_bytes / GIB,
-        "watermark": min(0.5, (was["num_watermark_blocks"] + 0.5) / was["num_blocks"]),
+        "max_num_seqs": recorded["num_rows"],
+        "max_num_batched_tokens": recorded["max_num_batched_tokens"],
+        "decode_window": recorded["decode_window"],
+        "enable_prefix_caching": recorded["enable_prefix_caching"],
+        "preemption_mode": recorded["mode"] or "auto",
+        "preemption_victim": recorded["victims"],
+        "scheduling_policy": "priority" if recorded["by_priority"] else "fcfs",
+        "priority_ageing": recorded["ageing"],
+        "long_prefill_token_threshold": recorded["long_prefill_token_threshold"],
+        "max_long_partial_prefills": recorded["max_long_partial_prefills"],
+        "swap_space": (recorded["num_host_blocks"] + 0.5) * block_bytes / GIB,
+        "watermark": min(0.5, (recorded["num_watermark_blocks"] + 0.5) / recorded["num_blocks"]),
         "async_scheduling": engine["overlap"],
     }
     return SimConfig(MODEL, DEVICES["h100"], EngineArgs(model=MODEL.name, **(known | settings)), cost=cost)

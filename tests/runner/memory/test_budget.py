@@ -123,9 +123,7 @@ def test_errors_without_a_value_point_to_the_doctor() -> None:
 
 
 def test_swap_space_is_at_most_the_pool() -> None:
-    assert (
-        plan(num_gpu_blocks_override=300).num_host_blocks == 300
-    )  # the default: no warning
+    assert plan(num_gpu_blocks_override=300).num_host_blocks == 300  # the default: no warning
     assert plan(num_gpu_blocks_override=300, preemption_mode="recompute").num_host_blocks == 0
     budget = plan(num_gpu_blocks_override=300, swap_space=100 * 64 * KIB / GIB)
     assert budget.num_host_blocks == 100 and not budget.warnings

@@ -95,7 +95,7 @@ def test_an_unusable_gpu_is_a_warning_with_device_auto(
     device, messages = device_and_warnings(caplog)
     assert device == "cpu" and len(messages) == 1 and "\n" not in messages[0]
     assert messages[0].startswith(
-        "device auto is the CPU, though there seems to be an NVIDIA GPU: The NVIDIA driver on"
+        "device auto uses the CPU, although there seems to be an NVIDIA GPU: The NVIDIA driver"
     )
     assert device_and_warnings(caplog, "cpu") == ("cpu", [])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the user hides the GPU

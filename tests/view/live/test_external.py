@@ -20,7 +20,7 @@ import zmq
 from octavo.config import KVEventsConfig
 from octavo.core import events as ev
 from octavo.engine import kv_events
-from octavo.engine.kv_events import Batch, BlockStored, KVEventPublisher, Ledger
+from octavo.engine.kv_events import BlockStored, KVEventBatch, KVEventPublisher, KVEventTranslator
 from octavo.errors import ParameterError
 from octavo.view.live import external as attach
 from octavo.view.live.external import FIRST_BLOCKS, ExternalPool
@@ -123,7 +123,7 @@ def test_what_an_engine_publishes_is_what_it_has(attached: ExternalPool) -> None
     """Event by event, through the publisher's own words, with evictions."""
     rnd = random.Random(5)
     lab = Lab(24, SIZE, rows=4, listen=False)
-    ledger, happened = Ledger(SIZE), []
+    translator, happened = KVEventTranslator(SIZE), []
 
     def listen(event: ev.Event) -> None:
         if isinstance(event, ev.Sealed | ev.Evicted):
@@ -134,13 +134,13 @@ def test_what_an_engine_publishes_is_what_it_has(attached: ExternalPool) -> None
     for i in range(60):
         lab.add(f"r{i}", [rnd.randrange(2) for _ in range(rnd.randint(1, 12))], rnd.randint(1, 6))
         lab.run()
-        told = ledger.digest(happened[:])
+        told = translator.translate(happened[:])
         happened.clear()
         if told:
-            payload = msgspec.msgpack.encode(Batch(0.0, told))
+            payload = msgspec.msgpack.encode(KVEventBatch(0.0, told))
             attached._process([b"kv", struct.pack(">q", sequence), payload])
             sequence += 1
-        assert watcher.look().num_cached == len(ledger._num_blocks)
+        assert watcher.look().num_cached == len(translator._num_blocks)
     assert attached._num_evicted > 10 and set(watcher.kinds) == {"Snapshot", "Delta"}
 
 
@@ -300,7 +300,7 @@ def work(lab: Lab, rnd: random.Random, first: int, num: int, publisher: KVEventP
         lab.add(f"r{i}", [rnd.randrange(2) for _ in range(rnd.randint(1, 12))], rnd.randint(1, 6))
         lab.run()
         deadline = time.monotonic() + 60
-        while publisher._happened:
+        while publisher._core_events:
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
@@ -317,7 +317,7 @@ def test_what_was_missed_is_told_again(publishing: tuple[Lab, KVEventPublisher, 
     watcher = Watcher(attached)
 
     def is_all_there() -> bool:
-        told = {kv_events.number(name) for name in list(publisher._ledger._num_blocks)}
+        told = {kv_events.block_hash(name) for name in list(publisher._translator._num_blocks)}
         return bool(told) and {name for _, name in attached._stored} == told
 
     try:

@@ -214,7 +214,7 @@ def record(
     recorded = RecordedEngine(replica.engine, keep_s=keep_s, segment_s=segment_s, clock=replica.clock)
     for i, arrival in enumerate(arrivals):
         replica.run_until(arrival.time_s)
-        replica.offer(i, arrival)
+        replica.submit(i, arrival)
     replica.run_until(float("inf"))
     return replica, recorded
 
@@ -279,7 +279,7 @@ def test_samples_and_beams_are_tried_with_other_settings(tmp_path: Path) -> None
     recorded = RecordedEngine(replica.engine, clock=replica.clock, segment_s=1.0)
     for i, arrival in enumerate(arrivals):
         replica.run_until(arrival.time_s)
-        replica.offer(i, arrival)
+        replica.submit(i, arrival)
     replica.run_until(float("inf"))
     assert recorded.replayed(tmp_path / "f") > 2
     again = replay.what_if(Recording.load(tmp_path / "f"), {"max_num_seqs": 8}, COST)
@@ -316,7 +316,7 @@ def test_memory_is_bounded() -> None:
     peak = 0
     for i, arrival in enumerate(rounds(600)):
         replica.run_until(arrival.time_s)
-        replica.offer(i, arrival)
+        replica.submit(i, arrival)
         peak = max(peak, recorder.num_bytes)
     assert most / 4 < peak < 1.3 * most
     assert len(recorder._live) < 100 and len(recorder._requests) < 100
@@ -361,7 +361,7 @@ def test_a_recorder_can_come_late_and_leave(tmp_path: Path) -> None:
     recorded, num_present = None, 0
     for i, arrival in enumerate(rounds(80)):
         replica.run_until(arrival.time_s)
-        replica.offer(i, arrival)
+        replica.submit(i, arrival)
         num_present = len(replica.scheduler.requests)
         if recorded is None and num_present > 3 and replica.scheduler.in_flight and i > 10:
             recorded = RecordedEngine(replica.engine, clock=replica.clock, keep_s=1e9, segment_s=5.0)
@@ -385,7 +385,7 @@ def test_what_runs_and_what_was_aborted_counts_as_far_as_it_is(tmp_path: Path) -
     replica = replica_of()
     recorder = FlightRecorder(replica.engine, clock=replica.clock)
     for i in range(2):
-        replica.offer(i, Arrival(0.0, ((5 + i, 6),), 60))
+        replica.submit(i, Arrival(0.0, ((5 + i, 6),), 60))
     replica.run_until(0.5)
     replica.engine.abort("0")
     replica.run_until(1.0)
@@ -459,11 +459,11 @@ def test_an_engine_that_dies_of_a_bug_dies_of_it_again(
 
     async def until_it_dies() -> None:
         thread = EngineThread(replica.engine)
-        mail = thread.open("a")
+        outputs = thread.open_queue("a")
         params = SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False)
         await asyncio.wrap_future(thread.call(lambda engine: engine.add_request("a", [1, 2, 3], params)))
         with pytest.raises(EngineError, match="PlantedError: step 7"):
-            await mail.read()
+            await outputs.get()
         thread.close()
 
     asyncio.run(until_it_dies())

@@ -122,7 +122,7 @@ def simulate(
     if output is not None:
         output.write_text(json.dumps(told, indent=2) + "\n")
     if plot is not None:
-        plot.write_text(svg(report.pictures(records)))
+        plot.write_text(svg(report.summary_charts(records)))
 
 
 def replayed(path: Path, settings: dict[str, Any], cost: Path | None) -> tuple[dict[str, Any], Records]:
@@ -144,7 +144,7 @@ def replayed(path: Path, settings: dict[str, Any], cost: Path | None) -> tuple[d
         return told, exact.records
     times = exact.cost() if cost is None else LinearCost.load(cost)
     same_blocks = settings.get("block_size", was["block_size"]) == was["block_size"]
-    setup = replay.setup_of(recording, settings, times)
+    setup = replay.config_from(recording, settings, times)
     told |= {"exact": False, "settings": settings, "num_blocks": setup.num_blocks()}
     recording = recording if same_blocks else Recording.load(path, whole_blocks=True)
     with progress_bar(len(recording.file.requests)) as progress:
@@ -203,7 +203,7 @@ def arrivals_of(
     lengths = traces.alpaca_like(most, seed) if trace == "alpaca" else traces.sharegpt_like(most, seed)
     if trace == "chat":
         return traces.chat(lengths, times, seed=seed)
-    return traces.of_lengths(lengths, times, prefix=512 if trace == "prefix" else 0)
+    return traces.from_lengths(lengths, times, prefix=512 if trace == "prefix" else 0)
 
 
 @contextlib.contextmanager

@@ -150,7 +150,7 @@ def simulated_frames(setup: SimConfig, arrivals: Iterator[Arrival]) -> Iterator[
     with replica.engine.gc_pause:
         for index, arrival in enumerate(arrivals):
             yield from frames_until(arrival.time_s)
-            replica.offer(index, arrival)
+            replica.submit(index, arrival)
         while replica.num_requests:
             yield from frames_until(next_s + FRAME_INTERVAL_S)
     if (frame := publisher.frame(publisher.last)) is not None:

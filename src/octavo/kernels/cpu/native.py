@@ -364,6 +364,16 @@ def supports_heads(q: Tensor, kv_layer: Tensor) -> bool:
     )
 
 
+def library_for(x: Tensor, *others: Tensor) -> Library | None:
+    """The compiled library if it supports these tensors: contiguous, of one dtype."""
+    if not supports(x) or not x.is_contiguous():
+        return None
+    for other in others:
+        if other.dtype != x.dtype or not other.is_contiguous():
+            return None
+    return library()
+
+
 def library() -> Library | None:
     """The compiled library, or None if it cannot be compiled. The first call compiles it; concurrent calls wait."""
     with _compiling:

@@ -1,4 +1,4 @@
-"""Figure 18b: latency against the size of a block."""
+"""Figure 18b: latency against block size."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ def run(paper: Paper) -> Figure:
 
 
 def unfilled(records: Records) -> float:
-    """Slots of used blocks without a token, over all of them, mean over time."""
+    """Mean over time of the unfilled share of the slots in used blocks."""
     ratios = [s.split.internal / (s.split.tokens + s.split.internal) for s in records.samples if s.num_used]
     return sum(ratios) / len(ratios)

@@ -1,4 +1,4 @@
-"""Figure 2: what the slots of a KV cache hold when requests queue up, with the rest of the field and with blocks."""
+"""Figure 2: contents of the KV cache's slots under a full queue, for the baselines and for paged blocks."""
 
 from __future__ import annotations
 

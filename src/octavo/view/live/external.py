@@ -113,8 +113,7 @@ class ExternalPool:
         except zmq.ZMQError as error:
             self.close()
             raise ParameterError(
-                f"{name} {endpoint!r} is not an address: {error.strerror}; use one such as tcp://127.0.0.1:5557",
-                param=name,
+                f"{name} {endpoint!r} is no address: {error.strerror}; use one such as tcp://127.0.0.1:5557", param=name
             ) from None
         return socket
 
@@ -144,12 +143,8 @@ class ExternalPool:
 
     async def view_rpc(self, method: str, argument: str) -> Any:
         if method == "view_block":
-            block_hash = self._hashes.get(int(argument))
-            digest = (
-                None
-                if block_hash is None
-                else blake2b(repr(block_hash).encode(), digest_size=16, key=self._key).hexdigest()
-            )
+            found = self._hashes.get(int(argument))
+            digest = None if found is None else blake2b(repr(found).encode(), digest_size=16, key=self._key).hexdigest()
             return {"name": digest, "token_ids": None}
         if argument == STOP:
             return None  # the socket stays connected: messages of the meantime would be lost for good

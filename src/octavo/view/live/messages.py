@@ -15,6 +15,8 @@ MAX_EVENTS = 256
 """Events of a frame, and steps of a frame, at most."""
 MAX_WAITING = 256
 """Waiting requests in a frame, at most: the first in the queue."""
+RENAMED = {"removed": "gone", "removed_sequences": "gone_sequences", "queues": "lines", "num_omitted": "num_left_out"}
+"""Attributes of a `Delta` whose names in the protocol differ."""
 
 
 class Seals(msgspec.Struct, omit_defaults=True):
@@ -113,13 +115,7 @@ class Snapshot(msgspec.Struct, tag_field="kind", tag="snapshot"):
     cost_s: float = 0.0
 
 
-class Delta(
-    msgspec.Struct,
-    tag_field="kind",
-    tag="delta",
-    omit_defaults=True,
-    rename={"removed": "gone", "removed_sequences": "gone_sequences", "queues": "lines", "num_omitted": "num_left_out"},
-):
+class Delta(msgspec.Struct, tag_field="kind", tag="delta", omit_defaults=True, rename=RENAMED):
     """The changes since the frame before. `cost_s` is the time the engine spent on making it."""
 
     epoch: str

@@ -357,14 +357,9 @@ class Publisher:
         seen: dict[Sequence, _PublishedSequence] = {}
         published, dirty = self._sequences, self._dirty
         for name, request in current.items():
-            whole, only = name in dirty, request.only_sequence
-            if (
-                only is not None
-                and not whole
-                and (known := published.get(only)) is not None
-                and known.is_unchanged(only)
-            ):
-                seen[only] = known  # most waiting requests
+            whole, seq = name in dirty, request.only_sequence
+            if seq and not whole and (known := published.get(seq)) is not None and known.is_unchanged(seq):
+                seen[seq] = known  # most waiting requests
                 continue
             for sequence in self._live(request):
                 known = seen[sequence] = self._published(sequence)

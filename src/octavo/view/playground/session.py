@@ -42,7 +42,7 @@ MAX_BEAMS, MAX_BEAM_STEPS = 16, 100
 MAX_ACTIONS, MAX_CHARS = 500, 16_384
 MAX_WORDS, MAX_WORD_CHARS = 512, 32
 MAX_PHASES = 200
-MAX_SHOWN_TOKENS = 4096
+MAX_TEXTS = 4096
 MAX_POOLS = 16
 """Pools in memory. The least recently used one is dropped; it can be made again from its history."""
 MAX_LEN = 1 << 30
@@ -393,8 +393,7 @@ class Playground:
             return Explanation(
                 f"{text} and {_count(len(allocated), 'more block')}: {_list(allocated)}.",
                 (f"The last block had room for {room}. " if room else "The last block was full. ")
-                + "A block is allocated when the one before it is full. Any free block will do; blocks need not be "
-                "contiguous.",
+                + "A block is allocated when the one before it is full. It can be any free block of the pool.",
             )
         return Explanation(f"{text}, and no more blocks.", f"The last block had room for {room}.")
 
@@ -541,19 +540,12 @@ class Playground:
         if isinstance(event, ev.Allocated):
             self._add_phase("allocate", f"block {event.block_id} is allocated", block=event.block_id)
         elif isinstance(event, ev.Shared):
-            self._add_phase(
-                "share", f"block {event.block_id} has {_count(event.refs, 'reference')}", block=event.block_id
-            )
+            text = f"block {event.block_id} has {_count(event.refs, 'reference')}"
+            self._add_phase("share", text, block=event.block_id)
         elif isinstance(event, ev.Released):
-            left = (
-                _count(event.refs, "reference")
-                if event.refs
-                else "the prefix cache"
-                if event.cached
-                else "the free blocks"
-            )
-            kind, text = ("decrement", "has {} left") if event.refs else ("release", "returns to {}")
-            self._add_phase(kind, f"block {event.block_id} {text.format(left)}", block=event.block_id)
+            left, place = _count(event.refs, "reference"), "the prefix cache" if event.cached else "the free blocks"
+            kind, text = ("decrement", f"has {left} left") if event.refs else ("release", f"returns to {place}")
+            self._add_phase(kind, f"block {event.block_id} {text}", block=event.block_id)
         elif isinstance(event, ev.Copied):
             # The pool decrements the count before the device copies; the other order explains it better.
             released = self.phases.pop()
@@ -572,8 +564,7 @@ class Playground:
             "picture": self._snapshot(),
             "names": {str(self._uids[s]): name for name, s in self.sequences.items()},
             "tokens": {
-                str(self._uids[s]): [self._texts[t] for t in s.token_ids[:MAX_SHOWN_TOKENS]]
-                for s in self.sequences.values()
+                str(self._uids[s]): [self._texts[t] for t in s.token_ids[:MAX_TEXTS]] for s in self.sequences.values()
             },
             "compare": self.compare(),
             "contiguous": {
@@ -611,9 +602,7 @@ class Playground:
         keys = [kv.pool.key_of(block) for block in sealed.tolist()]
         parents = [0 if key is None or isinstance(key[0], bytes) else key[0] for key in keys]
         groups = dict.fromkeys(s.request for s in self.sequences.values())
-        counts = [
-            sum(g.status is status for g in groups) for status in (Status.RUNNING, Status.WAITING, Status.SWAPPED)
-        ]
+        nums = [sum(g.status is status for g in groups) for status in (Status.RUNNING, Status.WAITING, Status.SWAPPED)]
         return Snapshot(
             "",
             0,
@@ -636,7 +625,7 @@ class Playground:
                 for s in self.sequences.values()
             ],
             kv.stats().as_dict(),
-            Counts(counts[0], counts[1], counts[2], len(self._texts)),
+            Counts(nums[0], nums[1], nums[2], len(self._texts)),
         )
 
     def _view(self, group: Request) -> RequestView:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gzip
 import zlib
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,36 +24,19 @@ import msgspec
 from octavo.core import events as ev
 from octavo.core.block_pool import _pack
 from octavo.core.plan import StepPlan, StepResult
-from octavo.core.request import Request, Sequence
+from octavo.core.request import Request, SelectBeams, Sequence
 from octavo.core.scheduler import Scheduler
 from octavo.core.snapshot import SchedulerState, new_request, restore_scheduler
 from octavo.errors import TraceError
-from octavo.view.recording.recorder import (
-    DIGEST_BYTES,
-    STOP_MARK,
-    VERSION,
-    CallKind,
-    RecordedRequest,
-    RecordingFile,
-    RecordingVersion,
-    Segment,
-    plan_checksum,
-)
+from octavo.view.recording.recorder import DIGEST_BYTES, VERSION, CallKind, RecordedRequest, RecordingFile, plan_crc
 
 MAX_BYTES = 1 << 30
 """Limit of an unpacked dump."""
 FILL, STOP, FIRST_TOKEN = 1, 2, 3
 NAMES_V5 = {
-    "arrivals": "requests",
-    "decides": "beam_search",
-    "given": "host_tokens",
-    "known": "scheduled",
-    "legs": "segments",
-    "num_choices": "num_beam_choices",
-    "said": "beam_digests",
-    "skips": "skip_prefix_cache",
-    "why": "reason",
-}
+    "arrivals": "requests", "decides": "beam_search", "given": "host_tokens", "known": "scheduled", "legs": "segments",
+    "num_choices": "num_beam_choices", "said": "beam_digests", "skips": "skip_prefix_cache", "why": "reason",
+}  # fmt: skip
 """Fields that were renamed since version 5 of the file, by their names there."""
 
 
@@ -98,10 +81,8 @@ class Recording:
         for request in self.file.requests:
             num_full = len(request.block_digests) // DIGEST_BYTES
             recorded = [(request.block_digests, request.token_digests)]
-            recorded += [
-                (request.block_digests + sample.block_digests, sample.token_digests)
-                for sample in request.samples.values()
-            ]
+            for sample in request.samples.values():
+                recorded.append((request.block_digests + sample.block_digests, sample.token_digests))
             for blocks, tokens in recorded:
                 for block, digests in tokens.items():
                     self._learn(blocks[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES], digests)
@@ -143,11 +124,10 @@ class Recording:
                 data = packed.read(MAX_BYTES + 1)
             if len(data) > MAX_BYTES:
                 raise TraceError(f"{path} has over {MAX_BYTES >> 30} GiB; a dump of the flight recorder has less")
-            version = msgspec.msgpack.decode(data, type=RecordingVersion).version
+            raw = msgspec.msgpack.decode(data, type=dict[str, Any])
+            version = raw.get("version")
             if version not in (5, VERSION):
-                text = f"{path} was written by another Octavo: its version is {version}, this one reads {VERSION}"
-                raise TraceError(text)
-            raw = msgspec.msgpack.decode(data)
+                raise TraceError(f"{path} has version {version} of another Octavo; this one reads {VERSION}")
             file = msgspec.convert(_renamed(raw) if version == 5 else raw, RecordingFile)
         except (gzip.BadGzipFile, EOFError, zlib.error, msgspec.MsgspecError) as error:
             raise TraceError(f"{path} is not a dump of the flight recorder: {error}") from None
@@ -208,7 +188,7 @@ class Recording:
 
     def beam_token(self, choice: bytes) -> int:
         """The token of an entry of `RecordedRequest.beam_choices`."""
-        return STOP if choice == STOP_MARK else self.token(choice[-DIGEST_BYTES:])
+        return STOP if len(choice) < DIGEST_BYTES else self.token(choice[-DIGEST_BYTES:])  # `STOP_MARK` is shorter
 
     def token(self, digest: bytes) -> int:
         """The token that stands for a digest."""
@@ -238,7 +218,7 @@ class Player:
             num_added = [segment.kinds.count(CallKind.ADD) for segment in file.segments]
             requests = file.requests[len(file.requests) - sum(num_added[first_segment:]) :]
         self._requests = iter(requests)
-        self.scheduler = self._restore(self.segments[0])
+        self.scheduler = self._restore()
         self.scheduler.events.subscribe(self._listen)
 
     def calls(self) -> Iterator[ReplayedCall]:
@@ -253,7 +233,7 @@ class Player:
             checksums = iter(array("I", segment.checksums))
             for kind, at_s in zip(segment.kinds, array("d", segment.times_s), strict=True):
                 call = self._call(CallKind(kind), at_s - begin_s, numbers, costs)
-                if kind == CallKind.PLAN and next(checksums) != (plan_checksum(self._last_step) if call.plan else 0):
+                if kind == CallKind.PLAN and next(checksums) != (plan_crc(self._last_step) if call.plan else 0):
                     raise TraceError(
                         f"step {self.scheduler.num_steps - 1}, {call.time_s:.3f} s in (segment {number}), was planned "
                         "differently: another version of Octavo made the recording; replay it with that version"
@@ -272,8 +252,8 @@ class Player:
             if kind is not CallKind.RESULT:
                 lengths = [next(numbers) for _ in range(next(numbers))]
                 failed = [next(numbers) for _ in range(next(numbers))]
-            errors = dict.fromkeys(failed, "as recorded")
-            result = StepResult(self._sampled_tokens(plan, lengths), errors, corrupt=self._corrupt)
+            tokens = self._sampled_tokens(plan, lengths)
+            result = StepResult(tokens, dict.fromkeys(failed, "as recorded"), corrupt=self._corrupt)
             self._corrupt = []
             finished = scheduler.update(plan, result, last=kind is not CallKind.PARTIAL_RESULT)
             for request in finished:
@@ -328,9 +308,7 @@ class Player:
         known = samples[index][begin : begin + length].tolist()
         return known + [FILL] * (length - len(known))
 
-    def _select_beams(
-        self, request: RecordedRequest
-    ) -> Callable[[list[tuple[Sequence, Any]]], list[tuple[Sequence, int]]]:
+    def _select_beams(self, request: RecordedRequest) -> SelectBeams:
         choices: Iterator[Any] = iter(request.beam_choices)
         for _ in range(self._num_beam_choices.get(request.number, 0)):
             next(choices)
@@ -355,11 +333,9 @@ class Player:
         return request
 
     def _request_of(self, fields: SchedulerState, recorded: RecordedRequest) -> Request:
-        select_beams = self._select_beams(recorded) if recorded.beam_search else None
-        prompt = self.recording.prompt(recorded)
-        return new_request(
-            str(recorded.number), prompt, fields, stop=STOP, salt=recorded.salt, select_beams=select_beams
-        )
+        select = self._select_beams(recorded) if recorded.beam_search else None
+        name, prompt = str(recorded.number), self.recording.prompt(recorded)
+        return new_request(name, prompt, fields, stop=STOP, salt=recorded.salt, select_beams=select)
 
     def _tokens_of(self, request: SchedulerState, sequence: SchedulerState) -> array[int]:
         """The tokens of a sequence that was present when a segment began."""
@@ -369,8 +345,9 @@ class Player:
             return self.recording.tokens_of(digests[:num_bytes], digests[num_bytes:], length)
         return self.recording.sample(self.recording.requests[request["number"]], sequence["index"])[:length]
 
-    def _restore(self, segment: Segment) -> Scheduler:
-        size, state, settings = self.recording.block_size, segment.snapshot, self.recording.file.settings
+    def _restore(self) -> Scheduler:
+        segment, size, settings = self.segments[0], self.recording.block_size, self.recording.file.settings
+        state = segment.snapshot
         content: dict[int, bytes] = {}  # seal id -> tokens, as the sequences have them
         for sequence in state["sequences"]:
             tokens = self._tokens_of(state["requests"][sequence["request"]], sequence)

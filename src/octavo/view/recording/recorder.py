@@ -156,12 +156,6 @@ class Segment(msgspec.Struct, array_like=True):
     checksums: bytes
 
 
-class RecordingVersion(msgspec.Struct):
-    """The field that dumps of every version have."""
-
-    version: int
-
-
 class RecordingFile(msgspec.Struct):
     """Everything a dump holds. `requests` are in order of arrival; those present when the first segment began come
     first."""
@@ -288,7 +282,7 @@ class FlightRecorder:
             segment.costs.extend((costs.token_s, costs.step_s, costs.move_s))
             self._record(CallKind.PLAN, now)
             plan = schedule()
-            segment.checksums.append(plan_checksum(self._last_step) if plan else 0)
+            segment.checksums.append(plan_crc(self._last_step) if plan else 0)
             return plan
 
         def recorded_update(plan: StepPlan, result: StepResult, *, last: bool = True) -> list[Request]:
@@ -299,8 +293,7 @@ class FlightRecorder:
                 self._record(CallKind.RESULT, self._clock())
             else:
                 numbers = (len(lengths), *lengths, len(result.errors), *result.errors)
-                kind = CallKind.UNEVEN_RESULT if last else CallKind.PARTIAL_RESULT
-                self._record(kind, self._clock(), *numbers)
+                self._record(CallKind.UNEVEN_RESULT if last else CallKind.PARTIAL_RESULT, self._clock(), *numbers)
             finished = update(plan, result, last=last)
             self._forget_ended()
             return finished
@@ -336,8 +329,7 @@ class FlightRecorder:
         vars(self._scheduler.cache).pop("reset_prefix_cache", None)
 
     def _record_confine(self, requests: Collection[Request]) -> None:
-        numbers = (self._live[request].number for request in requests)
-        self._record(CallKind.CONFINE, self._clock(), len(requests), *numbers)
+        self._record(CallKind.CONFINE, self._clock(), len(requests), *(self._live[r].number for r in requests))
 
     def _record(self, kind: CallKind, now: float, *numbers: int) -> None:
         segment = self._segments[-1]
@@ -353,8 +345,9 @@ class FlightRecorder:
             request = self._requests.pop(event.request_id)
             recorded = self._live[request]
             self._add_outputs(request, recorded)
-            num_bytes = sum(len(sample.block_digests) for sample in recorded.samples.values())
-            self._segments[-1].num_digests += num_bytes // DIGEST_BYTES
+            self._segments[-1].num_digests += (
+                sum(len(s.block_digests) for s in recorded.samples.values()) // DIGEST_BYTES
+            )
             if request.request_id not in self._scheduler.cache.pins:
                 self._ended.append((self._scheduler.num_steps, request))
 
@@ -403,7 +396,7 @@ class FlightRecorder:
         """Record what is known of a request's output by now. The tail of a pin, after its last full block, is shared
         token by token, so token digests are recorded there."""
         prompt, num_full = request.prompt_token_ids, len(recorded.block_digests) // DIGEST_BYTES
-        recorded.token_digests = self._shared_token_digests(request, prompt, recorded.block_digests, 0)
+        recorded.token_digests = self._tail_digests(request, prompt, recorded.block_digests, 0)
         if recorded.beam_search:
             before = recorded.block_digests[-DIGEST_BYTES:] or self._root_digest(request.salt)
             recorded.token_digests[num_full] = self._token_digests(before, prompt[num_full * self._block_size :])
@@ -415,12 +408,10 @@ class FlightRecorder:
                 len(seq.token_ids) - recorded.num_prompt,
                 seq.stop_token is not None,
                 block_digests[len(recorded.block_digests) :],
-                self._shared_token_digests(request, seq.token_ids, block_digests, num_full),
+                self._tail_digests(request, seq.token_ids, block_digests, num_full),
             )
 
-    def _shared_token_digests(
-        self, request: Request, tokens: array[int], block_digests: bytes, first: int
-    ) -> dict[int, bytes]:
+    def _tail_digests(self, request: Request, tokens: array[int], block_digests: bytes, first: int) -> dict[int, bytes]:
         """Token digests of the blocks from `first` on: as many as a block has tokens in common with the tail of any
         pin."""
         size, found = self._block_size, {}
@@ -482,8 +473,8 @@ class FlightRecorder:
         if key not in self._last_digests:
             if len(self._last_digests) >= MAX_CACHED_DIGESTS:
                 self._last_digests.clear()
-            digests = self._all_block_digests(request, tokens)
-            self._last_digests[key] = digests[-DIGEST_BYTES:] or self._root_digest(request.salt)
+            digest = self._all_block_digests(request, tokens)[-DIGEST_BYTES:]
+            self._last_digests[key] = digest or self._root_digest(request.salt)
         return self._last_digests[key]
 
     def _all_block_digests(self, request: Request, tokens: array[int]) -> bytes:
@@ -511,8 +502,7 @@ class FlightRecorder:
             return digests + self._token_digests(before, tail)
 
         state = snapshot_scheduler(self._scheduler, number_of, beam_digests)
-        num_choices = {number: len(recorded.beam_choices) for number, recorded in present.items()}
-        state["num_beam_choices"] = {number: num for number, num in num_choices.items() if num}
+        state["num_beam_choices"] = {n: len(r.beam_choices) for n, r in present.items() if r.beam_choices}
         segment = _OpenSegment(state, list(present.values()), now)
         self._segments.append(segment)
         self.segment_s = max(self.segment_s, MIN_SEGMENT_RATIO * (self._clock() - now))
@@ -546,8 +536,8 @@ class FlightRecorder:
         requests |= {request.number: request for segment in self._segments for request in segment.requests}
         engine = {"max_model_len": self._engine.max_model_len, "overlap": self._engine.overlap}
         segments = [self._closed(segment) for segment in self._segments]
-        settings = scheduler_settings(self._scheduler)
-        file = RecordingFile(VERSION, reason, settings, engine, list(requests.values()), segments)
+        settings, recorded = scheduler_settings(self._scheduler), list(requests.values())
+        file = RecordingFile(VERSION, reason, settings, engine, recorded, segments)
         data = gzip.compress(msgspec.msgpack.encode(file), compresslevel=1)
         part = path.with_suffix(".part")
         try:
@@ -612,6 +602,6 @@ class FlightRecorder:
         return self._digest(b"salt", salt) if salt else b""
 
 
-def plan_checksum(step: ev.Step | None) -> int:
+def plan_crc(step: ev.Step | None) -> int:
     """A checksum of a plan's `Step` event, by which a replay detects that it planned something else."""
     return 0 if step is None else zlib.crc32(repr(tuple(step)).encode())

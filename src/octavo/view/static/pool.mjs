@@ -43,7 +43,7 @@ export class Pool {
     this.changed.fill(-Infinity); // before the first frame
   }
 
-  // Replaces the state by a snapshot of a pool of the same size. Returns the blocks that look different; null: too many.
+  // Replaces the state by a snapshot of a pool of the same size. Returns the blocks that changed; null: too many.
   replace(snapshot, names = null) {
     this.names = names;
     this.updated = [];

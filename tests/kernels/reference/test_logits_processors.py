@@ -15,6 +15,7 @@ from torch import Tensor
 
 from octavo.kernels import reference
 from octavo.kernels.cpu import ops as cpu
+from octavo.kernels.cpu.sampling import NUM_CANDIDATES
 from octavo.kernels.metadata import LogitsProcessorParams, SamplingTensors, TokenHistory
 
 BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
@@ -214,7 +215,7 @@ def test_the_fast_logprobs_over_a_large_vocabulary() -> None:
     """Rounded to bfloat16 as a model's are: many equals, also at the edge of the top."""
     logits = (torch.randn(8, 50_000, generator=torch.Generator().manual_seed(0)) * 2).bfloat16().float()
     token_ids = torch.arange(8) * 1000
-    for num_top in (1, 5, 20, cpu.CANDIDATES + 1):
+    for num_top in (1, 5, 20, NUM_CANDIDATES + 1):
         fast, slow = (ops.token_logprobs(logits, token_ids, num_top) for ops in (cpu, reference))
         assert torch.equal(fast[1], slow[1]) and torch.equal(fast[2], slow[2])
         torch.testing.assert_close(fast[0], slow[0], rtol=0, atol=1e-5)
@@ -224,7 +225,7 @@ def test_the_fast_logprobs_over_a_large_vocabulary() -> None:
 @BOTH
 def test_a_row_with_few_tokens_left_is_filtered_all_the_same(ops: ModuleType) -> None:
     """Fewer than top_k, and than the fast path looks at; none of the others is ever drawn."""
-    logits = torch.full((400, 5 * cpu.CANDIDATES), -torch.inf)
+    logits = torch.full((400, 5 * NUM_CANDIDATES), -torch.inf)
     logits[:, [3, 700]] = torch.tensor([0.0, 1.0])
     num = len(logits)
     params = SamplingTensors.from_lists(
