@@ -92,7 +92,7 @@ class Tags:
             self.history[row, : len(token_ids)] = torch.tensor(token_ids, device=self.device)
 
     def check_pass(self, token_ids: Tensor, batch: RaggedBatch) -> None:
-        """Write the tags of a pass, and compare all tags that it reads. Graphs can capture it: no shape depends on a value."""
+        """Write the tags of a pass, and compare all tags that it reads. No shape depends on a value, as graphs need."""
         rows, size = self.rows, self.block_size  # rows: [num_seqs]
         ends = batch.query_start[1:].long()
         index = torch.arange(len(token_ids), device=self.device)
