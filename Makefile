@@ -2,25 +2,28 @@
 #
 #   PYTHON      the interpreter that .venv is made from (3.11 or newer)
 #   TORCH       which torch to install, e.g. TORCH='torch==2.12.*'
-#   PIP_ARGS    what else pip is told, e.g. the index of torch's CPU builds, which spares gigabytes of CUDA on Linux:
+#   PIP_ARGS    more arguments for pip, e.g. the index of torch's CPU builds, which spares gigabytes of CUDA on Linux:
 #               make demo PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu'
-#   ARGS        what else the program of a target is told, e.g. make test ARGS='tests/core -k fork'
+#   ARGS        more arguments for a target's program, e.g. make test ARGS='tests/core -k fork'
+#   VENV        the virtual environment, e.g. make test PYTHON=python3.13 VENV=.venv-3.13
 
 PYTHON   ?= python3
 TORCH    ?= torch>=2.11,<2.14
 PIP_ARGS ?=
 ARGS     ?=
 
-VENV    := .venv
+VENV    ?= .venv
 BIN     := $(VENV)/bin
 RUNTIME := $(VENV)/.installed
 DEV     := $(VENV)/.installed-dev
 # Two workers on two cores, with one thread each: torch's own threads would only fight over the tiny tensors of tests.
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS ?= 2
+TARGET  ?= quick
+QUICK   := tests/params tests/core tests/text tests/test_project.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu sanitize clients fuzz dashboard check blas prove reliability mutants bench lint types contracts size coverage clean
+.PHONY: help demo quick test proof pythons test-gpu sanitize clients fuzz dashboard check blas prove reliability mutants bench lint types contracts size coverage clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,9 +31,24 @@ help: ## list the targets
 demo: $(RUNTIME) ## a real model answers eight prompts together, from paged memory
 	@$(BIN)/octavo demo $(ARGS)
 
-test: $(DEV) ## every test but the slow ones; says at the end what it skipped, and why
+quick: $(DEV) ## the inner loop, under a minute: lint, and the tests of the core, parameters, text and this project's rules
+	@$(BIN)/ruff check && $(BIN)/ruff format --check
+	@$(PYTEST) -n $(WORKERS) -m 'not slow and not proof' $(QUICK) $(ARGS)
+
+test: $(DEV) ## the tests, in five minutes on two cores; the end lists skipped tests with their reasons
 	@echo '== test'
-	@$(PYTEST) -n $(WORKERS) -m 'not slow' -rs $(ARGS)
+	@$(PYTEST) -n $(WORKERS) -m 'not slow and not proof' -rs $(ARGS)
+
+proof: $(DEV) ## the longer tests that `make check` adds: kernels in Triton's interpreter, fairness, real models
+	@echo '== longer tests'
+	@$(PYTEST) -n $(WORKERS) -m 'proof and not slow' -rs $(ARGS)
+
+pythons: ## `make quick`, or TARGET=test, on every other Python at hand that torch has wheels for
+	@for version in 3.11 3.12 3.13 3.14; do \
+		python=$$(command -v python$$version) && "$$python" -c 'import venv, ensurepip' 2>/dev/null || continue; \
+		echo "== python$$version"; \
+		$(MAKE) --no-print-directory $(TARGET) PYTHON="$$python" VENV=.venv-$$version || exit 1; \
+	done
 
 test-gpu: $(DEV) ## on a machine with an NVIDIA GPU: its kernels, and the engine's tokens against the CPU's
 	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make test-gpu: no NVIDIA GPU here")'
@@ -50,7 +68,7 @@ fuzz: $(DEV) ## bodies made up from the OpenAPI document, right and wrong, a tho
 dashboard: $(DEV) ## the Grafana dashboard against a real Prometheus, and its picture
 	@$(BIN)/python scripts/grafana_check.py $(ARGS)
 
-check: test blas coverage lint types contracts size ## what a change must pass: tests, coverage, lint, types, imports, sizes
+check: test proof blas coverage lint types contracts size ## what a change must pass: tests, coverage, lint, types, imports, sizes
 	@echo '== all checks passed'
 
 prove: $(DEV) ## the long proofs: 10^6 steps under the oracle, small worlds exhaustively, the full matrix
@@ -95,7 +113,7 @@ size: $(DEV)
 	@$(BIN)/python scripts/size.py
 
 clean: ## remove .venv and what the tools left behind
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage* build dist
+	rm -rf .venv .venv-3.* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage* build dist
 	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are older than pyproject.toml after a change to it, and only then is anything installed again.

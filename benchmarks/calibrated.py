@@ -31,14 +31,14 @@ import torch
 
 from octavo.bench.throughput import WORKLOADS
 from octavo.config import EngineArgs
-from octavo.frontend.build import Built, build
+from octavo.frontend.build import BuiltEngine, build
 from octavo.params.sampling_params import SamplingParams
-from octavo.simulate.calibrate import MOST_BATCH, Measured, error, fit, measure
+from octavo.simulate.calibrate import MAX_BATCH, MeasuredStep, fit, measure, median_error
 from octavo.simulate.cost import DEVICES, LinearCost
-from octavo.simulate.live import Call, Stopwatch, run_calls
+from octavo.simulate.live import RecordingClock, ScheduledCall, run_calls
 from octavo.simulate.models import ModelShape
 from octavo.simulate.report import latency, tpot, ttft
-from octavo.simulate.simulation import Records, Setup, simulate
+from octavo.simulate.simulation import Records, SimConfig, simulate
 from octavo.simulate.traces import FIRST_TOKEN, Arrival
 
 LOADS = (0.3, 0.6, 0.9)
@@ -93,7 +93,7 @@ def mixed(vocab_size: int) -> Trace:
 
 
 @contextmanager
-def engine(model: str, **options: Any) -> Iterator[Built]:
+def engine(model: str, **options: Any) -> Iterator[BuiltEngine]:
     options |= {"enable_prefix_caching": False, "skip_tokenizer_init": True}
     with tempfile.TemporaryDirectory() as folder:
         if model == "tiny":
@@ -106,7 +106,7 @@ def engine(model: str, **options: Any) -> Iterator[Built]:
         built.engine.close()
 
 
-class ProcessorTime(Stopwatch):
+class ProcessorTime(RecordingClock):
     """Seconds of a core that this process had since it was made, and those that it would have waited."""
 
     def __init__(self) -> None:
@@ -120,20 +120,20 @@ class ProcessorTime(Stopwatch):
         self._skipped_s += max(0.0, time_s - self())
 
 
-def fitted(steps: list[Measured]) -> LinearCost:
+def fitted(steps: list[MeasuredStep]) -> LinearCost:
     cost = fit(steps)
     prompts, alone = ([s for s in steps if (s.work.num_new > 0) is has and s.step_s] for has in (True, False))
     print(
         f"{cost.pass_s * 1e3:.3f} ms + {cost.new_s * 1e6:.1f} us a token of a prompt + {cost.decode_s * 1e6:.1f} us a "
         f"sequence + {cost.kv_s * 1e9:.2f} ns a token of its context, host {cost.host_s * 1e6:.0f} us; "
-        f"{len(prompts)} steps with prompts met within {error(cost, prompts):.1%}, {len(alone)} without within "
-        f"{error(cost, alone):.1%}",
+        f"{len(prompts)} steps with prompts met within {median_error(cost, prompts):.1%}, {len(alone)} without within "
+        f"{median_error(cost, alone):.1%}",
         flush=True,
     )
     return cost
 
 
-def real(built: Built, trace: Trace, make_watch: Callable[[], Stopwatch]) -> dict[str, float]:
+def real(built: BuiltEngine, trace: Trace, make_watch: Callable[[], RecordingClock]) -> dict[str, float]:
     rnd = random.Random(2)
     calls = []
     for i, (time_s, prompt, output) in enumerate(trace.requests):
@@ -141,9 +141,9 @@ def real(built: Built, trace: Trace, make_watch: Callable[[], Stopwatch]) -> dic
         params = SamplingParams(
             max_tokens=output, ignore_eos=True, detokenize=False, temperature=trace.temperature, seed=i
         )
-        calls.append(Call(time_s, str(i), tokens, params))
+        calls.append(ScheduledCall(time_s, str(i), tokens, params))
     built.engine._clock = watch = make_watch()
-    with built.engine.garbage:
+    with built.engine.gc_pause:
         outputs = run_calls(built.engine, calls, watch)
     records = Records()
     for call in calls:
@@ -169,17 +169,17 @@ def told(records: Records) -> dict[str, float]:
 class Bench:
     """One engine, which is calibrated, runs traces, and is compared with what is simulated of them."""
 
-    def __init__(self, built: Built, options: argparse.Namespace) -> None:
+    def __init__(self, built: BuiltEngine, options: argparse.Namespace) -> None:
         self.built, self.options = built, options
         self._watch, self._clock = (
-            (ProcessorTime, time.process_time) if options.processor_time else (Stopwatch, time.perf_counter)
+            (ProcessorTime, time.process_time) if options.processor_time else (RecordingClock, time.perf_counter)
         )
         spec, config = built.spec, built.config
         shape = ModelShape(
             "this", 1, spec.num_layers, 1, spec.num_heads, spec.num_kv_heads, spec.head_dim, config.max_model_len
         )
         args = replace(config.args, num_gpu_blocks_override=config.num_blocks)
-        self._setup = Setup(shape, DEVICES["h100"], args)  # the device has no say beside a cost
+        self._setup = SimConfig(shape, DEVICES["h100"], args)  # the device has no say beside a cost
         self._steps = self._measure(warm_up=True)
         self.pairs: dict[tuple[str, str], list[tuple[float, float]]] = {}
         """(load, what) -> of each round what the engine reached, and what the simulation."""
@@ -213,12 +213,12 @@ class Bench:
         here = real(self.built, trace, self._watch)
         before, self._steps = self._steps, self._measure(warm_up=self.built.config.device == "cpu")
         cost = fitted(before + self._steps)
-        there = told(simulate(replace(self._setup, cost=cost), trace.arrivals(), sample_s=1e9))
+        there = told(simulate(replace(self._setup, cost=cost), trace.arrivals(), interval_s=1e9))
         for name in here if keep else ():
             self.pairs.setdefault((load, name), []).append((here[name], there[name]))
         return here
 
-    def _measure(self, *, warm_up: bool) -> list[Measured]:
+    def _measure(self, *, warm_up: bool) -> list[MeasuredStep]:
         device = self.built.config.device
         return measure(self.built.engine, device=device, repeats=1, warm_up=warm_up, clock=self._clock)
 
@@ -253,7 +253,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--longest", type=int, default=256, help="of prompt and output, four times the most of each")
     parser.add_argument("--mixed", action="store_true", help="mixed256, and its requests one by one")
-    parser.add_argument("--max-num-seqs", type=int, help=f"default: {MOST_BATCH}, with --mixed the engine's own")
+    parser.add_argument("--max-num-seqs", type=int, help=f"default: {MAX_BATCH}, with --mixed the engine's own")
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--overlap", action="store_true", help="plan a step while the one before is computed")
     parser.add_argument("--processor-time", action="store_true", help="count this process's own time")
@@ -264,7 +264,7 @@ def main() -> None:
     settings = {
         "load_format": options.load_format,
         "max_model_len": options.max_model_len,
-        "max_num_seqs": options.max_num_seqs or (None if options.mixed else MOST_BATCH),
+        "max_num_seqs": options.max_num_seqs or (None if options.mixed else MAX_BATCH),
         "async_scheduling": options.overlap,
     }
     with engine(options.model, **settings) as built:

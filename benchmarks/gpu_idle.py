@@ -20,7 +20,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 NUM_PROMPT = 64
-FIRST, LAST = "_prepare_decode_inputs", "_commit_sampled_tokens"  # kernels of a step (triton/sampling/step_inputs.py)
+FIRST, LAST = (
+    "_prepare_decode_inputs",
+    "_commit_sampled_tokens",
+)  # kernels of a step (kernels/triton/sampling/step_inputs.py)
 
 
 class Ran(NamedTuple):

@@ -14,13 +14,13 @@ from octavo.config import EngineArgs
 from octavo.simulate import traces
 from octavo.simulate.cost import find_device
 from octavo.simulate.models import find_model
-from octavo.simulate.simulation import Records, Setup, simulate
+from octavo.simulate.simulation import Records, SimConfig, simulate
 
 
 def run(num: int, rate: float, window: int) -> Records:
     args = EngineArgs(model="llama-3.1-8b", decode_window=window)
-    setup = Setup(find_model("llama-3.1-8b"), find_device("h200"), args)
-    return simulate(setup, traces.of_lengths(traces.sharegpt_like(num), traces.poisson(rate)))
+    setup = SimConfig(find_model("llama-3.1-8b"), find_device("h200"), args)
+    return simulate(setup, traces.from_lengths(traces.sharegpt_like(num), traces.poisson(rate)))
 
 
 def main() -> None:

@@ -38,16 +38,16 @@ from typing import Any, NamedTuple
 import msgspec
 
 from octavo.bench.http_client import HTTPClient
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepResult
 from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
 from octavo.engine.stats import EngineStats
 from octavo.params.sampling_params import SamplingParams
-from octavo.view.live.hub import SHARE
+from octavo.view.live.hub import IDLE_RATIO
 from octavo.view.live.messages import Frame
-from octavo.view.live.publisher import Tap
-from octavo.view.live.state import Picture
+from octavo.view.live.publisher import Publisher
+from octavo.view.live.state import PoolState
 
 ROOT = Path(__file__).parents[1]
 NUM_REQUESTS, NUM_PROMPT, NUM_OUTPUT, BLOCK_SIZE = 256, 256, 1024, 16
@@ -60,26 +60,26 @@ ROUND_S = 1.5
 
 def run(watched: bool) -> tuple[float, int, int]:
     """Processor seconds, tokens generated and frames."""
-    cache = KVCache(NUM_REQUESTS * 80, BLOCK_SIZE, num_rows=NUM_REQUESTS)
+    cache = KVCacheManager(NUM_REQUESTS * 80, BLOCK_SIZE, num_rows=NUM_REQUESTS)
     scheduler = Scheduler(cache, max_num_batched_tokens=8192)
     for i in range(NUM_REQUESTS):
         prompt = [(i * 7 + j) % 1000 for j in range(NUM_PROMPT)]
         scheduler.add(Request(f"r{i}", prompt, SamplingParams(max_tokens=NUM_OUTPUT, ignore_eos=True)))
     scheduler.events.subscribe(EngineStats())  # an engine always counts its steps
-    tap = Tap(scheduler)
+    publisher = Publisher(scheduler)
     if watched:
-        tap.frame()
+        publisher.frame()
     num_tokens = num_frames = 0
     due = RATE / FRAMES_A_SECOND
     begin = time.process_time()
     while scheduler.has_work:
         plan = scheduler.schedule()
-        num_tokens += sum(plan.samples)
-        scheduler.update(plan, StepResult([[1] * n for n in plan.samples]))
+        num_tokens += sum(plan.num_sampled)
+        scheduler.update(plan, StepResult([[1] * n for n in plan.num_sampled]))
         if watched and num_tokens >= due:
-            frame = tap.frame(tap.last)
+            frame = publisher.frame(publisher.last)
             num_frames += 1
-            due = num_tokens + RATE * max(1 / FRAMES_A_SECOND, SHARE * frame.cost_s if frame is not None else 0)
+            due = num_tokens + RATE * max(1 / FRAMES_A_SECOND, IDLE_RATIO * frame.cost_s if frame is not None else 0)
             if frame is not None:
                 msgspec.msgpack.encode(frame)
     return time.process_time() - begin, num_tokens, num_frames
@@ -87,7 +87,7 @@ def run(watched: bool) -> tuple[float, int, int]:
 
 def million() -> dict[str, float]:
     """Seconds for a snapshot of a million blocks, all of them in use."""
-    cache = KVCache(1_000_000, BLOCK_SIZE, num_rows=16)
+    cache = KVCacheManager(1_000_000, BLOCK_SIZE, num_rows=16)
     scheduler = Scheduler(cache, max_num_batched_tokens=1 << 20)
     for i in range(15):
         scheduler.add(Request(f"r{i}", [i] * 1_000_000, SamplingParams(max_tokens=1)))
@@ -96,21 +96,21 @@ def million() -> dict[str, float]:
         assert plan
     gc.collect()
     gc.freeze()  # as a server does
-    tap = Tap(scheduler)
+    publisher = Publisher(scheduler)
     times = {}
     begin = time.perf_counter()
-    snapshot = tap.frame()
+    snapshot = publisher.frame()
     times["s, made by the engine"] = time.perf_counter() - begin
     begin = time.perf_counter()
     data = msgspec.msgpack.encode(snapshot)
     frame = msgspec.convert(msgspec.msgpack.decode(data), Frame)  # type: ignore[arg-type]
-    picture = Picture(frame)
+    state = PoolState(frame)
     times["s, to the other process"] = time.perf_counter() - begin
     begin = time.perf_counter()
-    text = msgspec.json.encode(picture.snapshot())
+    text = msgspec.json.encode(state.snapshot())
     times["s, to JSON for a viewer"] = time.perf_counter() - begin
     times["MB of JSON"] = len(text) / 1e6
-    times["blocks in use"] = picture.num_used
+    times["blocks in use"] = state.num_used
     return times
 
 

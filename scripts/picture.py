@@ -10,7 +10,7 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import Request, Sequence
 from octavo.core.scheduler import Scheduler
@@ -27,10 +27,10 @@ WORDS = {
 }
 
 
-def session() -> tuple[KVCache, dict[str, Sequence], list[tuple[int, int]]]:
+def session() -> tuple[KVCacheManager, dict[str, Sequence], list[tuple[int, int]]]:
     """Drive the core to the moment that is drawn; also the copies that the last step made."""
     vocabulary: dict[str, int] = {}
-    cache = KVCache(24, 4, num_rows=8)
+    cache = KVCacheManager(24, 4, num_rows=8)
     scheduler = Scheduler(cache)
 
     def add(name: str, n: int = 1, max_tokens: int = 12) -> Request:
@@ -41,7 +41,7 @@ def session() -> tuple[KVCache, dict[str, Sequence], list[tuple[int, int]]]:
 
     def step() -> StepPlan:
         plan = scheduler.schedule()
-        tokens = [[90 + j for j in range(plan.draws.get(i, n))] for i, n in enumerate(plan.samples)]
+        tokens = [[90 + j for j in range(plan.num_samples.get(i, n))] for i, n in enumerate(plan.num_sampled)]
         scheduler.update(plan, StepResult(tokens))
         return plan
 
@@ -55,7 +55,7 @@ def session() -> tuple[KVCache, dict[str, Sequence], list[tuple[int, int]]]:
     return cache, named, copies
 
 
-def draw(cache: KVCache, sequences: dict[str, Sequence], copies: list[tuple[int, int]]) -> str:
+def draw(cache: KVCacheManager, sequences: dict[str, Sequence], copies: list[tuple[int, int]]) -> str:
     owners: dict[int, list[str]] = {}
     filled: dict[int, int] = {}
     for name, seq in sequences.items():

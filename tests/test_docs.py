@@ -14,14 +14,14 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
     missing = [t for t in targets if not t.startswith("http") and not (page.parent / t).exists()]
     assert not missing
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_tests_that_are_named_exist(page: Path) -> None:
+def test_named_tests_exist(page: Path) -> None:
     defined = set()
     for file in (ROOT / "tests").rglob("test_*.py"):
         defined |= set(re.findall(r"def (test_\w+)\(", file.read_text()))
@@ -39,10 +39,10 @@ def test_options_of_the_server_exist(file: Path) -> None:
 
     known = {name.replace("_", "-") for name in inspect.signature(serve).parameters} | {"help"}
     lines = [line for line in file.read_text().splitlines() if re.search(r'octavo serve|"--api-key-file"', line)]
-    said = {name for line in lines for name in re.findall(r"(?<![\w-])--(?:no-)?([a-z][a-z-]+)", line)}
-    assert said <= known, said - known
+    found = {name for line in lines for name in re.findall(r"(?<![\w-])--(?:no-)?([a-z][a-z-]+)", line)}
+    assert found <= known, found - known
     if file.name in ("Dockerfile", "octavo.service"):
-        assert {"host", "api-key-file"} <= said
+        assert {"host", "api-key-file"} <= found
 
 
 COMMAND = re.compile(r"(?:^|`|&& |\$ )octavo ((?:bench |models )?[a-z][a-z-]*)((?: [^`\n#&|]*)?)", re.MULTILINE)
@@ -63,8 +63,8 @@ def test_commands_and_their_options_exist(page: Path) -> None:
             if not hasattr(command, "commands"):
                 break
         known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)} | {"--help"}
-        said = set(re.findall(r"(?<!\S)--[a-z][a-z-]+", rest))
-        assert said <= known, f"octavo {name}: {said - known}"
+        found = set(re.findall(r"(?<!\S)--[a-z][a-z-]+", rest))
+        assert found <= known, f"octavo {name}: {found - known}"
 
 
 def rows(page: str) -> list[list[str]]:
@@ -77,16 +77,14 @@ def number(text: str) -> float:
     return float(re.findall(r"[0-9][0-9,]*(?:\.[0-9]+)?", text)[-1].replace(",", ""))
 
 
-def test_processor_figures_of_the_readme_are_those_of_its_table() -> None:
+def test_readme_cpu_figures_match_the_performance_page() -> None:
     """Tokens a second, and ratios, rounded: each stands in a row of docs/performance.md."""
     measured = rows("docs/performance.md")
-    said = [
-        row
-        for row in rows("README.md")
-        if len(row) == 4 and row[3].endswith((" x", "' one")) and ", beside " not in row[0]
+    found = [
+        row for row in rows("README.md") if len(row) == 4 and row[3].endswith((" x", "' one")) and ", to " not in row[0]
     ]
-    assert len(said) == 5
-    for what, ours, theirs, ratio in said:
+    assert len(found) == 5
+    for what, ours, theirs, ratio in found:
         fits = [
             row
             for row in measured
@@ -99,7 +97,7 @@ def test_processor_figures_of_the_readme_are_those_of_its_table() -> None:
         ]
         assert fits, what
     for row in rows("README.md"):
-        if len(row) == 4 and ", beside " in row[0]:
+        if len(row) == 4 and ", to " in row[0]:
             assert row in measured, row
 
 
@@ -113,10 +111,10 @@ def test_readme_names_the_processors() -> None:
         assert "Intel Xeon" in text and "AMD EPYC" in text and "no AMX" in text
 
 
-def test_gpu_claims_of_the_readme_are_those_of_their_tables() -> None:
+def test_readme_gpu_kernel_claims_match_the_tables() -> None:
     text = (ROOT / "README.md").read_text()
     tables = (ROOT / "docs" / "gpu-kernels.md").read_text()
-    decode = _ratios(tables.split("## Decoding")[1].split("## Common")[0], columns=(3, 6, 9, 12))
+    decode = _ratios(tables.split("## Decoding")[1].split("## Shared")[0], columns=(3, 6, 9, 12))
     level = [ratio for shape, ratio in decode if shape == "64 x 4096" and ratio < 1.05]
     ahead = sorted(ratio for _, ratio in decode)[len(level) :]
     assert f"ahead at {len(ahead)} of {len(decode)} shapes, by {ahead[0]:.2f} to {ahead[-1]:.2f} times" in text
@@ -137,16 +135,16 @@ def _ratios(text: str, columns: tuple[int, ...]) -> list[tuple[str, float]]:
     return [(row[0], float(row[i])) for row in cells for i in columns if i < len(row) and row[i]]
 
 
-def test_gpu_engine_figures_of_the_readme_are_those_of_their_table() -> None:
+def test_readme_gpu_engine_figures_match_the_table() -> None:
     measured = {ratio for row in rows("docs/gpu-engine.md") for ratio in row if re.fullmatch(r"[0-9]+\.[0-9]+", ratio)}
-    said = [ratio for row in rows("README.md") for cell in row for ratio in re.findall(r"\(([0-9.]+) x\)", cell)]
-    assert len(said) == 24
-    for ratio in said:
+    found = [ratio for row in rows("README.md") for cell in row for ratio in re.findall(r"\(([0-9.]+) x\)", cell)]
+    assert len(found) == 24
+    for ratio in found:
         digits = len(ratio.partition(".")[2])
         assert any(abs(float(m) - float(ratio)) <= 0.51 * 10**-digits for m in measured), ratio
 
 
-def test_parameters_that_are_missing_are_missing() -> None:
+def test_parameters_documented_as_missing_are_missing() -> None:
     """And vLLM's others are there."""
     from dataclasses import fields
 

@@ -1,6 +1,6 @@
-"""Octavo serves large language models from paged key/value memory.
+"""Octavo serves large language models from a paged KV cache.
 
-The public names are loaded when they are first used: importing octavo loads no torch.
+Public names are imported on first use: `import octavo` imports no torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from octavo.engine.outputs import CompletionOutput, RequestOutput
-    from octavo.frontend.async_llm import AsyncEngine
+    from octavo.frontend.async_llm import AsyncLLM
+    from octavo.frontend.async_llm import AsyncLLM as AsyncEngine
     from octavo.frontend.llm import LLM
     from octavo.params.beam_search_params import BeamSearchParams
     from octavo.params.sampling_params import RequestOutputKind, SamplingParams
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "AsyncLLM",
     "BeamSearchParams",
     "CompletionOutput",
     "RequestOutput",
@@ -29,9 +31,9 @@ __all__ = [
     "__version__",
 ]
 
-_HOME = {
+_MODULES = {
     "LLM": "octavo.frontend.llm",
-    "AsyncEngine": "octavo.frontend.async_llm",
+    "AsyncLLM": "octavo.frontend.async_llm",
     "BeamSearchParams": "octavo.params.beam_search_params",
     "SamplingParams": "octavo.params.sampling_params",
     "StructuredOutputsParams": "octavo.params.structured_outputs",
@@ -39,9 +41,12 @@ _HOME = {
     "RequestOutputKind": "octavo.params.sampling_params",
     "CompletionOutput": "octavo.engine.outputs",
 }
+_ALIASES = {"AsyncEngine": "AsyncLLM"}
+"""Former names, kept for one release."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    name = _ALIASES.get(name, name)
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

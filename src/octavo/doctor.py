@@ -1,10 +1,10 @@
-"""`octavo doctor`: whether a model fits, before any of it is loaded.
+"""`octavo doctor`: reports whether a model fits, before any of it is loaded.
 
-From config.json (or a GGUF file's head) and the machine: weights, activations, bytes of K and V a token, how many
-tokens fit, how many requests of several lengths that serves at once; and where it does not fit, the flag that makes it.
-The budget is the engine's own, `runner.memory.plan_memory`; what goes into it is worked out here, without torch. On a
-CPU that is the same arithmetic. A GPU's activations and graphs are estimates: its engine runs the largest passes, and
-looks.
+Reads config.json (or a GGUF file's header) and the machine. Reports the memory of weights, activations and K/V, the
+tokens that fit, the concurrent requests at several lengths, and, if the model does not fit, the flags that make it fit.
+The budget is computed by the engine's own `runner.memory.budget.plan_memory`; its inputs are computed here, without
+torch. On a CPU they are exact. On a GPU activations and CUDA graphs are estimates: the engine measures them by running
+the largest passes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from octavo.checkpoint.resolve import Checkpoint, open_checkpoint
-from octavo.config import GIB, GPU_MEMORY_UTILIZATION, EngineArgs
+from octavo.config import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, EngineArgs
 from octavo.errors import MemoryBudgetError, ParameterError
 from octavo.integers import cdiv
 from octavo.models.config import DecoderSpec, ModelSpec, spec_from_config
@@ -26,23 +26,24 @@ from octavo.models.param_count import num_params, weight_bytes
 from octavo.runner.memory.budget import MemoryBudget, doctor_hint, free_memory, plan_memory
 
 GPUS = {"h200": 139.8, "h100": 79.1, "a100-80": 79.1, "a100-40": 39.4, "l4": 22.0}
-"""GiB, as CUDA reports them: less than what the data sheet calls GB."""
+"""GiB as CUDA reports them, less than the GB of the data sheet."""
 CONTEXT_BYTES = 512 << 20
-"""What CUDA itself holds on a GPU that is otherwise empty: an estimate."""
+"""Estimated memory of the CUDA context on an otherwise empty GPU."""
 SPARE_BYTES = 256 << 20
 GRAPH_BYTES = 8 << 20
-NUM_CHUNK_GRAPHS = 17
-"""As `runner.memory.profile` and `runner.prefill_batch` have them, which need torch to be read; a test compares."""
+NUM_PREFILL_GRAPHS = 17
+"""Equal to the values in `runner.memory.profile` and `runner.prefill_batch`, which import torch; a test compares
+them."""
 LENGTHS = (1024, 4096, 16384, 65536)
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where the model is to run.
+    """The machine the model is to run on.
 
-    device_bytes   of the GPU, None on a CPU      held_bytes   of these, what others and CUDA itself hold
-    free_bytes     of the host
+    device_bytes   memory of the GPU; None on a CPU      held_bytes   part of it in use by CUDA and other processes
+    free_bytes     free memory of the host
     """
 
     name: str
@@ -56,8 +57,8 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
-    """What a model takes, in bytes, before any K and V."""
+class MemoryNeeds:
+    """Memory of a model in bytes. `kv_per_token` is K and V of one token; the other fields come before any K and V."""
 
     dtype: str
     weights: int
@@ -72,16 +73,18 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """budget    what is settled, by the remedy's flags where there is one; None: nothing fits
-    problem      why it does not fit as asked; None: it does        remedy   flags that make it fit, if any do
-    at_once      requests by their length in tokens
+    """The result of `examine`.
+
+    budget       the memory plan, with the remedy's flags applied if there is a remedy; None: nothing fits
+    problem      why the model does not fit as configured; None: it fits        remedy   flags that make it fit, if any
+    at_once      request length in tokens -> concurrent requests
     """
 
     model: str
     spec: ModelSpec
     machine: Machine
     args: EngineArgs
-    need: Need
+    need: MemoryNeeds
     budget: MemoryBudget | None
     problem: str | None = None
     remedy: tuple[str, ...] = ()
@@ -94,7 +97,7 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         budget, need = self.budget, self.need
-        told: dict[str, Any] = {
+        report: dict[str, Any] = {
             "model": self.model,
             "architecture": self.spec.architecture,
             "num_params": num_params(self.spec),
@@ -110,7 +113,7 @@ class Report:
             "advice": self.advice or None,
         }
         if budget is not None:
-            told |= {
+            report |= {
                 "block_size": budget.block_size,
                 "num_blocks": budget.num_blocks,
                 "num_tokens": budget.num_blocks * budget.block_size,
@@ -119,68 +122,69 @@ class Report:
                 "requests_at_once": {str(length): round(n, 2) for length, n in self.at_once.items()},
                 "warnings": list(budget.warnings),
             }
-        return told
+        return report
 
 
 def examine(args: EngineArgs, gpu: str | None = None) -> Report:
-    """What `args` would come to on this machine, or on one with the GPU that is named. Downloads and loads nothing.
+    """Compute the memory plan of `args` on this machine, or on one with the named GPU. Downloads and loads nothing.
 
-    Raises `ModelError` for a model that is not here or cannot be served, `ParameterError` for an unknown GPU.
+    Raises `ModelError` for a model that is not on this machine or not supported, `ParameterError` for an unknown GPU.
     """
     checkpoint = open_checkpoint(args.model, revision=args.revision, download=False, weights=False)
     spec = spec_from_config(checkpoint.config, checkpoint.generation_config)
     if gpu is not None and args.device == "cpu":
-        raise ParameterError(f"device is cpu, and the GPU {gpu}; leave one of them out", param="device")
-    machine = this_machine(args.device) if gpu is None else machine_with(gpu)
-    args = args.settled(machine.device)
+        raise ParameterError(f"device is cpu, but gpu is {gpu}; remove one of them", param="device")
+    machine = detect_machine(args.device) if gpu is None else machine_with(gpu)
+    args = args.resolved(machine.device)
     name = Path(args.model).name or args.model
     _check_quantization(args, machine)
 
     def plan(args: EngineArgs) -> MemoryBudget:
-        return _plan(args, spec, need_of(args, spec, checkpoint, machine), machine)
+        return _plan(args, spec, memory_needs(args, spec, checkpoint, machine), machine)
 
     problem, remedy, advice = None, cast("tuple[str, ...]", ()), ""
     budget: MemoryBudget | None
     try:
         budget = plan(args)
     except MemoryBudgetError as error:
-        problem = str(error).removesuffix(f"; {doctor_hint(args)}")  # this is it
+        problem = str(error).removesuffix(f"; {doctor_hint(args)}")  # the hint is to run this command
         args, remedy, budget = next(_remedies(args, machine, spec, plan), (args, (), None))
         if budget is None:
-            advice = _where_instead(args, spec, checkpoint)
-    need = need_of(args, spec, checkpoint, machine)
-    at_once = _at_once(budget, spec) if budget is not None else {}
+            advice = _suggest_gpu(args, spec, checkpoint)
+    need = memory_needs(args, spec, checkpoint, machine)
+    at_once = _concurrency(budget, spec) if budget is not None else {}
     return Report(name, spec, machine, args, need, budget, problem, remedy, advice, at_once)
 
 
-# -- what it needs -----------------------------------------------------------------------------------------------------
+# -- memory needs ------------------------------------------------------------------------------------------------------
 
 
-def need_of(args: EngineArgs, spec: ModelSpec, checkpoint: Checkpoint, machine: Machine) -> Need:
+def memory_needs(args: EngineArgs, spec: ModelSpec, checkpoint: Checkpoint, machine: Machine) -> MemoryNeeds:
+    """The memory needs of a model on a machine, before its KV pool."""
     dtype = dtype_of(args, spec, checkpoint, machine.device)
     size = ITEMSIZE[dtype]
     activations = activation_bytes(args, spec, size)
     graphs = 0
     if machine.device == "cuda" and not args.enforce_eager:
-        graphs = activations + (num_decode_graphs(args.max_num_seqs or 1) + NUM_CHUNK_GRAPHS) * GRAPH_BYTES
+        graphs = activations + (num_decode_graphs(args.max_num_seqs or 1) + NUM_PREFILL_GRAPHS) * GRAPH_BYTES
     per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * size
     weights = weight_bytes(spec, size, int8=args.quantization == "int8")
-    return Need(dtype, weights, activations, graphs, per_token)
+    return MemoryNeeds(dtype, weights, activations, graphs, per_token)
 
 
 def dtype_of(args: EngineArgs, spec: ModelSpec, checkpoint: Checkpoint, device: str) -> str:
-    """What the engine would compute in; see `EngineArgs.dtype`."""
+    """The dtype in which the engine would compute; see `EngineArgs.dtype`."""
     if args.dtype != "auto":
         return args.dtype
     if device == "cpu":
         quantised = checkpoint.format == "gguf" and "dtype" not in checkpoint.config
-        halves = (quantised or spec.dtype != "float32") and multiplies_bfloat16()
+        halves = (quantised or spec.dtype != "float32") and has_bfloat16_products()
         return "bfloat16" if halves or args.quantization else "float32"
     return "bfloat16" if spec.dtype == "float32" else spec.dtype
 
 
-def multiplies_bfloat16() -> bool:
-    """Whether this processor does."""
+def has_bfloat16_products() -> bool:
+    """True if this processor has bfloat16 matrix products."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -190,31 +194,32 @@ def multiplies_bfloat16() -> bool:
 
 
 def activation_bytes(args: EngineArgs, spec: ModelSpec, itemsize: int) -> int:
-    """The most that a step holds at a time: its widest layer, or the logits of every row, which are float32 besides."""
+    """Peak activation memory of a step: its widest layer, or the hidden states plus each row's logits in the model's
+    dtype and in float32."""
     num_tokens = args.max_num_batched_tokens or 1
     num_rows = min(args.max_num_seqs or 1, num_tokens)
-    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim  # Q, K, V, and what attention gives
+    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim  # Q, K, V and the attention output
     mlp = (3 if isinstance(spec, DecoderSpec) else 2) * spec.intermediate_size
     layer = num_tokens * (2 * spec.hidden_size + max(heads, mlp)) * itemsize
     logits = num_tokens * 2 * spec.hidden_size * itemsize + num_rows * spec.vocab_size * (itemsize + 4)
     return max(layer, logits)
 
 
-def num_decode_graphs(most: int) -> int:
-    """Sizes of decode graphs up to `most` rows, and of those whose rows begin alike."""
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, most + 32, 32)]
-    sizes = [*(size for size in sizes if size < most), most]
-    return len(sizes) + len([size for size in sizes if size in (8, 16) or size % 32 == 0 or size == most >= 8])
+def num_decode_graphs(max_rows: int) -> int:
+    """Number of CUDA graphs for decode batches of up to `max_rows` rows, graphs with cascade attention included."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, max_rows + 32, 32)]
+    sizes = [*(size for size in sizes if size < max_rows), max_rows]
+    return len(sizes) + len([size for size in sizes if size in (8, 16) or size % 32 == 0 or size == max_rows >= 8])
 
 
-# -- where it would run ------------------------------------------------------------------------------------------------
+# -- machines ----------------------------------------------------------------------------------------------------------
 
 
-def this_machine(device: str) -> Machine:
-    """Raises `ParameterError` where a GPU is asked for and none is found."""
+def detect_machine(device: str) -> Machine:
+    """Detects the GPU with nvidia-smi. Raises `ParameterError` if device is cuda and none is found."""
     found = None if device == "cpu" else _nvidia_gpu()
     if found is None and device == "cuda":
-        raise ParameterError("device is cuda, and nvidia-smi finds none here; name a GPU, or use cpu", param="device")
+        raise ParameterError("device is cuda, but nvidia-smi finds no GPU; pass --gpu or --device cpu", param="device")
     if found is not None:
         name, total, held = found
         return Machine(name, free_memory(), total, max(held, CONTEXT_BYTES))
@@ -222,7 +227,7 @@ def this_machine(device: str) -> Machine:
 
 
 def machine_with(gpu: str) -> Machine:
-    """A GPU by its name in `GPUS`, or any by its GiB, otherwise empty; the host's memory is this machine's."""
+    """This host with an otherwise empty GPU, named as in `GPUS` or by its memory in GiB."""
     gib = GPUS.get(gpu.lower())
     if gib is None:
         try:
@@ -236,7 +241,7 @@ def machine_with(gpu: str) -> Machine:
 
 
 def _nvidia_gpu() -> tuple[str, int, int] | None:
-    """(name, bytes, bytes in use) of the first."""
+    """Name, bytes and used bytes of the first GPU; None if there is none."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -249,15 +254,15 @@ def _nvidia_gpu() -> tuple[str, int, int] | None:
         return None
 
 
-# -- whether it fits ---------------------------------------------------------------------------------------------------
+# -- memory plan and remedies ------------------------------------------------------------------------------------------
 
 
-def _plan(args: EngineArgs, spec: ModelSpec, need: Need, machine: Machine) -> MemoryBudget:
+def _plan(args: EngineArgs, spec: ModelSpec, need: MemoryNeeds, machine: Machine) -> MemoryBudget:
     device_bytes = None
     free_bytes = machine.free_bytes - need.weights
     if machine.device_bytes is not None:
         free_bytes = machine.free_bytes
-        share = int(machine.device_bytes * (args.gpu_memory_utilization or GPU_MEMORY_UTILIZATION))
+        share = int(machine.device_bytes * (args.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION))
         device_bytes = share - need.all - machine.held_bytes - SPARE_BYTES
         if device_bytes <= 0:
             raise MemoryBudgetError(
@@ -269,7 +274,7 @@ def _plan(args: EngineArgs, spec: ModelSpec, need: Need, machine: Machine) -> Me
         args,
         bytes_per_token=need.kv_per_token,
         weight_bytes=need.weights,
-        model_len=spec.num_positions(args.max_model_len),
+        model_len=spec.max_model_len(args.max_model_len),
         free_bytes=free_bytes,
         device_bytes=device_bytes,
     )
@@ -278,28 +283,28 @@ def _plan(args: EngineArgs, spec: ModelSpec, need: Need, machine: Machine) -> Me
 def _remedies(
     args: EngineArgs, machine: Machine, spec: ModelSpec, plan: Any
 ) -> Iterator[tuple[EngineArgs, tuple[str, ...], MemoryBudget]]:
-    """Settings that fit, the smallest change first, with the flags that say them."""
+    """Argument changes that make the model fit, the smallest first: (args, flags, memory plan)."""
     for changes in _changes(args, machine):
         changed = replace(args, **changes)
         try:
             budget: MemoryBudget = plan(changed)
         except (MemoryBudgetError, ParameterError):
             continue
-        if changes.get("max_model_len") == -1:  # a number says more than "as long as fits"
+        if changes.get("max_model_len") == -1:  # show the resulting number
             changes = changes | {"max_model_len": budget.max_model_len}
         yield changed, tuple(_flag(name, value) for name, value in changes.items()), budget
 
 
 def _changes(args: EngineArgs, machine: Machine) -> Iterator[dict[str, Any]]:
-    asked = {"num_gpu_blocks_override", "kv_cache_memory_bytes", "swap_space"}
+    overrides = {"num_gpu_blocks_override", "kv_cache_memory_bytes", "swap_space"}
     shorter = {"max_model_len": -1} if (args.max_model_len or 0) > 0 else {}
-    as_comes = {name: None for name in sorted(asked) if getattr(args, name) is not None}
+    without_overrides = {name: None for name in sorted(overrides) if getattr(args, name) is not None}
     smaller: list[dict[str, Any]] = []
     if machine.device == "cuda":
-        now = args.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
+        now = args.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
         smaller += [{"gpu_memory_utilization": share} for share in (0.95, 0.98) if share > now]
         fewer = {"max_num_batched_tokens": 2048, "max_num_seqs": 64}
-        fewer = {name: most for name, most in fewer.items() if (getattr(args, name) or 0) > most}
+        fewer = {name: limit for name, limit in fewer.items() if (getattr(args, name) or 0) > limit}
         smaller += [fewer, fewer | {"gpu_memory_utilization": max(now, 0.98)}]
         smaller += [fewer | {"gpu_memory_utilization": max(now, 0.98), "enforce_eager": True}]
         if args.dtype == "float32":
@@ -309,11 +314,11 @@ def _changes(args: EngineArgs, machine: Machine) -> Iterator[dict[str, Any]]:
             smaller += [{"gpu_memory_utilization": share} for share in (0.5, 0.8, 0.95)]
         if args.dtype in ("auto", "float32"):
             smaller += [{"dtype": "bfloat16"}]
-        if args.quantization is None and multiplies_bfloat16():
+        if args.quantization is None and has_bfloat16_products():
             smaller += [{"quantization": "int8"} | ({"dtype": "auto"} if args.dtype == "float32" else {})]
-    yield from (shorter, as_comes, shorter | as_comes)
+    yield from (shorter, without_overrides, shorter | without_overrides)
     for change in smaller:
-        yield from (change, change | shorter, change | shorter | as_comes)
+        yield from (change, change | shorter, change | shorter | without_overrides)
 
 
 def _flag(name: str, value: Any) -> str:
@@ -323,38 +328,38 @@ def _flag(name: str, value: Any) -> str:
     return option if value is True else f"{option} {value}"
 
 
-def _where_instead(args: EngineArgs, spec: ModelSpec, checkpoint: Checkpoint) -> str:
-    """The smallest GPU that is known and holds it."""
+def _suggest_gpu(args: EngineArgs, spec: ModelSpec, checkpoint: Checkpoint) -> str:
+    """Advice that names the smallest known GPU on which the model fits."""
     for name in sorted(GPUS, key=lambda name: GPUS[name]):
-        machine, settled = machine_with(name), replace(args, quantization=None)
+        machine, gpu_args = machine_with(name), replace(args, quantization=None)
         try:
-            _plan(settled, spec, need_of(settled, spec, checkpoint, machine), machine)
+            _plan(gpu_args, spec, memory_needs(gpu_args, spec, checkpoint, machine), machine)
         except MemoryBudgetError:
             continue
         return f"no flag makes it fit here; one {name} holds it"
-    return "no flag makes it fit here, and no one GPU that is known holds it; take a smaller model"
+    return "no flag makes it fit here or on any single known GPU; choose a smaller model"
 
 
-def _at_once(budget: MemoryBudget, spec: ModelSpec) -> dict[int, float]:
-    """How many requests of so many tokens each the pool holds; where every layer has a window, blocks that no layer
-    looks at any more are given back."""
+def _concurrency(budget: MemoryBudget, spec: ModelSpec) -> dict[int, float]:
+    """Concurrent requests that the pool holds, by request length in tokens. If every layer has a sliding window, blocks
+    outside it are freed."""
     lengths = [n for n in LENGTHS if n < budget.max_model_len] + [budget.max_model_len]
-    most = budget.max_model_len if spec.kept_window is None else spec.kept_window + budget.block_size
+    max_kept = budget.max_model_len if spec.kv_window is None else spec.kv_window + budget.block_size
     size = budget.block_size
-    return {n: budget.num_blocks / cdiv(min(n, most), size) for n in lengths}
+    return {n: budget.num_blocks / cdiv(min(n, max_kept), size) for n in lengths}
 
 
 def _check_quantization(args: EngineArgs, machine: Machine) -> None:
     if args.quantization is not None and machine.device != "cpu":
         raise ParameterError(
-            f"quantization {args.quantization!r} is for CPUs; leave it out on {machine.name}", param="quantization"
+            f"quantization {args.quantization!r} is for CPUs; remove it on {machine.name}", param="quantization"
         )
 
 
-# -- for people --------------------------------------------------------------------------------------------------------
+# -- report as text ----------------------------------------------------------------------------------------------------
 
 
-def lines(report: Report) -> list[str]:
+def format_report(report: Report) -> list[str]:
     spec, need, budget, machine = report.spec, report.need, report.budget, report.machine
     heads = f"{spec.num_layers} layers, {spec.num_heads} heads over {spec.num_kv_heads} of K and V"
     out = [

@@ -1,28 +1,28 @@
-"""What can go wrong, and whose fault it is.
+"""Exception classes, and whose mistake each one reports.
 
-OctavoError                       anything that Octavo raises on purpose
+OctavoError                       base of everything that Octavo raises on purpose
 ├── UsageError (ValueError)       the caller's mistake: the message names the value, the limit and the remedy
 │   ├── UnknownOptionError        an argument or option that does not exist; names the nearest that does
 │   ├── ParameterError            a value out of its range (temperature, top_p, block_size, ...)
 │   ├── PromptError               an empty prompt, a token id outside the vocabulary, a prompt of the wrong type
 │   ├── ContextLengthError        prompt, or prompt + max_tokens, longer than the model's context
 │   ├── CapacityError             a request that could never run in the pool, the row budget or the token budget
-│   ├── TemplateError             a chat that the model's template refuses, or a model without one
-│   └── TraceError                a trace of requests that cannot be read; names the line and what is expected there
+│   ├── TemplateError             a chat that the model's template rejects, or a model without a template
+│   └── TraceError                a trace of requests that cannot be read; names the line and the expected format
 ├── ModelError                    the model cannot be loaded
 │   ├── ModelNotFoundError        no such directory, file, name in the catalogue, or hub repository
-│   ├── UnsupportedModelError     an architecture, a feature or a file format that Octavo does not have
+│   ├── UnsupportedModelError     an architecture, a feature or a file format that Octavo does not support
 │   └── CheckpointError           files that are missing, cut short, corrupt, or of the wrong shape or dtype
 ├── MemoryBudgetError             weights, activations and KV blocks do not fit; the message prints the budget
 └── EngineError                   the engine failed
-    ├── StepError                 a step raised on the device; the scheduler has taken back what it had promised
-    │   └── StepMemoryError       it took more memory than there is; those after it are smaller
-    ├── DeviceLostError           the device does not answer this process any more: the engine is dead, whoever waits
-    ├── RequestFailedError        one request failed (numbers that are not finite, ...); no other was touched
-    └── AnswerError               the engine has no answer to a question about it, and goes on
+    ├── StepError                 a step raised on the device; the scheduler has rolled back its plan
+    │   └── StepMemoryError       the step ran out of memory; later steps are smaller
+    ├── DeviceLostError           the device no longer responds: the engine is dead, and waiting callers fail
+    ├── RequestFailedError        one request failed (non-finite logits, ...); no other is affected
+    └── EngineQueryError          the engine could not answer a query about its state; it goes on
 
-"No room now" is no exception but a value: the scheduler says what a request waits for (see `core.events.Waiting`).
-A broken invariant is our own bug and an `assert`.
+"No room now" is a value, not an exception: the scheduler reports a request's wait reason (`core.events.Waiting`).
+A broken invariant is a bug in Octavo and an `assert`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ import re
 from collections.abc import Iterable
 
 MAX_MESSAGE = 4000
-"""Characters of a message. Most messages quote input, and input may have any length."""
+"""Maximum characters of a message. Most messages quote input, and input may have any length."""
 MAX_WORD = 500
-"""Characters of a word in a message: a path or a URL may be long."""
+"""Maximum characters of a word in a message: a path or a URL may be long."""
 MAX_QUOTE = 100
-"""Characters of a name or value that a message quotes."""
+"""Maximum characters of a quoted name or value."""
 
 
 def cut(text: object, limit: int = MAX_QUOTE) -> str:
-    """`text` on one line, its middle left out if it is longer than `limit`."""
+    """`text` on one line; the middle is left out if it is longer than `limit`."""
     line = text if isinstance(text, str) else str(text)
     if len(line) > limit:
         line = f"{line[: limit - limit // 3]}...{line[-(limit // 3) :]} ({len(line):,} characters)"
@@ -48,14 +48,14 @@ def cut(text: object, limit: int = MAX_QUOTE) -> str:
 
 
 def bounded(message: str) -> str:
-    """`message` with long words cut, and cut itself if it is still long."""
+    """`message` with long words shortened, and shortened as a whole if it is still too long."""
     if len(message) <= MAX_WORD:
         return message
     return cut(re.sub(rf"\S{{{MAX_WORD},}}", lambda word: cut(word[0]), message), MAX_MESSAGE)
 
 
 class OctavoError(Exception):
-    """Root of the tree. `code` is a stable machine-readable word, `param` the argument at fault, if one is."""
+    """Base class. `code` is a stable machine-readable name; `param` is the argument at fault, if any."""
 
     code = "error"
 
@@ -71,16 +71,16 @@ class UsageError(OctavoError, ValueError):
 
 
 class UnknownOptionError(UsageError, TypeError):
-    """Also a `TypeError`, as Python's own complaint about an unexpected keyword argument is."""
+    """Also a `TypeError`, like Python's error for an unexpected keyword argument."""
 
     code = "unknown_parameter"
 
     @classmethod
-    def of(cls, what: str, name: str, known: Iterable[str]) -> UnknownOptionError:
+    def of(cls, owner: str, name: str, known: Iterable[str]) -> UnknownOptionError:
         names = sorted(known)
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
-        return cls(f"{what} has no option {name!r}; {hint}", param=name)
+        return cls(f"{owner} has no option {name!r}; {hint}", param=name)
 
 
 class ParameterError(UsageError):
@@ -147,5 +147,8 @@ class RequestFailedError(EngineError):
     code = "numerical_error"
 
 
-class AnswerError(EngineError):
+class EngineQueryError(EngineError):
     code = "no_answer"
+
+
+AnswerError = EngineQueryError  # alias of the old name, for one release

@@ -1,4 +1,4 @@
-"""Log lines on stderr: as text or as JSON, in a server's own process and in its engine's alike."""
+"""Logging on stderr, as text or JSON, for the server process and the engine process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 
 class LogSettings(NamedTuple):
-    """level    such as info
-    as_json  an object a line"""
+    """level    a level's name, such as info
+    as_json  one JSON object per line"""
 
     level: str
     as_json: bool = False
@@ -19,13 +19,13 @@ class LogSettings(NamedTuple):
 _settings: LogSettings | None = None
 
 
-def told() -> LogSettings | None:
-    """What `set_up` was told, for a process that this one starts; None where logs are the program's own affair."""
+def current_settings() -> LogSettings | None:
+    """The settings passed to `set_up`, for a child process; None if the program configures logging itself."""
     return _settings
 
 
 class JsonFormatter(logging.Formatter):
-    """A log line as an object, for machines."""
+    """Formats a log record as one JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry = {
@@ -40,7 +40,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up(settings: LogSettings) -> None:
-    """A closed or full stderr disturbs nothing."""
+    """Configure the root logger. A closed or full stderr raises nothing."""
     global _settings
     _settings = settings
     handler = logging.StreamHandler(sys.stderr)
@@ -50,5 +50,5 @@ def set_up(settings: LogSettings) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(settings.level.upper())
-    for name in ("asyncio", "uvicorn.error"):  # they say something of every request that is no HTTP
+    for name in ("asyncio", "uvicorn.error"):  # they log every request that is not HTTP
         logging.getLogger(name).setLevel(logging.ERROR)

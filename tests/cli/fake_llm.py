@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from octavo.checkpoint.generation_config import SamplingDefaults
-from octavo.core.kv_cache_manager import KVCache, KVStats
+from octavo.core.kv_cache_manager import KVCacheManager, KVStats
 from octavo.engine.outputs import Logprob
 from octavo.errors import ContextLengthError, ModelNotFoundError
 from octavo.params.sampling_params import RequestOutputKind, SamplingParams
@@ -79,7 +79,7 @@ class FakeLLM:
         self.model, self.engine = model, engine
         self.asked: list[tuple[list[Any], SamplingParams]] = []
         self.tokenizer = Tokenizer()
-        self.kv = KVCache(64, 4)
+        self.kv = KVCacheManager(64, 4)
         self.closed = False
         self.num_aborted = 0
         FakeLLM.made.append(self)

@@ -94,12 +94,12 @@ def test_a_seed_reproduces(call: Call, model: str) -> None:
         (("--num-gpu-blocks-override", "2", "--max-tokens", "99"), 2, "99"),
         (("--num-gpu-blocks-override", "2", "--max-model-len", "64"), 1, "max_model_len"),
         (("--gpu-memory-utilization", "2"), 2, "--gpu-memory-utilization: gpu_memory_utilization is 2.0"),
-        (("--logit-bias", "99999=1"), 2, "--logit-bias: logit_bias has 99999, the vocabulary ends at 96"),
+        (("--logit-bias", "99999=1"), 2, "--logit-bias: logit_bias has token 99999, and the largest token id is 96"),
         (("--allowed-token-ids", "97"), 2, "--allowed-token-ids: allowed_token_ids has 97"),
         (("--stop-token-ids", "97"), 2, "--stop-token-ids: stop_token_ids has 97"),
-        (("--logprobs", "21"), 2, "--logprobs: logprobs is 21, at most 20 are given; raise max_logprobs"),
+        (("--logprobs", "21"), 2, "--logprobs: logprobs is 21, and the limit is 20; raise max_logprobs"),
         (("--chat-template", "/absent.jinja"), 1, "cannot read the chat template /absent.jinja: No such file"),
-        (("--chat-template", "{% if %}"), 1, "the chat template is wrong in line 1"),
+        (("--chat-template", "{% if %}"), 1, "the chat template has a syntax error in line 1"),
         (("--chat-template", "{{ messages.__class__ }}"), 1, "'__class__', which is Python's own"),
     ],
 )
@@ -258,7 +258,7 @@ def test_who_takes_ctrl_c_over_where_the_handler_is_the_default_one_finds_it() -
 import asyncio, os, signal, sys
 import octavo.cli.app
 from octavo.cli.main import main
-from octavo.engine.sigint import BetweenSteps
+from octavo.engine.sigint import DeferredSigint
 
 async def wait():
     try:
@@ -270,7 +270,7 @@ async def wait():
 
 def call(args):
     try:
-        with BetweenSteps():
+        with DeferredSigint():
             os.kill(os.getpid(), signal.SIGINT)
             print("to the step's end")
     except KeyboardInterrupt:

@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo.core import events as ev
 from octavo.core.block_pool import BlockPool
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import Slice, StepPlan, StepResult
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence
@@ -40,7 +40,7 @@ class Lab:
         habits: o.Habits | None = None,
         listen: bool = True,
     ) -> None:
-        self.cache = KVCache(
+        self.cache = KVCacheManager(
             num_blocks,
             block_size,
             host,
@@ -82,17 +82,17 @@ class Lab:
         plan, running = self.flight[0]
         columns = running.poll()
         assert columns is not None
-        return self._took(self.scheduler.update(plan, columns, last=False))
+        return self._record_finished(self.scheduler.update(plan, columns, last=False))
 
     def land(self) -> list[str]:
         plan, running = self.flight.popleft()
-        return self._took(self.scheduler.update(plan, running.result()))
+        return self._record_finished(self.scheduler.update(plan, running.result()))
 
     def err(self, request: Request) -> list[str]:
         """The oldest in flight lands, with numbers of this request that are not finite."""
         plan, running = self.flight.popleft()
         i = next(i for i, s in enumerate(plan.sequences) if s.request is request)
-        return self._took(self.scheduler.update(plan, StepResult(running.result().tokens, {i: "NaN"})))
+        return self._record_finished(self.scheduler.update(plan, StepResult(running.result().tokens, {i: "NaN"})))
 
     def fail(self, limit: int = 0) -> list[str]:
         """The oldest in flight fails, and all after it."""
@@ -127,9 +127,12 @@ class Lab:
     def at_rest(self) -> None:
         for request in self.requests.values():
             got, want = o.outputs(request), o.reference(request)
-            if all(s.finish_reason in ("stop", "length", "pruned") for s in request.done) and not request.error:
+            if (
+                all(s.finish_reason in ("stop", "length", "pruned") for s in request.finished_sequences)
+                and not request.error
+            ):
                 assert got == want, (request.request_id, got, want)
-            elif request.decide is None:
+            elif request.select_beams is None:
                 whole = dict(want)
                 assert all(tokens == whole[i][: len(tokens)] for i, tokens in got)
         assert self.pool.num_used == 0 and self.pool.num_refs == 0
@@ -137,14 +140,14 @@ class Lab:
         assert self.cache.rows.num_free == self.scheduler.max_num_seqs
         assert not self.cache._holders
 
-    def told(self, *kinds: type) -> list[ev.Event]:
+    def emitted(self, *kinds: type) -> list[ev.Event]:
         return [e for e in self.events if isinstance(e, kinds)]
 
     def reasons(self, name: str) -> list[str]:
         """Why a request waited, in order."""
         return [e.reason for e in self.events if isinstance(e, ev.Waiting) and e.request_id == name]
 
-    def _took(self, finished: list[Request]) -> list[str]:
+    def _record_finished(self, finished: list[Request]) -> list[str]:
         o.check(self.scheduler)
         names = [r.request_id for r in finished]
         self.finished += names
@@ -154,7 +157,7 @@ class Lab:
 def make(name: str, prompt: list[int], max_tokens: int | None, **options: Any) -> Request:
     beam = options.pop("beam", 0)
     if beam:
-        options.update(width=beam, num_draws=beam, decide=o.keep_best(beam))
+        options.update(width=beam, num_samples=beam, select_beams=o.keep_best(beam))
     params = options.pop("sampling_params", ANY)
     return Request(name, prompt, params, max_tokens=max_tokens, **options)
 
@@ -182,7 +185,7 @@ def sequence(tokens: list[int], limit: int = 1 << 20, **options: Any) -> Sequenc
 
 def arrange(pool: BlockPool, *block_ids: int) -> None:
     """Take and release until these blocks are what `take` gives next, in this order. The pool must be unused."""
-    taken = [pool.take() for _ in range(max(block_ids))]
+    taken = [pool.allocate() for _ in range(max(block_ids))]
     for block in [b for b in taken if b not in block_ids] + list(reversed(block_ids)):
         pool.release(block)
 

@@ -1,4 +1,4 @@
-"""The rules of memory, as the design numbers them: what `BlockPool`, `SwapSpace` and `KVCache` promise."""
+"""The rules of memory, as the design numbers them: what `BlockPool`, `SwapSpace` and `KVCacheManager` promise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from octavo.core import events as ev
 from octavo.core.block_pool import BlockPool
-from octavo.core.kv_cache_manager import KVCache, Prefix
+from octavo.core.kv_cache_manager import KVCacheManager, Prefix
 from octavo.core.plan import BlockCopy, StepPlan, SwapIn, SwapOut, TableWrite
 from octavo.core.request import Sequence, Status
 from octavo.core.scheduler import _Draft
@@ -18,25 +18,25 @@ from octavo.core.types import NULL_BLOCK
 from tests.core.lab import RECOMPUTE, Lab, arrange, sequence
 
 
-def snapshot(cache: KVCache, *sequences: Sequence) -> Any:
+def snapshot(cache: KVCacheManager, *sequences: Sequence) -> Any:
     """Every byte of state, to be compared."""
     pool, host = cache.pool, cache.swap_space
     return (
         [bytes(a) for a in (pool.refs, pool.seal_id, pool._prev, pool._next, host.refs)],
         list(pool._packed_of),
-        pool.num_findable,
+        pool.num_indexed,
         (pool._untouched, list(pool._freed), pool.num_free, pool.num_cached, pool.num_refs, pool.last_seal_id),
         (pool.num_sealed, pool.num_evicted, host.num_free, host._untouched, list(host._freed)),
         list(cache.rows._free),
-        cache.counts(),
+        cache.counters(),
         (cache.num_hit_tokens, cache.num_queried_tokens),
         list(cache._holders),
         [[list(v) if isinstance(v := getattr(s, k), list) else v for k in s.__slots__] for s in sequences],
-        [dict(s.request.left_behind) for s in sequences],
+        [dict(s.request.shared_on_device) for s in sequences],
     )
 
 
-def settle(cache: KVCache, tokens: list[int], count: int | None = None, **options: Any) -> Sequence:
+def settle(cache: KVCacheManager, tokens: list[int], count: int | None = None, **options: Any) -> Sequence:
     """A sequence that looked its prompt up and computed `count` positions (all but the last token)."""
     seq = sequence(tokens, **options)
     cache.attach(seq, cache.lookup(seq))
@@ -54,7 +54,7 @@ def settle(cache: KVCache, tokens: list[int], count: int | None = None, **option
 def test_three_states_partition_the_pool() -> None:
     pool = BlockPool(4)
     assert (pool.num_used, pool.num_cached, pool.num_free) == (0, 0, 4)
-    a, b = pool.take(), pool.take()
+    a, b = pool.allocate(), pool.allocate()
     assert (pool.num_used, pool.num_cached, pool.num_free) == (2, 0, 2)
     pool.seal(a, (-1, b"a"))
     pool.release(a)
@@ -65,42 +65,42 @@ def test_three_states_partition_the_pool() -> None:
     assert (pool.num_used, pool.num_cached, pool.num_free) == (1, 0, 3)
 
 
-def test_the_null_block_is_never_handed_out() -> None:
+def test_the_null_block_is_never_allocated() -> None:
     pool = BlockPool(3)
-    assert [pool.take() for _ in range(3)] == [1, 2, 3]
+    assert [pool.allocate() for _ in range(3)] == [1, 2, 3]
     for misuse in (NULL_BLOCK, -1, 4):
         with pytest.raises(AssertionError):
             pool.share(misuse)
 
 
-def test_starting_fills_nothing() -> None:
+def test_a_new_pool_fills_no_list() -> None:
     """Ids from the high-water mark on were never written to any list."""
     pool = BlockPool(1_000_000)
     assert pool._freed == [] and pool._untouched == 1
-    assert pool.take() == 1
+    assert pool.allocate() == 1
     assert pool._untouched == 2
 
 
-def test_freed_blocks_come_back_last_in_first_out() -> None:
+def test_freed_blocks_are_allocated_last_in_first_out() -> None:
     pool = BlockPool(4)
     arrange(pool, 2, 4, 1)
-    assert [pool.take() for _ in range(4)] == [2, 4, 1, 3]
+    assert [pool.allocate() for _ in range(4)] == [2, 4, 1, 3]
 
 
-def test_taking_from_an_empty_pool_is_our_own_bug() -> None:
+def test_allocating_from_an_empty_pool_fails_an_assertion() -> None:
     pool, host = BlockPool(1), SwapSpace(1)
-    pool.take(), host.take()
-    with pytest.raises(AssertionError, match="empty pool"):
-        pool.take()
-    with pytest.raises(AssertionError, match="full swap space"):
-        host.take()
+    pool.allocate(), host.allocate()
+    with pytest.raises(AssertionError, match="pool is empty"):
+        pool.allocate()
+    with pytest.raises(AssertionError, match="swap space is full"):
+        host.allocate()
 
 
 # -- 4.2: sealing and the index ----------------------------------------------------------------------------------------
 
 
 def test_only_full_blocks_of_known_and_computed_tokens_are_sealed() -> None:
-    cache = KVCache(8, 4)
+    cache = KVCacheManager(8, 4)
     seq = settle(cache, list(range(10)), 7)
     assert len(seq.seal_ids) == 1
     seq.num_computed = 8
@@ -109,13 +109,13 @@ def test_only_full_blocks_of_known_and_computed_tokens_are_sealed() -> None:
     assert [bool(cache.pool.seal_id[b]) for b in seq.block_ids] == [True, True]
     ahead = settle(cache, [50, 51, 52], 3)
     cache.grow(ahead, 6, StepPlan())
-    ahead.num_computed = 9  # a window in flight: its tokens are not known
+    ahead.num_computed = 9  # a decode window in flight: its tokens are unknown
     cache.seal(ahead)
     assert ahead.seal_ids == []
 
 
 def test_a_stop_token_does_not_count_as_computed() -> None:
-    cache = KVCache(8, 2)
+    cache = KVCacheManager(8, 2)
     seq = settle(cache, [1, 2, 3, 4, 5], 3)
     seq.num_computed, seq.stop_token = 4, 4
     del seq.token_ids[4:]
@@ -127,18 +127,18 @@ def test_seal_ids_are_never_used_twice() -> None:
     pool = BlockPool(1)
     seen = []
     for _ in range(3):
-        block = pool.take()
+        block = pool.allocate()
         seen.append(pool.seal(block, (-1, b"same")))
         pool.release(block)
-        pool.forget_cached()
+        pool.evict_all_cached()
     assert seen == [1, 2, 3] and pool.last_seal_id == 3 == pool.num_sealed
 
 
-def test_a_first_block_hangs_from_its_salt() -> None:
-    """And from nothing else: where a salt ends and the tokens begin is not in doubt."""
+def test_the_parent_of_a_first_block_is_its_salt() -> None:
+    """The key also encodes the salt's length, so salt and tokens cannot be confused."""
     pool = BlockPool(8)
     keys = [(b"", b"abc"), (b"a", b"bc"), (b"ab", b"c"), (1, b"abc"), (b"\1\0\0\0\0\0\0\0", b"abc")]
-    blocks = [pool.take() for _ in keys]
+    blocks = [pool.allocate() for _ in keys]
     for block, key in zip(blocks, keys, strict=True):
         pool.seal(block, key)
     assert [pool.find(key) for key in keys] == blocks
@@ -146,8 +146,8 @@ def test_a_first_block_hangs_from_its_salt() -> None:
 
 
 def test_the_older_of_equal_blocks_stays_canonical() -> None:
-    """The younger is not indexed and free on release; its sequence chains on under the older's seal id."""
-    cache = KVCache(8, 2)
+    """The newer block is not indexed and becomes free on release. Its sequence chains on under the older seal id."""
+    cache = KVCacheManager(8, 2)
     pool = cache.pool
     older = settle(cache, [1, 2, 9])
     twin = sequence([1, 2, 3, 4, 9])
@@ -165,12 +165,12 @@ def test_the_older_of_equal_blocks_stays_canonical() -> None:
 
 
 def test_a_sealed_block_keeps_its_seal() -> None:
-    """Its parent was evicted and sealed anew elsewhere: under a second key it would be indexed twice."""
+    """Its parent was evicted and sealed again elsewhere: a second key would index it twice."""
     pool = BlockPool(4)
-    block = pool.take()
+    block = pool.allocate()
     seal = pool.seal(block, (7, b"x"))
     assert pool.seal(block, (8, b"x")) == seal
-    assert pool.num_findable == pool.num_sealed == 1
+    assert pool.num_indexed == pool.num_sealed == 1
     assert pool.find((7, b"x")) == block and pool.find((8, b"x")) == NULL_BLOCK
 
 
@@ -178,22 +178,22 @@ def test_blocks_filled_by_decoding_are_sealed_too() -> None:
     lab = Lab(16)
     first = lab.add("turn 1", [1, 2, 3], 6)
     lab.run()
-    said = first.done[0].token_ids.tolist()
-    again = lab.add("turn 2", [*said, 0, 0], 1)
+    output = first.finished_sequences[0].token_ids.tolist()
+    again = lab.add("turn 2", [*output, 0, 0], 1)
     lab.run()
-    assert again.num_cached_tokens == 8 // 2 * 2 == (len(said) - 1) // 2 * 2
+    assert again.num_cached_tokens == 8 // 2 * 2 == (len(output) - 1) // 2 * 2
 
 
 def test_an_in_place_write_never_goes_to_a_sealed_block() -> None:
-    """Seals are for full blocks, so nothing indexed is ever written again."""
-    cache = KVCache(8, 4)
+    """Only full blocks are sealed, so an indexed block is never written again."""
+    cache = KVCacheManager(8, 4)
     seq = settle(cache, [1, 2, 3, 4, 5, 6, 7])
     assert not cache.pool.seal_id[seq.block_ids[1]]
     assert cache.lookup(sequence([1, 2, 3, 4, 5, 6, 7, 0, 0])).block_ids == seq.block_ids[:1]
 
 
 def test_without_prefix_caching_nothing_is_sealed_or_found() -> None:
-    cache = KVCache(8, 2, enable_prefix_caching=False)
+    cache = KVCacheManager(8, 2, enable_prefix_caching=False)
     seq = settle(cache, [1, 2, 3, 4, 5])
     assert seq.seal_ids == [] and cache.pool.num_sealed == 0 and seq.seal_at > 1 << 60
     assert cache.lookup(sequence([1, 2, 3, 4, 5])) == ([], [], 0)
@@ -202,16 +202,16 @@ def test_without_prefix_caching_nothing_is_sealed_or_found() -> None:
 
 
 def test_the_index_is_split_over_several_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of millions of entries would stop everything while it grows; which of them holds a key is the key's own."""
-    monkeypatch.setattr("octavo.core.block_pool.BLOCKS_A_SHARD", 4)
+    """A single dict of millions of entries would pause everything while it grows. The key alone determines its dict."""
+    monkeypatch.setattr("octavo.core.block_pool.BLOCKS_PER_SHARD", 4)
     pool = BlockPool(40)
     keys = [(-1 - i % 3, bytes([i])) for i in range(40)]
-    blocks = [pool.take() for _ in keys]
+    blocks = [pool.allocate() for _ in keys]
     for block, key in zip(blocks, keys, strict=True):
         pool.seal(block, key)
     assert [pool.find(key) for key in keys] == blocks
     sizes = [len(shard) for shard in pool._shards]
-    assert len(sizes) == 16 and sum(sizes) == 40 == pool.num_findable and max(sizes) < 20
+    assert len(sizes) == 16 and sum(sizes) == 40 == pool.num_indexed and max(sizes) < 20
     for block in blocks[::2]:
         pool.unseal(block)
     assert [pool.find(key) for key in keys] == [0 if i % 2 == 0 else b for i, b in enumerate(blocks)]
@@ -223,8 +223,8 @@ def test_the_index_is_split_over_several_dicts(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_lookup_leaves_a_token_to_compute(size: int) -> None:
-    """A prompt that is all there still needs logits."""
-    cache = KVCache(16, size)
+    """A fully cached prompt still needs logits."""
+    cache = KVCacheManager(16, size)
     settle(cache, list(range(9)), 8)
     for length in range(1, 9):
         found = cache.lookup(sequence(list(range(length))))
@@ -232,8 +232,8 @@ def test_a_lookup_leaves_a_token_to_compute(size: int) -> None:
 
 
 def test_a_lookup_stops_at_the_first_miss() -> None:
-    """What lies behind a hole is no prefix, be it in the cache or not."""
-    cache = KVCache(8, 2)
+    """Cached blocks after a missing one are not part of the prefix."""
+    cache = KVCacheManager(8, 2)
     seq = settle(cache, [1, 2, 3, 4, 5, 6, 7])
     cache.free(seq)
     assert list(cache.pool.cached()) == [3, 2, 1]
@@ -243,44 +243,44 @@ def test_a_lookup_stops_at_the_first_miss() -> None:
     assert found.block_ids == [1]
 
 
-def test_the_next_block_that_a_lookup_missed() -> None:
-    cache = KVCache(8, 2)
+def test_is_next_block_in_names_the_first_missing_block() -> None:
+    cache = KVCacheManager(8, 2)
     seq = settle(cache, [1, 2, 3])
     late = sequence([1, 2, 3, 4, 5])
     found = cache.lookup(late)
     key = (seq.seal_ids[0], late.token_ids[2:4].tobytes())
-    assert cache.next_block_in({key}, late, found)
-    assert not cache.next_block_in({(9, key[1])}, late, found)
-    assert not cache.next_block_in({key}, sequence([1, 2, 3, 4]), found)  # its last token is computed anyway
+    assert cache.is_next_block_in({key}, late, found)
+    assert not cache.is_next_block_in({(9, key[1])}, late, found)
+    assert not cache.is_next_block_in({key}, sequence([1, 2, 3, 4]), found)  # its last token is computed anyway
 
 
 # -- 4.4: releasing and evicting ---------------------------------------------------------------------------------------
 
 
-def test_the_oldest_cached_block_goes_first_and_a_tail_before_its_head() -> None:
-    cache = KVCache(6, 2)
+def test_eviction_takes_the_oldest_block_and_a_tail_before_its_head() -> None:
+    cache = KVCacheManager(6, 2)
     a, b = settle(cache, [1, 2, 3, 4, 5, 6, 0], 6), settle(cache, [7, 8, 9, 9, 9, 9, 0], 6)
     cache.free(b)
     cache.free(a)
     assert list(cache.pool.cached()) == [6, 5, 4, 3, 2, 1]
-    assert [cache.pool.take() for _ in range(4)] == [6, 5, 4, 3]
+    assert [cache.pool.allocate() for _ in range(4)] == [6, 5, 4, 3]
     assert cache.pool.num_evicted == 4
     assert cache.lookup(sequence([1, 2, 3, 4, 5, 6, 0])).block_ids == [1, 2]
     assert cache.lookup(sequence([7, 8, 9, 9, 9, 9, 0])).block_ids == []
 
 
-def test_free_blocks_are_taken_before_cached_ones() -> None:
-    cache = KVCache(4, 2)
+def test_free_blocks_are_allocated_before_cached_ones() -> None:
+    cache = KVCacheManager(4, 2)
     seq = settle(cache, [1, 2, 3])
     cache.free(seq)
-    assert [cache.pool.take() for _ in range(3)] == [2, 3, 4]
-    assert cache.pool.num_cached == 1 and cache.pool.take() == 1
-    assert cache.pool.num_findable == 0 and cache.pool.num_cached == 0
+    assert [cache.pool.allocate() for _ in range(3)] == [2, 3, 4]
+    assert cache.pool.num_cached == 1 and cache.pool.allocate() == 1
+    assert cache.pool.num_indexed == 0 and cache.pool.num_cached == 0
 
 
-def test_a_hit_takes_a_block_out_of_the_line() -> None:
+def test_a_hit_removes_a_block_from_the_lru_queue() -> None:
     pool = BlockPool(3)
-    blocks = [pool.take() for _ in range(3)]
+    blocks = [pool.allocate() for _ in range(3)]
     for i, b in enumerate(blocks):
         pool.seal(b, (-1, bytes([i])))
         pool.release(b)
@@ -292,10 +292,10 @@ def test_a_hit_takes_a_block_out_of_the_line() -> None:
 
 def test_eviction_drops_the_entry_of_exactly_that_block() -> None:
     pool = BlockPool(2)
-    a, b = pool.take(), pool.take()
+    a, b = pool.allocate(), pool.allocate()
     pool.seal(a, (-1, b"a")), pool.seal(b, (-1, b"b"))
     pool.release(a), pool.release(b)
-    assert pool.take() == a
+    assert pool.allocate() == a
     assert (pool.find((-1, b"a")), pool.find((-1, b"b"))) == (NULL_BLOCK, b)
     assert pool.seal_id[a] == 0
     with pytest.raises(AssertionError, match="not sealed"):
@@ -304,17 +304,17 @@ def test_eviction_drops_the_entry_of_exactly_that_block() -> None:
 
 def test_unsealing_a_cached_block_frees_it_and_a_used_one_stays_used() -> None:
     pool = BlockPool(2)
-    a, b = pool.take(), pool.take()
+    a, b = pool.allocate(), pool.allocate()
     pool.seal(a, (-1, b"a")), pool.seal(b, (-1, b"b"))
     pool.release(a)
     pool.unseal(a)
     pool.unseal(b)
     assert (pool.num_free, pool.num_cached, pool.num_used) == (1, 0, 1)
-    assert pool.num_findable == 0 and pool.take() == a
+    assert pool.num_indexed == 0 and pool.allocate() == a
 
 
-def test_reset_forgets_the_cached_and_leaves_the_used() -> None:
-    cache = KVCache(8, 2)
+def test_reset_evicts_cached_blocks_and_keeps_used_ones() -> None:
+    cache = KVCacheManager(8, 2)
     gone, used = settle(cache, [1, 2, 3, 4, 5]), settle(cache, [6, 7, 8])
     cache.free(gone)
     assert cache.reset_prefix_cache() == 2
@@ -327,18 +327,18 @@ def test_reset_forgets_the_cached_and_leaves_the_used() -> None:
 # -- 4.5: counting at admission ----------------------------------------------------------------------------------------
 
 
-def test_admission_counts_the_hits_that_are_in_no_use() -> None:
-    cache = KVCache(6, 2)
+def test_admission_counts_hits_without_users() -> None:
+    cache = KVCacheManager(6, 2)
     seq = settle(cache, [1, 2, 3, 4, 5])
     late = sequence([1, 2, 3, 4, 6])
-    assert cache.blocks_to_admit(late, cache.lookup(late)) == 1  # shared with one who lives
+    assert cache.blocks_to_admit(late, cache.lookup(late)) == 1  # shared with a running sequence
     cache.free(seq)
-    assert cache.blocks_to_admit(late, cache.lookup(late)) == 3  # two come back from the cache
+    assert cache.blocks_to_admit(late, cache.lookup(late)) == 3  # two leave the LRU queue
     assert cache.blocks_to_admit(late, Prefix([], [], 0)) == 3
 
 
-def test_questions_change_nothing() -> None:
-    cache = KVCache(8, 2, 8, num_rows=2)
+def test_queries_change_no_state() -> None:
+    cache = KVCacheManager(8, 2, 8, num_rows=2)
     used, gone = settle(cache, [1, 2, 3, 4, 5]), settle(cache, [6, 7, 8])
     child = Sequence(used.request, 1, used.token_ids[:], 99)
     cache.fork(used, child)
@@ -349,24 +349,24 @@ def test_questions_change_nothing() -> None:
     found = cache.lookup(late)
     cache.blocks_to_admit(late, found)
     cache.blocks_needed([(used, 3), (child, 1)])
-    cache.next_block_in({(1, b"")}, late, found)
+    cache.is_next_block_in({(1, b"")}, late, found)
     cache.sibling_prefix(child)
-    cache.find_swapped(used.request)
-    cache.stats(), cache.counts(), list(cache.pool.cached()), cache.pool.sealed_after(0)
+    cache.find_swap_in_blocks(used.request)
+    cache.stats(), cache.counters(), list(cache.pool.cached()), cache.pool.sealed_after(0)
     assert snapshot(cache, used, child, gone, late) == before
 
 
-def test_a_refused_swap_leaves_every_byte_as_it_was() -> None:
-    cache = KVCache(8, 2, 1)
+def test_a_refused_swap_changes_no_state() -> None:
+    cache = KVCacheManager(8, 2, 1)
     seq = settle(cache, [1, 2, 3, 4, 5])
     plan = StepPlan()
     before = snapshot(cache, seq)
     assert not cache.swap_out(seq.request, plan)
     assert snapshot(cache, seq) == before
-    assert not plan and not plan.swapped and cache.num_swapped_out == 0
+    assert not plan and not plan.swapped_requests and cache.num_swapped_out == 0
 
 
-def test_a_request_that_waits_changes_nothing() -> None:
+def test_a_waiting_request_changes_no_state() -> None:
     lab = Lab(5)
     lab.add("A", [1, 2, 3, 4, 5, 6, 7], 2)
     lab.step()
@@ -378,8 +378,8 @@ def test_a_request_that_waits_changes_nothing() -> None:
     lab.run()
 
 
-def test_what_was_looked_up_is_counted_once() -> None:
-    """At first admission; a second after preemption is no new question of the caller's."""
+def test_a_requests_lookup_is_counted_once() -> None:
+    """Only the first admission counts, not the one after a preemption."""
     lab = Lab(6, policy=RECOMPUTE)
     lab.add("A", [1, 2, 3, 4], 6)
     lab.add("B", [5, 6, 7, 8], 6)
@@ -393,8 +393,8 @@ def test_what_was_looked_up_is_counted_once() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 16])
-def test_a_sequence_holds_just_what_it_computed(size: int) -> None:
-    cache = KVCache(40, size)
+def test_a_sequence_holds_exactly_the_blocks_of_its_computed_positions(size: int) -> None:
+    cache = KVCacheManager(40, size)
     seq = sequence(list(range(100)))
     cache.attach(seq, Prefix([], [], 0))
     for count in (1, 1, 2, 5, 1, 7):
@@ -407,15 +407,15 @@ def test_a_sequence_holds_just_what_it_computed(size: int) -> None:
         assert seq.room == len(seq.block_ids) * size
 
 
-def test_growing_tells_the_row_what_changed() -> None:
-    cache = KVCache(9, 2, num_rows=1)
+def test_growing_writes_only_changed_table_entries() -> None:
+    cache = KVCacheManager(9, 2, num_rows=1)
     seq = sequence([1, 2, 3])
     cache.attach(seq, Prefix([], [], 0))
     plan = StepPlan()
     cache.grow(seq, 3, plan)
     assert plan.table_writes == []  # no row yet
     seq.num_computed = 3
-    cache.rows.give(seq, plan)
+    cache.rows.assign(seq, plan)
     assert plan.table_writes == [TableWrite(0, 0, (1, 2))]
     cache.grow(seq, 1, plan)
     seq.num_computed = 4
@@ -424,7 +424,7 @@ def test_growing_tells_the_row_what_changed() -> None:
     assert plan.table_writes[1:] == [TableWrite(0, 2, (3, 4))]
 
 
-def test_an_empty_prompt_is_the_callers_error() -> None:
+def test_an_empty_prompt_fails_an_assertion() -> None:
     with pytest.raises(AssertionError, match="empty prompt"):
         sequence([])
 
@@ -434,16 +434,16 @@ def test_an_empty_prompt_is_the_callers_error() -> None:
 
 @pytest.mark.parametrize("num_forks", [5_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_a_fork_costs_at_most_one_copy_and_never_of_a_sealed_block(num_forks: int) -> None:
-    """Random families: forks of forks, growth by up to two blocks, ends in any order."""
+    """Random families: forks of forks, growth by up to two blocks, and ends in any order."""
     rng = random.Random(7)
-    cache = KVCache(600, 4, num_rows=8)
+    cache = KVCacheManager(600, 4, num_rows=8)
     family = [settle(cache, list(range(6)), 6)]
     for made in range(1, num_forks + 1):
         parent = rng.choice(family)
         child = Sequence(parent.request, made, parent.token_ids[:], 99)
         used = cache.pool.num_used
         cache.fork(parent, child)
-        assert cache.pool.num_used == used  # nothing but references
+        assert cache.pool.num_used == used  # only references change
         family.append(child)
         for seq in rng.sample(family, min(len(family), rng.randint(0, 3))):
             count, plan, before = rng.randint(1, 8), StepPlan(), cache.num_copied
@@ -469,7 +469,7 @@ def test_a_fork_costs_at_most_one_copy_and_never_of_a_sealed_block(num_forks: in
 
 @pytest.mark.parametrize("num_sharers", [2, 3, 4])
 def test_k_sharers_make_k_minus_one_copies(num_sharers: int) -> None:
-    cache = KVCache(20, 4, num_rows=8)
+    cache = KVCacheManager(20, 4, num_rows=8)
     parent = settle(cache, list(range(6)), 6)
     group = [parent] + [Sequence(parent.request, i, parent.token_ids[:], 99) for i in range(1, num_sharers)]
     for child in group[1:]:
@@ -479,7 +479,7 @@ def test_k_sharers_make_k_minus_one_copies(num_sharers: int) -> None:
     head, tail = parent.block_ids
     assert cache.pool.refs[tail] == num_sharers
     plan = StepPlan()
-    cache.rows.give(group[0], plan)
+    cache.rows.assign(group[0], plan)
     assert cache.blocks_needed((s, 1) for s in group) == num_sharers - 1
     assert cache.blocks_needed((s, 3) for s in group) == num_sharers - 1 + num_sharers
     before = cache.pool.num_used
@@ -496,7 +496,7 @@ def test_k_sharers_make_k_minus_one_copies(num_sharers: int) -> None:
 
 
 def test_a_full_tail_is_never_copied() -> None:
-    cache = KVCache(20, 4)
+    cache = KVCacheManager(20, 4)
     parent = settle(cache, list(range(9)), 8)
     child = Sequence(parent.request, 1, parent.token_ids[:], 99)
     cache.fork(parent, child)
@@ -507,7 +507,7 @@ def test_a_full_tail_is_never_copied() -> None:
 
 
 def test_a_fork_of_a_sequence_without_blocks_holds_none() -> None:
-    cache = KVCache(4, 2)
+    cache = KVCacheManager(4, 2)
     parent = sequence([1, 2])
     child = Sequence(parent.request, 1, parent.token_ids[:], 99)
     cache.fork(parent, child)
@@ -518,7 +518,7 @@ def test_a_fork_of_a_sequence_without_blocks_holds_none() -> None:
 
 
 def test_free_is_idempotent_and_clears_the_table() -> None:
-    cache = KVCache(8, 2)
+    cache = KVCacheManager(8, 2)
     seq, other = settle(cache, [1, 2, 3, 4, 5]), settle(cache, [6, 7, 8, 9, 9])
     cache.free(seq)
     assert (seq.block_ids, seq.room, seq.num_computed, seq.seal_ids) == ([], 0, 0, [])
@@ -528,10 +528,10 @@ def test_free_is_idempotent_and_clears_the_table() -> None:
     assert snapshot(cache, seq, other) == before
 
 
-def test_a_double_release_is_our_own_bug() -> None:
+def test_a_double_release_fails_an_assertion() -> None:
     pool, host = BlockPool(2), SwapSpace(2)
     for tier in (pool, host):
-        block = tier.take()
+        block = tier.allocate()
         tier.release(block)
         with pytest.raises(AssertionError, match="more often"):
             tier.release(block)
@@ -541,9 +541,9 @@ def test_a_double_release_is_our_own_bug() -> None:
 
 
 def test_rows_are_released_once() -> None:
-    cache = KVCache(4, 2, num_rows=2)
+    cache = KVCacheManager(4, 2, num_rows=2)
     seq = settle(cache, [1, 2, 3])
-    cache.rows.give(seq, StepPlan())
+    cache.rows.assign(seq, StepPlan())
     assert seq.row == 0 and cache.rows.num_free == 1
     seq.row_has_last = True
     cache.rows.release(seq)
@@ -551,9 +551,9 @@ def test_rows_are_released_once() -> None:
     assert seq.row == -1 and not seq.row_has_last and cache.rows.num_free == 2
 
 
-def test_discard_takes_back_what_nobody_else_uses() -> None:
-    """The numbers of one sequence are not to be trusted; what others computed, or share by now, stays."""
-    cache = KVCache(8, 2)
+def test_discard_unseals_only_blocks_without_other_users() -> None:
+    """Blocks that others computed or share stay sealed."""
+    cache = KVCacheManager(8, 2)
     good = settle(cache, [1, 2, 9])
     bad = settle(cache, [1, 2, 3, 4, 5])
     cache.discard(bad)
@@ -563,9 +563,9 @@ def test_discard_takes_back_what_nobody_else_uses() -> None:
     assert cache.pool.num_used == 1
 
 
-def test_a_sibling_to_share_with_is_the_one_with_the_longest_common_run() -> None:
-    """Full blocks alone, computed ones alone, only as far as tokens are equal, and never the last token."""
-    cache = KVCache(20, 2, enable_prefix_caching=False)
+def test_sibling_prefix_is_the_longest_common_run() -> None:
+    """Only full, computed blocks count, as far as tokens are equal and without the last token."""
+    cache = KVCacheManager(20, 2, enable_prefix_caching=False)
     first = settle(cache, [1, 2, 3, 4, 5, 6])
     request = first.request
     for tokens, count in (([1, 2, 7, 8, 9, 9], 5), ([1, 2, 7, 8, 9, 9], 0), ([1, 2, 7, 8], 0), ([5, 5, 7, 8], 0)):
@@ -582,8 +582,8 @@ def test_a_sibling_to_share_with_is_the_one_with_the_longest_common_run() -> Non
     assert cache.sibling_prefix(stranger).block_ids == []
 
 
-def test_only_what_a_sibling_has_computed_is_shared() -> None:
-    cache = KVCache(20, 2, enable_prefix_caching=False)
+def test_sibling_prefix_has_only_computed_blocks() -> None:
+    cache = KVCacheManager(20, 2, enable_prefix_caching=False)
     first = settle(cache, [1, 2, 3, 4, 5, 6], 3)
     assert len(first.block_ids) == 2
     second = Sequence(first.request, 1, first.token_ids[:], 99)
@@ -594,20 +594,20 @@ def test_only_what_a_sibling_has_computed_is_shared() -> None:
 # -- 4.9: the swap space -----------------------------------------------------------------------------------------------
 
 
-def test_host_blocks_are_counted_like_the_devices() -> None:
+def test_host_blocks_are_reference_counted() -> None:
     host = SwapSpace(3)
-    a, b = host.take(), host.take()
+    a, b = host.allocate(), host.allocate()
     assert (a, b, host.num_used, host.num_free) == (1, 2, 2, 1)
     host.share(a)
     host.release(a)
     assert host.num_used == 2
     host.release(a)
-    assert host.num_used == 1 and host.take() == a
-    assert host.take() == 3
+    assert host.num_used == 1 and host.allocate() == a
+    assert host.allocate() == 3
 
 
 def test_a_group_is_swapped_whole_each_block_once() -> None:
-    cache = KVCache(8, 2, 8)
+    cache = KVCacheManager(8, 2, 8)
     parent = settle(cache, [1, 2, 3, 4], 3)
     child = Sequence(parent.request, 1, parent.token_ids[:], 99)
     parent.request.sequences.append(child)
@@ -619,19 +619,19 @@ def test_a_group_is_swapped_whole_each_block_once() -> None:
     parent.request.status = Status.SWAPPED
     assert len(plan.copies) == 1
     assert out.swap_outs == [SwapOut(1, 1), SwapOut(2, 2), SwapOut(3, 3), SwapOut(4, 4)]
-    assert out.swapped == [parent.request]
+    assert out.swapped_requests == [parent.request]
     assert (parent.block_ids, child.block_ids) == ([1, 2], [1, 3, 4])
     assert list(cache.swap_space.refs) == [0, 2, 1, 1, 1, 0, 0, 0, 0]
     assert cache.pool.num_used == 0 and cache.pool.num_cached == 1 and not cache._holders
     assert cache.num_swapped_out == 4
 
     cache.reset_prefix_cache()
-    found = cache.find_swapped(parent.request)
+    found = cache.find_swap_in_blocks(parent.request)
     assert found is not None and found.host_ids == [1, 2, 3, 4] and found.num_needed == 4
     assert cache.blocks_needed([(parent, 1), (child, 1)], swapped=True) == 0
     back = StepPlan()
     cache.swap_in(parent.request, found, back)
-    assert [s.src for s in back.swap_ins] == [1, 2, 3, 4] and back.swapped == [parent.request]
+    assert [s.src for s in back.swap_ins] == [1, 2, 3, 4] and back.swapped_requests == [parent.request]
     assert all(isinstance(s, SwapIn) for s in back.swap_ins)
     to = dict(back.swap_ins)
     assert (parent.block_ids, child.block_ids) == ([to[1], to[2]], [to[1], to[3], to[4]])
@@ -641,15 +641,15 @@ def test_a_group_is_swapped_whole_each_block_once() -> None:
     assert cache.num_swapped_in == 4
 
 
-def test_what_a_swap_leaves_in_the_cache_goes_tail_first() -> None:
-    cache = KVCache(8, 2, 8)
+def test_blocks_that_a_swap_leaves_cached_are_evicted_tail_first() -> None:
+    cache = KVCacheManager(8, 2, 8)
     seq = settle(cache, [1, 2, 3, 4, 5, 6, 7])
     assert cache.swap_out(seq.request, StepPlan())
     assert list(cache.pool.cached()) == [3, 2, 1]
 
 
-def test_the_need_of_a_swapped_group_counts_its_host_references() -> None:
-    cache = KVCache(8, 2, 8)
+def test_blocks_needed_of_a_swapped_group_uses_host_references() -> None:
+    cache = KVCacheManager(8, 2, 8)
     parent = settle(cache, [1, 2, 3, 4], 3)
     child = Sequence(parent.request, 1, parent.token_ids[:], 99)
     parent.request.sequences.append(child)
@@ -662,9 +662,9 @@ def test_the_need_of_a_swapped_group_counts_its_host_references() -> None:
     assert cache.swap_space.num_used == 0 and cache.pool.num_used == 0
 
 
-def test_a_kept_prefix_keeps_its_seals_and_no_more() -> None:
-    """Blocks 1 and 2 are left behind and keep their seals; what comes back from the host after them is sealed anew."""
-    cache = KVCache(12, 2, 12)
+def test_only_the_prefix_shared_on_the_device_keeps_its_seals() -> None:
+    """Blocks 1 and 2 stay on the device and keep their seals; blocks swapped in after them are sealed again."""
+    cache = KVCacheManager(12, 2, 12)
     other = settle(cache, [1, 2, 3, 4, 5])
     seq = settle(cache, [1, 2, 3, 4, 5, 6, 7])
     assert seq.block_ids[:2] == other.block_ids[:2]
@@ -672,14 +672,14 @@ def test_a_kept_prefix_keeps_its_seals_and_no_more() -> None:
     cache.swap_out(seq.request, StepPlan())
     seq.request.status = Status.SWAPPED
     assert seq.block_ids == [-1, -2, 1]
-    found = cache.find_swapped(seq.request)
-    assert found is not None and (found.left_behind, found.num_needed) == ([1, 2], 1)
+    found = cache.find_swap_in_blocks(seq.request)
+    assert found is not None and (found.shared_on_device, found.num_needed) == ([1, 2], 1)
     cache.swap_in(seq.request, found, StepPlan())
     assert seq.block_ids[:2] == [1, 2] and len(seq.seal_ids) == 2 and seq.seal_at == 6
 
 
 def test_aborting_a_swapped_request_frees_the_host() -> None:
-    cache = KVCache(8, 2, 8)
+    cache = KVCacheManager(8, 2, 8)
     other, seq = settle(cache, [1, 2, 3]), settle(cache, [1, 2, 5, 6, 7])
     cache.swap_out(seq.request, StepPlan())
     seq.request.status = Status.SWAPPED
@@ -693,7 +693,7 @@ def test_aborting_a_swapped_request_frees_the_host() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4, 16])
-def test_fewer_unfilled_slots_than_a_block_a_sequence(size: int) -> None:
+def test_unfilled_slots_are_fewer_than_a_block_per_sequence(size: int) -> None:
     lab = Lab(80, block_size=size)
     for i in range(4):
         lab.add(f"r{i}", [i] * (3 + i), 12)
@@ -708,104 +708,104 @@ def test_fewer_unfilled_slots_than_a_block_a_sequence(size: int) -> None:
     lab.at_rest()
 
 
-def test_a_shared_tail_is_unfilled_once() -> None:
-    cache = KVCache(8, 4)
+def test_unfilled_slots_of_a_shared_tail_count_once() -> None:
+    cache = KVCacheManager(8, 4)
     parent = settle(cache, list(range(6)), 6)
     child = Sequence(parent.request, 1, parent.token_ids[:], 99)
     cache.fork(parent, child)
     assert cache.stats().num_unfilled_slots == 2 and cache.stats().num_saved_by_sharing == 2
 
 
-# -- 4.11: behind the attention window ---------------------------------------------------------------------------------
+# -- 4.11: out of the attention window ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("window", "num_computed", "dropped"),
     [(1, 4, 2), (1, 5, 2), (2, 4, 1), (2, 5, 2), (3, 4, 1), (5, 4, 0), (5, 6, 1), (99, 8, 0)],
 )
-def test_what_no_query_sees_any_more_is_given_up(window: int, num_computed: int, dropped: int) -> None:
-    """The next query, at `num_computed`, sees `window` keys, its own included."""
-    cache = KVCache(8, 2, num_rows=1, attention_window=window)
+def test_blocks_out_of_the_attention_window_are_dropped(window: int, num_computed: int, dropped: int) -> None:
+    """The next query, at `num_computed`, attends to `window` keys, its own included."""
+    cache = KVCacheManager(8, 2, num_rows=1, attention_window=window)
     seq = settle(cache, list(range(num_computed)), num_computed)
-    cache.rows.give(seq, StepPlan())
+    cache.rows.assign(seq, StepPlan())
     blocks, plan = list(seq.block_ids), StepPlan()
-    cache.drop_unseen(seq, plan)
+    cache.drop_out_of_window(seq, plan)
     assert seq.block_ids == [0] * dropped + blocks[dropped:] and seq.num_dropped == dropped
     assert plan.table_writes == ([TableWrite(0, 0, (0,) * dropped)] if dropped else [])
-    assert list(cache.pool.cached()) == list(reversed(blocks[:dropped]))  # a tail goes before its head
-    cache.drop_unseen(seq, again := StepPlan())
+    assert list(cache.pool.cached()) == list(reversed(blocks[:dropped]))  # the tail is evicted before the head
+    cache.drop_out_of_window(seq, again := StepPlan())
     assert not again.table_writes and cache.num_dropped == cache.stats().num_dropped == dropped
     cache.free(seq)
     assert seq.num_dropped == 0 and cache.pool.num_used == 0
 
 
-def test_a_block_stays_until_it_is_sealed() -> None:
-    """Tokens on their way: the block is behind the window, and its content not yet known here."""
-    cache = KVCache(8, 2, attention_window=1)
+def test_a_block_is_dropped_only_after_it_is_sealed() -> None:
+    """With tokens in flight, the block is out of the window while its content is not yet known to the host."""
+    cache = KVCacheManager(8, 2, attention_window=1)
     seq = settle(cache, [1, 2, 3], 3)
     cache.grow(seq, 3, StepPlan())
     seq.num_computed = 6
-    cache.drop_unseen(seq, StepPlan())
+    cache.drop_out_of_window(seq, StepPlan())
     assert seq.num_dropped == 1
     seq.token_ids.extend([4, 5, 6])
     cache.seal(seq)
-    cache.drop_unseen(seq, StepPlan())
+    cache.drop_out_of_window(seq, StepPlan())
     assert seq.num_dropped == 3 and cache.pool.num_cached == 3
-    uncached = KVCache(8, 2, attention_window=1, enable_prefix_caching=False)
+    uncached = KVCacheManager(8, 2, attention_window=1, enable_prefix_caching=False)
     seq = settle(uncached, [1, 2, 3], 3)
     uncached.grow(seq, 3, StepPlan())
     seq.num_computed = 6
-    uncached.drop_unseen(seq, StepPlan())
+    uncached.drop_out_of_window(seq, StepPlan())
     assert seq.num_dropped == 3 and uncached.pool.num_free == 8
 
 
-def test_what_was_given_up_is_still_found() -> None:
-    cache = KVCache(8, 2, attention_window=2)
+def test_dropped_blocks_are_still_found() -> None:
+    cache = KVCacheManager(8, 2, attention_window=2)
     seq = settle(cache, [1, 2, 3, 4, 5, 6, 7])
     blocks = list(seq.block_ids)
-    cache.drop_unseen(seq, StepPlan())
+    cache.drop_out_of_window(seq, StepPlan())
     assert seq.num_dropped == 2
     other = sequence([1, 2, 3, 4, 5, 6, 7])
     assert cache.lookup(other).block_ids == blocks
 
 
-def test_a_swap_moves_nothing_that_was_given_up() -> None:
-    cache = KVCache(8, 2, 1, attention_window=2)  # host room for the one block that is left
+def test_a_swap_does_not_move_dropped_blocks() -> None:
+    cache = KVCacheManager(8, 2, 1, attention_window=2)  # host room for the one block that is left
     seq = settle(cache, [1, 2, 3, 4, 5, 6, 7, 8])
     kept, seals = seq.block_ids[2:], list(seq.seal_ids)
-    cache.drop_unseen(seq, StepPlan())
+    cache.drop_out_of_window(seq, StepPlan())
     num_dropped, out = seq.num_dropped, StepPlan()
     assert num_dropped == 3
     assert cache.swap_out(seq.request, out)
     seq.request.status = Status.SWAPPED
     assert [m.src for m in out.swap_outs] == kept[num_dropped - 2 :]
     assert seq.block_ids[:num_dropped] == [0] * num_dropped
-    found = cache.find_swapped(seq.request)
+    found = cache.find_swap_in_blocks(seq.request)
     assert found is not None and found.num_needed == len(out.swap_outs)
     cache.swap_in(seq.request, found, StepPlan())
     seq.request.status = Status.RUNNING
     assert seq.block_ids[:num_dropped] == [0] * num_dropped and all(seq.block_ids[num_dropped:])
-    assert seq.seal_ids == seals[:num_dropped]  # what came back is sealed anew, on the chain of what was given up
+    assert seq.seal_ids == seals[:num_dropped]  # swapped-in blocks are sealed again, on the chain of dropped ones
     cache.free(seq)
     assert cache.pool.num_used == 0
 
 
-def test_a_child_has_given_up_what_its_parent_had() -> None:
-    """Else the null block would be taken for one of its own, and go to the host."""
-    cache = KVCache(8, 2, 4, attention_window=2)
+def test_a_forked_child_inherits_dropped_blocks() -> None:
+    """Otherwise the null block would count as one of its own and be swapped."""
+    cache = KVCacheManager(8, 2, 4, attention_window=2)
     parent = settle(cache, [1, 2, 3, 4, 5, 6, 7, 8])
-    cache.drop_unseen(parent, StepPlan())
-    child = Sequence(parent.request, 1, parent.token_ids[:], parent.limit)
+    cache.drop_out_of_window(parent, StepPlan())
+    child = Sequence(parent.request, 1, parent.token_ids[:], parent.max_length)
     cache.fork(parent, child)
     parent.request.sequences.append(child)
     assert child.num_dropped == parent.num_dropped == 3 and child.block_ids == parent.block_ids
     tail = parent.block_ids[3]
-    assert cache.owned_by(parent.request) == (1, 1)
+    assert cache.count_private_blocks(parent.request) == (1, 1)
     assert cache.swap_out(parent.request, out := StepPlan())
     assert [m.src for m in out.swap_outs] == [tail]
 
 
-def test_a_long_answer_keeps_a_window_of_blocks() -> None:
+def test_a_long_output_keeps_a_window_of_blocks() -> None:
     lab = Lab(40, 2, attention_window=5, window=1)
     lab.add("a", [1, 2, 3], 60)
     most = 0
@@ -827,8 +827,8 @@ def test_a_long_prompt_keeps_a_window_of_blocks_between_its_chunks() -> None:
     lab.at_rest()
 
 
-def test_the_device_knows_what_was_given_up() -> None:
-    """A plan with nothing to do is thrown away: it must not have had a table write in it."""
+def test_dropped_blocks_are_written_to_the_device_table() -> None:
+    """An empty plan is thrown away, so it must not contain a table write."""
     lab = Lab(40, 2, attention_window=2)
     request = lab.add("a", [1, 2, 3], 12)
     while lab.scheduler.has_work:
@@ -840,8 +840,8 @@ def test_the_device_knows_what_was_given_up() -> None:
     assert lab.cache.num_dropped
 
 
-def test_a_group_gives_nothing_up() -> None:
-    """Rebuilt one after another, a sequence needs the head of its sibling, which has gone beyond it."""
+def test_a_group_drops_no_blocks() -> None:
+    """When a group is recomputed, a sequence needs the head of a sibling that has moved beyond it."""
     lab = Lab(80, 2, attention_window=2)
     lab.add("a", [1, 2, 3, 4, 5], 20, width=3)
     lab.add("b", [1, 2, 3, 4, 6], 20, beam=2)
@@ -850,8 +850,8 @@ def test_a_group_gives_nothing_up() -> None:
 
 
 @pytest.mark.parametrize("caching", [False, True])
-def test_room_behind_the_window_spares_a_preemption(caching: bool) -> None:
-    """A long answer takes its next block from what it has itself given up."""
+def test_dropped_blocks_avoid_a_preemption(caching: bool) -> None:
+    """A long output allocates its next block from blocks that it dropped itself."""
     lab = Lab(8, 2, attention_window=3, caching=caching)
     lab.add("a", [1, 2, 3], 12)
     lab.add("b", [2, 2, 3], 12)
@@ -863,26 +863,26 @@ def test_room_behind_the_window_spares_a_preemption(caching: bool) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_the_longest_output_is_the_exact_inverse_of_the_blocks_at_the_longest(size: int) -> None:
+def test_max_output_tokens_is_the_inverse_of_blocks_at_max_length(size: int) -> None:
     for num_blocks in range(1, 9):
-        cache = KVCache(num_blocks, size)
+        cache = KVCacheManager(num_blocks, size)
         for prompt in range(1, 14):
             for width in range(1, 5):
-                most = cache.longest_output(prompt, width)
-                fits = [m for m in range(1, 60) if cache.blocks_at_longest(prompt, m, width) <= num_blocks]
+                most = cache.max_output_tokens(prompt, width)
+                fits = [m for m in range(1, 60) if cache.blocks_at_max_length(prompt, m, width) <= num_blocks]
                 assert max(most, 0) == max(fits, default=0), (num_blocks, prompt, width)
 
 
-def test_the_capacity_formula_is_the_sum_of_what_its_sequences_hold() -> None:
-    """P // B shared, and each of the rest its own to the last but one token."""
-    cache = KVCache(100, 4)
-    assert cache.blocks_at_longest(10, 7) == 4  # 16 positions
-    assert cache.blocks_at_longest(10, 8) == 5
-    assert cache.blocks_at_longest(10, 8, width=3) == 2 + 3 * 3
-    assert cache.blocks_at_longest(8, 1, width=3) == 2
+def test_blocks_at_max_length_is_the_sum_over_sequences() -> None:
+    """P // B blocks are shared. Each sequence holds the rest of its own positions except the last."""
+    cache = KVCacheManager(100, 4)
+    assert cache.blocks_at_max_length(10, 7) == 4  # 16 positions
+    assert cache.blocks_at_max_length(10, 8) == 5
+    assert cache.blocks_at_max_length(10, 8, width=3) == 2 + 3 * 3
+    assert cache.blocks_at_max_length(8, 1, width=3) == 2
 
 
-def test_no_two_events_of_blocks_contradict_the_pool() -> None:
+def test_block_events_agree_with_the_pool() -> None:
     """Replaying the events gives the reference counts and the states."""
     lab = Lab(6, host=6, policy=None)
     lab.add("A", [1, 2, 3, 4], 6)
@@ -901,14 +901,14 @@ def test_no_two_events_of_blocks_contradict_the_pool() -> None:
             assert refs[e.block_id] == e.refs
             assert not e.cached or e.refs == 0
     assert not any(refs.values())
-    sealed, evicted = lab.told(ev.Sealed), lab.told(ev.Evicted)
+    sealed, evicted = lab.emitted(ev.Sealed), lab.emitted(ev.Evicted)
     assert len(sealed) == lab.pool.num_sealed and len(evicted) == lab.pool.num_evicted
     assert {e.seal_id for e in evicted} <= {e.seal_id for e in sealed}
-    assert len(lab.told(ev.Copied)) == lab.cache.num_copied > 0
+    assert len(lab.emitted(ev.Copied)) == lab.cache.num_copied > 0
 
 
-def test_a_seal_that_is_taken_back_is_taken_from_its_sequences() -> None:
-    """Of a block that is found no more, a child would else be entered as if it were."""
+def test_a_removed_seal_is_removed_from_its_sequences() -> None:
+    """Otherwise a child would be indexed under a parent that is not in the index."""
     lab = Lab(8)
     seq = lab.add("A", [1, 2, 3, 4, 5], 4).sequences[0]
     lab.step()
@@ -919,20 +919,20 @@ def test_a_seal_that_is_taken_back_is_taken_from_its_sequences() -> None:
     assert [lab.pool.seal_id[b] for b in seq.block_ids[:2]] == [first, 0]
 
 
-def test_an_eviction_says_why() -> None:
+def test_an_eviction_event_has_its_reason() -> None:
     lab = Lab(4)
     lab.add("A", [1, 2, 3, 4, 5], 2)
     lab.run()
     assert lab.pool.num_cached == 3
     lab.add("B", [6, 7], 1)
     lab.run()
-    assert lab.told(ev.Evicted) == []
+    assert lab.emitted(ev.Evicted) == []
     lab.add("C", [8, 9, 10, 11], 1)
     lab.run()
-    assert [(e.why, e.num_cached) for e in lab.told(ev.Evicted)] == [("room", 3), ("room", 2)]
+    assert [(e.why, e.num_cached) for e in lab.emitted(ev.Evicted)] == [("room", 3), ("room", 2)]
     lab.events.clear()
     num = lab.pool.num_cached
     lab.pool.unseal(next(lab.pool.cached()))
     lab.cache.reset_prefix_cache()
-    told = [(e.why, e.num_cached) for e in lab.told(ev.Evicted)]
+    told = [(e.why, e.num_cached) for e in lab.emitted(ev.Evicted)]
     assert told == [("void", num - 1), *(("reset", left) for left in reversed(range(num - 1)))] and num > 1

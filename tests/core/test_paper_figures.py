@@ -6,23 +6,23 @@ from hashlib import sha256
 
 import pytest
 
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.block_hash import block_hashes
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import BlockCopy, StepPlan, TableWrite
 from octavo.core.request import Sequence
 from octavo.core.scheduler import Scheduler
-from octavo.core.types import block_names
 from tests.core.lab import Lab, arrange, ints, make, sequence
 
 
-def filled(cache: KVCache, seq: Sequence) -> list[tuple[int, int]]:
+def filled(cache: KVCacheManager, seq: Sequence) -> list[tuple[int, int]]:
     """The paper's block table: (physical block, filled slots)."""
     size = cache.block_size
     return [(b, min(size, seq.num_computed - i * size)) for i, b in enumerate(seq.block_ids)]
 
 
-def compute(cache: KVCache, seq: Sequence, count: int, plan: StepPlan | None = None) -> StepPlan:
+def compute(cache: KVCacheManager, seq: Sequence, count: int, plan: StepPlan | None = None) -> StepPlan:
     """`count` positions are computed, and the sequence then knows one token more than it has computed."""
-    plan = StepPlan() if plan is None else plan  # an empty plan is false
+    plan = StepPlan() if plan is None else plan  # an empty plan is falsy
     if not seq.block_ids:
         cache.attach(seq, cache.lookup(seq))
         count -= seq.num_computed
@@ -35,7 +35,7 @@ def compute(cache: KVCache, seq: Sequence, count: int, plan: StepPlan | None = N
 
 
 def test_figure_6_a_request_through_prompt_and_two_decode_steps() -> None:
-    """Seven prompt tokens in blocks 7 and 1; the first decode fills the slot that is left, the second takes block 3."""
+    """Seven prompt tokens lie in blocks 7 and 1. The first decode fills the last slot, the second allocates block 3."""
     lab = Lab(8, block_size=4)
     arrange(lab.pool, 7, 1, 3)
     request = lab.add("fathers", [4, 2, 1, 0, 3, 3, 1], 8)
@@ -58,7 +58,7 @@ def test_figure_6_a_request_through_prompt_and_two_decode_steps() -> None:
 
 
 def test_figure_7_two_requests_side_by_side() -> None:
-    """Logical neighbours need not be physical ones, and the space is used by both."""
+    """Logical neighbours need not be physical neighbours, and both requests use the same pool."""
     lab = Lab(8, block_size=4)
     arrange(lab.pool, 7, 1, 5, 2, 3, 8)
     a = lab.add("A", [4, 2, 1, 0, 3, 3, 1], 6)
@@ -101,7 +101,7 @@ def test_figure_8_parallel_sampling_copies_on_write() -> None:
 def test_figure_9_beam_search_shares_as_its_tree_grows_and_shrinks() -> None:
     """Four beams: all share block 0; 0 to 2 share three blocks, 3 parts at the second. Then 0 and 3 fall: 2, 4, 5 and 8
     come free, and the heirs of 1 and 2 take 9 to 12."""
-    cache = KVCache(13, 2, num_rows=0, enable_prefix_caching=False)
+    cache = KVCacheManager(13, 2, num_rows=0, enable_prefix_caching=False)
     arrange(cache.pool, 13, 1, 3, 4, 2, 5, 6, 7, 8)
     zero, one, three, four, two, five, six, seven, eight = 13, 1, 3, 4, 2, 5, 6, 7, 8
     beam = [sequence([1, 2])]
@@ -109,11 +109,11 @@ def test_figure_9_beam_search_shares_as_its_tree_grows_and_shrinks() -> None:
     assert beam[0].block_ids == [zero]
 
     def fork(parent: Sequence) -> Sequence:
-        child = Sequence(parent.request, 0, parent.token_ids[:], parent.limit)
+        child = Sequence(parent.request, 0, parent.token_ids[:], parent.max_length)
         cache.fork(parent, child)
         return child
 
-    beam.append(fork(beam[0]))  # candidate 3 parts from the rest at the second block
+    beam.append(fork(beam[0]))  # candidate 3 differs from the second block on
     shared, apart = beam
     compute(cache, shared, 2)
     compute(cache, shared, 2)
@@ -147,7 +147,7 @@ def test_figure_9_beam_search_shares_as_its_tree_grows_and_shrinks() -> None:
 
 def test_only_the_last_logical_block_is_ever_copied() -> None:
     """Four sharers of a partial tail: three copies, each of the tail, and the last sharer writes in place."""
-    cache = KVCache(10, 4)
+    cache = KVCacheManager(10, 4)
     parent = sequence(list(range(7)))
     compute(cache, parent, 6)
     children = [Sequence(parent.request, i, parent.token_ids[:], 99) for i in (1, 2, 3)]
@@ -185,7 +185,7 @@ def test_shared_prefix_is_mapped_not_computed() -> None:
 def test_a_lesson_64_tokens_forked_three_times() -> None:
     """Blocks of 16: 64 tokens fill 4 blocks, referenced once; three forks make it 4 each, and cost nothing. Ten tokens
     more for each of the four then take a block each: 8 in all, not 12. Nothing is copied, for no tail was partial."""
-    cache = KVCache(64, 16)
+    cache = KVCacheManager(64, 16)
     parent = sequence(list(range(65)))
     compute(cache, parent, 64)
     assert parent.block_ids == [1, 2, 3, 4]
@@ -213,8 +213,8 @@ def test_a_lesson_64_tokens_forked_three_times() -> None:
 
 
 def test_a_session_by_hand_allocate_generate_fork_free() -> None:
-    """The bookkeeping simulation's session: prompts hit what is cached, forks share, stats count, the end frees all."""
-    cache = KVCache(10, 4)
+    """Prompts hit cached blocks, forks share blocks, statistics count, and finishing frees everything."""
+    cache = KVCacheManager(10, 4)
 
     def allocate(tokens: list[int]) -> Sequence:
         seq = sequence(tokens)
@@ -237,14 +237,14 @@ def test_a_session_by_hand_allocate_generate_fork_free() -> None:
     cache.free(second)
     stats = cache.stats()
     assert (stats.num_used, stats.num_cached, stats.num_free) == (0, 2, 8)
-    third = allocate([1, 2, 3, 4, 5, 6, 7, 8, 11])  # freed blocks keep their content until they are taken
+    third = allocate([1, 2, 3, 4, 5, 6, 7, 8, 11])  # freed blocks keep their content until they are allocated again
     assert third.num_computed == 9 and cache.stats().num_hits == 4
     assert stats.as_dict()["num_cached"] == 2
 
 
-def test_unfilled_slots_are_in_the_last_block_alone() -> None:
-    """Ten tokens take what ten tokens need; 990 reserved slots are not wasted, six slots of the tail are not filled."""
-    cache = KVCache(64, 16)
+def test_only_the_last_block_has_unfilled_slots() -> None:
+    """Ten tokens take the blocks of ten tokens: 990 reserved slots are not wasted, and six tail slots are unfilled."""
+    cache = KVCacheManager(64, 16)
     seq = sequence(list(range(11)))
     compute(cache, seq, 10)
     assert cache.pool.num_used == 1 and cache.stats().num_unfilled_slots == 6
@@ -254,9 +254,9 @@ def test_unfilled_slots_are_in_the_last_block_alone() -> None:
     assert cache.pool.num_used == 2 and cache.stats().num_unfilled_slots == 15
 
 
-def test_blocks_go_where_there_is_room() -> None:
+def test_logical_blocks_map_to_any_free_block() -> None:
     """Logical 0, 1, 2 lie in 7, 2, 14."""
-    cache = KVCache(16, 16)
+    cache = KVCacheManager(16, 16)
     arrange(cache.pool, 7, 2, 14)
     seq = sequence(list(range(40)))
     compute(cache, seq, 36)
@@ -265,7 +265,7 @@ def test_blocks_go_where_there_is_room() -> None:
 
 def test_36_tokens_in_blocks_of_16() -> None:
     """Scattered blocks 5, 12, 23 hold 16, 16 and 4; freed, the next sequence reuses them."""
-    cache = KVCache(32, 16, enable_prefix_caching=False)
+    cache = KVCacheManager(32, 16, enable_prefix_caching=False)
     arrange(cache.pool, 5, 12, 23)
     seq = sequence(list(range(40)))
     compute(cache, seq, 36)
@@ -276,10 +276,10 @@ def test_36_tokens_in_blocks_of_16() -> None:
     assert other.block_ids == [5]
 
 
-def test_swapped_blocks_are_never_more_than_the_device_has() -> None:
-    KVCache(4, 2, 4)
-    with pytest.raises(AssertionError, match="never larger"):
-        KVCache(4, 2, 5)
+def test_the_swap_space_is_at_most_as_large_as_the_pool() -> None:
+    KVCacheManager(4, 2, 4)
+    with pytest.raises(AssertionError, match="at most as large"):
+        KVCacheManager(4, 2, 5)
 
 
 def test_recomputation_is_one_prefill_of_prompt_and_output() -> None:
@@ -292,7 +292,7 @@ def test_recomputation_is_one_prefill_of_prompt_and_output() -> None:
     lab.scheduler._preempt(request, request, 0, StepPlan())
     assert seq.block_ids == [] and len(seq.token_ids) == 7
     plan = lab.plan()
-    assert (plan.starts, plan.counts, plan.samples) == ([0], [7], [1])
+    assert (plan.starts, plan.counts, plan.num_sampled) == ([0], [7], [1])
     lab.land()
     lab.run()
 
@@ -300,8 +300,8 @@ def test_recomputation_is_one_prefill_of_prompt_and_output() -> None:
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-def test_names_chain_from_parent_to_child() -> None:
-    a = list(block_names([1, 2, 3, 4, 5, 6, 7, 8, 9], 4))
+def test_block_hashes_chain_from_parent_to_child() -> None:
+    a = list(block_hashes([1, 2, 3, 4, 5, 6, 7, 8, 9], 4))
     assert len(a) == 2  # full blocks alone
     root = sha256(b"").digest()
     first = sha256(root + bytes([1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0, 4, 0, 0, 0])).digest()
@@ -309,30 +309,30 @@ def test_names_chain_from_parent_to_child() -> None:
     assert a[1] == sha256(first + bytes([5, 0, 0, 0, 6, 0, 0, 0, 7, 0, 0, 0, 8, 0, 0, 0])).digest()
 
 
-def test_the_same_tokens_after_another_prefix_have_another_name() -> None:
-    x = list(block_names([1, 2, 9, 9], 2))
-    y = list(block_names([3, 4, 9, 9], 2))
+def test_equal_tokens_after_another_prefix_have_another_hash() -> None:
+    x = list(block_hashes([1, 2, 9, 9], 2))
+    y = list(block_hashes([3, 4, 9, 9], 2))
     assert x[1] != y[1]
 
 
-def test_names_are_of_fixed_width() -> None:
+def test_hashed_tokens_have_fixed_width() -> None:
     """[1, 23] and [12, 3] write the same digits."""
-    assert list(block_names([1, 23], 2)) != list(block_names([12, 3], 2))
+    assert list(block_hashes([1, 23], 2)) != list(block_hashes([12, 3], 2))
 
 
-def test_names_of_different_tenants_never_meet() -> None:
-    ours, theirs = (set(block_names(range(16), 4, salt=salt)) for salt in (b"ours", b"theirs"))
+def test_tenants_with_different_salts_have_no_hash_in_common() -> None:
+    ours, theirs = (set(block_hashes(range(16), 4, salt=salt)) for salt in (b"ours", b"theirs"))
     assert not ours & theirs
 
 
-def test_names_by_another_digest() -> None:
+def test_block_hashes_with_another_digest() -> None:
     xxhash = pytest.importorskip("xxhash")
-    names = list(block_names(range(8), 4, digest=xxhash.xxh3_128_digest))
+    names = list(block_hashes(range(8), 4, digest=xxhash.xxh3_128_digest))
     assert [len(n) for n in names] == [16, 16] and names[0] != names[1]
 
 
-def test_the_core_finds_by_content_where_names_differ() -> None:
-    """Inside, equal digits in other tokens are other content too: the key is fixed-width."""
+def test_index_keys_have_fixed_width_tokens() -> None:
+    """Equal digits in other tokens are different content for the index too."""
     lab = Lab(8, block_size=2)
     lab.add("a", [1, 23, 0], 1)
     lab.run()

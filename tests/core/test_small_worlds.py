@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Status
@@ -85,7 +85,7 @@ def prompt_of(world: World, i: int) -> list[int]:
 
 def play(world: World) -> Story:
     """One world to its end. Raises what the oracle finds."""
-    cache = KVCache(world.num_blocks, SIZE, world.num_blocks, num_rows=3)
+    cache = KVCacheManager(world.num_blocks, SIZE, world.num_blocks, num_rows=3)
     policy = Policy(mode=PreemptionMode(world.mode))
     scheduler = Scheduler(cache, max_num_batched_tokens=16, decode_window=world.window, policy=policy)
     oracle = o.Oracle(cache)
@@ -206,7 +206,7 @@ def test_three_requests() -> None:
     assert seen["preempting"] > 50 and seen["3 requests, one aborted or thrown out"] > 400
 
 
-def test_a_world_that_goes_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_world_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(o, "check", lambda _: o.need(False, o.Invariant, "planted"))
     with pytest.raises(o.Invariant, match=r"planted.*World"):
         play_all(((1, 1),), Counter(), interfere=False)

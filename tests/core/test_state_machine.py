@@ -1,4 +1,4 @@
-"""The memory alone, driven by hypothesis: everything that can be done to a `KVCache`, in any order.
+"""The memory alone, driven by hypothesis: everything that can be done to a `KVCacheManager`, in any order.
 
 Two models stand beside it. One of content: what every slot of both tiers holds, as the whole prefix that was written
 there, moved about by copies and swaps as a device would. One of the prefix cache, by brute force: which blocks are
@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan
 from octavo.core.request import Request, Sequence, Status
 from tests.core.lab import make
@@ -46,7 +46,7 @@ class Memory(RuleBasedStateMachine):
     )
     def begin(self, size: int, num_blocks: int, num_host: int, caching: bool, attention_window: int) -> None:
         num_host = min(num_host, num_blocks)
-        self.cache = KVCache(
+        self.cache = KVCacheManager(
             num_blocks,
             size,
             num_host,
@@ -57,9 +57,9 @@ class Memory(RuleBasedStateMachine):
         self.pool, self.host, self.size = self.cache.pool, self.cache.swap_space, size
         self.kv: dict[tuple[int, int], Content] = {}
         self.host_kv: dict[tuple[int, int], Content] = {}
-        self.sealed: dict[int, tuple[int, Content]] = {}  # block -> its seal id, and what it held when it was sealed
+        self.sealed: dict[int, tuple[int, Content]] = {}  # block -> its seal id, and its content when it was sealed
         self.tables: list[list[int]] = [[] for _ in range(4)]
-        self.arriving: dict[Sequence, list[int]] = {}  # sampled on the device, not yet known here
+        self.arriving: dict[Sequence, list[int]] = {}  # sampled on the device, not yet known to the host
         self.requests: list[Request] = []
         self.line: list[int] = []  # cached blocks, the oldest first
         self.marks = [0]
@@ -150,7 +150,7 @@ class Memory(RuleBasedStateMachine):
         self.compute(seq, count, plan)
         if self.cache.rows.num_free:
             plan = StepPlan()
-            self.cache.rows.give(seq, plan)
+            self.cache.rows.assign(seq, plan)
             self.apply(plan)
 
     def is_right(self, seq: Sequence, prefix: Any) -> None:
@@ -161,7 +161,7 @@ class Memory(RuleBasedStateMachine):
         assert prefix.num_positions >= self.best_pin(seq)
         for p in range(prefix.num_positions):
             assert self.kv[prefix.block_ids[p // size], p % size] == (seq.request.salt, tuple(tokens[: p + 1]))
-        if prefix.num_positions % size or not self.cache.enable_prefix_caching:  # nobody but a pin has that
+        if prefix.num_positions % size or not self.cache.enable_prefix_caching:  # only a pin has a partial tail
             assert prefix.num_positions == self.best_pin(seq)
             tail = prefix.block_ids[-1] if prefix.block_ids else 0
             assert not prefix.num_positions % size or not self.pool.seal_id[tail], "a full block to be copied"
@@ -212,7 +212,7 @@ class Memory(RuleBasedStateMachine):
         self.marks = [self.pool.last_seal_id]  # who is parked is not taken back: all that it waited for has landed
         request.status = Status.FINISHED
         self.cache.num_pinned += len(seq.block_ids)
-        self.cache.park(seq)
+        self.cache.pin(seq)
 
     @rule(which=WHICH)
     def unpin(self, which: int) -> None:
@@ -257,7 +257,7 @@ class Memory(RuleBasedStateMachine):
             self.marks.append(self.pool.last_seal_id)
 
     @rule(which=WHICH)
-    def drop_unseen(self, which: int) -> None:
+    def drop_out_of_window(self, which: int) -> None:
         """What the next query does not see goes, once it is sealed; all the rest stays."""
         if (seq := self.one(which, Status.RUNNING)) is None:
             return
@@ -266,7 +266,7 @@ class Memory(RuleBasedStateMachine):
             i for i in range(len(held)) if (i + 1) * self.size <= seq.num_computed - self.cache.attention_window + 1
         ]
         goes = [i for i in unseen if held[i] and (i < len(seq.seal_ids) or not self.cache.enable_prefix_caching)]
-        self.cache.drop_unseen(seq, plan)
+        self.cache.drop_out_of_window(seq, plan)
         self.apply(plan)
         assert [i for i in range(len(held)) if seq.block_ids[i] != held[i]] == goes
         assert all(self.pool.refs[held[i]] == refs[held[i]] - 1 for i in goes)
@@ -277,7 +277,7 @@ class Memory(RuleBasedStateMachine):
         seq = self.one(which, Status.RUNNING, Status.SWAPPED)
         if seq is None or len(seq.request.sequences) >= 4:
             return
-        child = Sequence(seq.request, 1, seq.token_ids[:], seq.limit)
+        child = Sequence(seq.request, 1, seq.token_ids[:], seq.max_length)
         self.cache.fork(seq, child)
         seq.request.sequences.append(child)
         self.arriving[child] = list(self.arriving.get(seq, []))
@@ -344,7 +344,7 @@ class Memory(RuleBasedStateMachine):
             assert snapshot(self.cache, *request.sequences) == before and not plan
             return
         assert sorted(src for src, _ in plan.swap_outs) == sorted(moves), "each block once, and no other"
-        assert set(request.left_behind) == set(owned) - set(moves)
+        assert set(request.shared_on_device) == set(owned) - set(moves)
         for s, row in zip(request.sequences, rows, strict=True):
             assert s.row == row
             self.cache.rows.release(s)
@@ -357,9 +357,9 @@ class Memory(RuleBasedStateMachine):
             return
         request = seq.request
         before = snapshot(self.cache, *request.sequences)
-        found = self.cache.find_swapped(request)
+        found = self.cache.find_swap_in_blocks(request)
         assert snapshot(self.cache, *request.sequences) == before
-        there = all(self.sealed.get(b, (0,))[0] == seal for b, seal in request.left_behind.items())
+        there = all(self.sealed.get(b, (0,))[0] == seal for b, seal in request.shared_on_device.items())
         assert (found is not None) == there
         if found is None:  # recomputed: here it just goes
             for s in request.sequences:
@@ -468,10 +468,10 @@ QUICK = settings(
 )
 
 
-def test_anything_that_can_be_done_to_memory() -> None:
+def test_random_operations_keep_memory_right() -> None:
     run_state_machine_as_test(Memory, settings=QUICK)
 
 
 @pytest.mark.slow
-def test_anything_that_can_be_done_to_memory_at_length() -> None:
+def test_many_random_operations_keep_memory_right() -> None:
     run_state_machine_as_test(Memory, settings=settings(QUICK, max_examples=3000, derandomize=False))

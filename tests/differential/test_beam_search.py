@@ -132,8 +132,8 @@ def test_beams_among_other_requests(world: Callable[[str], World]) -> None:
     with open_llm(made) as llm:
         engine = llm.engine
         for name, prompt, params in zip("gnb", prompts, (greedy, four, beams), strict=False):
-            engine.add(name, prompt, params)
-        engine.add("x", prompts[3], greedy)
+            engine.add_request(name, prompt, params)
+        engine.add_request("x", prompts[3], greedy)
         found = {}
         for step in range(200):
             found.update({o.request_id: o for o in engine.step()})
@@ -150,7 +150,7 @@ def test_beams_among_other_requests(world: Callable[[str], World]) -> None:
 def test_what_is_known_of_an_aborted_search(world: Callable[[str], World]) -> None:
     made = world("llama")
     with open_llm(made, async_scheduling=False) as llm:
-        llm.engine.add("b", made.prompts[0], BeamSearchParams(beam_width=3, max_tokens=30, ignore_eos=True))
+        llm.engine.add_request("b", made.prompts[0], BeamSearchParams(beam_width=3, max_tokens=30, ignore_eos=True))
         for _ in range(5):
             llm.engine.step()
         output = llm.engine.abort("b")

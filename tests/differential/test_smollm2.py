@@ -14,7 +14,7 @@ from octavo import LLM, SamplingParams
 from octavo.checkpoint import catalog
 from octavo.checkpoint.resolve import open_checkpoint
 from octavo.kernels import reference
-from octavo.models.loading.loader import load_decoder
+from octavo.models.loading.loader import load_model
 
 MODEL = "smollm2-135m-instruct"
 NUM_NEW = 48
@@ -44,8 +44,9 @@ OWN_PROMPTS = [
 
 pytestmark = [
     pytest.mark.model,
+    pytest.mark.proof,
     pytest.mark.skipif(
-        not any(row.present for row in catalog.list_models() if row.name == MODEL),
+        not any(row.is_cached for row in catalog.list_models() if row.name == MODEL),
         reason=f"{MODEL} is not in the cache; `octavo models fetch {MODEL}` gets it",
     ),
 ]
@@ -78,7 +79,7 @@ def transformers_model(llm: LLM) -> Any:
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     # Read once more: those of the engine are packed.
-    plain = load_decoder(
+    plain = load_model(
         open_checkpoint(llm.config.args.model), spec, dtype=torch.float32, device="cpu", ops=reference, max_len=1
     )
     weights = {weight.name: weight.tensor for weight in plain.weights()}
@@ -113,7 +114,7 @@ def test_same_tokens_as_transformers(llm: LLM) -> None:
 def test_same_tokens_as_transformers_that_reads_the_file_itself(llm: LLM) -> None:
     import transformers
 
-    path = catalog.present(MODEL)
+    path = catalog.cached_path(MODEL)
     model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     turns = [json.loads(line)["turns"][0] for line in MT_BENCH.read_text().splitlines()]
     check(llm, model, sorted(turns, key=len)[:20])

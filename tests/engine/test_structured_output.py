@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octavo import LLM, AsyncEngine, BeamSearchParams, RequestOutput, SamplingParams
+from octavo import LLM, AsyncLLM, BeamSearchParams, RequestOutput, SamplingParams
 from octavo.core.plan import StepPlan
 from octavo.core.request import Request
-from octavo.engine.executor import Masks
-from octavo.engine.structured_output import Constraint, Wanted, work_out
+from octavo.engine.executor import GrammarBitmask
+from octavo.engine.structured_output import BitmaskRow, RequestGrammar, compute_bitmask
 from octavo.errors import ParameterError, RequestFailedError
 from octavo.runner import model_runner as runner
 from octavo.runner.executor import LocalExecutor, LocalStepHandle
@@ -228,19 +228,19 @@ class Word:
     def fork(self) -> Word:
         return Word(self.word, self.at)
 
-    def advance(self, token_ids: Any) -> None:
+    def accept_tokens(self, token_ids: Any) -> None:
         for token in token_ids:
             assert token == self.word[self.at]
             self.at += 1
 
     @property
-    def may_end(self) -> bool:
+    def is_accepting(self) -> bool:
         return self.at == len(self.word)
 
     error = ""
 
-    def masks(self, matchers: list[Word]) -> np.ndarray:
-        left = [0 if m.may_end else 1 << m.word[m.at] for m in matchers]
+    def bitmasks(self, matchers: list[Word]) -> np.ndarray:
+        left = [0 if m.is_accepting else 1 << m.word[m.at] for m in matchers]
         return np.array(left, dtype=np.uint32).view(np.int32).reshape(-1, 1)
 
 
@@ -250,17 +250,17 @@ def test_ends_in_masks() -> None:
     request = Request("x", [1, 1, 1], SamplingParams())
     request.begin(0, (0, 0), 9)
     (sequence,) = request.sequences
-    stopped = Constraint(Word([5, 30, 2, 6]), 3, {2, 31, 1000})
-    ignored = Constraint(Word([5, 30, 6]), 3, {31}, {2, 31})
-    filled = Constraint(Word([5, 30, 6]), 3, (), {2, 8})
+    stopped = RequestGrammar(Word([5, 30, 2, 6]), 3, {2, 31, 1000})
+    ignored = RequestGrammar(Word([5, 30, 6]), 3, {31}, {2, 31})
+    filled = RequestGrammar(Word([5, 30, 6]), 3, (), {2, 8})
     expected = [({5}, {5}, {5}), ({30}, {30}, {30}), (set(), {6}, {6}), (None, {31}, {2, 8}), (None, None, {2, 8})]
     for known, wanted in zip(([], [5], [30], [6], [2]), expected, strict=True):
         sequence.token_ids.extend(known)
-        for constraint, allowed in zip((stopped, ignored, filled), wanted, strict=True):
+        for constrained, allowed in zip((stopped, ignored, filled), wanted, strict=True):
             if allowed is not None:
-                masks, errors = work_out([Wanted(7, sequence, constraint)])
+                masks, errors = compute_bitmask([BitmaskRow(7, sequence, constrained)])
                 assert masks is not None and masks.slices == [7] and not errors
-                assert {i for i in range(32) if masks.words[0, 0] >> i & 1} == allowed
+                assert {i for i in range(32) if masks.bitmask[0, 0] >> i & 1} == allowed
 
 
 def test_an_end_is_allowed_exactly_where_the_output_is_complete(llm: LLM) -> None:
@@ -309,13 +309,13 @@ def test_one_batch_of_everything(talking: Path) -> None:
         with open_llm(talking) as llm:
             solo.append(answers(one(llm, prompt, request)))
     with open_llm(talking, decode_window=4) as llm:
-        prompts_of = llm._prompts
+        prompts_of = llm._input_processor
         for i, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-            llm.engine.add(
+            llm.engine.add_request(
                 str(i),
                 prompts_of.encode(prompt)[1],
                 request,
-                grammar=prompts_of.grammar(request),
+                grammar=prompts_of.compile_grammar(request),
                 make_detokenizer=prompts_of.make_detokenizer,
             )
         together: dict[str, RequestOutput] = {}
@@ -336,9 +336,9 @@ def test_one_batch_of_everything(talking: Path) -> None:
 def test_only_masked_slices_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step without a constrained slice is never put any masks, and one with some gets one for each."""
     seen: list[tuple[int, int]] = []
-    put = LocalStepHandle.put
+    put = LocalStepHandle.put_bitmask
 
-    def spied(self: LocalStepHandle, masks: Masks | None) -> None:
+    def spied(self: LocalStepHandle, masks: GrammarBitmask | None) -> None:
         slices = () if masks is None else masks.slices
         seen.append((len(self.plan.rows), len(slices)))
         for i in slices:
@@ -346,7 +346,7 @@ def test_only_masked_slices_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> N
             assert len(sequence.token_ids) == position, "of all tokens before it, and of no others"
         put(self, masks)
 
-    monkeypatch.setattr(LocalStepHandle, "put", spied)
+    monkeypatch.setattr(LocalStepHandle, "put_bitmask", spied)
     llm.generate(["abc", "defg"], [params(None, max_tokens=30), params({"regex": "[ab]{5}"})], use_tqdm=False)
     # Five letters and the end; and the step behind that, which was planned before the end was known.
     assert [num for _, num in seen] == [1] * 6 + [0]
@@ -385,7 +385,7 @@ def test_windows_of_constrained_requests(talking: Path, overlap: bool, monkeypat
     plans.clear()
     with open_llm(talking, async_scheduling=overlap, decode_window=5) as llm:
         assert [answers(o) for o in llm.generate(prompts, requests, use_tqdm=False)] == expected
-    assert max(plan.num_masked for plan in plans) == 5 and len(plans) <= 6
+    assert max(plan.num_bitmask_columns for plan in plans) == 5 and len(plans) <= 6
 
 
 def test_a_first_column_that_comes_in_parts(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,7 +415,9 @@ def test_who_is_aborted_needs_no_mask(llm: LLM) -> None:
     engine, asked = llm.engine, [params({"regex": "[ab]{9}"}, ignore_eos=True), params({"regex": "[cd]{9}"})]
     expected = one(llm, "x", asked[1]).outputs[0].token_ids
     for i, request in enumerate(asked):
-        engine.add(str(i), llm.get_tokenizer().encode("x"), request, grammar=llm._prompts.grammar(request))
+        engine.add_request(
+            str(i), llm.get_tokenizer().encode("x"), request, grammar=llm._input_processor.compile_grammar(request)
+        )
     told: list[RequestOutput] = []
     for step in range(60):
         if step == 4:
@@ -450,8 +452,8 @@ def test_no_token_left_is_that_requests_end(llm: LLM) -> None:
 
 def test_a_grammar_that_breaks_on_the_way_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one does that becomes too complex; in its mask, or while a token is taken in."""
-    calls = {"finish": 0, "advance": 0}
-    for owner, name in ((Constraint, "finish"), (Matcher, "advance")):
+    calls = {"apply_stop_tokens": 0, "accept_tokens": 0}
+    for owner, name in ((RequestGrammar, "apply_stop_tokens"), (Matcher, "accept_tokens")):
         inner = getattr(owner, name)
 
         def broken(self: Any, *args: Any, name: str = name, inner: Any = inner) -> Any:
@@ -478,18 +480,18 @@ def test_a_grammar_that_breaks_on_the_way_fails_alone(llm: LLM, monkeypatch: pyt
 
 def test_who_is_given_up_is_told_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when a token of it came in the same turn, of which a stream would have been told."""
-    finish, calls = Constraint.finish, []
+    finish, calls = RequestGrammar.apply_stop_tokens, []
 
-    def broken(self: Constraint, matcher: Any, mask: memoryview) -> None:
+    def broken(self: RequestGrammar, matcher: Any, mask: memoryview) -> None:
         calls.append(mask)
         if len(calls) == 4:
             raise ValueError("too complex")
         finish(self, matcher, mask)
 
-    monkeypatch.setattr(Constraint, "finish", broken)
+    monkeypatch.setattr(RequestGrammar, "apply_stop_tokens", broken)
     monkeypatch.setattr(LocalStepHandle, "done", True)  # tokens come with the end of their step, never before it
     asked = params({"regex": "[ab]{9}"})
-    llm.engine.add("a", [5, 6, 7], asked, grammar=llm._prompts.grammar(asked), stream=True)
+    llm.engine.add_request("a", [5, 6, 7], asked, grammar=llm._input_processor.compile_grammar(asked), stream=True)
     told: list[RequestOutput] = []
     while llm.engine.has_work:
         told += llm.engine.step()
@@ -538,23 +540,23 @@ def test_it_takes_a_tokenizer(talking: Path) -> None:
         pytest.raises(ParameterError, match="no tokenizer"),
     ):
         llm.generate([[3, 4]], params({"regex": "a"}), use_tqdm=False)
-    with open_llm(talking) as llm, pytest.raises(ParameterError, match="take a tokenizer"):
-        llm.engine.add("x", [3, 4], params({"regex": "a"}))
+    with open_llm(talking) as llm, pytest.raises(ParameterError, match="need a tokenizer"):
+        llm.engine.add_request("x", [3, 4], params({"regex": "a"}))
 
 
 def test_matchers_go_with_their_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[Constraint] = []
-    init = Constraint.__init__
+    kept: list[RequestGrammar] = []
+    init = RequestGrammar.__init__
 
-    def spied(self: Constraint, *args: Any) -> None:
+    def spied(self: RequestGrammar, *args: Any) -> None:
         kept.append(self)
         init(self, *args)
 
-    monkeypatch.setattr(Constraint, "__init__", spied)
+    monkeypatch.setattr(RequestGrammar, "__init__", spied)
     run = llm.stream(["abc"], params({"regex": "[ab]{30}"}, n=3))
     for _ in range(4):
         next(run)
-    assert len(kept[0]._places) == 3
+    assert len(kept[0]._matchers) == 3
     states = llm.engine._states
     run.close()  # type: ignore[attr-defined]
     assert not states
@@ -567,7 +569,7 @@ def test_an_explosion_delays_no_stream(talking: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(grammar, "COMPILE_S", 4.0)
 
     async def main() -> None:
-        engine = AsyncEngine.from_options(str(talking), num_gpu_blocks_override=400, block_size=4)
+        engine = AsyncLLM.from_options(str(talking), num_gpu_blocks_override=400, block_size=4)
         async with engine:
 
             async def last(prompt: str, asked: SamplingParams) -> RequestOutput:
@@ -595,7 +597,7 @@ def test_an_explosion_delays_no_stream(talking: Path, monkeypatch: pytest.Monkey
 
 def test_whoever_leaves_while_it_compiles(talking: Path) -> None:
     async def main() -> None:
-        engine = AsyncEngine.from_options(str(talking), num_gpu_blocks_override=400, block_size=4)
+        engine = AsyncLLM.from_options(str(talking), num_gpu_blocks_override=400, block_size=4)
         async with engine:
 
             async def last(asked: SamplingParams) -> str:

@@ -1,4 +1,4 @@
-"""`AsyncEngine`: many readers on an event loop, one engine on a thread of its own."""
+"""`AsyncLLM`: many readers on an event loop, one engine on a thread of its own."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from typing import Any, TypeVar
 
 import pytest
 
-from octavo import LLM, AsyncEngine, CompletionOutput, RequestOutput, SamplingParams
+import octavo
+from octavo import LLM, AsyncLLM, CompletionOutput, RequestOutput, SamplingParams
 from octavo.config import EngineArgs
-from octavo.engine.outputs import RequestMetrics, failure
-from octavo.engine.process.thread import Mail, joined
+from octavo.engine.outputs import RequestMetrics, merge_outputs, request_failed_error
+from octavo.engine.process.thread import OutputQueue
 from octavo.errors import EngineError, ParameterError, PromptError, RequestFailedError, TemplateError, UsageError
-from octavo.frontend.build import Built, build
+from octavo.frontend.build import BuiltEngine, build
 from octavo.params.sampling_params import RequestOutputKind
 from octavo.text.tokenizer import Tokenizer
-from tests.engine.models import WrappedModel, make_talking_checkpoint
+from tests.engine.models import WrappedModel
 
 T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -32,19 +33,14 @@ PROMPTS = ["Hello", "What?", "a", "tell-me-a-story", "Hello,world", "1+1=", "xyz
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_talking_checkpoint(tmp_path_factory.mktemp("talking")))
-
-
-@pytest.fixture(scope="module")
 def wanted(model: str) -> dict[str, str]:
     with LLM(model, **OPTIONS) as llm:
         return {p: llm.generate(p, GREEDY, use_tqdm=False)[0].outputs[0].text for p in PROMPTS}
 
 
 @pytest.fixture
-def built(model: str) -> Built:
-    """An engine that an `AsyncEngine` is to own, for tests that put something between it and the model."""
+def built(model: str) -> BuiltEngine:
+    """An engine that an `AsyncLLM` is to own, for tests that put something between it and the model."""
     return build(EngineArgs(model=model, **OPTIONS))
 
 
@@ -56,16 +52,16 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 @contextlib.asynccontextmanager
-async def serving(built: Built) -> AsyncIterator[AsyncEngine]:
+async def serving(built: BuiltEngine) -> AsyncIterator[AsyncLLM]:
     """An engine that must be at rest when its readers have gone."""
-    async with AsyncEngine(built.engine, built.tokenizer) as engine:
+    async with AsyncLLM(built.engine, built.tokenizer) as engine:
         yield engine
         if engine.is_running:
             assert (await engine.kv_stats()).num_used == 0
-            assert not engine._thread._mail
+            assert not engine._thread._queues
 
 
-async def last_of(engine: AsyncEngine, prompt: Any, params: SamplingParams = GREEDY, **options: Any) -> RequestOutput:
+async def last_of(engine: AsyncLLM, prompt: Any, params: SamplingParams = GREEDY, **options: Any) -> RequestOutput:
     outputs = [output async for output in engine.generate(prompt, params, **options)]
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     return outputs[-1]
@@ -91,7 +87,7 @@ class Gate:
 # -- what it gives ----------------------------------------------------------------------------------------------------
 
 
-def test_many_at_once_get_what_each_would_get_alone(built: Built, wanted: dict[str, str]) -> None:
+def test_many_at_once_get_what_each_would_get_alone(built: BuiltEngine, wanted: dict[str, str]) -> None:
     async def main() -> None:
         async with serving(built) as engine:
             outputs = await asyncio.gather(*(last_of(engine, PROMPTS[i % 8]) for i in range(64)))
@@ -102,7 +98,7 @@ def test_many_at_once_get_what_each_would_get_alone(built: Built, wanted: dict[s
     run(main())
 
 
-def test_outputs_grow_as_the_tokens_come(built: Built, wanted: dict[str, str]) -> None:
+def test_outputs_grow_as_the_tokens_come(built: BuiltEngine, wanted: dict[str, str]) -> None:
     async def main() -> None:
         async with serving(built) as engine:
             texts = [o.outputs[0].text async for o in engine.generate("Hello", GREEDY, "mine")]
@@ -116,7 +112,12 @@ def test_outputs_grow_as_the_tokens_come(built: Built, wanted: dict[str, str]) -
     run(main())
 
 
-def test_a_conversation(model: str, built: Built) -> None:
+def test_async_engine_is_an_alias_of_async_llm() -> None:
+    assert octavo.AsyncEngine is octavo.AsyncLLM is AsyncLLM
+    assert {"AsyncEngine", "AsyncLLM"} <= set(octavo.__all__)
+
+
+def test_a_conversation(model: str, built: BuiltEngine) -> None:
     template = "{% for m in messages %}{{ m.content }}{{ mark }}{% endfor %}"
 
     async def main() -> None:
@@ -136,7 +137,7 @@ def test_a_conversation(model: str, built: Built) -> None:
     run(main())
 
 
-def test_a_slow_reader_gets_fewer_outputs_and_misses_nothing(built: Built, wanted: dict[str, str]) -> None:
+def test_a_slow_reader_gets_fewer_outputs_and_misses_nothing(built: BuiltEngine, wanted: dict[str, str]) -> None:
     async def main() -> None:
         async with serving(built) as engine:
             slow = engine.generate("Hello", GREEDY)
@@ -151,7 +152,7 @@ def test_a_slow_reader_gets_fewer_outputs_and_misses_nothing(built: Built, wante
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
-def test_what_is_told_on_the_way(built: Built, wanted: dict[str, str], kind: RequestOutputKind) -> None:
+def test_what_is_told_on_the_way(built: BuiltEngine, wanted: dict[str, str], kind: RequestOutputKind) -> None:
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, output_kind=kind)
 
     async def main() -> None:
@@ -180,18 +181,18 @@ def part(text: str, ids: list[int], *, index: int = 0, finished: bool = False) -
 
 def test_deltas_that_were_not_read_are_joined() -> None:
     async def main() -> None:
-        mail = Mail("r", joins=True)
-        assert [mail.put(p) for p in (part("a", [1]), part("b", [2, 3]), part("c", [4], finished=True))] == [
+        queue = OutputQueue("r", merge=True)
+        assert [queue.put(p) for p in (part("a", [1]), part("b", [2, 3]), part("c", [4], finished=True))] == [
             True, False, False,
         ]  # fmt: skip
-        output = await mail.read()
+        output = await queue.get()
         assert (output.outputs[0].text, output.outputs[0].token_ids) == ("abc", [1, 2, 3, 4])
         assert output.finished and output.outputs[0].finish_reason == "length"
-        assert mail.put(part("d", [5]))  # what was read is not told again
-        assert (await mail.read()).outputs[0].text == "d"
+        assert queue.put(part("d", [5]))  # what was read is not told again
+        assert (await queue.get()).outputs[0].text == "d"
 
     run(main())
-    both = joined(part("a", [1], index=1), part("b", [2], index=0))
+    both = merge_outputs(part("a", [1], index=1), part("b", [2], index=0))
     assert [(c.index, c.text) for c in both.outputs] == [(0, "b"), (1, "a")]
     both.outputs[0].token_ids.append(9)
     assert both.outputs[1].token_ids == [1]
@@ -199,13 +200,13 @@ def test_deltas_that_were_not_read_are_joined() -> None:
 
 def test_what_was_told_before_the_end_is_read_before_it() -> None:
     async def main() -> None:
-        mail = Mail("r", joins=False)
-        mail.put(part("a", [1]))
-        mail.fail(EngineError("gone"))
-        assert (await mail.read()).outputs[0].text == "a"
+        queue = OutputQueue("r", merge=False)
+        queue.put(part("a", [1]))
+        queue.fail(EngineError("gone"))
+        assert (await queue.get()).outputs[0].text == "a"
         for _ in range(2):
             with pytest.raises(EngineError, match="gone"):
-                await mail.read()
+                await queue.get()
 
     run(main())
 
@@ -214,7 +215,7 @@ def test_what_was_told_before_the_end_is_read_before_it() -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "cancel", "forget", "timeout"])
-def test_leaving_aborts_within_a_step(built: Built, how: str, wanted: dict[str, str]) -> None:
+def test_leaving_aborts_within_a_step(built: BuiltEngine, how: str, wanted: dict[str, str]) -> None:
     wrapped = WrappedModel(_Has(built))
 
     async def main() -> None:
@@ -248,19 +249,19 @@ def test_leaving_aborts_within_a_step(built: Built, how: str, wanted: dict[str, 
     run(main())
 
 
-def test_an_iterator_that_was_never_begun_asks_for_nothing(built: Built) -> None:
+def test_an_iterator_that_was_never_begun_asks_for_nothing(built: BuiltEngine) -> None:
     async def main() -> None:
         async with serving(built) as engine:
             stream = engine.generate("Hello", LONG, "name")
             del stream
-            assert not engine._thread._mail
+            assert not engine._thread._queues
             await last_of(engine, "Hello", request_id="name")
 
     run(main())
     assert built.engine.stats.num_finished == 1
 
 
-def test_leaving_while_the_request_is_on_its_way(built: Built) -> None:
+def test_leaving_while_the_request_is_on_its_way(built: BuiltEngine) -> None:
     """Cancelled between the call and the step that takes it in; its name is free again afterwards."""
     gate = Gate()
     WrappedModel(_Has(built), before=gate)
@@ -282,7 +283,7 @@ def test_leaving_while_the_request_is_on_its_way(built: Built) -> None:
     assert built.engine.stats.num_finished == 2
 
 
-def test_aborting_by_name_ends_the_iterator(built: Built) -> None:
+def test_aborting_by_name_ends_the_iterator(built: BuiltEngine) -> None:
     async def main() -> None:
         async with serving(built) as engine:
             outputs = []
@@ -300,7 +301,7 @@ def test_aborting_by_name_ends_the_iterator(built: Built) -> None:
 # -- whose fault it is ------------------------------------------------------------------------------------------------
 
 
-def test_a_mistake_is_raised_where_it_was_made_and_nowhere_else(built: Built, wanted: dict[str, str]) -> None:
+def test_a_mistake_is_raised_where_it_was_made_and_nowhere_else(built: BuiltEngine, wanted: dict[str, str]) -> None:
     async def main() -> None:
         async with serving(built) as engine:
             good = asyncio.create_task(last_of(engine, "Hello", request_id="taken"))
@@ -315,7 +316,7 @@ def test_a_mistake_is_raised_where_it_was_made_and_nowhere_else(built: Built, wa
     run(main())
 
 
-def test_numbers_that_are_not_finite_fail_one_iterator(built: Built, wanted: dict[str, str]) -> None:
+def test_numbers_that_are_not_finite_fail_one_iterator(built: BuiltEngine, wanted: dict[str, str]) -> None:
     def spoil(number: int, tokens: list[int], logits: Any) -> None:
         if number == 0:  # the prompt's own pass
             logits[-1, 7] = float("nan")
@@ -333,7 +334,7 @@ def test_numbers_that_are_not_finite_fail_one_iterator(built: Built, wanted: dic
     run(main())
 
 
-def test_an_engine_that_dies_tells_everybody(built: Built) -> None:
+def test_an_engine_that_dies_tells_everybody(built: BuiltEngine) -> None:
     engine_step, num_steps = built.engine.step, 0
 
     def step() -> list[RequestOutput]:
@@ -364,7 +365,7 @@ def test_an_engine_that_dies_tells_everybody(built: Built) -> None:
 # -- the thread -------------------------------------------------------------------------------------------------------
 
 
-def test_it_sleeps_while_there_is_nothing_to_do_and_wakes_at_once(built: Built) -> None:
+def test_it_sleeps_while_there_is_nothing_to_do_and_wakes_at_once(built: BuiltEngine) -> None:
     collects: list[bool] = []
     WrappedModel(_Has(built), before=lambda number, tokens: collects.append(gc.isenabled()))
 
@@ -384,7 +385,7 @@ def test_it_sleeps_while_there_is_nothing_to_do_and_wakes_at_once(built: Built) 
     run(main())
 
 
-def test_long_texts_are_tokenised_off_the_loop(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_are_tokenised_off_the_loop(built: BuiltEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     where: dict[int, bool] = {}
     encode = Tokenizer.encode
 
@@ -393,7 +394,7 @@ def test_long_texts_are_tokenised_off_the_loop(built: Built, monkeypatch: pytest
         return encode(self, text, *args, **kwargs)
 
     monkeypatch.setattr(Tokenizer, "encode", watched)
-    monkeypatch.setattr(Tokenizer, "most_chars", 1000)  # or these could not fit, and nobody would tokenise them
+    monkeypatch.setattr(Tokenizer, "max_token_chars", 1000)  # or these could not fit, and nobody would tokenise them
 
     async def main() -> None:
         async with serving(built) as engine:
@@ -406,7 +407,7 @@ def test_long_texts_are_tokenised_off_the_loop(built: Built, monkeypatch: pytest
     assert where == {5: True, 50_000: False, 60_000: False}
 
 
-def test_what_it_can_be_asked(built: Built) -> None:
+def test_what_it_can_be_asked(built: BuiltEngine) -> None:
     async def main() -> None:
         async with serving(built) as engine:
             await last_of(engine, "tell-me-a-story")
@@ -418,9 +419,9 @@ def test_what_it_can_be_asked(built: Built) -> None:
     run(main())
 
 
-def test_shutting_down_in_the_middle(built: Built) -> None:
+def test_shutting_down_in_the_middle(built: BuiltEngine) -> None:
     runner = weakref.ref(built.engine.executor.runner)  # type: ignore[attr-defined]
-    engine = AsyncEngine(built.engine, built.tokenizer)
+    engine = AsyncLLM(built.engine, built.tokenizer)
 
     async def main() -> None:
         stream = engine.generate("Hello", LONG)
@@ -438,8 +439,8 @@ def test_shutting_down_in_the_middle(built: Built) -> None:
     assert runner() is None  # the weights and the pool with it
 
 
-def test_an_engine_that_is_forgotten_is_shut_down(built: Built) -> None:
-    engine = AsyncEngine(built.engine, built.tokenizer)
+def test_an_engine_that_is_forgotten_is_shut_down(built: BuiltEngine) -> None:
+    engine = AsyncLLM(built.engine, built.tokenizer)
     run(last_of(engine, "Hello"))
     thread = engine._thread._thread
     del engine
@@ -447,8 +448,8 @@ def test_an_engine_that_is_forgotten_is_shut_down(built: Built) -> None:
     assert not thread.is_alive()
 
 
-def test_one_engine_for_several_loops(built: Built, wanted: dict[str, str]) -> None:
-    engine = AsyncEngine(built.engine, built.tokenizer)
+def test_one_engine_for_several_loops(built: BuiltEngine, wanted: dict[str, str]) -> None:
+    engine = AsyncLLM(built.engine, built.tokenizer)
 
     async def leave() -> None:
         stream = engine.generate("Hello", LONG)
@@ -472,8 +473,8 @@ def test_one_engine_for_several_loops(built: Built, wanted: dict[str, str]) -> N
 
 def test_from_options_says_what_llm_says(model: str) -> None:
     with pytest.raises(ParameterError, match="block_size is 3"):
-        AsyncEngine.from_options(model, block_size=3)
-    engine = AsyncEngine.from_options(model, **OPTIONS, skip_tokenizer_init=True)
+        AsyncLLM.from_options(model, block_size=3)
+    engine = AsyncLLM.from_options(model, **OPTIONS, skip_tokenizer_init=True)
     with pytest.raises(ParameterError, match="skip_tokenizer_init"):
         run(last_of(engine, "text"))
     assert len(run(last_of(engine, [5, 6])).outputs[0].token_ids) == 16
@@ -485,19 +486,19 @@ def test_from_options_says_what_llm_says(model: str) -> None:
 class _Has:
     """What `WrappedModel` looks at."""
 
-    def __init__(self, built: Built) -> None:
+    def __init__(self, built: BuiltEngine) -> None:
         self.engine = built.engine
 
 
 def test_a_request_that_nothing_is_left_for_says_so() -> None:
     output = RequestOutput("r", None, [1], [], True, RequestMetrics(0.0))
     output.outputs = [CompletionOutput(0, "", [], finish_reason="error", stop_reason="no_allowed_token: none is left")]
-    assert failure(output).code == "no_allowed_token"
+    assert request_failed_error(output).code == "no_allowed_token"
     output.outputs[0].stop_reason = "numbers that are not finite"
-    assert failure(output).code == "numerical_error"
+    assert request_failed_error(output).code == "numerical_error"
 
 
-def test_a_pinned_prefix(built: Built, wanted: dict[str, str]) -> None:
+def test_a_pinned_prefix(built: BuiltEngine, wanted: dict[str, str]) -> None:
     async def main() -> None:
         async with serving(built) as engine:
             name = await engine.pin_prefix("tell-me-a-")
@@ -509,23 +510,23 @@ def test_a_pinned_prefix(built: Built, wanted: dict[str, str]) -> None:
             with pytest.raises(ParameterError, match="is pinned already"):
                 await engine.pin_prefix("tell", name)
             assert await engine.unpin_prefix(name) == -(-num_pinned // 4)
-            with pytest.raises(ParameterError, match="nothing of the name"):
+            with pytest.raises(ParameterError, match="no prefix is pinned under the name"):
                 await engine.unpin_prefix(name)
 
     run(main())
 
 
-def test_a_pin_whose_caller_leaves_when_it_is_computed_does_not_stay(built: Built) -> None:
+def test_a_pin_whose_caller_leaves_when_it_is_computed_does_not_stay(built: BuiltEngine) -> None:
     async def main() -> None:
         async with serving(built) as engine:
             opened: list[str] = []
-            open_mail = engine._thread.open
+            open_queue = engine._thread.open_queue
 
-            def told(request_id: str) -> Any:  # its mail itself may be gone again when the loop looks
+            def told(request_id: str) -> Any:  # its queue itself may be gone again when the loop looks
                 opened.append(request_id)
-                return open_mail(request_id)
+                return open_queue(request_id)
 
-            engine._thread.open = told  # type: ignore[method-assign]
+            engine._thread.open_queue = told  # type: ignore[method-assign]
             for wait_s in (0.0, 0.5):  # before, and after
                 opened.clear()
                 pinning = asyncio.ensure_future(engine.pin_prefix("tell-me-a-story"))
@@ -542,7 +543,7 @@ def test_a_pin_whose_caller_leaves_when_it_is_computed_does_not_stay(built: Buil
 
 
 @pytest.mark.parametrize("how", ["abort", "close"])
-def test_a_name_used_again_gets_nothing_of_the_former_request(built: Built, how: str) -> None:
+def test_a_name_used_again_gets_nothing_of_the_former_request(built: BuiltEngine, how: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0)
     longer = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, logprobs=0)
 

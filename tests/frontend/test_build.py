@@ -13,7 +13,7 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.errors import ParameterError
 from octavo.kernels.cpu import packed_linear as packed
-from tests.kernels.machines import become
+from tests.kernels.cpu.backends import use_backend
 from tests.models.tiny import make_tiny_checkpoint, write_tiny_gguf
 
 
@@ -35,7 +35,7 @@ def open_llm(model: Path, **options: object) -> LLM:
 def test_dtype_auto_is_the_checkpoints_where_the_processor_has_it(
     halves: Path, tmp_path: Path, fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed, "fast_bfloat16", lambda: fast)
+    monkeypatch.setattr(packed, "has_fast_bfloat16", lambda: fast)
     with open_llm(halves) as llm:
         assert llm.config.dtype == ("bfloat16" if fast else "float32")
     with open_llm(make_tiny_checkpoint("qwen2", tmp_path / "wide")) as llm:
@@ -70,7 +70,7 @@ def test_int8_halves_the_weights_and_answers(halves: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_int8_beside_another_dtype_is_refused(halves: Path, dtype: str) -> None:
-    with pytest.raises(ParameterError, match=f"'int8' computes beside it in bfloat16, not in {dtype}; use dtype auto"):
+    with pytest.raises(ParameterError, match=f"'int8' needs bfloat16 for the other layers, not {dtype}"):
         open_llm(halves, quantization="int8", dtype=dtype)
 
 
@@ -84,7 +84,7 @@ def test_an_unknown_quantization_is_refused(halves: Path) -> None:
 def test_every_dtype_answers_on_every_processor(
     halves: Path, way: str, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    become(way, monkeypatch)
+    use_backend(way, monkeypatch)
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=0)
     prompt = {"prompt_token_ids": [5, 9, 12] * 7}
     with open_llm(halves, dtype="float32") as llm:
@@ -113,7 +113,7 @@ def test_float16_is_computed_as_it_is_said(halves: Path) -> None:
 def test_a_folder_for_dumps_is_tried_at_once(halves: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for taken in ("file", "file/below"):
-        with pytest.raises(ParameterError, match=r"flight_recorder is .* cannot be written to: .*; name a folder"):
+        with pytest.raises(ParameterError, match=r"flight_recorder is .* is not writable: .*; use another folder"):
             open_llm(halves, flight_recorder=str(tmp_path / taken))
     with open_llm(halves, flight_recorder=str(tmp_path / "new" / "folder")):
         assert list((tmp_path / "new" / "folder").iterdir()) == []

@@ -16,7 +16,6 @@ from octavo.errors import ParameterError
 from octavo.frontend.engine_client import EngineClient
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind
-from tests.engine.models import make_talking_checkpoint
 from tests.engine.process.engines import OPTIONS, own_directory, real_client, run, serving, until  # noqa: F401
 
 LENGTH: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
@@ -40,11 +39,6 @@ CASES: dict[str, SamplingParams | BeamSearchParams] = {
     "beams": BeamSearchParams(beam_width=3, max_tokens=30, logprobs=2),
     "beams that stop": BeamSearchParams(beam_width=4, n=2, max_tokens=30, stop=["3", "H"], length_penalty=0.5),
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_talking_checkpoint(tmp_path_factory.mktemp("talking")))
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +116,7 @@ def test_answers_are_those_of_an_llm(model: str, wanted: dict[str, RequestOutput
             assert caught.value.code == "invalid_grammar"
             stream = client.generate("y", BeamSearchParams(beam_width=2, max_tokens=100), "more beams")
             first = asyncio.ensure_future(anext(stream))
-            await until(lambda: "more beams" in client._streams)
+            await until(lambda: "more beams" in client._handles)
             await asyncio.sleep(0.02)
             assert await client.abort("more beams")
             assert [c.finish_reason for c in (await first).outputs] == ["abort", "abort"]
@@ -137,7 +131,7 @@ def test_answers_are_the_same_though_the_engine_is_killed(model: str, wanted: di
         async with serving(real_client(model)) as client:
 
             async def kill() -> None:
-                await until(lambda: max(map(num_told, client._streams.values()), default=0) >= 8)
+                await until(lambda: max(map(num_told, client._handles.values()), default=0) >= 8)
                 os.kill(client.pid or 0, signal.SIGKILL)
 
             killing = asyncio.ensure_future(kill())

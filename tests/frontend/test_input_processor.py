@@ -14,7 +14,7 @@ from octavo import LLM, SamplingParams
 from octavo.config import EngineArgs
 from octavo.errors import CheckpointError, ContextLengthError, ParameterError, PromptError, TemplateError, UsageError
 from octavo.frontend.build import build
-from octavo.frontend.input_processor import Prompts, list_of
+from octavo.frontend.input_processor import InputProcessor, prompt_list
 from tests.engine.models import make_talking_checkpoint
 
 ONE = SamplingParams(temperature=0, max_tokens=1)
@@ -55,7 +55,7 @@ def test_a_special_token_spelled_in_a_prompt_is_text_unless_it_is_meant(
     llm: LLM, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = "<s>Hello</s>"
-    llm._prompts._warned = False
+    llm._input_processor._warned = False
     with caplog.at_level(logging.WARNING, logger="octavo"):
         plain = ids_of(llm, text)
         assert ids_of(llm, {"prompt": text}) == plain
@@ -106,7 +106,7 @@ def test_what_a_template_is_given(llm: LLM) -> None:
         ([HELLO, []], {}, TemplateError, "at least one object"),
         (HELLO, {"chat_template": "{% if %}"}, TemplateError, "line 1"),
         (HELLO, {"chat_template": "{{ ''.__class__ }}"}, TemplateError, "__class__"),
-        (HELLO, {"chat_template": "{{ raise_exception('no') }}"}, TemplateError, "refuses the messages: no"),
+        (HELLO, {"chat_template": "{{ raise_exception('no') }}"}, TemplateError, "rejects the messages: no"),
         (HELLO, {"chat_template": "{{ '' }}"}, PromptError, "empty"),
         (HELLO, {"chat_template_kwargs": {"messages": []}}, ParameterError, "'messages'"),
         (HELLO, {"chat_template_kwargs": {"tools": []}}, ParameterError, "'tools'"),
@@ -186,18 +186,18 @@ def test_the_bar_is_the_caller_s(llm: LLM) -> None:
 
 
 def test_without_a_tokenizer_ids_are_all() -> None:
-    prompts = Prompts(None)
+    prompts = InputProcessor(None)
     assert prompts.encode([1, 2]) == (None, [1, 2]) and prompts.make_detokenizer is None
     for ask in (lambda: prompts.encode("x"), lambda: prompts.chat(HELLO), lambda: prompts.tokenizer):
         with pytest.raises(ParameterError, match="skip_tokenizer_init"):
             ask()
     with pytest.raises(PromptError, match="bytes"):
         prompts.encode(b"x")
-    assert list_of([1, 2]) == [[1, 2]] and list_of(["a", [1]]) == ["a", [1]]
+    assert prompt_list([1, 2]) == [[1, 2]] and prompt_list(["a", [1]]) == ["a", [1]]
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    most = llm.engine.max_model_len * llm.get_tokenizer().most_chars
+    most = llm.engine.max_model_len * llm.get_tokenizer().max_token_chars
     with pytest.raises(ContextLengthError, match="you requested"):
         llm.generate("a" * most, ONE, use_tqdm=False)
     monkeypatch.setattr(type(llm.get_tokenizer()), "encode", lambda *_, **__: pytest.fail("tokenised"))

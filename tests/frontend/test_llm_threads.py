@@ -11,17 +11,11 @@ from typing import Any
 
 import pytest
 
-from octavo import LLM, AsyncEngine, BeamSearchParams, SamplingParams
+from octavo import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from octavo.errors import EngineError, OctavoError, UsageError
-from tests.engine.models import make_talking_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[5 + i, 6, 7, 8] for i in range(6)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_talking_checkpoint(tmp_path_factory.mktemp("talking")))
 
 
 @pytest.fixture
@@ -63,7 +57,7 @@ def test_threads_share_a_batch(llm: LLM) -> None:
     jobs = [lambda p=prompt: [generate(llm, [p])[0] for _ in range(4)] for prompt in PROMPTS]
     assert in_threads(*jobs) == [[tokens] * 4 for tokens in want]
     assert llm.stats().num_steps - steps < 4 * steps  # alone, they would have taken as many
-    assert llm.kv_stats().num_used == 0 and llm._mail == {}
+    assert llm.kv_stats().num_used == 0 and llm._unread == {}
 
 
 def test_streams_pins_and_questions_beside_generate(llm: LLM) -> None:
@@ -170,7 +164,7 @@ def test_a_stream_that_is_collected_within_a_step_ends_behind_it(llm: LLM) -> No
 
     llm.engine.scheduler.schedule = forgetful_schedule  # type: ignore[method-assign]
     assert generate(llm, PROMPTS) == want
-    assert not llm.engine.scheduler.requests and not llm._mail and llm.kv_stats().num_used == 0
+    assert not llm.engine.scheduler.requests and not llm._unread and llm.kv_stats().num_used == 0
 
 
 def test_closing_ends_the_runs_of_other_threads(model: str) -> None:
@@ -232,11 +226,11 @@ def test_values_of_wrong_types_are_refused_by_name(llm: LLM, wrong: Any) -> None
     assert not llm.engine.scheduler.requests
 
 
-# -- AsyncEngine -------------------------------------------------------------------------------------------------------
+# -- AsyncLLM -------------------------------------------------------------------------------------------------------
 
 
 def test_an_async_engine_serves_several_loops_and_each_iterator_its_own(model: str) -> None:
-    engine = AsyncEngine.from_options(model, device="cpu", block_size=4, num_gpu_blocks_override=64)
+    engine = AsyncLLM.from_options(model, device="cpu", block_size=4, num_gpu_blocks_override=64)
 
     async def whole(prompt: list[int]) -> list[int]:
         outputs = [output async for output in engine.generate(prompt, GREEDY)]

@@ -38,9 +38,9 @@ import msgspec
 import numpy as np
 import zmq
 
-from octavo.view.live.external import Attached
+from octavo.view.live.external import ExternalPool
 from octavo.view.live.messages import SEALED_BIT, Frame, Snapshot
-from octavo.view.live.state import Picture
+from octavo.view.live.state import PoolState
 
 ROOT = Path(__file__).parents[2]
 NUM_REQUESTS, NUM_GROUPS, NUM_SHARED = 60, 4, 160
@@ -92,9 +92,9 @@ class Judge:
                     self.gaps.append((self.last, number))
                 self.last = number
                 self.num_messages += 1
-                self._take(msgspec.msgpack.decode(payload))
+                self._process(msgspec.msgpack.decode(payload))
 
-    def _take(self, batch: Any) -> None:
+    def _process(self, batch: Any) -> None:
         events = batch["events"] if isinstance(batch, dict) else batch[1]
         for event in events:
             self.encodings[f"{type(event).__name__} in {type(batch).__name__}"] += 1
@@ -120,28 +120,28 @@ class Seen:
     """What a view shows, from its frames."""
 
     def __init__(self) -> None:
-        self.picture: Picture | None = None
+        self.state: PoolState | None = None
 
     def take(self, frame: Frame) -> None:
-        if self.picture is None:
+        if self.state is None:
             assert isinstance(frame, Snapshot)
-            self.picture = Picture(frame)
+            self.state = PoolState(frame)
         else:
-            self.picture.apply(frame)
+            self.state.apply(frame)
 
     def look(self) -> None:
         """Take in what there is; nothing where frames come by themselves."""
 
     @property
     def parents(self) -> dict[int, int]:
-        picture = self.picture
-        if picture is None:
+        state = self.state
+        if state is None:
             return {}
-        sealed = np.nonzero(picture.words & SEALED_BIT)[0]
-        return {int(picture.seal_ids[b]): int(picture.parent_ids[b]) for b in sealed}
+        sealed = np.nonzero(state.words & SEALED_BIT)[0]
+        return {int(state.seal_ids[b]): int(state.parent_ids[b]) for b in sealed}
 
     def stat(self, name: str) -> Any:
-        return None if self.picture is None else self.picture.stats[name]
+        return None if self.state is None else self.state.stats[name]
 
 
 class OctavoView(Seen):
@@ -181,7 +181,7 @@ class Lossy(Seen):
 
     def __init__(self, endpoint: str, replay: str) -> None:
         super().__init__()
-        self.attached = Attached(endpoint, replay=replay)
+        self.attached = ExternalPool(endpoint, replay=replay)
         self._socket, self.attached._socket = self.attached._socket, self  # type: ignore[assignment]
         self.loses, self.num_heard, self.num_dropped = True, 0, 0
 
@@ -194,8 +194,8 @@ class Lossy(Seen):
             self.num_dropped += 1
 
     def look(self) -> None:
-        after = "" if self.picture is None else f"{self.picture.epoch}:{self.picture.frame}"
-        frame = asyncio.run(self.attached.ask("view", after))
+        after = "" if self.state is None else f"{self.state.epoch}:{self.state.frame}"
+        frame = asyncio.run(self.attached.view_rpc("view", after))
         if frame is not None:
             self.take(frame)
 

@@ -12,10 +12,10 @@ import torch
 
 from octavo.kernels import reference
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.reference import Stream
+from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton import ops as cuda
-from octavo.kernels.triton.attention.prefill_hopper import can_prefill
-from octavo.kernels.triton.linear.skinny_hopper import StreamTuning
+from octavo.kernels.triton.attention.prefill_hopper import supports_hopper_prefill
+from octavo.kernels.triton.linear.skinny_hopper import SkinnyHopperTuning
 from tests.kernels.pool import Case, make_case, norm_error, relative_error
 from tests.kernels.triton.attention.checks import attend, check
 from tests.kernels.triton.attention.test_cascade import *  # noqa: F403
@@ -105,11 +105,11 @@ def turn_and_write(kv_layer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 def project_turn_and_write(kv_layer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """The same from a stream; on Hopper in one."""
     torch.manual_seed(1)
-    stream = cuda.begin_stream(random(9, 1024), 1 + random(1024, scale=0.1))
+    stream = cuda.make_normed_residual(random(9, 1024), 1 + random(1024, scale=0.1))
     batch = RaggedBatch.from_lists([1] * 9, [1] * 9, [[0]] * 9, 16, device="cuda")
     batch = replace(batch, positions=torch.arange(100, 109, device="cuda"), slot_mapping=slots)
     table = reference.rope_table(128, 1000, 10000.0, device="cuda")
-    return cuda.project_heads(stream, 1e-5, random(32 * 128, 1024, scale=0.05), None, kv_layer, batch, table)
+    return cuda.project_qkv(stream, 1e-5, random(32 * 128, 1024, scale=0.05), None, kv_layer, batch, table)
 
 
 HOPPER = pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="a kernel for Hopper")
@@ -124,18 +124,18 @@ def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
 @pytest.mark.parametrize(
     "tuning",
     [
-        *(StreamTuning(128, 64, 1, 3), StreamTuning(128, 64, 4, 5)),
-        *(StreamTuning(64, 128, 2, 2), StreamTuning(128, 64, 16, 3)),  # shares of 32 rows, and of 8
-        StreamTuning(64, 128, 2, 4, registers=232),
+        *(SkinnyHopperTuning(128, 64, 1, 3), SkinnyHopperTuning(128, 64, 4, 5)),
+        *(SkinnyHopperTuning(64, 128, 2, 2), SkinnyHopperTuning(128, 64, 16, 3)),  # shares of 32 rows, and of 8
+        SkinnyHopperTuning(64, 128, 2, 4, registers=232),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("gate", ["", "silu", "gelu"])
-def test_products_with_streamed_weights(gate: Any, tuning: StreamTuning, num_tokens: int) -> None:
+def test_products_with_streamed_weights(gate: Any, tuning: SkinnyHopperTuning, num_tokens: int) -> None:
     """Whose rows and columns end within a tile; three times, the same bits: where programs meet is left as it was."""
     size, num_in, num_out = 328, 1200, 200
-    stream = cuda.begin_stream(random(num_tokens, size), 1 + random(size, scale=0.1))
-    expected = Stream(stream.x.double(), stream.weighted.double(), stream.squares.double())
+    stream = cuda.make_normed_residual(random(num_tokens, size), 1 + random(size, scale=0.1))
+    expected = NormedResidual(stream.x.double(), stream.weighted.double(), stream.squares.double())
     weight, bias = random(num_out * (2 if gate else 1), size, scale=0.05), random(num_out * (2 if gate else 1))
     products = [cuda.norm_linear(stream, 1e-5, weight, bias, gate, tuning=tuning) for _ in range(3)]
     wanted = reference.norm_linear(expected, 1e-5, weight.double(), bias.double(), gate)
@@ -159,11 +159,11 @@ def test_layers_of_streamed_weights_one_behind_the_other(num_tokens: int, hidden
     """Each product begins before the one in front has ended; replayed, on other tokens, as one by one."""
     layers = 4
     weights = [(random(2 * inner, hidden, scale=0.02), random(hidden, inner, scale=0.01)) for _ in range(layers)]
-    assert all(cuda.max_thin_tokens(w) >= num_tokens for pair in weights for w in pair)
+    assert all(cuda.max_small_batch_tokens(w) >= num_tokens for pair in weights for w in pair)
     x, norm = random(num_tokens, hidden), 1 + random(hidden, scale=0.1)
 
-    def run(wait: bool) -> Stream:
-        stream = cuda.begin_stream(x, norm)
+    def run(wait: bool) -> NormedResidual:
+        stream = cuda.make_normed_residual(x, norm)
         for gate_up, down in weights:
             between = cuda.norm_linear(stream, 1e-5, gate_up, None, "silu")
             if wait:
@@ -195,7 +195,7 @@ def test_heads_that_are_projected_turned_and_written_in_one(
     heads: int, kv_heads: int, head_dim: int, size: int, normed: bool, biased: bool, num_tokens: int
 ) -> None:
     """Beside the product and `rope_kv_write`; three times the same bits, and no slot but the tokens' changes."""
-    stream = cuda.begin_stream(random(num_tokens, size), 1 + random(size, scale=0.1))
+    stream = cuda.make_normed_residual(random(num_tokens, size), 1 + random(size, scale=0.1))
     weight = random((heads + 2 * kv_heads) * head_dim, size, scale=0.05)
     bias = random((heads + 2 * kv_heads) * head_dim) if biased else None
     norms: dict[str, Any] = {"q_norm": None, "k_norm": None}
@@ -208,8 +208,7 @@ def test_heads_that_are_projected_turned_and_written_in_one(
     before = random(64, 3, 2, kv_heads, 16, head_dim)
     pools = [before.clone() for _ in range(4)]
     q = [
-        cuda.project_heads(stream, 1e-5, weight, bias, kv[:, 1], batch, table, norm_eps=1e-6, **norms)
-        for kv in pools[:3]
+        cuda.project_qkv(stream, 1e-5, weight, bias, kv[:, 1], batch, table, norm_eps=1e-6, **norms) for kv in pools[:3]
     ]
     parts = reference.split_heads(cuda.norm_linear(stream, 1e-5, weight, bias), pools[3][:, 1])
     expected = cuda.rope_kv_write(*parts, batch.positions, table, pools[3][:, 1], batch.slot_mapping, eps=1e-6, **norms)
@@ -247,13 +246,13 @@ def test_long_queries_of_sizes_that_nothing_divides(group: int, head_dim: int, b
     shape = {"num_kv_heads": 1, "group_size": group, "head_dim": head_dim, "block_size": block_size}
     case = make_case([130, 1, 7], [140, 90, 300], dtype=dtype, **shape)
     if torch.cuda.get_device_capability() == (9, 0):
-        assert can_prefill(case.q.cuda(), case.kv.cuda()[:, 1])
+        assert supports_hopper_prefill(case.q.cuda(), case.kv.cuda()[:, 1])
     check(case)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_with_a_fixed_split_forty_others_change_no_bit(head_dim: int) -> None:
-    """Nor in which order they come. Many sequences are decoded by programs of other shapes than few."""
+    """Nor in mask_index order they come. Many sequences are decoded by programs of other shapes than few."""
     lens = [1 + 37 * i % 1300 for i in range(40)]
     case = make_case([1] * 40, lens, group_size=4, head_dim=head_dim, block_size=16, dtype=torch.bfloat16)
 

@@ -120,8 +120,8 @@ def test_unknown_scaling_is_named(kind: Any) -> None:
 def test_dynamic_scaling_is_of_the_length_that_config_json_names() -> None:
     s = spec(rope_scaling={"type": "dynamic", "factor": 2.5, "original_max_position_embeddings": 7})
     assert s.rope_scaling["original_max_position_embeddings"] == 128  # as Transformers has it
-    assert [s.num_positions(asked) for asked in (None, -1, 128, 129)] == [128, 128, 128, 320]
-    assert spec(rope_scaling={"type": "linear", "factor": 2.5}).num_positions(129) == 128
+    assert [s.max_model_len(asked) for asked in (None, -1, 128, 129)] == [128, 128, 128, 320]
+    assert spec(rope_scaling={"type": "linear", "factor": 2.5}).max_model_len(129) == 128
     with pytest.raises(CheckpointError, match="head_dim is 2; expected at least 4"):
         spec(rope_scaling={"type": "dynamic", "factor": 2.0}, head_dim=2)
 
@@ -129,12 +129,12 @@ def test_dynamic_scaling_is_of_the_length_that_config_json_names() -> None:
 def test_yarn_goes_as_far_as_it_stretches() -> None:
     """Also where config.json was edited as the makers of Qwen advise, and names the length before."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
-    assert [spec(rope_scaling=yarn).num_positions(asked) for asked in (None, -1, 128, 129, 999)] == [
+    assert [spec(rope_scaling=yarn).max_model_len(asked) for asked in (None, -1, 128, 129, 999)] == [
         *[128] * 3,
         *[400] * 2,
     ]
-    assert spec(rope_scaling=yarn, max_position_embeddings=400).num_positions(999) == 400
-    assert spec(rope_scaling={"rope_type": "yarn", "factor": 2.0}).num_positions(999) == 256
+    assert spec(rope_scaling=yarn, max_position_embeddings=400).max_model_len(999) == 400
+    assert spec(rope_scaling={"rope_type": "yarn", "factor": 2.0}).max_model_len(999) == 256
 
 
 @pytest.mark.parametrize(
@@ -203,12 +203,12 @@ def test_windows(changes: dict[str, Any], expected: tuple[int, ...]) -> None:
     ("windows", "expected"), [((), None), ((0, 0), None), ((8, 0), None), ((8, 8), 8), ((8, 32, 4), 32)]
 )
 def test_keys_before_the_widest_window_need_not_be_kept(windows: tuple[int, ...], expected: int | None) -> None:
-    assert dataclasses.replace(spec(), windows=windows).kept_window == expected
+    assert dataclasses.replace(spec(), windows=windows).kv_window == expected
 
 
 @pytest.mark.parametrize("kinds", [["full_attention"], "full_attention", ["full_attention"] * 5])
 def test_a_kind_for_every_layer(kinds: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"layer_types is .*; expected a list of 4 kinds of layer"):
+    with pytest.raises(CheckpointError, match=r"layer_types is .*; expected a list of 4 layer types"):
         spec(**MISTRAL, layer_types=kinds)
 
 
@@ -248,7 +248,7 @@ def test_gemma3_of_few_words_is_filled_in() -> None:
     assert (s.max_position_embeddings, s.dtype, s.eos_token_ids) == (131_072, "bfloat16", (1, 106))
     assert s.tie_word_embeddings and s.qk_norm and s.post_norms and s.unit_offset_norms
     assert (s.embedding_scale, s.attention_scale, s.activation) == (2560**0.5, 1 / 16, "gelu_tanh")
-    assert s.windows.count(0) == 5 and s.windows[5] == 0 and s.kept_window is None
+    assert s.windows.count(0) == 5 and s.windows[5] == 0 and s.kv_window is None
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_gemma3_of_few_words_is_filled_in() -> None:
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
         (
             {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
-            "rope scaling 'linear' of layers with a window",
+            "rope scaling 'linear' of sliding window layers",
         ),
     ],
 )
@@ -293,10 +293,10 @@ def test_gpt2() -> None:
     assert (s.max_position_embeddings, s.position_offset, s.embedding_size) == (1024, 0, 60)
     assert (s.activation, s.attention_scale, s.scale_by_layer) == ("gelu_tanh", 20**-0.5, False)
     assert s.tie_word_embeddings and s.bias and s.norm_first and s.final_norm and s.norm_weights
-    assert (s.eos_token_ids, s.bos_token_id, s.kept_window) == ((50256,), 50256, None)
+    assert (s.eos_token_ids, s.bos_token_id, s.kv_window) == ((50256,), 50256, None)
     other = gpt2(n_inner=37, scale_attn_weights=False, scale_attn_by_inverse_layer_idx=True, n_positions=9)
     assert (other.intermediate_size, other.attention_scale, other.scale_by_layer) == (37, 1.0, True)
-    assert other.num_positions(50) == 9
+    assert other.max_model_len(50) == 9
 
 
 def test_opt() -> None:
@@ -388,7 +388,7 @@ def test_quantised_weights_are_refused_by_method() -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters by kind of layer"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters by layer type"),
         ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM'"),
     ],
 )

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from octavo import RequestOutput, SamplingParams
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.row_state import DecodeStep, RowState
-from tests.models.tiny import PagedRun, make_tiny_checkpoint, random_prompts, read_decoder
+from octavo.kernels.row_state import DecodeInputs, RowState
+from tests.models.tiny import PagedRun, load_tiny, make_tiny_checkpoint, random_prompts
 from tests.proof.ways import OPTIONS, WAYS
 
 MARGIN = 0.05
@@ -101,7 +101,7 @@ class Judge:
     """A checkpoint's model in float32, by the reference's operations, on the CPU."""
 
     def __init__(self, directory: Path) -> None:
-        self.decoder: Any = read_decoder(directory)
+        self.decoder: Any = load_tiny(directory)
         if hasattr(self.decoder, "embedding_scale"):  # a weight, too: see `Decoder`
             scale = torch.tensor(self.decoder.embedding_scale, dtype=torch.bfloat16)
             self.decoder.embedding_scale = scale.item()
@@ -145,7 +145,7 @@ def shift_a_row(monkeypatch: pytest.MonkeyPatch, ops: ModuleType, row_ops: Modul
     """The first row that decodes is turned, or embedded, as if it were a position further on."""
     begin = row_ops.prepare_decode_inputs
 
-    def wrong(state: RowState, step: DecodeStep, block_size: int) -> None:
+    def wrong(state: RowState, step: DecodeInputs, block_size: int) -> None:
         begin(state, step, block_size)
         step.batch.positions[:1] += 1
 

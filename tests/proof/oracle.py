@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.core.block_pool import BlockPool
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.scheduler import Scheduler
-from octavo.engine.executor import Masks
+from octavo.engine.executor import GrammarBitmask
 
 VOCAB = 5
 GARBAGE = "garbage"
@@ -96,7 +96,7 @@ def reference(request: Request) -> list[tuple[int, list[int]]]:
     for p, t in enumerate(prompt):
         start = value(start, p, t)
     out: list[tuple[int, list[int]]] = []
-    if request.decide is None:
+    if request.select_beams is None:
         for j in range(request.width):
             tokens, h = list(prompt), start
             while True:
@@ -109,7 +109,7 @@ def reference(request: Request) -> list[tuple[int, list[int]]]:
         return out
     live = [(0, prompt, start)]
     while live:
-        ranked = [(s, -i, t, tokens, h) for i, tokens, h in live for s, t in candidates(h, request.num_draws)]
+        ranked = [(s, -i, t, tokens, h) for i, tokens, h in live for s, t in candidates(h, request.num_samples)]
         ranked.sort(key=lambda c: c[:3], reverse=True)
         live = []
         for k, (_, _, t, tokens, h) in enumerate(ranked[: request.width]):
@@ -122,7 +122,7 @@ def reference(request: Request) -> list[tuple[int, list[int]]]:
 
 
 def outputs(request: Request) -> list[tuple[int, list[int]]]:
-    return sorted((s.index, s.token_ids.tolist()) for s in request.done if s.finish_reason != "pruned")
+    return sorted((s.index, s.token_ids.tolist()) for s in request.finished_sequences if s.finish_reason != "pruned")
 
 
 # -- the device --------------------------------------------------------------------------------------------------------
@@ -150,18 +150,18 @@ class _Running:
     def done(self) -> bool:
         """Not while `poll` has a column to give: then it plays a device that is still at work on the rest. One that
         draws behind masks has no choice."""
-        most = max(self.plan.samples, default=0)
-        return not (self.oracle.habits.splits or self.plan.masked) or self._given + 1 >= most
+        most = max(self.plan.num_sampled, default=0)
+        return not (self.oracle.habits.splits or self.plan.bitmask_slices) or self._given + 1 >= most
 
     def poll(self, timeout_s: float = 0.0) -> StepResult | None:
         if self.done:
             return None
         tokens = self._tokens()
-        column = [self._from(i, tokens)[: None if i in self.plan.draws else 1] for i in range(len(tokens))]
+        column = [self._from(i, tokens)[: None if i in self.plan.num_samples else 1] for i in range(len(tokens))]
         self._given += 1
         return StepResult(column, corrupt=self.oracle.corrupt.pop(id(self.plan), []))
 
-    def put(self, masks: Masks | None) -> None:
+    def put_bitmask(self, masks: GrammarBitmask | None) -> None:
         """What it gives comes of the slots alone."""
 
     def result(self) -> StepResult:
@@ -171,17 +171,20 @@ class _Running:
 
     def _from(self, i: int, tokens: list[list[Any]]) -> list[Any]:
         """What is left of a slice's. All of several draws come in the first column."""
-        if not self.plan.samples[i] or (i in self.plan.draws and self._given):
+        if not self.plan.num_sampled[i] or (i in self.plan.num_samples and self._given):
             return []
         return tokens[i][self._given :]
 
     def _tokens(self) -> list[list[Any]]:
         if self._whole is None:
-            for i in self.plan.masked:
+            for i in self.plan.bitmask_slices:
                 seq, end = self.plan.sequences[i], self.plan.starts[i] + self.plan.counts[i]
-                known = len(seq.token_ids) == end - self.plan.samples[i] + 1
+                known = len(seq.token_ids) == end - self.plan.num_sampled[i] + 1
                 need(
-                    known or seq.finish_reason or i in self.plan.void, Invariant, "a mask of what nobody knows yet", seq
+                    known or seq.finish_reason or i in self.plan.void_slices,
+                    Invariant,
+                    "a mask of unknown tokens",
+                    seq,
                 )
             self._whole = self.oracle.finish(self.plan)
         return self._whole
@@ -190,7 +193,7 @@ class _Running:
 class Oracle:
     """`submit` as any executor; the checks run with each step."""
 
-    def __init__(self, cache: KVCache, habits: Habits | None = None, seed: int = 0) -> None:
+    def __init__(self, cache: KVCacheManager, habits: Habits | None = None, seed: int = 0) -> None:
         self.habits = habits or Habits()
         self.block_size = cache.block_size
         self.attention_window = cache.attention_window
@@ -308,8 +311,8 @@ class Oracle:
         return self.kv[self.tables[row][position // self.block_size]][position % self.block_size]
 
     def _slice(self, plan: StepPlan, i: int, written: list[tuple[int, int]]) -> list[Any]:
-        row, start, num, num_sampled = plan.rows[i], plan.starts[i], plan.counts[i], plan.samples[i]
-        known, draws, setup = plan.host_tokens.get(i), plan.draws.get(i, 1), self.setup[row]
+        row, start, num, num_sampled = plan.rows[i], plan.starts[i], plan.counts[i], plan.num_sampled[i]
+        known, draws, setup = plan.host_tokens.get(i), plan.num_samples.get(i, 1), self.setup[row]
         if known is not None:
             self.done[row] = False
         if self.done[row] and self.habits.stops:
@@ -319,7 +322,12 @@ class Oracle:
         self.counts["windows"] += num_sampled > 1
         self.counts["fed by the row"] += known is None
         seq = plan.sequences[i]
-        need((i in plan.masked) == bool(seq.request.constrained and num_sampled), Invariant, "masked", seq)
+        need(
+            (i in plan.bitmask_slices) == bool(seq.request.use_structured_output and num_sampled),
+            Invariant,
+            "masked",
+            seq,
+        )
         fed = self._fed.setdefault(seq, {})
         h = self._get(row, start - 1) if start else root(seq.request.salt)
         poisoned = self._reads_poison(row, start)
@@ -341,8 +349,8 @@ class Oracle:
             written.append((block, p % self.block_size))
             if j < num - num_sampled:
                 continue
-            if i in plan.draws:
-                host = setup.decides
+            if i in plan.num_samples:
+                host = setup.returns_candidates
                 out = candidates(h, draws) if host else [sampled(h, m) for m in range(draws)]
                 self.last[row] = None if host else out[0]
             else:
@@ -433,7 +441,7 @@ def check(scheduler: Scheduler) -> None:
                 need(seq.row < 0, Invariant, "a row without running", seq)
             if request.status is Status.SWAPPED:
                 host_owners.update(b for b in seq.block_ids if b > 0)
-                need(all(-b in request.left_behind for b in seq.block_ids if b < 0), Invariant, "left behind")
+                need(all(-b in request.shared_on_device for b in seq.block_ids if b < 0), Invariant, "left behind")
             elif request.status is Status.WAITING:
                 need(not seq.block_ids and not seq.num_computed, Invariant, "waiting with blocks", seq)
     for name, seq in cache.pins.items():
@@ -474,12 +482,17 @@ def check(scheduler: Scheduler) -> None:
     need(stats.num_saved_by_sharing == sum(max(0, n - 1) for n in owners.values()), Invariant, "saved by sharing")
 
 
-def _check_dropped(seq: Sequence, cache: KVCache) -> None:
+def _check_dropped(seq: Sequence, cache: KVCacheManager) -> None:
     """Only what lies behind the window is given up; and what lies there is, by the time it takes another block."""
     dropped = seq.num_dropped * cache.block_size
     need(not dropped or dropped <= seq.num_computed - cache.attention_window + 1, Invariant, "dropped too much", seq)
     need(not dropped or cache.attention_window, Invariant, "dropped without a window", seq)
-    need(not dropped or (seq.request.width == 1 and seq.request.decide is None), Invariant, "dropped in a group", seq)
+    need(
+        not dropped or (seq.request.width == 1 and seq.request.select_beams is None),
+        Invariant,
+        "dropped in a group",
+        seq,
+    )
 
 
 def _check_pool(pool: BlockPool, owners: Counter[int]) -> None:
@@ -500,7 +513,7 @@ def _check_pool(pool: BlockPool, owners: Counter[int]) -> None:
     again = pool._freed + list(range(pool._untouched, pool.num_blocks + 1))
     need(sorted(again) == free, Invariant, "the free stack")
     sealed = [b for b in range(1, pool.num_blocks + 1) if pool.seal_id[b]]
-    need(pool.num_findable == len(sealed), Invariant, "index")
+    need(pool.num_indexed == len(sealed), Invariant, "index")
     need(all(pool.find(pool.key_of(b)) == b for b in sealed if pool.key_of(b)), Invariant, "index entries")
     seals = [pool.seal_id[b] for b in sealed]
     need(len(set(seals)) == len(seals) and max(seals, default=0) <= pool.last_seal_id, Invariant, "seal ids")
@@ -514,16 +527,16 @@ def _check_sealed(seq: Sequence, pool: BlockPool, size: int) -> None:
             need(key[1] == seq.token_ids[i * size : (i + 1) * size].tobytes(), Invariant, "sealed under other tokens")
 
 
-def watch_eviction(cache: KVCache) -> None:
+def watch_eviction(cache: KVCacheManager) -> None:
     """A second opinion on the order of eviction: the oldest released first, and of a table the tail before the head."""
     pool, line = cache.pool, []
 
     class Pool(BlockPool):
         __slots__ = ()
 
-        def take(self) -> int:
+        def allocate(self) -> int:
             full = not self.num_free
-            block = super().take()
+            block = super().allocate()
             if full:
                 need(line and line.pop(0) == block, Invariant, "not the oldest was evicted")
             return block
@@ -543,7 +556,7 @@ def watch_eviction(cache: KVCache) -> None:
                 line.remove(block)
             super().unseal(block, why)
 
-    class Cache(KVCache):
+    class Cache(KVCacheManager):
         def free(self, sequence: Sequence) -> None:
             blocks = [] if sequence.request.status is Status.SWAPPED else list(sequence.block_ids)
             super().free(sequence)

@@ -28,13 +28,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from octavo.config import KVEventsConfig
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
-from octavo.engine.kv_events import KVEvents
-from octavo.engine.process import server as host
-from octavo.engine.process.server import EngineHost
+from octavo.engine.kv_events import KVEventPublisher
+from octavo.engine.process import server
+from octavo.engine.process.server import EngineServer
 from octavo.errors import MemoryBudgetError
 from octavo.frontend import engine_main as engine_process
 from tests.proof.oracle import Oracle
@@ -44,18 +44,18 @@ HOOKS = (
     "scheduler.update",
     "oracle.submit",
     "oracle.finish",
-    "engine.add",
-    "engine.advance",
-    "host._tell",
-    "host._report",
-    "host._obey",
+    "engine.add_request",
+    "engine.step_states",
+    "server._send_update",
+    "server._report",
+    "server._read_commands",
 )
 PHASES = ("loading the model", "warming up")
 HELD_STEP = 1
 
 
 class FaultyOracle(Oracle):
-    def __init__(self, cache: KVCache, faults: dict[str, Any]) -> None:
+    def __init__(self, cache: KVCacheManager, faults: dict[str, Any]) -> None:
         super().__init__(cache)
         self.faults = faults
 
@@ -111,18 +111,18 @@ def build(options: dict[str, Any], enter: Callable[[str], None]) -> tuple[Engine
         if phase == faults.get("die_in"):
             os.kill(os.getpid(), signal.SIGKILL)
     for name in faults.get("no_answer", ()):
-        host.QUESTIONS[name] = has_no_answer
-    cache = KVCache(options["num_gpu_blocks_override"], options["block_size"], num_rows=options["max_num_seqs"])
+        server.RPC_METHODS[name] = has_no_answer
+    cache = KVCacheManager(options["num_gpu_blocks_override"], options["block_size"], num_rows=options["max_num_seqs"])
     engine = Engine(Scheduler(cache), FaultyOracle(cache, faults), vocab_size=97, max_model_len=256)
     hook, number = faults.get("raise_in", ("", 0))
     if hook:
         trap(
-            {"host": EngineHost, "engine": engine, "scheduler": engine.scheduler, "oracle": engine.executor},
+            {"server": EngineServer, "engine": engine, "scheduler": engine.scheduler, "oracle": engine.executor},
             hook,
             number,
         )
     if options["kv_events_config"]:
-        engine.on_close.append(KVEvents(cache, KVEventsConfig(**options["kv_events_config"])).close)
+        engine.on_close.append(KVEventPublisher(cache, KVEventsConfig(**options["kv_events_config"])).close)
     return engine, None, {"device": "cpu"}
 
 

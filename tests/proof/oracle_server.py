@@ -20,11 +20,11 @@ from octavo.frontend.engine_client import EngineClient
 from octavo.serve import launcher
 
 PROGRAM = "paced_engine.py" if "pace_s" in json.loads(sys.argv[1]) else "oracle_engine.py"
-ENGINE = (sys.executable, str(Path(__file__).with_name(PROGRAM)), sys.argv[1])
+ENGINE_COMMAND = (sys.executable, str(Path(__file__).with_name(PROGRAM)), sys.argv[1])
 USUAL_FILES = 1024
 
 if __name__ == "__main__":
     with contextlib.suppress(ValueError):  # it is lower already
         resource.setrlimit(resource.RLIMIT_NOFILE, (USUAL_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    launcher.EngineClient = functools.partial(EngineClient, command=ENGINE)  # type: ignore[assignment,misc]
+    launcher.EngineClient = functools.partial(EngineClient, command=ENGINE_COMMAND)  # type: ignore[assignment,misc]
     sys.exit(command(sys.argv[2:]))

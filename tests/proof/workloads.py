@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from octavo.core import events as ev
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan, StepResult
-from octavo.core.policy import Choice, Costs, Policy, PreemptionMode, VictimChoice
+from octavo.core.policy import Policy, PreemptionChoice, PreemptionCosts, PreemptionMode, VictimPolicy
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.scheduler import Scheduler
 from octavo.errors import CapacityError
@@ -39,8 +39,8 @@ class RandomPolicy(Policy):
         super().__init__(by_priority)
         self.random = rnd
 
-    def preemption_mode(self, victim: Request, num_blocks: int, num_positions: int) -> Choice:
-        return Choice(self.random.choice(list(PreemptionMode)), "lot")
+    def preemption_mode(self, victim: Request, num_blocks: int, num_positions: int) -> PreemptionChoice:
+        return PreemptionChoice(self.random.choice(list(PreemptionMode)), "lot")
 
 
 class Fairness:
@@ -58,7 +58,7 @@ class Fairness:
         # Steps that are confined to some requests are not shared.
         tenants = {} if scheduler.confined_to else scheduler.tenants.present
         self.served = {number: tenant.served for number, tenant in tenants.items()}
-        self.stuck = any(r.waits_for in ("blocks", "rows") for r in scheduler.waiting)
+        self.stuck = any(r.wait_reason in ("blocks", "rows") for r in scheduler.waiting)
 
     def check(self, plan: StepPlan, totals: Counter[str]) -> None:
         prompts: Counter[int] = Counter()  # positions of prompts, by tenant
@@ -71,7 +71,7 @@ class Fairness:
             if due <= 1:
                 continue
             prompts[tenant] += count
-            if count < min(due, self.longest or due) and seq is seq.request.solo:
+            if count < min(due, self.longest or due) and seq is seq.request.only_sequence:
                 unmet.add(tenant)
             if self.longest and due > self.longest:
                 need(count <= self.longest, Invariant, "a long prompt takes more than its part", seq)
@@ -90,16 +90,16 @@ class Fairness:
         need(after == {n: served + whole[n] for n, served in self.served.items()}, Invariant, "served", after)
         if self.stuck or self.swapped or scheduler.num_preemptions > self.num_preemptions:
             return
-        if any(r.waits_for in STOPPED for r in scheduler.waiting):
+        if any(r.wait_reason in STOPPED for r in scheduler.waiting):
             return
         if any(start and seq not in self.due for seq, start in zip(plan.sequences, plan.starts, strict=True)):
             return  # the cache had what was taken to be due: others had what that left
         planned = {seq.request for seq in plan.sequences}
         for request in scheduler.running:
-            due = 0 if request.solo is None else self.due.get(request.solo, 0)
+            due = 0 if request.only_sequence is None else self.due.get(request.only_sequence, 0)
             if due > 1 and request not in planned and not self._is_long(due):
                 unmet.add(request.tenant)
-        unmet |= {number for number, t in present.items() if t.waiting and t.waiting[0].waits_for in ("", "budget")}
+        unmet |= {number for number, t in present.items() if t.waiting and t.waiting[0].wait_reason in ("", "budget")}
         for poor in unmet:
             for rich, count in prompts.items():
                 totals["shared steps"] += rich != poor
@@ -129,7 +129,7 @@ class World:
         num_blocks = max(4, rnd.randint(40, 90 if self.tight else 130) // size)
         num_host = num_blocks if self.kind == "swap" else rnd.choice([0, num_blocks // 2, num_blocks])
         self.rows = rnd.choice([2, 4, 8, 16])
-        self.cache = KVCache(
+        self.cache = KVCacheManager(
             num_blocks,
             size,
             num_host,
@@ -151,12 +151,14 @@ class World:
         policy = RandomPolicy(rnd, by_priority) if mode == "lot" else Policy(by_priority, mode)
         also = random.Random(seed + 0.5)
         policy.ageing = also.choice([0, 1, 4])
-        policy.victims = also.choice(list(VictimChoice))
+        policy.victims = also.choice(list(VictimPolicy))
         fair = self.fair = random.Random(seed + 0.625)  # tenants, calls and long prompts, in most worlds
         policy.long_prefill_token_threshold = fair.choice([0, 0, 1, 2, 5, 9])
         policy.max_long_partial_prefills = fair.choice([1, 1, 2])
         self.num_tenants = fair.choice([1, 2, 2, 3])
-        policy.costs = Costs(token_s=also.choice([0, 1, 1]), move_s=also.choice([0.1, size / 2, size]), kept=0.2)
+        policy.costs = PreemptionCosts(
+            token_s=also.choice([0, 1, 1]), move_s=also.choice([0.1, size / 2, size]), kept=0.2
+        )
         self.scheduler = Scheduler(
             self.cache,
             max_num_batched_tokens=rnd.choice([self.rows, self.rows + 3, 32, 256]),
@@ -202,7 +204,7 @@ class World:
         """Who was preempted comes back when all who run, itself included, can grow; the more the more often it was."""
         scheduler, cache = self.scheduler, self.cache
         if request.num_preemptions and len(scheduler.running) > 1:
-            left = max(s.limit - len(s.token_ids) for s in request.sequences)
+            left = max(s.max_length - len(s.token_ids) for s in request.sequences)
             growth = cache.blocks_for(min(left, 16 << (request.num_preemptions - 1)))
             need(cache.pool.num_available >= growth * scheduler.num_rows_taken, Invariant, "no room to grow", request)
 
@@ -236,14 +238,14 @@ class World:
                 priority=rnd.choice([0, 0, 0, 1]),
                 salt=salt,
                 width=width,
-                num_draws=width,
-                decide=o.keep_best(width) if beam else None,
-                constrained=rnd.random() < 0.15,
+                num_samples=width,
+                select_beams=o.keep_best(width) if beam else None,
+                use_structured_output=rnd.random() < 0.15,
             )
             todo.append(request)
         for request in todo:
             request.tenant = self.fair.randrange(self.num_tenants)
-            request.rank = self.fair.choice([0, 0, 0, 1, 3])
+            request.index_in_call = self.fair.choice([0, 0, 0, 1, 3])
         self._add_pins(todo, prefixes)
         return todo
 
@@ -326,10 +328,10 @@ class World:
             not scheduler.confined_to or planned <= scheduler.confined_to, Invariant, "planned beside those confined to"
         )
         need(all(len(r.sequences) > 1 or r.sequences[0] in plan.sequences for r in came), Invariant, "came for nothing")
-        most, alone = scheduler.step_limit, len({seq.request for seq in plan.sequences}) == 1
+        most, alone = scheduler.max_num_scheduled_tokens, len({seq.request for seq in plan.sequences}) == 1
         need(plan.num_tokens <= most or (alone and set(plan.counts) == {1}), Invariant, "token budget", most)
         need(most <= scheduler.max_num_batched_tokens, Invariant, "limit", most)
-        need(all(n <= scheduler.decode_window for n in plan.samples), Invariant, "window")
+        need(all(n <= scheduler.decode_window for n in plan.num_sampled), Invariant, "window")
         self.was_out += len(plan.swap_outs)
         need(not self.cache.events.active or self.told_out == self.was_out, Invariant, "told of other blocks")
         self._computed_once(plan, came)
@@ -357,7 +359,7 @@ class World:
 
     def _note_authors(self, plan: StepPlan) -> None:
         brought, size = {dst for _, dst in plan.swap_ins}, self.cache.block_size
-        for request in plan.swapped:
+        for request in plan.swapped_requests:
             if request.status is Status.RUNNING:
                 self.authors |= {b: seq for seq in request.sequences for b in seq.block_ids if b in brought}
         for seq, start, count in zip(plan.sequences, plan.starts, plan.counts, strict=True):
@@ -371,7 +373,7 @@ class World:
         live = [
             i
             for i, seq in enumerate(plan.sequences)
-            if seq.request.status is not Status.FINISHED and i not in plan.void
+            if seq.request.status is not Status.FINISHED and i not in plan.void_slices
         ]
         away = [i for i in live if plan.sequences[i].request.status is not Status.RUNNING]  # seldom, and so more often
         if not live or self.broken.random() >= self.breaking * (10 if away else 1):
@@ -408,7 +410,7 @@ class World:
                 totals["out of memory"] += 1
                 limit = self.short.randint(1, max(1, plan.num_tokens // 2))
             redone = scheduler.fail(plan, limit)
-            need(not limit or scheduler.step_limit == limit, Invariant, "limit", limit)
+            need(not limit or scheduler.max_num_scheduled_tokens == limit, Invariant, "limit", limit)
             self.oracle.fail(void)
             totals["recomputed after a failed step"] += len(redone)
             need(all(r.status is Status.WAITING and not r.num_pending for r in redone), Invariant, "not taken back")
@@ -427,9 +429,11 @@ class World:
         self._nobody_finds(void)
         if scheduler.confined_to and self.halving.random() < 0.3:
             self._confine([*scheduler.running, *scheduler.waiting])
-        if scheduler.step_limit < scheduler.max_num_batched_tokens and self.short.random() < 0.1:
+        if scheduler.max_num_scheduled_tokens < scheduler.max_num_batched_tokens and self.short.random() < 0.1:
             totals["steps grow again"] += 1
-            scheduler.step_limit = min(scheduler.max_num_batched_tokens, 2 * scheduler.step_limit)
+            scheduler.max_num_scheduled_tokens = min(
+                scheduler.max_num_batched_tokens, 2 * scheduler.max_num_scheduled_tokens
+            )
         o.check(scheduler)
 
     def _confine(self, requests: list[Request]) -> None:
@@ -452,14 +456,14 @@ class World:
         poisoned = {i for i in self.oracle.poisoned.get(id(plan), ()) if not plan.sequences[i].finish_reason}
         finished = scheduler.update(plan, result, last=last)
         need(self.cache.num_corrupt - num_before == corrupt, Invariant, "corrupt blocks are counted", corrupt)
-        need(poisoned <= plan.void, WrongOutput, "computed from corrupt blocks", poisoned - plan.void)
+        need(poisoned <= plan.void_slices, WrongOutput, "computed from corrupt blocks", poisoned - plan.void_slices)
         if last:
             self.oracle.poisoned.pop(id(plan), None)
         if corrupt:
             self.totals["corrupt blocks"] += corrupt
             self.totals["corrupt blocks while confined"] += bool(scheduler.confined_to)
             redone = [r for r in running if r.status is Status.WAITING]
-            self.totals["others recomputed"] += len(redone) - len({plan.returning[b] for b in result.corrupt})
+            self.totals["others recomputed"] += len(redone) - len({plan.swap_in_requests[b] for b in result.corrupt})
             self.totals["went on beside a corrupt block"] += len(running) - len(redone)
         return finished
 
@@ -481,7 +485,7 @@ class World:
             request = self.wanted[name]
             got = o.outputs(request)
             if name in self.aborted | self.stopped | self.failed:
-                if request.decide is None:
+                if request.select_beams is None:
                     whole = dict(wanted)
                     need(all(t == whole[j][: len(t)] for j, t in got), WrongOutput, name, "cut short")
             else:
@@ -536,16 +540,16 @@ def covering(totals: Counter[str]) -> Iterator[None]:
         totals["preempt itself"] += victim is asker
 
     wrap(Scheduler, "_preempt", preempt)
-    wrap(KVCache, "park", lambda *_: totals.update(["pin"]))
+    wrap(KVCacheManager, "pin", lambda *_: totals.update(["pin"]))
 
-    def attach(cache: KVCache, seq: Any, prefix: Any) -> None:
+    def attach(cache: KVCacheManager, seq: Any, prefix: Any) -> None:
         tails = {s.block_ids[-1] for s in cache.pins.values() if s.num_computed % cache.block_size}
         totals["share a pin's tail"] += bool(prefix.block_ids) and prefix.block_ids[-1] in tails
         totals["share a pin"] += any(b in s.block_ids for s in cache.pins.values() for b in prefix.block_ids[:1])
 
-    wrap(KVCache, "attach", attach)
-    wrap(KVCache, "sibling_prefix", lambda *_: totals.update(["rebuild a sibling"]))
-    wrap(KVCache, "fork", lambda c, p, *_: totals.update(["fork " + p.request.status.value]))
+    wrap(KVCacheManager, "attach", attach)
+    wrap(KVCacheManager, "sibling_prefix", lambda *_: totals.update(["rebuild a sibling"]))
+    wrap(KVCacheManager, "fork", lambda c, p, *_: totals.update(["fork " + p.request.status.value]))
     try:
         yield
     finally:

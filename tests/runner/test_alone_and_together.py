@@ -1,4 +1,4 @@
-"""In bfloat16, a sequence gets the same logits alone and among others, to the last bit: up to 16 that decode."""
+"""In bfloat16, a sequence gets the same logits alone and in a batch, to the last bit, up to 16 decoding sequences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo import LLM, SamplingParams
 from octavo.kernels.cpu import ops as cpu
-from tests.kernels.machines import become
+from tests.kernels.cpu.backends import use_backend
 from tests.models.tiny import make_tiny_checkpoint, random_prompts
 
 NUM_STEPS = 4
@@ -22,7 +22,7 @@ Directory = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Directory:
-    """By kind, each made once."""
+    """kind -> directory of its checkpoint, made once."""
     made: dict[str, Path] = {}
 
     def get(kind: str) -> Path:
@@ -34,7 +34,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Directory:
 
 
 def steps(llm: LLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The logits of each step, as they are sampled from."""
+    """The logits of each step, as passed to sampling."""
     seen: list[Tensor] = []
     sample = cpu.sample
     with monkeypatch.context() as patch:
@@ -47,10 +47,10 @@ def steps(llm: LLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("way", ["native", "x86-64-v3", "oneDNN", "blocks"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "gpt2"])
-def test_logits_are_the_same_alone_and_together(
+def test_logits_are_the_same_alone_and_in_a_batch(
     directory: Directory, kind: str, way: str, quantization: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    become(way, monkeypatch)
+    use_backend(way, monkeypatch)
     options = {"skip_tokenizer_init": True, "device": "cpu", "dtype": "bfloat16", "enable_prefix_caching": False}
     with LLM(str(directory(kind)), quantization=quantization, num_gpu_blocks_override=80, **options) as llm:
         alone = [torch.cat(steps(llm, [prompt], monkeypatch)) for prompt in PROMPTS]  # [NUM_STEPS, vocab_size] each

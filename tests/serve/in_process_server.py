@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 
 from octavo.config import EngineArgs
-from octavo.frontend.async_llm import AsyncEngine
-from octavo.frontend.build import Built, build
+from octavo.frontend.async_llm import AsyncLLM
+from octavo.frontend.build import BuiltEngine, build
 from octavo.serve.app import App
 from octavo.serve.args import ServeArgs
 from octavo.serve.http.middleware import ApiKeys
@@ -31,9 +31,9 @@ LONGEST = 128
 @dataclass
 class Server:
     app: App
-    engine: AsyncEngine
+    engine: AsyncLLM
     client: httpx.AsyncClient
-    built: Built
+    built: BuiltEngine
 
     async def post(self, path: str, /, **body: Any) -> httpx.Response:
         return await self.client.post(path, json=body)
@@ -91,7 +91,7 @@ async def serving(
     options = OPTIONS | (engine_options or {})
     args = EngineArgs(model=model, **({"chat_template": TEMPLATE} | options))
     built = build(args)
-    async with AsyncEngine(built.engine, built.tokenizer) as engine:
+    async with AsyncLLM(built.engine, built.tokenizer) as engine:
         limits = EngineLimits(args.max_num_seqs, args.max_logprobs, args.scheduling_policy == "priority")
         serve_args = ServeArgs(**({"served_model_name": [NAME]} | settings))
         service = Service(engine, serve_args, model, limits, tracing)

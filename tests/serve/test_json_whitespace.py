@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from octavo.errors import ParameterError
-from octavo.frontend.input_processor import Prompts
+from octavo.frontend.input_processor import InputProcessor
 from octavo.params.sampling_params import SamplingParams
 from octavo.serve.args import ServeArgs
 from octavo.serve.openai.request import RequestParser
 from octavo.text.tokenizer import Tokenizer
-from tests.text.conftest import train_byte_level
+from tests.text.samples import train_byte_level
 
 SCHEMA = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
 BODIES: dict[str, dict[str, Any]] = {
@@ -32,21 +32,21 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def prompts() -> Iterator[Prompts]:
-    prompts = Prompts(Tokenizer(train_byte_level()))
+def prompts() -> Iterator[InputProcessor]:
+    prompts = InputProcessor(Tokenizer(train_byte_level()))
     yield prompts
     prompts.close()
 
 
-def takes(prompts: Prompts, most: int, body: dict[str, Any], text: str) -> bool:
+def takes(prompts: InputProcessor, most: int, body: dict[str, Any], text: str) -> bool:
     """Whether a server with that option lets a model answer so."""
     parser = RequestParser(("tiny",), SamplingParams(), has_tools=True, max_json_whitespace=most)
     request = parser.parse_completion(body) if "prompt" in body else parser.parse_chat(body)
-    grammar = prompts.grammar(request.params)
+    grammar = prompts.compile_grammar(request.params)
     assert grammar is not None
     matcher = grammar.start()
-    matcher.advance(prompts.tokenizer.encode(text, add_special_tokens=False, parse_special=False))
-    return matcher.may_end and not matcher.error
+    matcher.accept_tokens(prompts.tokenizer.encode(text, add_special_tokens=False, parse_special=False))
+    return matcher.is_accepting and not matcher.error
 
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
@@ -54,7 +54,7 @@ def takes(prompts: Prompts, most: int, body: dict[str, Any], text: str) -> bool:
     ("most", "allowed", "refused"), [(0, [0], [1, 12]), (12, [0, 12], [13]), (40, [0, 40], [41]), (-1, [0, 300], [])]
 )
 def test_white_space_is_bounded_by_the_option(
-    prompts: Prompts, body: dict[str, Any], most: int, allowed: list[int], refused: list[int]
+    prompts: InputProcessor, body: dict[str, Any], most: int, allowed: list[int], refused: list[int]
 ) -> None:
     value = {"a": 1} if "prompt" in body else {"name": "f", "arguments": {"a": 1}}
     text = json.dumps(value, separators=(",", ":"))
@@ -63,7 +63,7 @@ def test_white_space_is_bounded_by_the_option(
         assert takes(prompts, most, body, spaced) == (num_spaces in allowed), num_spaces
 
 
-def test_a_request_that_says_it_itself_has_its_way(prompts: Prompts) -> None:
+def test_a_request_that_says_it_itself_has_its_way(prompts: InputProcessor) -> None:
     for most in (0, 40, -1):
         body = {"prompt": "x", "structured_outputs": {"json": SCHEMA, "whitespace_pattern": " {2}"}}
         assert takes(prompts, most, body, '{  "a":  1  }') and not takes(prompts, most, body, '{"a":   1}')

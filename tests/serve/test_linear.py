@@ -30,7 +30,7 @@ from octavo.serve.http.server import LimitedHttpProtocol
 from octavo.serve.openai import request, responses_api, schema
 from octavo.serve.openai.errors import ApiError
 from octavo.text import chat_template, grammar, tokenizer
-from octavo.text.output_parser import AnswerParser
+from octavo.text.output_parser import OutputParser
 
 LEAST_S, MAX_BYTES = 0.004, 1 << 21
 RATIO, RUNS = 11.0, 5
@@ -284,7 +284,7 @@ def _parsed(size: int, **options: Any) -> Callable[[str], object]:
     """An answer in pieces; 0: at once."""
 
     def read(text: str) -> None:
-        parser = AnswerParser(**options)
+        parser = OutputParser(**options)
         for i in range(0, len(text), size or len(text)):
             parser.push(text[i : i + (size or len(text))])
         parser.finish()
@@ -293,9 +293,9 @@ def _parsed(size: int, **options: Any) -> Callable[[str], object]:
 
 
 def _answers() -> list[Case]:
-    hermes: dict[str, Any] = {"think": True, "tools": "hermes", "names": ["f"]}
-    llama: dict[str, Any] = {"tools": "llama3_json", "names": ["f"]}
-    thinking: dict[str, Any] = {"think": True, "in_think": True, "tools": "hermes"}
+    hermes: dict[str, Any] = {"reasoning": True, "tools": "hermes", "tool_names": ["f"]}
+    llama: dict[str, Any] = {"tools": "llama3_json", "tool_names": ["f"]}
+    thinking: dict[str, Any] = {"reasoning": True, "starts_in_reasoning": True, "tools": "hermes"}
     texts: dict[str, tuple[dict[str, Any], Callable[[int], str]]] = {
         "white space": (hermes, lambda n: " " * n),
         "white space behind reasoning": (hermes, lambda n: "<think></think>" + " \n" * (n // 2)),
@@ -337,9 +337,9 @@ def _texts() -> list[Case]:
         make = lambda n, kind=kind: kind * (n // len(kind))  # noqa: E731
         check = _quietly(lambda form: chat_template._check_format(form, ("a",)))
         cases.append(Case(f"a template's format: {kind!r}", make, check))
-    for kind in ("a", "\n", " ", chat_template.HERE, chat_template.HERE.strip()):
+    for kind in ("a", "\n", " ", chat_template.END_SENTINEL, chat_template.END_SENTINEL.strip()):
         make = lambda n, kind=kind: kind * (n // len(kind))  # noqa: E731
-        cases.append(Case(f"a rendered text: {kind!r}", make, _quietly(chat_template._cut_at_end_of_final)))
+        cases.append(Case(f"a rendered text: {kind!r}", make, _quietly(chat_template._cut_after_final_message)))
     for kind in ("\n", "\n 1", "\n1 | ", " ", "1"):
         make = lambda n, kind=kind: kind * (n // len(kind))  # noqa: E731
         cases.append(Case(f"a grammar's error: {kind!r}", make, grammar._one_line))

@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from octavo import SamplingParams
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from octavo.engine.stats import BackendStats, EngineStats, Health
+from octavo.engine.stats import EngineStats, Health, StatsSnapshot
 from octavo.log_setup import JsonFormatter
 from octavo.serve.metrics import (
     ITL_BUCKETS,
@@ -115,7 +115,7 @@ def test_a_gap_before_every_token_but_the_first_of_a_sample(
         clock[0] = 10.0 + (at or 0.0)
         outputs = [CompletionOutput(i, "", []) for i in range(samples)]
         tracker.record(RequestOutput("r", None, [1, 2, 3], outputs, False, told))
-    got = values_of(metrics.text(BackendStats(EngineStats(), None), Health("running", 0.0)).decode())
+    got = values_of(metrics.text(StatsSnapshot(EngineStats(), None), Health("running", 0.0)).decode())
     assert got["vllm:inter_token_latency_seconds_count"] == gaps
     assert got["vllm:inter_token_latency_seconds_sum"] == pytest.approx(total)
 
@@ -133,7 +133,7 @@ def test_the_gaps_of_a_sample_that_goes_on_alone(monkeypatch: pytest.MonkeyPatch
     ]:
         clock[0], told = at, RequestMetrics(9.0, 9.0, 10.0, at, num_generation_tokens=num_tokens)
         tracker.record(RequestOutput("r", None, [1, 2, 3], outputs, False, told))
-    got = values_of(metrics.text(BackendStats(EngineStats(), None), Health("running", 0.0)).decode())
+    got = values_of(metrics.text(StatsSnapshot(EngineStats(), None), Health("running", 0.0)).decode())
     assert got["vllm:inter_token_latency_seconds_count"] == 3
     assert got["vllm:inter_token_latency_seconds_sum"] == pytest.approx(6.0)
 
@@ -228,7 +228,7 @@ def test_who_waits_for_an_engine_does_not_wait_for_room(model: str, tmp_path: Pa
         metrics = Metrics("m", 128)
         async with oracle_client(model, hold=str(hold)) as client:
             first = asyncio.ensure_future(last_of(client, [1, 2], SamplingParams(max_tokens=20)))
-            while not any(stream.sent for stream in client._streams.values()):
+            while not any(stream.sent for stream in client._handles.values()):
                 await asyncio.sleep(0.002)
             assert client.pid is not None
             os.kill(client.pid, signal.SIGKILL)
@@ -263,21 +263,21 @@ def test_buckets_are_vllms() -> None:
 def test_the_line_of_numbers_reads_as_vllms() -> None:
     metrics = Metrics("m", 128)
     line = StatsLogger(metrics, "CPU")
-    kv = KVCache(100, 4).stats()
+    kv = KVCacheManager(100, 4).stats()
     engine: dict[str, Any] = {"num_preemptions": 3}
-    assert line.line(BackendStats(EngineStats(), kv)) is None
+    assert line.line(StatsSnapshot(EngineStats(), kv)) is None
     metrics.record_prompt(100, 60)
     metrics.record_tokens(10)
-    text = line.line(BackendStats(EngineStats(**engine), kv, num_running=8, num_waiting=1, num_swapped=1))
+    text = line.line(StatsSnapshot(EngineStats(**engine), kv, num_running=8, num_waiting=1, num_swapped=1))
     assert text is not None
     pattern = (
         r"Engine 000: Avg prompt throughput: [\d.]+ tokens/s, Avg generation throughput: [\d.]+ tokens/s, "
         r"Running: 8 reqs, Waiting: 2 reqs, Preemptions: 3, CPU KV cache usage: 0.0%, Prefix cache hit rate: 60.0%"
     )
     assert re.fullmatch(pattern, text)
-    last = line.line(BackendStats(EngineStats(**engine), kv))
+    last = line.line(StatsSnapshot(EngineStats(**engine), kv))
     assert last is not None and "Preemptions" not in last and "throughput: 0.0 tokens/s" in last
-    assert line.line(BackendStats(EngineStats(**engine), kv)) is None  # nothing happens: nothing is said
+    assert line.line(StatsSnapshot(EngineStats(**engine), kv)) is None  # nothing happens: nothing is said
 
 
 def test_paths_that_are_not_logged_are_the_routes_behind_a_proxy_too(

@@ -22,7 +22,7 @@ from octavo.serve.http.middleware import ApiKeys
 from octavo.serve.launcher import load_keys
 from octavo.serve.tenants import OTHER_TENANT, Tenant
 from octavo.view.live.messages import Frame
-from octavo.view.live.state import Picture
+from octavo.view.live.state import PoolState
 from tests.serve.http.test_server import Process, call
 
 ONE, TWO, ADMIN = "sk-one", "sk-two", "sk-admin"
@@ -48,7 +48,7 @@ def server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
 
 
 class Watching(threading.Thread):
-    """A viewer of /view/events, which keeps its picture and all that it was sent."""
+    """A viewer of /view/events, which keeps its state and all that it was sent."""
 
     def __init__(self, url: str, key: str) -> None:
         super().__init__(daemon=True)
@@ -58,18 +58,18 @@ class Watching(threading.Thread):
         self.sock = self.connection.sock
         self.answer = self.connection.getresponse()
         self.frames: list[bytes] = []
-        self.picture: Picture | None = None
+        self.state: PoolState | None = None
         self.wrong: Exception | None = None
         self.held: set[int] = set()
         self.start()
-        while self.picture is None and self.is_alive():
+        while self.state is None and self.is_alive():
             time.sleep(0.01)
 
     def run(self) -> None:
         try:
             for line in self.answer:
                 if line.startswith(b"data: "):
-                    self._take(line.removeprefix(b"data: "))
+                    self._process(line.removeprefix(b"data: "))
         except Exception as error:
             self.wrong = error
 
@@ -80,14 +80,14 @@ class Watching(threading.Thread):
         self.connection.close()
         assert self.wrong is None or isinstance(self.wrong, (OSError, http.client.HTTPException)), self.wrong
 
-    def _take(self, data: bytes) -> None:
+    def _process(self, data: bytes) -> None:
         self.frames.append(data)
         frame = msgspec.json.decode(data, type=Frame)  # type: ignore[arg-type]
-        if self.picture is None:
-            self.picture = Picture(frame)
+        if self.state is None:
+            self.state = PoolState(frame)
         else:
-            self.picture.apply(frame)
-        for table in list(self.picture.tables.values()):
+            self.state.apply(frame)
+        for table in list(self.state.tables.values()):
             self.held |= {block for block in table.block_ids.tolist() if block > 0}
 
     @property
@@ -152,15 +152,15 @@ def test_a_key_sees_its_own_requests_and_an_admin_key_sees_all(server: str) -> N
 
         # The stream
         for own, other in ((one, TWO), (two, ONE)):
-            assert own.picture is not None and admin.picture is not None
+            assert own.state is not None and admin.state is not None
             assert not any(name in own.said for name in ids[other])
             assert any(name in own.said for name in ids[ONE if other == TWO else TWO])
-            assert np.array_equal(own.picture.words, admin.picture.words) and own.picture.stats == admin.picture.stats
-            assert own.picture.counts == admin.picture.counts
+            assert np.array_equal(own.state.words, admin.state.words) and own.state.stats == admin.state.stats
+            assert own.state.counts == admin.state.counts
         assert all(name in admin.said for name in ids[ONE] | ids[TWO] if name in ids[ADMIN])
 
         # Blocks
-        cached = np.nonzero(admin.picture.words)[0].tolist()
+        cached = np.nonzero(admin.state.words)[0].tolist()
         assert cached
         for block in cached:
             of = {key: ask(server, f"/view/blocks/{block}", key) for key in (ONE, TWO, ADMIN)}
@@ -188,8 +188,8 @@ def test_pins_of_others_are_not_named(server: str) -> None:
 
 def _pins(server: str, key: str) -> list[str]:
     with watching(server, key) as (viewer,):
-        assert viewer.picture is not None
-        return [name for name, request in viewer.picture.requests.items() if request.status == "pinned"]
+        assert viewer.state is not None
+        return [name for name, request in viewer.state.requests.items() if request.status == "pinned"]
 
 
 def test_only_an_admin_is_shown_as_one(server: str) -> None:

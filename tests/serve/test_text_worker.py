@@ -20,7 +20,7 @@ import pytest
 
 from octavo.checkpoint.resolve import open_checkpoint
 from octavo.errors import TemplateError
-from octavo.frontend.input_processor import Prompts
+from octavo.frontend.input_processor import InputProcessor
 from octavo.serve import text_worker
 from octavo.serve.openai.errors import ApiError
 from octavo.serve.text_worker import TextWorkerPool
@@ -47,8 +47,8 @@ def test_a_worker_does_what_the_tokenizer_does(tokenizer: Tokenizer) -> None:
         assert await workers.encode([text, "x"], True) == [ids, tokenizer.encode("x")]
         assert await workers.decode([2, *ids], False) == "</s>" + text
         assert await workers.token_strings(ids[:3]) == ["H", "e", "l"]
-        assert await workers.word_ids([" a", "bc"]) == Prompts(tokenizer).word_ids([" a", "bc"])
-        prompt = Prompts(tokenizer).chat(HELLO)
+        assert await workers.word_ids([" a", "bc"]) == InputProcessor(tokenizer).encode_bad_words([" a", "bc"])
+        prompt = InputProcessor(tokenizer).chat(HELLO)
         assert await workers.chat(HELLO, {}) == (prompt["prompt"], prompt["prompt_token_ids"])
         with pytest.raises(TemplateError, match="no king") as caught:
             await workers.chat(HELLO, {"chat_template": "{{ raise_exception('no king') }}"})

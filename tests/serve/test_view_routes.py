@@ -15,7 +15,7 @@ from octavo import SamplingParams
 from octavo.core.policy import PreemptionMode
 from octavo.view.live.hub import Hub
 from octavo.view.live.messages import Frame
-from octavo.view.live.state import Picture
+from octavo.view.live.state import PoolState
 from tests.engine.process.engines import last_of, oracle_client
 from tests.serve.in_process_server import Server, run, serving
 from tests.view.live.test_hub import frame_of
@@ -31,7 +31,7 @@ class Listener:
         self.left = asyncio.Event()
         self.status = 0
         self.headers: dict[str, str] = {}
-        self.picture: Picture | None = None
+        self.state: PoolState | None = None
         self.rest = b""
         scope = {
             "type": "http",
@@ -66,15 +66,15 @@ class Listener:
         kind, data = event.split(b"\n")
         return kind.removeprefix(b"event: ").decode(), data.removeprefix(b"data: ")
 
-    async def read(self) -> Picture:
+    async def read(self) -> PoolState:
         kind, data = await self.event()
         frame = msgspec.json.decode(data, type=Frame)  # type: ignore[arg-type]
-        if self.picture is None:
+        if self.state is None:
             assert kind == "snapshot"
-            self.picture = Picture(frame)
+            self.state = PoolState(frame)
         else:
-            self.picture.apply(frame)
-        return self.picture
+            self.state.apply(frame)
+        return self.state
 
     async def leave(self) -> None:
         self.left.set()
@@ -82,14 +82,14 @@ class Listener:
 
 
 async def agrees(listener: Listener, server: Server) -> None:
-    """Reads on until the picture is the pool's, of an engine at rest."""
+    """Reads on until the state is the pool's, of an engine at rest."""
     stats = (await server.engine.kv_stats()).as_dict()
-    picture = listener.picture or await listener.read()
-    while picture.stats != stats or picture.requests:
-        picture = await listener.read()
+    state = listener.state or await listener.read()
+    while state.stats != stats or state.requests:
+        state = await listener.read()
     pool = server.built.engine.scheduler.cache.pool
-    assert np.array_equal(picture.words & 0x7FFF, np.array(pool.refs))
-    assert np.array_equal(picture.words >> 15 == 1, np.array(pool.seal_id) != 0)
+    assert np.array_equal(state.words & 0x7FFF, np.array(pool.refs))
+    assert np.array_equal(state.words >> 15 == 1, np.array(pool.seal_id) != 0)
 
 
 def test_a_server_is_seen_while_it_works(model: str) -> None:
@@ -102,15 +102,15 @@ def test_a_server_is_seen_while_it_works(model: str) -> None:
             await early.read()
             assert (early.status, early.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
             work = [asyncio.create_task(server.complete(f"Hello {i}", max_tokens=40)) for i in range(8)]
-            while early.picture is None or not early.picture.events:  # the requests may have left again by then
+            while early.state is None or not early.state.events:  # the requests may have left again by then
                 await early.read()
             late = Listener(server.app.asgi)
             await asyncio.gather(*work)
             await server.at_rest()
             for listener in (early, late):
                 await agrees(listener, server)
-            assert {e["event"] for e in early.picture.events} >= {"arrived", "admitted", "finished"}
-            sealed = int(np.nonzero(early.picture.words)[0][0])
+            assert {e["event"] for e in early.state.events} >= {"arrived", "admitted", "finished"}
+            sealed = int(np.nonzero(early.state.words)[0][0])
             found = (await server.client.get(f"/view/blocks/{sealed}")).json()
             assert (found["id"], found["sealed"], len(found["token_ids"])) == (sealed, True, 4) and found["text"]
             assert (await server.client.get("/view/blocks/x")).status_code == 404
@@ -138,8 +138,8 @@ def test_text_is_shown_only_where_the_server_allows_it(model: str) -> None:
             await listener.read()
             await server.complete("Hello, hello, hello, hello")
             await agrees(listener, server)
-            assert listener.picture is not None
-            sealed = int(np.nonzero(listener.picture.words)[0][0])
+            assert listener.state is not None
+            sealed = int(np.nonzero(listener.state.words)[0][0])
             found = (await server.client.get(f"/view/blocks/{sealed}")).json()
             assert found["token_ids"] is None and found["text"] is None and len(found["name"]) == 32
             await listener.leave()
@@ -190,27 +190,27 @@ def test_an_engine_in_a_process_of_its_own_is_seen_and_so_is_its_successor(model
     async def main() -> None:
         client = oracle_client(model)
         async with client:
-            hub = Hub(client.look)
+            hub = Hub(client.view_rpc)
             stream = hub.watch()
-            picture = Picture(frame_of(await anext(stream)))
-            assert picture.num_blocks == 200
+            state = PoolState(frame_of(await anext(stream)))
+            assert state.num_blocks == 200
 
             async def until(name: str) -> None:
-                while name not in {e.get("request_id") for e in picture.events if e["event"] == "finished"}:
-                    picture.apply(frame_of(await anext(stream)))
+                while name not in {e.get("request_id") for e in state.events if e["event"] == "finished"}:
+                    state.apply(frame_of(await anext(stream)))
 
             params = SamplingParams(max_tokens=30, ignore_eos=True)
             await last_of(client, [1, 2, 3], params, request_id="first")
             await until("first")
-            assert picture.num_used == 0 and picture.num_cached == 8  # of 33 tokens the last is never computed
-            epoch = picture.epoch
+            assert state.num_used == 0 and state.num_cached == 8  # of 33 tokens the last is never computed
+            epoch = state.epoch
             os.kill(client.pid or 0, signal.SIGKILL)
-            while picture.epoch == epoch:
-                picture.apply(frame_of(await anext(stream)))
-            assert picture.num_free == 200
+            while state.epoch == epoch:
+                state.apply(frame_of(await anext(stream)))
+            assert state.num_free == 200
             await last_of(client, [1, 2, 3], params, request_id="second")
             await until("second")
-            assert picture.stats == (await client.kv_stats()).as_dict()
+            assert state.stats == (await client.kv_stats()).as_dict()
             await stream.aclose()
 
     run(main())

@@ -1,5 +1,5 @@
-"""Giving way by cost, on a virtual clock: `auto` is about as fast as the better of recomputing and swapping, and
-nobody is thrown out again and again."""
+"""Preemption by cost on a virtual clock: `auto` is about as fast as the better of recompute and swap, without
+preempting a request repeatedly."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from octavo.core import events as ev
 from octavo.simulate import traces
 from octavo.simulate.cost import find_device
 from octavo.simulate.models import find_model
-from octavo.simulate.simulation import Records, Replica, Setup
+from octavo.simulate.simulation import Records, Replica, SimConfig
 
 NUM_TOKENS = 12_000
 """Slots of the pool: about two thirds of what the requests that run together would like."""
 
 
 def finish(mode: str, block_size: int, device: str, num: int, **options: str) -> tuple[float, list[int]]:
-    """Seconds until a ShareGPT-like load is served, and how often each request was preempted."""
+    """Seconds until a ShareGPT-like load is served, and the number of preemptions per request."""
     args = EngineArgs(
         model="llama-3.1-8b",
         num_gpu_blocks_override=NUM_TOKENS // block_size,
@@ -32,7 +32,7 @@ def finish(mode: str, block_size: int, device: str, num: int, **options: str) ->
         max_num_seqs=256,
         **options,  # type: ignore[arg-type]
     )
-    replica = Replica(Setup(find_model("llama-3.1-8b"), find_device(device), args), Records(), sample_s=1e9)
+    replica = Replica(SimConfig(find_model("llama-3.1-8b"), find_device(device), args), Records(), interval_s=1e9)
     preempted: Counter[str] = Counter()
 
     def listen(event: ev.Event) -> None:
@@ -40,10 +40,10 @@ def finish(mode: str, block_size: int, device: str, num: int, **options: str) ->
             preempted[event.request_id] += 1
 
     replica.scheduler.events.subscribe(listen)
-    arrivals = traces.of_lengths(traces.sharegpt_like(num, seed=1), traces.poisson(60.0, seed=2))
+    arrivals = traces.from_lengths(traces.sharegpt_like(num, seed=1), traces.poisson(60.0, seed=2))
     for index, arrival in enumerate(islice(arrivals, num)):
         replica.run_until(arrival.time_s)
-        replica.offer(index, arrival)
+        replica.submit(index, arrival)
     replica.run_until(float("inf"))
     return replica.clock.now, [preempted[str(i)] for i in range(num)]
 
@@ -59,14 +59,14 @@ def finish(mode: str, block_size: int, device: str, num: int, **options: str) ->
         ),
     ],
 )
-def test_auto_is_never_slower_than_the_better_of_both(device: str, block_size: int, num: int) -> None:
+def test_auto_is_as_fast_as_the_better_mode(device: str, block_size: int, num: int) -> None:
     seconds = {mode: finish(mode, block_size, device, num)[0] for mode in ("auto", "recompute", "swap")}
     assert seconds["auto"] <= 1.05 * min(seconds.values()), seconds
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("victim", ["latest", "least_lost"])
-def test_nobody_is_thrown_out_again_and_again(mode: str, victim: str) -> None:
+def test_no_request_is_preempted_repeatedly(mode: str, victim: str) -> None:
     _, preempted = finish(mode, 16, "h100", 300, preemption_victim=victim)
     assert sum(preempted) > 50
     assert max(preempted) <= 8 and median(preempted) <= 1, Counter(preempted)

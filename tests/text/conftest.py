@@ -1,4 +1,4 @@
-"""Small tokenizers and checkpoints that the tests of this folder make for themselves."""
+"""Fixtures of the tests of tokenizers; tests/checkpoint uses them too."""
 
 from __future__ import annotations
 
@@ -7,70 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import hypothesis
-import numpy as np
 import pytest
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
-hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no bug
+from tests.text.samples import CHATML, CONFIG, make_sentencepiece, train_byte_level, write_gguf_file
+
+hypothesis.settings.register_profile("untimed", deadline=None)  # a slow machine is not a bug
 hypothesis.settings.load_profile("untimed")
-
-CORPUS = [
-    "the quick brown fox jumps over the lazy dog and the other dogs " * 4,
-    "naïve café, 漢字 かな 한국어, 🙂🙃 👩‍👩‍👧 e\u0301 o\u0308 " * 4,
-    "def f(x):\n    return x + 1234567890\n\n" * 4,
-]
-SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-
-
-def train_byte_level() -> tokenizers.Tokenizer:
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=360, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator(CORPUS, trainer)
-    backend.add_tokens([AddedToken("<tool>", special=False, normalized=False), AddedToken("漢é", normalized=False)])
-    return backend
-
-
-def sentencepiece_parts() -> tuple[list[str], list[int], list[float]]:
-    """Pieces, token types and scores as a GGUF file of a SentencePiece model has them."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
-    types = [2, 3, 3, *[6] * 256]
-    merged = ["th", "▁th", "▁the", "he", "in", "▁a", "an", "▁an", "and", "▁and", "s>", "</", "▁▁"]
-    letters = sorted(set("▁abcdefghijklmnopqrstuvwxyz.,<>/é"))
-    pieces += merged + letters
-    types += [1] * (len(merged) + len(letters))
-    return (
-        pieces,
-        types,
-        [0.0] * 259 + [-float(n) for n in range(len(merged))] + [-1e3 - n for n in range(len(letters))],
-    )
-
-
-def make_sentencepiece(*, strip: bool = True) -> tokenizers.Tokenizer:
-    """SentencePiece's habits: a space before the text, "▁" for spaces, bytes for unknown characters."""
-    pieces, _, _ = sentencepiece_parts()
-    merges = [("t", "h"), ("▁", "th"), ("▁th", "e"), ("h", "e"), ("i", "n"), ("▁", "a"), ("▁a", "n"), ("a", "n")]
-    vocab = {p: i for i, p in enumerate(pieces)}
-    backend = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if strip else parts)
-    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
-    return backend
-
-
-CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 362, "eos_token_id": 2}
 
 
 @pytest.fixture(scope="session")
@@ -90,7 +34,7 @@ def sentencepiece() -> tokenizers.Tokenizer:
 
 @pytest.fixture
 def model_dir(tmp_path: Path, byte_level_json: str) -> Path:
-    """A directory that is a model for everything but the weights' content."""
+    """A model directory, complete but for the content of its weights."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -104,54 +48,9 @@ def model_dir(tmp_path: Path, byte_level_json: str) -> Path:
 
 @pytest.fixture
 def write_gguf(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a tiny GGUF file; None as a value of `metadata` leaves the key out."""
+    """Writes a tiny GGUF file, by default tiny.gguf; see `write_gguf_file`."""
 
-    def write(
-        name: str = "tiny.gguf",
-        *,
-        arch: str = "llama",
-        tensors: dict[str, np.ndarray] | None = None,
-        metadata: dict[str, Any] | None = None,
-    ) -> Path:
-        path = tmp_path / name
-        writer = gguf.GGUFWriter(str(path), arch)
-        keys: dict[str, Any] = {
-            f"{arch}.block_count": 1,
-            f"{arch}.context_length": 128,
-            f"{arch}.embedding_length": 16,
-            f"{arch}.feed_forward_length": 32,
-            f"{arch}.attention.head_count": 4,
-            f"{arch}.attention.head_count_kv": 2,
-            f"{arch}.attention.layer_norm_rms_epsilon": 1e-5,
-            f"{arch}.rope.freq_base": 10000.0,
-            "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.pre": "gpt-2",
-            "tokenizer.ggml.tokens": ["a", "b", "ab", "</s>"],
-            "tokenizer.ggml.token_type": [1, 1, 1, 3],
-            "tokenizer.ggml.merges": ["a b"],
-            "tokenizer.ggml.eos_token_id": 3,
-        }
-        for key, value in (keys | (metadata or {})).items():
-            if isinstance(value, bool):
-                writer.add_bool(key, value)
-            elif isinstance(value, int):
-                writer.add_uint32(key, value)
-            elif isinstance(value, float):
-                writer.add_float32(key, value)
-            elif isinstance(value, str):
-                writer.add_string(key, value)
-            elif value is not None:
-                writer.add_array(key, value)
-        weights = {
-            "token_embd.weight": np.zeros((4, 16), np.float32),
-            "blk.0.attn_q.weight": np.ones((16, 16), np.float32),
-        }
-        for tensor_name, array in (tensors if tensors is not None else weights).items():
-            writer.add_tensor(tensor_name, array)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        return path
+    def write(name: str = "tiny.gguf", **content: Any) -> Path:
+        return write_gguf_file(tmp_path / name, **content)
 
     return write

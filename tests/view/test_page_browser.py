@@ -329,7 +329,7 @@ def test_copy_on_write_is_shown_step_by_step(browser: Any, playground: str) -> N
         assert kinds == ["allocate", "copy", "decrement", "repoint"]
         page.click("#phases button:nth-child(2)")
         assert shown.js("octavoView.stage.grid.arrow") == [2, 3]
-        assert "2" in page.inner_text("#phase-says") and "3" in page.inner_text("#phase-says")
+        assert "2" in page.inner_text("#phase-text") and "3" in page.inner_text("#phase-text")
         page.click("#phases button:nth-child(4)")
         assert shown.js("octavoView.stage.grid.arrow") is None
 
@@ -344,7 +344,7 @@ def test_every_step_of_every_lesson(browser: Any, playground: str, lesson: Any) 
             assert page.inner_text("#lesson-step") == step.text
             assert page.inner_text("#lesson-look") == step.look
             assert shown.history == step.history
-            answer = shown.js("octavoView.uses.playground.answer")
+            answer = shown.js("octavoView.uses.playground.reply")
             assert answer["done"] is (step.action is None)
             stats = shown.js("octavoView.summary().stats")
             sequences = "[...octavoView.stage.pool.sequences.values()]"
@@ -421,7 +421,7 @@ def test_live_equals_the_pool_under_load_and_at_rest(browser: Any, busy: Busy) -
         assert shown.js("octavoView.uses.live.numDeltas") > 5
         shown.js("octavoView.stage.paint()")
         assert str(wanted["num_cached"]) in shown.page.inner_text("#numbers")
-        assert "ended" in shown.page.inner_text("#happened")
+        assert "finished" in shown.page.inner_text("#events")
 
 
 def test_live_equals_the_pool_for_long(browser: Any, busy: Busy) -> None:
@@ -471,9 +471,9 @@ def test_a_tenant_sees_its_own_and_that_others_use_blocks(
         window(browser, tenants.url, key="sk-admin", size=size) as admin,
     ):
         with tenants.kept_busy("sk-1", "sk-2"):
-            admin.until("octavoView.stage.pool.lines.running.length === 2")
+            admin.until("octavoView.stage.pool.queues.running.length === 2")
             own.js("document.querySelector('input[value=owner]').click()")
-            own.until(f"octavoView.stage.pool.lines.running.length === 1 && {others}.length")
+            own.until(f"octavoView.stage.pool.queues.running.length === 1 && {others}.length")
             facts = "[...document.querySelectorAll('#facts dd')].map((each) => each.textContent)"
             own.until(
                 f"{others}.length && (octavoView.stage.grid.pick({others}[0]), octavoView.stage.paint(), "
@@ -533,7 +533,7 @@ def test_replay_scrubs_plays_and_jumps(browser: Any, recording: str) -> None:
         shown.js("octavoView.uses.replay.seek(0)")
         page.select_option("#speed", "20")
         page.click("#run")
-        shown.until("octavoView.uses.replay.now_s === octavoView.uses.replay.about.duration_s")
+        shown.until("octavoView.uses.replay.now_s === octavoView.uses.replay.summary.duration_s")
         shown.until("!octavoView.uses.replay.playing && !octavoView.uses.replay.frames.length")
         # Played to the end, frame after frame, it is what a jump to the end shows.
         assert shown.js("octavoView.summary().stats") == at(page, recording, about["duration_s"])["stats"]
@@ -638,7 +638,7 @@ def test_a_million_blocks(browser: Any, busy: Busy) -> None:
         assert seen == [refs.count(n) for n in (0, 1, 3)]
         pixels = (
             "(() => { const g = octavoView.stage.grid; const i = g.pixels; let bad = 0; for (let b = 1; b <= "
-            "g.pool.numBlocks; b++) bad += i[b - 1] !== g.paletteImage[g._toneOf(b)]; return bad })()"
+            "g.pool.numBlocks; b++) bad += i[b - 1] !== g.paletteImage[g._paletteIndex(b)]; return bad })()"
         )
         assert shown.js(pixels) == 0, "the heat map is not what the pool is"
         for _ in range(12):

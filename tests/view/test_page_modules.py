@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 import octavo.view
-from octavo.view.live.external import Attached
+from octavo.view.live.external import ExternalPool
 from octavo.view.live.messages import Frame, Snapshot
-from octavo.view.live.publisher import Tap
-from octavo.view.live.state import Picture
+from octavo.view.live.publisher import Publisher
+from octavo.view.live.state import PoolState
 from tests.view.test_page_picture import FilmedWorld
 
 STATIC = Path(octavo.view.__file__).parent / "static"
@@ -84,7 +84,7 @@ const stage = {
   shown: 0, applied: [], pool: null,
   show({ time_s }) { this.shown++; this.pool = { time_s }; },
   apply({ time_s }) { this.applied.push(time_s); this.pool.time_s = time_s; },
-  forget() { this.pool = null; },
+  clear() { this.pool = null; },
   paint() {},
   grid: { mark() {} },
 };
@@ -119,7 +119,7 @@ def run_page(script: str, told: Any = None) -> Any:
 
 def test_numbers_that_nobody_told_are_not_shown() -> None:
     """A server that is attached to tells few of them; an engine of our own all."""
-    attached = Attached("tcp://127.0.0.1:1")
+    attached = ExternalPool("tcp://127.0.0.1:1")
     world = FilmedWorld(46)
     try:
         stats = [attached._stats(), world.cache.stats().as_dict()]
@@ -136,7 +136,7 @@ def test_numbers_that_nobody_told_are_not_shown() -> None:
     """
     few, many = run_page(script, stats)
     assert [name for name, _ in few] == ["used", "cached", "free", "evicted"]
-    assert {"saved by sharing", "unfilled slots", "prefix hits", "copied on write"} < {name for name, _ in many}
+    assert {"saved by sharing", "unfilled slots", "prefix cache hits", "copied on write"} < {name for name, _ in many}
     assert not any("NaN" in value or "undefined" in value for _, value in few + many)
 
 
@@ -147,7 +147,7 @@ def test_the_log_knows_all_that_a_tap_tells() -> None:
         world = FilmedWorld(seed)
         world.run()
         told |= {event["event"]: event for frame in world.frames for event in frame.get("events", ())}
-    assert isinstance(world.tap, Tap) and {"evicted", "copied", "preempted", "finished"} < told.keys()
+    assert isinstance(world.publisher, Publisher) and {"evicted", "copied", "preempted", "finished"} < told.keys()
     script = """
     const { showLog } = await load("panels");
     const list = new Element();
@@ -214,7 +214,7 @@ def test_what_comes_late_is_not_shown_in_another_use() -> None:
     deed.release({{ history: "64x16;new,64" }});
     await going;
     shown.push(stage.shown);
-    say([shown, playground.history, stage.answer ?? null]);
+    say([shown, playground.history, stage.reply ?? null]);
     """
     assert run_page(script) == [[0, 0], "64x16;new,64", None]
 
@@ -236,7 +236,7 @@ def test_a_block_of_a_pool_that_is_no_more_is_nothing() -> None:
     script = """
     const { Stage } = await load("stage");
     const picked = [];
-    const between = { pool: null, grid: { canvas: {} }, onPick: (b) => picked.push(b), _details() {}, _mark() {} };
+    const between = { pool: null, grid: { canvas: {} }, onPick: (b) => picked.push(b), _showDetails() {}, _mark() {} };
     Stage.prototype._point.call(between, 3);
     Stage.prototype._pick.call(between, 3);
     say([between.grid.canvas.title, $("#picked").textContent, picked]);
@@ -260,12 +260,12 @@ def test_a_snapshot_tells_nothing_twice() -> None:
     """Whoever falls behind, or goes forward in a recording, is told the last steps and events again."""
     world = FilmedWorld(60)
     world.run()
-    picture: Picture | None = None
+    picture: PoolState | None = None
     runs: list[Any] = []
     for frame in world.frames:
         known = msgspec.convert(frame, Frame)  # type: ignore[call-overload]  # a union
         if isinstance(known, Snapshot) or picture is None:
-            picture = Picture(known)
+            picture = PoolState(known)
         else:
             picture.apply(known)
         runs.append([frame, json.loads(msgspec.json.encode(picture.snapshot()))])

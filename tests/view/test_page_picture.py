@@ -17,14 +17,14 @@ import pytest
 import octavo.view
 from octavo.core.plan import StepPlan
 from octavo.view.live.messages import Snapshot
-from octavo.view.live.publisher import Tap
+from octavo.view.live.publisher import Publisher
 from tests.proof.workloads import World
 
 STATIC = Path(octavo.view.__file__).parent / "static"
 
 SCRIPT = """
 import { readFileSync } from "node:fs";
-const { OutOfStep, Pool } = await import(process.argv[1]);
+const { FrameLost, Pool } = await import(process.argv[1]);
 for (const run of JSON.parse(readFileSync(0, "utf8"))) {
   let pool = null;
   const summaries = [];
@@ -38,7 +38,7 @@ for (const run of JSON.parse(readFileSync(0, "utf8"))) {
   try {
     pool.apply({ kind: "delta", epoch: pool.epoch, frame: pool.frame + 2, time_s: 0, step: 0 });
   } catch (error) {
-    if (error instanceof OutOfStep) lost = 1;
+    if (error instanceof FrameLost) lost = 1;
   }
   console.log(JSON.stringify({ summaries, lost }));
 }
@@ -62,7 +62,7 @@ class FilmedWorld(World):
     def __init__(self, seed: int) -> None:
         super().__init__(seed, Counter(), listen=True)
         self.coin = random.Random(seed + 0.25)
-        self.tap = Tap(self.scheduler)
+        self.publisher = Publisher(self.scheduler)
         self.frames: list[Any] = []
         self.truths: list[dict[str, Any]] = []
 
@@ -79,7 +79,7 @@ class FilmedWorld(World):
         if self.coin.random() > 0.4:
             return
         # Now and then everything once more, as after a lost connection.
-        frame = self.tap.frame(self.tap.last if self.frames and self.coin.random() < 0.95 else "")
+        frame = self.publisher.frame(self.publisher.last if self.frames and self.coin.random() < 0.95 else "")
         if frame is None:
             return
         self.frames.append(json.loads(msgspec.json.encode(frame)))
@@ -122,7 +122,7 @@ def truth(world: World) -> dict[str, Any]:
             ([i, len(s.token_ids), s.num_computed, list(s.block_ids)] for i, s in told), key=itemgetter(0)
         ),
         "numTables": len(told),
-        "lines": {name: [r.request_id for r in line] for name, line in lines.items()},
+        "queues": {name: [r.request_id for r in line] for name, line in lines.items()},
         "stats": cache.stats().as_dict(),
     }
 
@@ -137,11 +137,11 @@ def check_runs(seeds: range) -> Counter[str]:
         assert shown["lost"] == 1, "a delta that does not follow was taken"
         for frame, summary, expected in zip(world.frames, shown["summaries"], world.truths, strict=True):
             summary["tables"].sort(key=itemgetter(0))  # of one request, they stay in its order
-            summary["lines"].pop("pinned")
+            summary["queues"].pop("pinned")
             for name, value in expected.items():
                 assert summary[name] == value, (frame["kind"], frame["frame"], name)
             totals[frame["kind"]] += 1
-            totals["swapped"] += bool(expected["lines"]["swapped"])
+            totals["swapped"] += bool(expected["queues"]["swapped"])
             totals["shared"] += max(expected["refs"]) > 1
     return totals
 

@@ -98,7 +98,7 @@ def test_paths_are_relative_and_lead_somewhere() -> None:
         code = code_of(path)
         for name in re.findall(r"""from "([^"]+)";""", code):
             assert (path.parent / name).is_file(), (path.name, name)
-        assert not re.search(r"""(ask|EventSource)\([`"]/""", code), path.name
+        assert not re.search(r"""(fetchJson|EventSource)\([`"]/""", code), path.name
 
 
 @pytest.mark.parametrize("path", MODULES, ids=MODULE_NAMES)
@@ -151,7 +151,7 @@ def test_every_control_has_a_label() -> None:
 
 def deeds() -> dict[str, str]:
     code = code_of(STATIC / "playground.mjs")
-    table = code[code.index("const DEEDS = {") : code.index("const KEYS")]
+    table = code[code.index("const ACTIONS = {") : code.index("const KEYS")]
     return dict(re.findall(r"""(\w+): \(\w*\) => [`"]([a-z]+)""", table))
 
 

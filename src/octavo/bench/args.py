@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from octavo.errors import ParameterError
-from octavo.params.validation import Checked, wrong
+from octavo.params.validation import ValidatedParams, invalid
 
 METRICS = {
     "ttft": "Time to First Token",
@@ -24,7 +24,7 @@ MOST = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchArgs(Checked):
+class BenchArgs(ValidatedParams):
     """The load, where it goes, and what is told of it.
 
     backend                 openai, also called vllm: completions; openai-chat
@@ -101,38 +101,38 @@ class BenchArgs(Checked):
     disable_tqdm: bool = False
 
     def __post_init__(self) -> None:
-        self._choice("backend", tuple(PATHS))
-        self._choice("dataset_name", ("random", "sharegpt", "prefix_repetition", "timed_trace"))
-        self._integer("port", 1, 65535)
+        self._check_choice("backend", tuple(PATHS))
+        self._check_choice("dataset_name", ("random", "sharegpt", "prefix_repetition", "timed_trace"))
+        self._check_integer("port", 1, 65535)
         for name in ("num_prompts", "random_output_len", "prefix_repetition_num_prefixes"):
-            self._integer(name, 1, MOST)
+            self._check_integer(name, 1, MOST)
         for name in ("random_input_len", "prefix_repetition_suffix_len", "prefix_repetition_output_len"):
-            self._integer(name, 1, MOST)
+            self._check_integer(name, 1, MOST)
         for name in ("random_prefix_len", "prefix_repetition_prefix_len", "num_warmups"):
-            self._integer(name, 0, MOST)
+            self._check_integer(name, 0, MOST)
         for name in ("max_concurrency", "sharegpt_output_len"):
-            self._integer(name, 1, MOST, optional=True)
-        self._integer("seed", 0, (1 << 63) - 1)
-        self._number("temperature", 0.0, 2.0)
-        self._number("burstiness", 1e-3, 1e6)
-        self._number("random_range_ratio", 0.0, 0.999)
-        self._number("timed_trace_scale", 1e-6, 1.0)
-        self._number("ready_check_timeout_sec", 0.0, 1e6)
+            self._check_integer(name, 1, MOST, optional=True)
+        self._check_integer("seed", 0, (1 << 63) - 1)
+        self._check_number("temperature", 0.0, 2.0)
+        self._check_number("burstiness", 1e-3, 1e6)
+        self._check_number("random_range_ratio", 0.0, 0.999)
+        self._check_number("timed_trace_scale", 1e-6, 1.0)
+        self._check_number("ready_check_timeout_sec", 0.0, 1e6)
         if not self.request_rate > 0:
-            raise wrong("request_rate", f"is {self.request_rate}, it must be above 0, or inf")
+            raise invalid("request_rate", f"is {self.request_rate}, it must be above 0, or inf")
         if (self.dataset_name in ("sharegpt", "timed_trace")) != (self.dataset_path is not None):
             needs = "needs a file; name it" if self.dataset_path is None else "is drawn, not read; leave the file out"
             raise ParameterError(f"dataset {self.dataset_name} {needs}", param="dataset_path")
         for name, parts in (("header", self.header), ("metadata", self.metadata)):
             for part in parts:
                 if not part.partition("=")[1]:
-                    raise wrong(name, f"is {part!r}; write NAME=VALUE")
+                    raise invalid(name, f"is {part!r}; write NAME=VALUE")
         self.percentiles()
         self.metrics()
         self.objectives()
         if not is_address(self.url):
             name, such = ("base_url", "http://localhost:8000") if self.base_url else ("host", "127.0.0.1 or [::1]")
-            raise wrong(name, f"is {getattr(self, name)!r}; write one such as {such}")
+            raise invalid(name, f"is {getattr(self, name)!r}; write one such as {such}")
 
     @property
     def url(self) -> str:
@@ -148,13 +148,13 @@ class BenchArgs(Checked):
         except ValueError:
             numbers = [-1.0]
         if not all(0 <= p <= 100 for p in numbers):
-            raise wrong("metric_percentiles", f"is {self.metric_percentiles!r}; write numbers such as 50,99")
+            raise invalid("metric_percentiles", f"is {self.metric_percentiles!r}; write numbers such as 50,99")
         return numbers
 
     def metrics(self) -> list[str]:
         names = [part.strip() for part in self.percentile_metrics.split(",")]
         if not set(names) <= set(METRICS):
-            raise wrong("percentile_metrics", f"is {self.percentile_metrics!r}; there are {', '.join(METRICS)}")
+            raise invalid("percentile_metrics", f"is {self.percentile_metrics!r}; there are {', '.join(METRICS)}")
         return names
 
     def objectives(self) -> dict[str, float]:
@@ -167,7 +167,7 @@ class BenchArgs(Checked):
             except ValueError:
                 found[name] = math.nan
             if name not in ("ttft", "tpot", "e2el") or not 0 < found[name] < math.inf:
-                raise wrong("goodput", f"has {part!r}; write objectives in ms such as ttft:500 tpot:50 e2el:3000")
+                raise invalid("goodput", f"has {part!r}; write objectives in ms such as ttft:500 tpot:50 e2el:3000")
         return found
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from octavo.integers import cdiv
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.reference import visible_keys, wide_dtype
+from octavo.kernels.reference import accumulation_dtype, visible_keys
 
 Rung = Callable[..., Tensor]
 
@@ -62,7 +62,7 @@ def _blocks(query: _Query, kv_layer: Tensor, dtype: torch.dtype) -> Iterator[tup
 def concat(q: Tensor, kv_layer: Tensor, batch: RaggedBatch, *, scale: float, window: int = 0) -> Tensor:
     """Rung 1: blocks joined into one tensor, K and V repeated for every query head. O(context) memory a query."""
     out = torch.zeros_like(q)
-    wide = wide_dtype(q.dtype)
+    wide = accumulation_dtype(q.dtype)
     for query in _queries(batch, window):
         blocks = list(_blocks(query, kv_layer, wide))
         group_size = q.shape[1] // kv_layer.shape[2]
@@ -199,7 +199,7 @@ def contiguous(q: Tensor, kv_layer: Tensor, batch: RaggedBatch, *, scale: float,
     queries (the last of `batch.max_seq_len` slots) as well as keys. Slots, not positions, are in causal order.
     """
     num_seqs, num_keys, num_queries = batch.num_seqs, batch.max_seq_len, batch.max_query_len
-    kv = kv_layer[batch.block_tables[:, 0].long(), :, :, :num_keys].to(wide_dtype(q.dtype))
+    kv = kv_layer[batch.block_tables[:, 0].long(), :, :, :num_keys].to(accumulation_dtype(q.dtype))
     keys, values = kv.unbind(1)  # [num_seqs, num_kv_heads, num_keys, head_dim]
     queries = _grouped(q, kv_layer).unflatten(0, (num_seqs, num_queries))  # type: ignore[no-untyped-call]
     scores = torch.einsum("sthgd,shkd->shgtk", queries, keys) * scale
@@ -257,7 +257,7 @@ def _finite(highest: Tensor) -> Tensor:
 def _grouped(q: Tensor, kv_layer: Tensor) -> Tensor:
     """[..., num_heads, head_dim] -> [..., num_kv_heads, group, head_dim] to accumulate with: no K or V is repeated."""
     num_kv_heads, head_dim = kv_layer.shape[2], kv_layer.shape[4]
-    return q.to(wide_dtype(q.dtype)).reshape(*q.shape[:-2], num_kv_heads, -1, head_dim)
+    return q.to(accumulation_dtype(q.dtype)).reshape(*q.shape[:-2], num_kv_heads, -1, head_dim)
 
 
 def _zero_unseen(blocks: Tensor, seen: Tensor) -> Tensor:

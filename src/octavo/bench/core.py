@@ -17,14 +17,14 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepResult
 from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
-from octavo.engine.gc_control import QuietGarbage
+from octavo.engine.gc_control import GCPause
 from octavo.engine.stats import EngineStats
 from octavo.params.sampling_params import SamplingParams
-from octavo.view.recording.event_log import Recorder
+from octavo.view.recording.event_log import EventLog
 
 BLOCK_SIZE = 16
 CASES = (  # requests, context, window
@@ -60,9 +60,9 @@ def measure(requests: int, context: int, window: int, num_rounds: int = NUM_ROUN
     """One case. The first round, in which the prompts are computed, does not count."""
     output = (num_rounds + 2) * BLOCK_SIZE * window
     num_blocks = requests * ((context + output) // BLOCK_SIZE + 2)
-    cache = KVCache(num_blocks, BLOCK_SIZE, num_rows=requests)
+    cache = KVCacheManager(num_blocks, BLOCK_SIZE, num_rows=requests)
     cache.events.subscribe(EngineStats())
-    cache.events.subscribe(Recorder())
+    cache.events.subscribe(EventLog())
     scheduler = Scheduler(cache, max_num_batched_tokens=1 << 40, decode_window=window)
     params = SamplingParams(max_tokens=output)
     for i in range(requests):
@@ -71,7 +71,7 @@ def measure(requests: int, context: int, window: int, num_rounds: int = NUM_ROUN
     column = array("i", [7] * window)
     rounds: list[float] = []
     longest = 0.0
-    with QuietGarbage() as garbage:
+    with GCPause() as garbage:
         _round(scheduler, column, garbage)  # the prompts, and the first of everything
         gc.collect()
         for _ in range(num_rounds):
@@ -82,17 +82,17 @@ def measure(requests: int, context: int, window: int, num_rounds: int = NUM_ROUN
     return Cost(requests, context, window, us, us / requests, us / requests / window, longest * 1e6)
 
 
-def _round(scheduler: Scheduler, column: array[int], garbage: QuietGarbage) -> list[tuple[float, float]]:
+def _round(scheduler: Scheduler, column: array[int], garbage: GCPause) -> list[tuple[float, float]]:
     """(wall clock, processor time) of each step of a round, in seconds, the making of the result left out."""
     took = []
     for _ in range(BLOCK_SIZE):
         begin, begin_cpu = time.perf_counter(), time.thread_time()
         plan = scheduler.schedule()
         planned, planned_cpu = time.perf_counter(), time.thread_time()
-        result = StepResult([column[:n] for n in plan.samples])
+        result = StepResult([column[:n] for n in plan.num_sampled])
         landed, landed_cpu = time.perf_counter(), time.thread_time()
         scheduler.update(plan, result)
-        garbage.breathe()
+        garbage.collect_young()
         end, end_cpu = time.perf_counter(), time.thread_time()
         took.append((planned - begin + end - landed, planned_cpu - begin_cpu + end_cpu - landed_cpu))
     return took
@@ -103,7 +103,7 @@ def time_start() -> float:
     times = []
     for _ in range(3):
         begin = time.perf_counter()
-        cache = KVCache(LARGE_POOL, BLOCK_SIZE, num_rows=256)
+        cache = KVCacheManager(LARGE_POOL, BLOCK_SIZE, num_rows=256)
         times.append(time.perf_counter() - begin)
         assert cache.pool.num_free == LARGE_POOL
     return min(times)

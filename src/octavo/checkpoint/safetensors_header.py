@@ -1,6 +1,6 @@
-"""The headers of a checkpoint's safetensors files: which tensors they hold. Needs neither torch nor the weights.
+"""Headers of a checkpoint's safetensors files: the tensors they hold. Needs neither torch nor the weights.
 
-A header is 8 bytes of length, little-endian, then a JSON object of that length: tensor name -> dtype, shape, offsets.
+A header is a 64-bit little-endian length, then a JSON object of that many bytes: tensor name -> dtype, shape, offsets.
 Format: https://github.com/huggingface/safetensors#format
 """
 
@@ -12,22 +12,22 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from octavo.checkpoint.resolve import Checkpoint, listed, parse_json, read_json
+from octavo.checkpoint.resolve import Checkpoint, join_problems, parse_json, read_json
 from octavo.errors import CheckpointError, cut
 
 MAX_HEADER_BYTES = 100_000_000
-"""What the safetensors library reads at most."""
+"""The limit of the safetensors library."""
 INDEX = "model.safetensors.index.json"
 
 
 def check_headers(checkpoint: Checkpoint) -> None:
-    """Compare the files of a safetensors directory with each other and with its index.
+    """Compare the files of a safetensors directory with each other and with the index.
 
     Raises `CheckpointError` with up to ten problems: a damaged header, a tensor in two files or twice in one, a tensor
-    that the index puts in a file without it, or that the index misses.
+    that the index assigns to a file without it, or a tensor missing from the index.
     """
     problems: list[str] = []
-    home: dict[str, str] = {}  # tensor -> file
+    file_of_tensor: dict[str, str] = {}  # tensor name -> file name
     for path in checkpoint.shards:
         try:
             names = read_header(path)
@@ -35,28 +35,28 @@ def check_headers(checkpoint: Checkpoint) -> None:
             problems.append(str(error))
             continue
         for name in names:
-            if name in home:
-                problems.append(f"{cut(name)} is in two shards, {cut(home[name])} and {cut(path.name)}")
-            home[name] = path.name
+            if name in file_of_tensor:
+                problems.append(f"{cut(name)} is in two shards, {cut(file_of_tensor[name])} and {cut(path.name)}")
+            file_of_tensor[name] = path.name
     index = checkpoint.path / INDEX
     if not problems and index.is_file():
-        problems += _differences(read_json(index).get("weight_map", {}), home)
+        problems += _differences(read_json(index).get("weight_map", {}), file_of_tensor)
     if problems:
-        raise CheckpointError(f"{checkpoint.path}: {listed(problems)}; fetch the model again")
+        raise CheckpointError(f"{checkpoint.path}: {join_problems(problems)}; fetch the model again")
 
 
-def _differences(weight_map: dict[str, Any], home: dict[str, str]) -> Iterator[str]:
+def _differences(weight_map: dict[str, Any], file_of_tensor: dict[str, str]) -> Iterator[str]:
     for name, file in weight_map.items():
-        if name not in home:
+        if name not in file_of_tensor:
             yield f"{cut(name)} is missing: the index puts it in {cut(file)}"
-        elif home[name] != file:
-            yield f"{cut(name)} is in {cut(home[name])}, but the index puts it in {cut(file)}"
-    for name in home.keys() - weight_map.keys():
-        yield f"{cut(name)} is in {cut(home[name])}, but not in the index"
+        elif file_of_tensor[name] != file:
+            yield f"{cut(name)} is in {cut(file_of_tensor[name])}, but the index puts it in {cut(file)}"
+    for name in file_of_tensor.keys() - weight_map.keys():
+        yield f"{cut(name)} is in {cut(file_of_tensor[name])}, but not in the index"
 
 
 def read_header(path: Path) -> Iterable[str]:
-    """The names of a file's tensors. Raises `CheckpointError`."""
+    """The tensor names of a file. Raises `CheckpointError`."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -65,16 +65,16 @@ def read_header(path: Path) -> Iterable[str]:
             if length > min(size - 8, MAX_HEADER_BYTES):
                 raise ValueError("its header reaches past its end")
             header = parse_json(file.read(length))
-            ends = [_end(tensor) for name, tensor in header.items() if name != "__metadata__"]
+            ends = [_end_offset(tensor) for name, tensor in header.items() if name != "__metadata__"]
     except OSError as error:
         raise CheckpointError(f"cannot read {cut(path.name)}: {error.strerror or error}") from None
     except (ValueError, RecursionError, AttributeError, TypeError, KeyError, IndexError) as error:
-        reason = cut(error) if isinstance(error, ValueError) else "its header is no list of tensors"
+        reason = cut(error) if isinstance(error, ValueError) else "its header is not a list of tensors"
         raise CheckpointError(f"{cut(path.name)} is cut short or damaged ({reason})") from None
     if max(ends, default=0) > size - 8 - length:
         raise CheckpointError(f"{cut(path.name)} is cut short or damaged (a tensor reaches past its end)")
     return [name for name in header if name != "__metadata__"]
 
 
-def _end(tensor: dict[str, Any]) -> int:
+def _end_offset(tensor: dict[str, Any]) -> int:
     return int(tensor["data_offsets"][1])

@@ -1,29 +1,29 @@
-"""A scheduler and its memory as plain data, and back: where a recording begins.
+"""A scheduler and its KV memory as plain data: the state at which a recording begins.
 
-`freeze` copies what there is between two calls of the scheduler, in a millisecond or so; `thaw` makes a scheduler of it
-that decides from there on as the first one did. The fields are listed here by name. A test compares the lists with the
-core's classes, so that nothing new there is forgotten.
+`snapshot_scheduler` copies the state between two calls of the scheduler, in about a millisecond. `restore_scheduler`
+makes a scheduler of it that takes the same decisions from there on. The fields are listed here by name. A test compares
+the lists with the core's classes, so that a new field cannot be forgotten.
 
-There is no token in the data. What a sequence holds is told as a number of its request, its index and its length, and
-what a block holds as the name of its content; who thaws says which tokens to take for these.
+A snapshot holds no tokens. Of a sequence it has the number of its request, its index and its length; of a block the
+digest of its content. The caller of `restore_scheduler` supplies tokens for these.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from octavo.core.block_pool import BlockPool
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan
-from octavo.core.policy import Policy, PreemptionMode, VictimChoice
+from octavo.core.policy import Policy, PreemptionMode, VictimPolicy
 from octavo.core.request import Request, Sequence, Status
 from octavo.core.scheduler import Scheduler
 from octavo.core.tenants import Tenant
 from octavo.params.sampling_params import SamplingParams
 
-State = dict[str, Any]
+SchedulerState = dict[str, Any]
 
 POOL_ARRAYS = ("refs", "seal_id", "_prev", "_next")
 POOL = ("_untouched", "num_free", "num_cached", "num_refs", "last_seal_id", "num_sealed", "num_evicted")
@@ -40,29 +40,29 @@ CACHE = (
     "num_corrupt",
     "num_pinned",
 )
-SCHEDULER = ("num_rows_taken", "num_steps", "num_preemptions", "_num_arrivals", "step_limit")
+SCHEDULER = ("num_rows_taken", "num_steps", "num_preemptions", "_num_arrivals", "max_num_scheduled_tokens")
 COSTS = ("token_s", "move_s", "step_s", "kept")
 REQUEST = (
     "arrival",
-    "constrained",
+    "use_structured_output",
     "forked",
     "max_tokens",
-    "must_wait",
+    "needs_result",
     "num_cached_tokens",
-    "num_draws",
+    "num_samples",
     "num_preemptions",
-    "newest_found",
+    "newest_prefix_seal",
     "pin",
     "priority",
-    "rank",
+    "index_in_call",
     "tenant",
-    "waits_for",
+    "wait_reason",
     "width",
 )
 SEQUENCE = (
     "finish_reason",
     "index",
-    "limit",
+    "max_length",
     "num_computed",
     "num_dropped",
     "num_pending",
@@ -71,81 +71,104 @@ SEQUENCE = (
     "row_has_last",
     "seal_at",
 )
-PLAN = ("step", "rows", "starts", "counts", "samples", "masked", "seal_mark")
-"""Of a plan in flight: what is to come of it. Its work on memory is done, as far as the host is concerned."""
+PLAN = ("step", "rows", "starts", "counts", "num_sampled", "bitmask_slices", "seal_mark")
+"""Fields of a plan in flight that its result needs. For the host, its work on memory is done."""
+KEYS = {
+    "use_structured_output": "constrained",
+    "needs_result": "must_wait",
+    "num_samples": "num_draws",
+    "newest_prefix_seal": "newest_found",
+    "index_in_call": "rank",
+    "wait_reason": "waits_for",
+    "max_length": "limit",
+    "max_num_scheduled_tokens": "step_limit",
+    "num_sampled": "samples",
+    "bitmask_slices": "masked",
+}
+"""Attributes whose key in a snapshot differs from their name."""
 
 
-def freeze(
-    scheduler: Scheduler, number_of: Callable[[Request], int], said_by: Callable[[Sequence], bytes | None]
-) -> State:
-    """All that decisions depend on, but tokens. `keys` has the content of each sealed block, as the pool packs it: it
-    is for the recorder, who puts names in its place before anything is written.
+def _fields(owner: object, names: Iterable[str]) -> SchedulerState:
+    return {KEYS.get(name, name): getattr(owner, name) for name in names}
 
-    said_by   the names of a sequence's blocks and of the tokens behind them, where its request will not tell them: in a
-              beam search
+
+def _set_fields(owner: object, names: Iterable[str], state: SchedulerState) -> None:
+    for name in names:
+        setattr(owner, name, state[KEYS.get(name, name)])
+
+
+def snapshot_scheduler(
+    scheduler: Scheduler, number_of: Callable[[Request], int], beam_digests: Callable[[Sequence], bytes | None]
+) -> SchedulerState:
+    """Everything that decisions depend on, except tokens. `keys` has the content of each sealed block, as the pool
+    packs it: the recorder replaces it with digests before it writes anything.
+
+    number_of      a request's number in the recording
+    beam_digests   the digests of a beam's blocks and of the tokens after them; None for other sequences, whose digests
+                   are stored with their request
     """
     cache = scheduler.cache
     pool, host = cache.pool, cache.swap_space
     plans = list(scheduler.in_flight)
     requests = dict.fromkeys(scheduler.requests.values())
     requests |= dict.fromkeys(seq.request for plan in plans for seq in plan.sequences)
-    requests |= dict.fromkeys(request for plan in plans for request in plan.swapped)
+    requests |= dict.fromkeys(request for plan in plans for request in plan.swapped_requests)
     requests |= dict.fromkeys(seq.request for seq in cache.pins.values())
-    sequences = dict.fromkeys(seq for request in requests for seq in (*request.sequences, *request.done))
+    sequences = dict.fromkeys(seq for request in requests for seq in (*request.sequences, *request.finished_sequences))
     sequences |= dict.fromkeys(seq for plan in plans for seq in plan.sequences)
     sequences |= dict.fromkeys(cache.pins.values())
-    place = {request: i for i, request in enumerate(requests)}
-    seat = {seq: i for i, seq in enumerate(sequences)}
+    request_index = {request: i for i, request in enumerate(requests)}
+    sequence_index = {seq: i for i, seq in enumerate(sequences)}
     return {
         "pool": {
             **{name: getattr(pool, name).tobytes() for name in POOL_ARRAYS},
-            **{name: getattr(pool, name) for name in POOL},
+            **_fields(pool, POOL),
             "freed": list(pool._freed),
         },
         "keys": list(pool._packed_of),
         "host": {
-            **{name: getattr(host, name) for name in HOST},
+            **_fields(host, HOST),
             "refs": host.refs.tobytes(),
             "freed": list(host._freed),
         },
         "free_rows": list(cache.rows._free),
-        "cache": {name: getattr(cache, name) for name in CACHE},
-        "scheduler": {name: getattr(scheduler, name) for name in SCHEDULER},
+        "cache": _fields(cache, CACHE),
+        "scheduler": _fields(scheduler, SCHEDULER),
         "counted": list(scheduler._counted),
         "served": [(tenant.number, tenant.served) for tenant in scheduler.tenants.present.values()],
-        "costs": {name: getattr(scheduler.policy.costs, name) for name in COSTS},
-        "requests": [_frozen_request(request, number_of(request), seat) for request in requests],
-        "sequences": [_frozen_sequence(seq, place) | {"said": said_by(seq)} for seq in sequences],
-        "known": [place[request] for request in scheduler.requests.values()],
-        "running": [place[request] for request in scheduler.running],
-        "swapped": [place[request] for request in scheduler.swapped],
-        "waiting": [place[request] for request in scheduler.waiting],
-        "holders": [seat[seq] for seq in cache._holders],
-        "pins": [seat[seq] for seq in cache.pins.values()],
-        "in_flight": [_frozen_plan(plan, place, seat) for plan in plans],
+        "costs": _fields(scheduler.policy.costs, COSTS),
+        "requests": [_request_state(request, number_of(request), sequence_index) for request in requests],
+        "sequences": [_sequence_state(seq, request_index) | {"beam_digests": beam_digests(seq)} for seq in sequences],
+        "scheduled": [request_index[request] for request in scheduler.requests.values()],
+        "running": [request_index[request] for request in scheduler.running],
+        "swapped": [request_index[request] for request in scheduler.swapped],
+        "waiting": [request_index[request] for request in scheduler.waiting],
+        "holders": [sequence_index[seq] for seq in cache._holders],
+        "pins": [sequence_index[seq] for seq in cache.pins.values()],
+        "in_flight": [_plan_state(plan, request_index, sequence_index) for plan in plans],
     }
 
 
-def _frozen_request(request: Request, number: int, seat: dict[Sequence, int]) -> State:
+def _request_state(request: Request, number: int, sequence_index: dict[Sequence, int]) -> SchedulerState:
     return {
-        **{name: getattr(request, name) for name in REQUEST},
+        **_fields(request, REQUEST),
         "number": number,
         "order": list(request.order),
         "status": request.status.value,
-        "decides": request.decide is not None,
+        "beam_search": request.select_beams is not None,
         "num_prompt": len(request.prompt_token_ids),
-        "skips": request.sampling_params.skip_reading_prefix_cache,
-        "sequences": [seat[seq] for seq in request.sequences],
-        "done": [seat[seq] for seq in request.done],
-        "solo": -1 if request.solo is None else seat[request.solo],
-        "left_behind": list(request.left_behind.items()),
+        "skip_prefix_cache": request.sampling_params.skip_reading_prefix_cache,
+        "sequences": [sequence_index[seq] for seq in request.sequences],
+        "done": [sequence_index[seq] for seq in request.finished_sequences],
+        "solo": -1 if request.only_sequence is None else sequence_index[request.only_sequence],
+        "left_behind": list(request.shared_on_device.items()),
     }
 
 
-def _frozen_sequence(seq: Sequence, place: dict[Request, int]) -> State:
+def _sequence_state(seq: Sequence, request_index: dict[Request, int]) -> SchedulerState:
     return {
-        **{name: getattr(seq, name) for name in SEQUENCE},
-        "request": place[seq.request],
+        **_fields(seq, SEQUENCE),
+        "request": request_index[seq.request],
         "num_tokens": len(seq.token_ids),
         "stopped": seq.stop_token is not None,
         "block_ids": list(seq.block_ids),
@@ -153,21 +176,23 @@ def _frozen_sequence(seq: Sequence, place: dict[Request, int]) -> State:
     }
 
 
-def _frozen_plan(plan: StepPlan, place: dict[Request, int], seat: dict[Sequence, int]) -> State:
+def _plan_state(
+    plan: StepPlan, request_index: dict[Request, int], sequence_index: dict[Sequence, int]
+) -> SchedulerState:
     return {
-        **{name: getattr(plan, name) for name in PLAN},
-        "outstanding": None if plan.outstanding is None else list(plan.outstanding),
-        "draws": list(plan.draws.items()),
-        "given": list(plan.host_tokens),
-        "sequences": [seat[seq] for seq in plan.sequences],
-        "swapped": [place[request] for request in plan.swapped],
-        "returning": [(block, place[request]) for block, request in plan.returning.items()],
-        "void": sorted(plan.void),
+        **_fields(plan, PLAN),
+        "outstanding": None if plan.num_outstanding is None else list(plan.num_outstanding),
+        "draws": list(plan.num_samples.items()),
+        "host_tokens": list(plan.host_tokens),
+        "sequences": [sequence_index[seq] for seq in plan.sequences],
+        "swapped": [request_index[request] for request in plan.swapped_requests],
+        "returning": [(block, request_index[request]) for block, request in plan.swap_in_requests.items()],
+        "void": sorted(plan.void_slices),
     }
 
 
-def settings_of(scheduler: Scheduler) -> State:
-    """What a scheduler is made with."""
+def scheduler_settings(scheduler: Scheduler) -> SchedulerState:
+    """The arguments that a scheduler is made with."""
     cache, policy = scheduler.cache, scheduler.policy
     return {
         "num_blocks": cache.pool.num_blocks,
@@ -188,9 +213,9 @@ def settings_of(scheduler: Scheduler) -> State:
     }
 
 
-def new_scheduler(settings: State) -> Scheduler:
-    """An empty one of such settings."""
-    cache = KVCache(
+def new_scheduler(settings: SchedulerState) -> Scheduler:
+    """An empty scheduler with these settings."""
+    cache = KVCacheManager(
         settings["num_blocks"],
         settings["block_size"],
         settings["num_host_blocks"],
@@ -208,63 +233,57 @@ def new_scheduler(settings: State) -> Scheduler:
             by_priority=settings["by_priority"],
             ageing=settings["ageing"],
             mode=None if mode is None else PreemptionMode(mode),
-            victims=VictimChoice(settings["victims"]),
+            victims=VictimPolicy(settings["victims"]),
             long_prefill_token_threshold=settings["long_prefill_token_threshold"],
             max_long_partial_prefills=settings["max_long_partial_prefills"],
         ),
     )
 
 
-def thaw(
-    settings: State,
-    state: State,
-    make_request: Callable[[State], Request],
-    tokens_of: Callable[[State, State], array[int]],
+def restore_scheduler(
+    settings: SchedulerState,
+    state: SchedulerState,
+    make_request: Callable[[SchedulerState], Request],
+    tokens_of: Callable[[SchedulerState, SchedulerState], array[int]],
 ) -> Scheduler:
-    """A scheduler that goes on from a frozen state; `keys` are those that the pool shall have.
+    """A scheduler that goes on from a snapshot, whose `keys` are those of the pool to make.
 
-    make_request  a request that has not begun, of what was frozen of one
-    tokens_of     the tokens of a sequence, of what was frozen of its request and of itself
+    make_request  makes a request that has not begun, from the snapshot's entry of it
+    tokens_of     returns the tokens of a sequence, from the snapshot's entries of its request and of itself
     """
     scheduler = new_scheduler(settings)
     cache = scheduler.cache
-    requests = [make_request(said) for said in state["requests"]]
+    requests = [make_request(entry) for entry in state["requests"]]
     sequences = []
-    for said in state["sequences"]:
-        request = requests[said["request"]]
-        tokens = tokens_of(state["requests"][said["request"]], said)
-        seq = Sequence(request, said["index"], tokens, said["limit"])
-        for name in SEQUENCE:
-            setattr(seq, name, said[name])
-        seq.block_ids, seq.seal_ids = list(said["block_ids"]), list(said["seal_ids"])
-        seq.stop_token = next(iter(request.stop_ids)) if said["stopped"] else None
+    for entry in state["sequences"]:
+        request = requests[entry["request"]]
+        tokens = tokens_of(state["requests"][entry["request"]], entry)
+        seq = Sequence(request, entry["index"], tokens, entry["limit"])
+        _set_fields(seq, SEQUENCE, entry)
+        seq.block_ids, seq.seal_ids = list(entry["block_ids"]), list(entry["seal_ids"])
+        seq.stop_token = next(iter(request.stop_ids)) if entry["stopped"] else None
         sequences.append(seq)
-    for request, said in zip(requests, state["requests"], strict=True):
-        for name in REQUEST:
-            setattr(request, name, said[name])
-        first, second = said["order"]
-        request.order, request.status = (first, second), Status(said["status"])
-        request.sequences = [sequences[i] for i in said["sequences"]]
-        request.done = [sequences[i] for i in said["done"]]
-        request.solo = None if said["solo"] < 0 else sequences[said["solo"]]
-        request.left_behind = dict(said["left_behind"])
+    for request, entry in zip(requests, state["requests"], strict=True):
+        _set_fields(request, REQUEST, entry)
+        first, second = entry["order"]
+        request.order, request.status = (first, second), Status(entry["status"])
+        request.sequences = [sequences[i] for i in entry["sequences"]]
+        request.finished_sequences = [sequences[i] for i in entry["done"]]
+        request.only_sequence = None if entry["solo"] < 0 else sequences[entry["solo"]]
+        request.shared_on_device = dict(entry["left_behind"])
     _fill_pool(cache.pool, state)
     host = cache.swap_space
-    for name in HOST:
-        setattr(host, name, state["host"][name])
+    _set_fields(host, HOST, state["host"])
     host.refs, host._freed = array("i", state["host"]["refs"]), list(state["host"]["freed"])
     cache.rows._free = list(state["free_rows"])
-    for name in CACHE:
-        setattr(cache, name, state["cache"][name])
+    _set_fields(cache, CACHE, state["cache"])
     cache._holders = dict.fromkeys(sequences[i] for i in state["holders"])
     cache.pins = {sequences[i].request.request_id: sequences[i] for i in state["pins"]}
-    for name in SCHEDULER:
-        setattr(scheduler, name, state["scheduler"][name])
-    for name in COSTS:
-        setattr(scheduler.policy.costs, name, state["costs"][name])
+    _set_fields(scheduler, SCHEDULER, state["scheduler"])
+    _set_fields(scheduler.policy.costs, COSTS, state["costs"])
     hits, misses, evicted, copied, swapped_out, swapped_in, sealed = state["counted"]
     scheduler._counted = hits, misses, evicted, copied, swapped_out, swapped_in, sealed
-    scheduler.requests = {requests[i].request_id: requests[i] for i in state["known"]}
+    scheduler.requests = {requests[i].request_id: requests[i] for i in state["scheduled"]}
     scheduler.running = [requests[i] for i in state["running"]]
     scheduler.swapped = [requests[i] for i in state["swapped"]]
     scheduler.waiting = [requests[i] for i in state["waiting"]]
@@ -274,26 +293,24 @@ def thaw(
         tenants.enter(request)
     for request in scheduler.waiting:
         tenants.wait(request)
-    for said in state["in_flight"]:
+    for entry in state["in_flight"]:
         plan = StepPlan()
-        for name in PLAN:
-            setattr(plan, name, said[name])
-        plan.outstanding = said["outstanding"]
-        plan.draws = dict(said["draws"])
-        plan.host_tokens = {i: array("i") for i in said["given"]}
-        plan.sequences = [sequences[i] for i in said["sequences"]]
-        plan.swapped = [requests[i] for i in said["swapped"]]
-        plan.returning = {block: requests[i] for block, i in said["returning"]}
-        plan.void = frozenset(said["void"])
+        _set_fields(plan, PLAN, entry)
+        plan.num_outstanding = entry["outstanding"]
+        plan.num_samples = dict(entry["draws"])
+        plan.host_tokens = {i: array("i") for i in entry["host_tokens"]}
+        plan.sequences = [sequences[i] for i in entry["sequences"]]
+        plan.swapped_requests = [requests[i] for i in entry["swapped"]]
+        plan.swap_in_requests = {block: requests[i] for block, i in entry["returning"]}
+        plan.void_slices = frozenset(entry["void"])
         scheduler.in_flight.append(plan)
     return scheduler
 
 
-def _fill_pool(pool: BlockPool, state: State) -> None:
+def _fill_pool(pool: BlockPool, state: SchedulerState) -> None:
     for name in POOL_ARRAYS:
         setattr(pool, name, array(getattr(pool, name).typecode, state["pool"][name]))
-    for name in POOL:
-        setattr(pool, name, state["pool"][name])
+    _set_fields(pool, POOL, state["pool"])
     pool._freed = list(state["pool"]["freed"])
     pool._packed_of = list(state["keys"])
     for block, packed in enumerate(pool._packed_of):
@@ -301,21 +318,25 @@ def _fill_pool(pool: BlockPool, state: State) -> None:
             pool._shard(packed)[packed] = block
 
 
-def bare_request(request_id: str, prompt: array[int], said: State, *, stop: int, salt: bytes, decide: Any) -> Request:
-    """A request of what was told of one, whether frozen or on its arrival."""
+def new_request(
+    request_id: str, prompt: array[int], entry: SchedulerState, *, stop: int, salt: bytes, select_beams: Any
+) -> Request:
+    """A request from the fields of a snapshot's entry or of a `RecordedRequest`."""
     return Request(
         request_id,
         prompt,
-        SamplingParams(max_tokens=said["max_tokens"], skip_reading_prefix_cache=said["skips"], detokenize=False),
-        max_tokens=said["max_tokens"],
+        SamplingParams(
+            max_tokens=entry["max_tokens"], skip_reading_prefix_cache=entry["skip_prefix_cache"], detokenize=False
+        ),
+        max_tokens=entry["max_tokens"],
         stop_ids=(stop,),
-        priority=said["priority"],
+        priority=entry["priority"],
         salt=salt,
-        width=said["width"],
-        num_draws=said["num_draws"],
-        decide=decide,
-        constrained=said["constrained"],
-        pin=said["pin"],
-        tenant=said["tenant"],
-        rank=said["rank"],
+        width=entry["width"],
+        num_samples=entry["num_draws"],
+        select_beams=select_beams,
+        use_structured_output=entry["constrained"],
+        pin=entry["pin"],
+        tenant=entry["tenant"],
+        index_in_call=entry["rank"],
     )

@@ -1,9 +1,8 @@
-"""Python's garbage collector, kept from stopping the world in the middle of a step.
+"""Control of Python's garbage collector, which would stop the process in the middle of a step.
 
-A full collection looks at every object alive: tens of milliseconds once a model and a few thousand requests are there.
-What an engine allocates dies by reference count: where an ended request is told of for the last time, the cycles that
-it is in are broken (`RequestState.forget`). So nearly all of those looks find nothing; and a cycle that is left is
-memory lost for as long as the engine has work.
+A full collection visits every live object: tens of milliseconds once a model and a few thousand requests exist. Objects
+of the engine are freed by reference count, because `RequestState.release` breaks the cycles of a finished request. So
+collections find almost nothing. A reference cycle that remains is a leak for as long as the engine has work.
 """
 
 from __future__ import annotations
@@ -13,12 +12,13 @@ import threading
 from types import TracebackType
 
 
-class QuietGarbage:
-    """While it is entered, nothing is collected but by `breathe`, and what was alive before is not looked at. It may be
-    entered again inside, and by several threads. The collector that it stops is the process's.
+class GCPause:
+    """Context manager that disables automatic garbage collection in the process and freezes the objects alive on entry.
+
+    It is reentrant, also from several threads. Meanwhile only `collect_young` collects.
     """
 
-    STEPS_A_BREATH = 64
+    STEPS_PER_COLLECTION = 64
 
     def __init__(self) -> None:
         self._steps = 0
@@ -26,7 +26,7 @@ class QuietGarbage:
         self._depth = 0
         self._lock = threading.RLock()
 
-    def __enter__(self) -> QuietGarbage:
+    def __enter__(self) -> GCPause:
         with self._lock:
             if not self._depth:
                 self._was_enabled = gc.isenabled()
@@ -45,9 +45,11 @@ class QuietGarbage:
                 if self._was_enabled:
                     gc.enable()
 
-    def breathe(self) -> None:
-        """Call it once a step: every `STEPS_A_BREATH` it collects the young objects, of which there are few. What
-        outlives that, cycles included, is not looked at again before the last exit."""
+    def collect_young(self) -> None:
+        """Count a step; collect the youngest generation every `STEPS_PER_COLLECTION` steps.
+
+        Objects that survive it, cycles included, are not visited again before the last exit.
+        """
         self._steps += 1
-        if self._depth and self._steps % self.STEPS_A_BREATH == 0:
+        if self._depth and self._steps % self.STEPS_PER_COLLECTION == 0:
             gc.collect(0)

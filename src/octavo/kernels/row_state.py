@@ -1,7 +1,7 @@
-"""What a device knows of its rows, so that it can decode by itself: `RowState`, and `DecodeStep`, a step's view of it.
+"""State of the device's rows: sampling parameters, last tokens and logits processors, from one decode step to the next.
 
-A plan changes rows by a few scattered writes. Everything that a decode step needs is gathered from here on the device,
-and what it samples goes back here: no tensor is built on the host between two steps.
+A plan changes rows by a few scattered writes. A decode step gathers all its inputs from here on the device and commits
+its sampled tokens here: the host builds no tensor between two steps.
 """
 
 from __future__ import annotations
@@ -15,39 +15,38 @@ from octavo.integers import cdiv
 from octavo.kernels.metadata import RaggedBatch, SamplingTensors
 
 MAX_STOP_IDS = 10
-"""Stop ids that a row keeps on the device. The host has the last word, so more of them only end later there."""
+"""Stop ids that a row keeps on the device. The host checks all of them: a request with more only ends a step later."""
 TEMPERATURE, TOP_P, MIN_P, TOP_K, SEED, SAMPLE_INDEX, NUM_LOGPROBS, FIRST_STOP_ID = range(8)
 NUM_COLUMNS = FIRST_STOP_ID + MAX_STOP_IDS
 NOTHING_SAMPLED, NOT_FINITE, NO_TOKEN_LEFT = -1, -2, -3
-"""In the ring, in a token's place: the row was done, or had nothing to do; its logits were no numbers; all tokens were
-ruled out."""
-PENALIZED, BIASED, LIMITED, PATIENT = 1, 2, 4, 8
-"""What a row asks of its logits, see `RuleState`."""
+"""In the ring, in place of a token: row inactive; non-finite logits; every token masked."""
+PENALTIES, LOGIT_BIAS, ALLOWED_TOKENS, MIN_TOKENS = 1, 2, 4, 8
+"""Bits of `LogitsProcessorState.enabled`."""
 MAX_LOGPROBS = 20
-"""Of the likeliest tokens that a row tells of beside its own: as many as OpenAI's API has. A request that wants more is
-the host's."""
+"""Top log-probabilities that a row returns on the device: OpenAI's limit. The host samples requests with more."""
 MAX_BIAS = 300
-"""Tokens with a bias that a row keeps on the device. A request with more of them is the host's."""
+"""Logit biases that a row keeps on the device. The host samples requests with more."""
 IN_PROMPT = 1 << 30
+"""Bit of `LogitsProcessorState.counts`: the token is in the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """One line a row, and one more, the null row, which is done for ever: the target of padding.
+    """One line a row, and one more for the null row, the target of padding, which is always done.
 
-    block_tables  [num_rows + 1, max_blocks] int32
-    last_token    [num_rows + 1] int64, what a decode step goes on from
-    done          [num_rows + 1] bool, the row met a stop token or numbers that are not finite: nothing more is computed
-                  on it until the host gives it tokens
-    setup         [num_rows + 1, NUM_COLUMNS] int64, how tokens are sampled there: temperature, top_p and min_p as the
-                  bits of a float64, top_k, seed, sample_index; of how many of the likeliest tokens the host is told
-                  beside the one that is drawn, -1: of no log-probabilities; then stop ids, -1 where there are fewer
+    block_tables     [num_rows + 1, max_blocks] int32
+    last_token       [num_rows + 1] int64, the input of the next decode step
+    done             [num_rows + 1] bool, the row sampled a stop token or had non-finite logits. Decode steps skip it
+                     until the host sends it tokens
+    sampling_params  [num_rows + 1, NUM_COLUMNS] int64: temperature, top_p and min_p as the bits of a float64, top_k,
+                     seed, sample_index; the number of top log-probabilities to return, -1 for no log-probabilities at
+                     all; stop ids, padded with -1
     """
 
     block_tables: Tensor
     last_token: Tensor
     done: Tensor
-    setup: Tensor
+    sampling_params: Tensor
 
     @classmethod
     def empty(cls, num_rows: int, max_blocks: int, device: torch.device | str) -> RowState:
@@ -58,7 +57,7 @@ class RowState:
             torch.zeros(num_rows + 1, NUM_COLUMNS, dtype=torch.int64, device=device),
         )
         state.done[num_rows] = True
-        state.setup[:, NUM_LOGPROBS:] = -1
+        state.sampling_params[:, NUM_LOGPROBS:] = -1
         return state
 
     @property
@@ -66,16 +65,16 @@ class RowState:
         return self.done.shape[0] - 1
 
     def sampling(self, rows: Tensor, sample_indices: Tensor, positions: Tensor) -> SamplingTensors:
-        """How the next tokens of rows [num_draws] int64 are sampled; a sample index of -1 is the row's own."""
-        setup = self.setup[rows]  # [num_draws, NUM_COLUMNS]
-        floats = setup.view(torch.float64)
+        """Sampling parameters of the next tokens of rows [num_samples] int64. A sample index of -1 is the row's own."""
+        params = self.sampling_params[rows]  # [num_samples, NUM_COLUMNS]
+        floats = params.view(torch.float64)
         return SamplingTensors(
             temperature=floats[:, TEMPERATURE].float(),
-            top_k=setup[:, TOP_K].int(),
+            top_k=params[:, TOP_K].int(),
             top_p=floats[:, TOP_P].float(),
             min_p=floats[:, MIN_P].float(),
-            seed=setup[:, SEED].contiguous(),
-            sample_index=torch.where(sample_indices < 0, setup[:, SAMPLE_INDEX], sample_indices),
+            seed=params[:, SEED].contiguous(),
+            sample_index=torch.where(sample_indices < 0, params[:, SAMPLE_INDEX], sample_indices),
             position=positions,
             all_greedy=False,
             any_filter=True,
@@ -83,67 +82,71 @@ class RowState:
 
 
 @dataclass(frozen=True, slots=True)
-class RuleState:
-    """What rows ask of their logits, and which tokens they have had. A line a row, and one for the null row, which asks
-    for nothing. Made when the first row asks for something: most of it is as wide as the vocabulary.
+class LogitsProcessorState:
+    """Logits processors of the rows, and counts of their tokens: one line a row, and one for the null row.
 
-    asks        [num_rows + 1] int32: PENALIZED, BIASED, LIMITED (allowed_token_ids), PATIENT (min_tokens); 0 for most
-    num_prompt  [num_rows + 1] int32
-    min_length  [num_rows + 1] int32, the first position of a token that may end the output
-    penalties   [num_rows + 1, 3] float32: repetition, presence, frequency
-    bias_ids    [num_rows + 1, MAX_BIAS] int32, -1 where there are fewer
-    bias        [num_rows + 1, MAX_BIAS] float32
-    allowed     [num_rows + 1, ceil(vocab_size / 32)] int32, bits as in `reference.mask_tokens`
-    counted     [num_rows + 1] int32, positions whose tokens are in `counts`
-    counts      [num_rows + 1, vocab_size] int32, of penalized rows: how often a token came in the output, and the bit
-                IN_PROMPT if it came in the prompt
-    history     [num_rows + 1, max_len] int32, tokens by position, for whoever samples on the host
+    Allocated when the first row uses a logits processor: most of it is as wide as the vocabulary.
+
+    enabled      [num_rows + 1] int32, bits PENALTIES, LOGIT_BIAS, ALLOWED_TOKENS and MIN_TOKENS; 0 for most rows
+    num_prompt   [num_rows + 1] int32
+    min_length   [num_rows + 1] int32, the first position at which a stop token may be sampled
+    penalties    [num_rows + 1, 3] float32: repetition, presence, frequency
+    bias_ids     [num_rows + 1, MAX_BIAS] int32, padded with -1
+    bias_values  [num_rows + 1, MAX_BIAS] float32
+    allowed_bitmask
+                 [num_rows + 1, ceil(vocab_size / 32)] int32, as for `reference.apply_token_bitmask`
+    num_counted  [num_rows + 1] int32, positions whose tokens are in `counts`
+    counts       [num_rows + 1, vocab_size] int32, for rows with penalties: occurrences of each token in the output, and
+                 the bit IN_PROMPT where it occurs in the prompt
+    history      [num_rows + 1, max_len] int32, tokens by position, for sampling on the host
     """
 
-    asks: Tensor
+    enabled: Tensor
     num_prompt: Tensor
     min_length: Tensor
     penalties: Tensor
     bias_ids: Tensor
-    bias: Tensor
-    allowed: Tensor
-    counted: Tensor
+    bias_values: Tensor
+    allowed_bitmask: Tensor
+    num_counted: Tensor
     counts: Tensor
     history: Tensor
 
     @classmethod
-    def empty(cls, num_rows: int, vocab_size: int, history: Tensor) -> RuleState:
+    def empty(cls, num_rows: int, vocab_size: int, history: Tensor) -> LogitsProcessorState:
         def make(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(num_rows + 1, *shape, dtype=dtype, device=history.device)
 
         return cls(
-            asks=make(),
+            enabled=make(),
             num_prompt=make(),
             min_length=make(),
             penalties=make(3, dtype=torch.float32),
             bias_ids=make(MAX_BIAS),
-            bias=make(MAX_BIAS, dtype=torch.float32),
-            allowed=make(cdiv(vocab_size, 32)),
-            counted=make(),
+            bias_values=make(MAX_BIAS, dtype=torch.float32),
+            allowed_bitmask=make(cdiv(vocab_size, 32)),
+            num_counted=make(),
             counts=make(vocab_size),
             history=history,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeStep:
-    """One position of up to `len(rows)` rows. The host writes the first part once a plan; `prepare_decode_inputs` makes
-    the second from it and from the rows, once a pass. All tensors stay where they are: graphs know their addresses.
+class DecodeInputs:
+    """Inputs of a decode pass: one position of up to `len(rows)` rows.
 
-    step_counter  [2] int64: the ring's column that this pass fills, and how many passes of its plan were before it.
-                  `commit_sampled_tokens` advances both, so that one captured graph is another step at each replay
+    The host writes the first four fields once a plan. `prepare_decode_inputs` fills the others from these and from the
+    row state, once a pass. All tensors keep their addresses, as CUDA graphs need.
+
+    step_counter  [2] int64: the ring's column that this pass fills, and the passes of its plan before this one.
+                  `commit_sampled_tokens` increments both, so a captured graph computes another step at each replay
     rows          [num_slices] int64, the null row for padding
-    starts, ends  [num_slices] int64: pass p computes position starts + p, unless that is ends or beyond
+    starts, ends  [num_slices] int64: pass p computes position starts + p if that is below ends
 
-    live_rows     [num_slices] int64, the null row where there is nothing to do
+    live_rows     [num_slices] int64, the null row for inactive slices
     token_ids     [num_slices] int64
-    batch         the ragged batch; a slice with nothing to do has length 0 and aims at the null block
-    sampling      of the token after it
+    batch         the ragged batch. An inactive slice has length 0 and points to the null block
+    sampling      sampling parameters of the next tokens
     """
 
     step_counter: Tensor
@@ -156,10 +159,10 @@ class DecodeStep:
     sampling: SamplingTensors
 
     @classmethod
-    def over(
+    def allocate(
         cls, step_counter: Tensor, rows: Tensor, starts: Tensor, ends: Tensor, *, max_blocks: int, block_size: int
-    ) -> DecodeStep:
-        """A step with buffers of its own for what the device makes."""
+    ) -> DecodeInputs:
+        """Inputs with new buffers for the fields that the device fills."""
 
         def make(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=rows.device)
@@ -173,16 +176,16 @@ class DecodeStep:
             block_tables=make(n, max_blocks, dtype=torch.int32),
             max_query_len=1,
             max_seq_len=max_blocks * block_size,
-            common_lens=make(n, dtype=torch.int32),
+            common_prefix_lens=make(n, dtype=torch.int32),
         )
         sampling = SamplingTensors.from_lists(*([[0] * n] * 7), device=rows.device)
         sampling = replace(sampling, all_greedy=False, any_filter=True)
         return cls(step_counter, rows, starts, ends, make(n), make(n), batch, sampling)
 
-    def first(self, num_slices: int, *, cascade: bool = False) -> DecodeStep:
-        """The same step, cut to fewer slices: a view, but for what kernels derive from a batch.
+    def first(self, num_slices: int, *, cascade: bool = False) -> DecodeInputs:
+        """The first `num_slices` slices, as views, with an empty `RaggedBatch.derived`.
 
-        cascade: find out what neighbours have in common, for attention to read that once
+        cascade: compute `RaggedBatch.common_prefix_lens`, for cascade attention
         """
         n, batch = num_slices, self.batch
         part = RaggedBatch(
@@ -193,8 +196,12 @@ class DecodeStep:
             batch.block_tables[:n],
             batch.max_query_len,
             batch.max_seq_len,
-            common_lens=batch.common_lens[:n] if cascade and batch.common_lens is not None else None,
+            common_prefix_lens=batch.common_prefix_lens[:n]
+            if cascade and batch.common_prefix_lens is not None
+            else None,
         )
         sampling = self.sampling.first(n)
         rows, starts, ends = self.rows[:n], self.starts[:n], self.ends[:n]
-        return DecodeStep(self.step_counter, rows, starts, ends, self.live_rows[:n], self.token_ids[:n], part, sampling)
+        return DecodeInputs(
+            self.step_counter, rows, starts, ends, self.live_rows[:n], self.token_ids[:n], part, sampling
+        )

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.reference import Stream
+from octavo.kernels.reference.norms import NormedResidual
 from octavo.models.config import DecoderSpec
 from octavo.models.layers import Attention, GatedMLP, empty_norm
-from octavo.models.linear import ALONE, Linear, Matrix, TensorParallel, Vocabulary, Weight
+from octavo.models.linear import SINGLE_RANK, Linear, PackableWeight, TensorParallel, VocabEmbedding, Weight
 
 
 class DecoderLayer:
@@ -58,17 +58,19 @@ class DecoderLayer:
             x = self.ops.rms_norm(x, self.post_norms[1], self.eps)
         return x, residual
 
-    def thin(self, stream: Stream, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor, next_norm: Tensor) -> Stream:
-        """The same for few tokens, norms, activations and additions being parts of the products.
+    def forward_small_batch(
+        self, residual: NormedResidual, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor, next_norm: Tensor
+    ) -> NormedResidual:
+        """Small-batch path: norms, activations and additions are fused into the products.
 
-        next_norm  [hidden_size], the weight of the norm behind this layer
+        next_norm  [hidden_size], the weight of the norm after this layer
         """
         ops, out, gate_up, down = self.ops, self.attention.out, self.mlp.gate_up, self.mlp.down
-        attended = self.attention.thin(stream, self.eps, batch, kv_layer, cos_sin)
-        stream = ops.add_linear(stream, attended, out.weight, out.bias, self.mlp_norm)
-        inner = ops.norm_linear(stream, self.eps, gate_up.weight, gate_up.bias, self.mlp.gate_name)
-        after: Stream = ops.add_linear(stream, inner, down.weight, down.bias, next_norm)
-        return after
+        attended = self.attention.forward_small_batch(residual, self.eps, batch, kv_layer, cos_sin)
+        residual = ops.add_linear(residual, attended, out.weight, out.bias, self.mlp_norm)
+        inner = ops.norm_linear(residual, self.eps, gate_up.weight, gate_up.bias, self.mlp.gate_name)
+        residual = ops.add_linear(residual, inner, down.weight, down.bias, next_norm)
+        return residual
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         yield Weight.whole(f"{prefix}.input_layernorm.weight", self.attention_norm)
@@ -87,7 +89,7 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A causal language model over paged K and V. Its tensors are empty until `weights.load_decoder` fills them.
+    """A causal language model over paged K and V. Its tensors are empty until `weights.load_model` fills them.
 
     ops      the module of operations to compute with: `kernels.reference` or a fast path with the same signatures
     max_len  positions in the rotary table; default: all that the model knows
@@ -100,12 +102,12 @@ class Decoder:
         ops: ModuleType,
         dtype: torch.dtype,
         device: torch.device | str,
-        tp: TensorParallel = ALONE,
+        tp: TensorParallel = SINGLE_RANK,
         max_len: int | None = None,
     ) -> None:
         self.spec = spec
         self.ops = ops
-        self.vocabulary = Vocabulary(
+        self.vocabulary = VocabEmbedding(
             spec.vocab_size, spec.hidden_size, tied=spec.tie_word_embeddings, dtype=dtype, device=device
         )
         # In the model's dtype, as it was trained: bfloat16 makes 25.25 of Gemma 3 270M's sqrt(640).
@@ -115,9 +117,9 @@ class Decoder:
         ]
         self.norm = empty_norm(spec, spec.hidden_size, dtype, device)
         # A rank's sums are not yet the stream's, and float16 has no room for a stream times a norm's weight.
-        has_thin = not spec.post_norms and tp.size == 1 and dtype != torch.float16
-        most = [ops.max_thin_tokens(matrix.weight) for layer in self.layers[:1] for matrix in layer.linears()]
-        self.max_thin_tokens = min(most) if has_thin else 0
+        has_small_batch_path = not spec.post_norms and tp.size == 1 and dtype != torch.float16
+        most = [ops.max_small_batch_tokens(matrix.weight) for layer in self.layers[:1] for matrix in layer.linears()]
+        self.max_small_batch_tokens = min(most) if has_small_batch_path else 0
         # [max_len, head_dim], made on the CPU: the same numbers on every device, and none at all for a model on "meta".
         max_len = max_len or spec.max_position_embeddings
         table = ops.rope_table(spec.head_dim, max_len, spec.rope_theta, scaling=spec.rope_scaling)
@@ -140,8 +142,8 @@ class Decoder:
         x = self.vocabulary.embed(token_ids)  # [num_tokens, hidden_size]
         if self.embedding_scale != 1.0:
             x *= self.embedding_scale
-        if len(x) <= self.max_thin_tokens:
-            return self.vocabulary.logits(self._thin(x, batch, kv, logits_rows))
+        if len(x) <= self.max_small_batch_tokens:
+            return self.vocabulary.logits(self._forward_small_batch(x, batch, kv, logits_rows))
         residual = torch.zeros_like(x)
         for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, batch, kv[:, index], self._cos_sin_of(layer))
@@ -150,13 +152,15 @@ class Decoder:
         x, _ = self.ops.add_rms_norm(x, residual, self.norm, self.spec.rms_norm_eps)
         return self.vocabulary.logits(x)
 
-    def _thin(self, x: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
-        """From the embeddings of at most `max_thin_tokens` to what the head reads."""
+    def _forward_small_batch(self, x: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
+        """From the embeddings of at most `max_small_batch_tokens` tokens to the head's input."""
         norms = [*(layer.attention_norm for layer in self.layers), self.norm]
-        stream = self.ops.begin_stream(x, norms[0])
+        residual = self.ops.make_normed_residual(x, norms[0])
         for index, layer in enumerate(self.layers):
-            stream = layer.thin(stream, batch, kv[:, index], self._cos_sin_of(layer), norms[index + 1])
-        x = stream.x if logits_rows is None else stream.x[logits_rows]
+            residual = layer.forward_small_batch(
+                residual, batch, kv[:, index], self._cos_sin_of(layer), norms[index + 1]
+            )
+        x = residual.x if logits_rows is None else residual.x[logits_rows]
         normed: Tensor = self.ops.rms_norm(x, self.norm, self.spec.rms_norm_eps)
         return normed
 
@@ -170,7 +174,7 @@ class Decoder:
             yield from layer.weights(f"model.layers.{index}")
         yield Weight.whole("model.norm.weight", self.norm)
 
-    def matrices(self) -> Iterator[Matrix]:
+    def matrices(self) -> Iterator[PackableWeight]:
         """Every matrix that is multiplied with, for what is done to each once it is filled."""
         yield self.vocabulary
         for layer in self.layers:

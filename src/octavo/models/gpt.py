@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
 from octavo.models.config import GPTSpec
-from octavo.models.linear import ALONE, Linear, Matrix, TensorParallel, Vocabulary, Weight
+from octavo.models.linear import SINGLE_RANK, Linear, PackableWeight, TensorParallel, VocabEmbedding, Weight
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -23,7 +23,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class TensorNames:
     """What a checkpoint calls the parts; `layer` has a place for the layer's number.
 
     qkv         three projections, or one of all three
@@ -43,8 +43,8 @@ class Names:
     is_conv1d: bool
 
 
-NAMES: Mapping[str, Names] = {
-    "GPT2LMHeadModel": Names(
+TENSOR_NAMES: Mapping[str, TensorNames] = {
+    "GPT2LMHeadModel": TensorNames(
         embedding="transformer.wte",
         positions="transformer.wpe",
         final_norm="transformer.ln_f",
@@ -57,7 +57,7 @@ NAMES: Mapping[str, Names] = {
         down="mlp.c_proj",
         is_conv1d=True,
     ),
-    "OPTForCausalLM": Names(
+    "OPTForCausalLM": TensorNames(
         embedding="model.decoder.embed_tokens",
         positions="model.decoder.embed_positions",
         final_norm="model.decoder.final_layer_norm",
@@ -127,7 +127,7 @@ class GPTLayer:
         device: torch.device | str,
     ) -> None:
         self.ops = ops
-        self.names = NAMES[spec.architecture]
+        self.names = TENSOR_NAMES[spec.architecture]
         self.prefix = self.names.layer.format(layer)
         self.norm_first = spec.norm_first
         self.head_dim = spec.head_dim
@@ -192,14 +192,16 @@ class GPT:
         ops: ModuleType,
         dtype: torch.dtype,
         device: torch.device | str,
-        tp: TensorParallel = ALONE,
+        tp: TensorParallel = SINGLE_RANK,
         max_len: int | None = None,
     ) -> None:
         self.spec = spec
         self.ops = ops
-        self.names = NAMES[spec.architecture]
+        self.names = TENSOR_NAMES[spec.architecture]
         hidden, width = spec.hidden_size, spec.embedding_size
-        self.vocabulary = Vocabulary(spec.vocab_size, width, tied=spec.tie_word_embeddings, dtype=dtype, device=device)
+        self.vocabulary = VocabEmbedding(
+            spec.vocab_size, width, tied=spec.tie_word_embeddings, dtype=dtype, device=device
+        )
         num_positions = spec.max_position_embeddings + spec.position_offset
         self.positions = torch.empty(num_positions, hidden, dtype=dtype, device=device)
         self.project_in: Tensor | None = None  # [hidden_size, embedding_size]
@@ -241,7 +243,7 @@ class GPT:
         if self.norm is not None:
             yield from self.norm.weights(self.names.final_norm)
 
-    def matrices(self) -> Iterator[Matrix]:
+    def matrices(self) -> Iterator[PackableWeight]:
         """Every matrix that is multiplied with, for what is done to each once it is filled."""
         yield self.vocabulary
         for layer in self.layers:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.reference import Stream, split_heads
+from octavo.kernels.reference import split_heads
+from octavo.kernels.reference.norms import NormedResidual
 from octavo.models.config import DecoderSpec
 from octavo.models.linear import Linear, TensorParallel, Weight
 
@@ -69,11 +70,13 @@ class Attention:
         )
         return self.out(self._attend(q, batch, kv_layer))
 
-    def thin(self, stream: Stream, eps: float, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor) -> Tensor:
-        """The same for few tokens, from a norm whose factor is still to be applied to what comes before the projection
-        back: [num_tokens, num_heads * head_dim]."""
-        q = self.ops.project_heads(
-            stream,
+    def forward_small_batch(
+        self, residual: NormedResidual, eps: float, batch: RaggedBatch, kv_layer: Tensor, cos_sin: Tensor
+    ) -> Tensor:
+        """Small-batch path, from a residual whose norm is not applied yet to the attention's result, before the output
+        projection: [num_tokens, num_heads * head_dim]."""
+        q = self.ops.project_qkv(
+            residual,
             eps,
             self.qkv.weight,
             self.qkv.bias,

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from octavo.errors import ParameterError
 from octavo.kernels.cpu.packed_linear import (
-    Head,
-    Packed,
+    PackedHead,
+    PackedWeight,
     Quantization,
+    blockwise_linear,
     embed,
     pack,
     pack_head,
     packed_bytes,
-    product_in_blocks,
 )
 
 
@@ -47,7 +47,7 @@ class TensorParallel:
         return total // self.size
 
 
-ALONE = TensorParallel()
+SINGLE_RANK = TensorParallel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,12 @@ def _empty_like(weight: Tensor, device: torch.device | str) -> Tensor:
     return torch.empty(weight.shape, dtype=weight.dtype, device=device)
 
 
-class Matrix:
+class PackableWeight:
     """A weight [num_out, num_in] and what it is multiplied as: itself, or packed by `kernels.packed`."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
-        self.packed: Packed | None = None
+        self.packed: PackedWeight | None = None
 
     def pack(self, quantization: Quantization | None = None) -> None:
         """Once the weight is filled: put it into the layout that its product is fastest in, and give the plain one up.
@@ -94,7 +94,7 @@ class Matrix:
         return packed_bytes(self.weight, quantization)
 
 
-class Linear(Matrix):
+class Linear(PackableWeight):
     """y = x @ weight.T + bias, with several projections of the same input merged into one product.
 
         split "out": a rank has rows of each projection    split "in": a rank has columns, and results are summed
@@ -144,7 +144,7 @@ class Linear(Matrix):
                 yield Weight(f"{name}.bias", (out_size,), bias, (first_row,))
 
 
-class Vocabulary(Matrix):
+class VocabEmbedding(PackableWeight):
     """Tokens in and logits out: the table of embeddings [vocab_size, width], and the head of the same shape. In tied
     models these are one table, read forwards and backwards; also when it is packed, there is one."""
 
@@ -154,23 +154,23 @@ class Vocabulary(Matrix):
         self.embedding = torch.empty(vocab_size, width, dtype=dtype, device=device)
         self.tied = tied
         super().__init__(self.embedding if tied else _empty_like(self.embedding, device))
-        self.packed: Head | None = None
+        self.packed: PackedHead | None = None
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[num_tokens] int64 -> [num_tokens, width]."""
         if self.tied and self.packed is not None:
-            return self.packed.rows(token_ids)
+            return self.packed.gather_rows(token_ids)
         return embed(self.embedding, token_ids)
 
     def logits(self, x: Tensor) -> Tensor:
         """[num_rows, width] -> [num_rows, vocab_size] float32; on a GPU in x's dtype, which its sampler widens as it
         reads: a copy of such a table takes longer than a layer."""
         if self.packed is not None:
-            return self.packed(x, None, wide=True)
+            return self.packed(x, None, float32_out=True)
         if x.is_cuda:
             return F.linear(x, self.weight)
         if x.dtype in (torch.bfloat16, torch.float16):  # in which the product would come rounded
-            return product_in_blocks(x, self.weight)
+            return blockwise_linear(x, self.weight)
         return F.linear(x, self.weight).float()
 
     def pack(self, quantization: Quantization | None = None) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from octavo.models.config import DecoderSpec, GPTSpec, ModelSpec
 
 
-class Matrix(NamedTuple):
+class MatrixShape(NamedTuple):
     """A weight [num_out, num_in] that is multiplied with, and whether it has a bias; there are `copies` alike."""
 
     num_out: int
@@ -20,19 +20,19 @@ class Matrix(NamedTuple):
     copies: int
 
 
-def matrices(spec: ModelSpec) -> Iterator[Matrix]:
+def matrices(spec: ModelSpec) -> Iterator[MatrixShape]:
     """Of all layers; neither embeddings nor head."""
     hidden, inner, layers = spec.hidden_size, spec.intermediate_size, spec.num_layers
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     if isinstance(spec, DecoderSpec):
-        yield Matrix(q_size + 2 * kv_size, hidden, spec.qkv_bias, layers)
-        yield Matrix(hidden, q_size, spec.o_bias, layers)
-        yield Matrix(2 * inner, hidden, spec.mlp_bias, layers)
-        yield Matrix(hidden, inner, spec.mlp_bias, layers)
+        yield MatrixShape(q_size + 2 * kv_size, hidden, spec.qkv_bias, layers)
+        yield MatrixShape(hidden, q_size, spec.o_bias, layers)
+        yield MatrixShape(2 * inner, hidden, spec.mlp_bias, layers)
+        yield MatrixShape(hidden, inner, spec.mlp_bias, layers)
     else:
         assert isinstance(spec, GPTSpec)
         for num_out, num_in in ((3 * hidden, hidden), (hidden, hidden), (inner, hidden), (hidden, inner)):
-            yield Matrix(num_out, num_in, spec.bias, layers)
+            yield MatrixShape(num_out, num_in, spec.bias, layers)
 
 
 def num_params(spec: ModelSpec) -> int:

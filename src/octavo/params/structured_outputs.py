@@ -1,4 +1,4 @@
-"""What form a request's output must have: `StructuredOutputsParams`. `text.grammar` says whether it can be had."""
+"""Structured outputs: constraints on a request's output. `text.grammar` compiles them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from octavo.params.validation import Checked, wrong
+from octavo.params.validation import ValidatedParams, invalid
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
-MOST_CHARS = 1 << 18
-"""Characters of a schema, a pattern, a grammar, or all choices together: what a tool or a form needs is 1 % of it."""
-MOST_CHOICES = 4096
+MAX_CHARS = 1 << 18
+"""Limit of characters of a schema, a pattern, a grammar, or all choices together. Tools and forms need 1 % of it."""
+MAX_CHOICES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StructuredOutputsParams(Checked):
-    """Exactly one of the first five. Names are vLLM's.
+class StructuredOutputsParams(ValidatedParams):
+    """A constraint on the output: exactly one of the first five fields is set. Names are vLLM's.
 
     json         a JSON schema, as a dict or as text
     regex        a regular expression that the whole output matches
     choice       the output is one of these
     grammar      a grammar in Lark's syntax, whose first rule is `start`
     json_object  any JSON object
-    disable_any_whitespace  JSON without white space between its parts
-    whitespace_pattern      a regular expression for the white space there
+    disable_any_whitespace  JSON without white space between its elements
+    whitespace_pattern      a regular expression for the white space between JSON elements
 
     Raises `ParameterError` with the code invalid_json_schema or invalid_grammar, or `UnknownOptionError`.
     """
@@ -42,12 +42,12 @@ class StructuredOutputsParams(Checked):
 
     @classmethod
     def of(cls, value: Any) -> StructuredOutputsParams | None:
-        """From what a caller wrote: one of these, a dict of their fields, or None."""
+        """Convert a caller's value: an instance, a dict of fields, or None."""
         if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
             return cls(**value)
         if value is None or isinstance(value, cls):
             return value
-        raise wrong("structured_outputs", f"is StructuredOutputsParams or a dict of its fields, not {value!r:.80}")
+        raise invalid("structured_outputs", f"is StructuredOutputsParams or a dict of its fields, not {value!r:.80}")
 
     @property
     def kind(self) -> str:
@@ -58,63 +58,60 @@ class StructuredOutputsParams(Checked):
         """The JSON schema, as text of ASCII characters."""
         if self.json_object:
             return '{"type": "object"}'
-        assert isinstance(self.json, str)  # put into this form when the object was made
+        assert isinstance(self.json, str)  # `__post_init__` converted it
         return self.json
 
     def __post_init__(self) -> None:
         if self.json_object is None:
             self._set("json_object", False)
-        self._flag("json_object", "disable_any_whitespace")
+        self._check_bool("json_object", "disable_any_whitespace")
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             found = "none" if not given else " and ".join(given)
-            raise wrong("structured_outputs", f"must have exactly one of {', '.join(KINDS)}, it has {found}")
+            raise invalid("structured_outputs", f"must have exactly one of {', '.join(KINDS)}, it has {found}")
         if self.json is not None:
             self._set("json", _schema(self.json))
         for name in ("regex", "grammar", "whitespace_pattern"):
             text = getattr(self, name)
-            if text is not None and (not isinstance(text, str) or not 0 < len(text) <= MOST_CHARS or _is_broken(text)):
-                raise _invalid(name, text, f"Unicode text of 1 to {MOST_CHARS} characters")
+            if text is not None and (not isinstance(text, str) or not 0 < len(text) <= MAX_CHARS or _is_broken(text)):
+                raise _invalid_grammar(name, text, f"Unicode text of 1 to {MAX_CHARS} characters")
         if self.whitespace_pattern is not None and self.kind not in ("json", "json_object"):
-            raise wrong("structured_outputs", f"has whitespace_pattern, which {self.kind} has no use for; leave it out")
+            raise invalid("structured_outputs", f"has whitespace_pattern that has no effect on {self.kind}; remove it")
         if self.choice is not None:
             choices = self.choice
-            if (
-                not isinstance(choices, list | tuple)
-                or not choices
-                or not all(isinstance(c, str) and c for c in choices)
-            ):
-                raise _invalid("choice", choices, "a list of non-empty strings")
-            if len(choices) > MOST_CHOICES or sum(map(len, choices)) > MOST_CHARS:
-                raise _invalid("choice", choices, f"at most {MOST_CHOICES} strings and {MOST_CHARS} characters")
+            is_list = isinstance(choices, list | tuple) and bool(choices)
+            if not is_list or not all(isinstance(c, str) and c for c in choices):
+                raise _invalid_grammar("choice", choices, "a list of non-empty strings")
+            if len(choices) > MAX_CHOICES or sum(map(len, choices)) > MAX_CHARS:
+                raise _invalid_grammar("choice", choices, f"at most {MAX_CHOICES} strings and {MAX_CHARS} characters")
             self._set("choice", tuple(dict.fromkeys(choices)))
 
 
 def _schema(value: Any) -> str:
-    """A JSON schema in one form. A dict in the form of text cannot be changed later, and is what a cache can know."""
+    """Return a JSON schema as text. Unlike a dict, text cannot be changed later and can be a cache key."""
     try:
         if isinstance(value, str):
-            if len(value) > MOST_CHARS:
-                raise ValueError(f"{len(value)} characters, at most {MOST_CHARS} are taken")
+            if len(value) > MAX_CHARS:
+                raise ValueError(f"{len(value)} characters, at most {MAX_CHARS} are taken")
             value = json_text.loads(value)
         if not isinstance(value, Mapping):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
         text = json_text.dumps(dict(value), allow_nan=False)
-        if len(text) > MOST_CHARS:
-            raise ValueError(f"{len(text)} characters, at most {MOST_CHARS} are taken")
+        if len(text) > MAX_CHARS:
+            raise ValueError(f"{len(text)} characters, at most {MAX_CHARS} are taken")
         return text
     except RecursionError:
         reason = "it is nested too deeply"
     except (ValueError, TypeError) as error:
         reason = str(error)
-    raise wrong("structured_outputs", f"has a JSON schema that is none: {reason}", "invalid_json_schema")
+    raise invalid("structured_outputs", f"has an invalid JSON schema: {reason}", "invalid_json_schema")
 
 
 def _is_broken(text: str) -> bool:
-    """Whether it holds a lone surrogate, which no output can."""
+    """True if the text has a lone surrogate, which no output can contain."""
     return any("\ud800" <= char <= "\udfff" for char in text)
 
 
-def _invalid(name: str, value: Any, want: str) -> Exception:
+def _invalid_grammar(name: str, value: Any, want: str) -> Exception:
     shown = f"{value!r:.80}" if not isinstance(value, str | list | tuple) or len(value) < 80 else f"{len(value)} long"
-    return wrong("structured_outputs", f"has a {name} that must be {want}, it is {shown}", "invalid_grammar")
+    return invalid("structured_outputs", f"has a {name} that must be {want}, it is {shown}", "invalid_grammar")

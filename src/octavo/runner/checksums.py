@@ -1,7 +1,7 @@
-"""Checksums of swapped blocks: taken when a block has arrived on the host, compared when it goes back.
+"""Checksums of swapped blocks: computed after a swap-out, compared at the swap-in.
 
-A block may lie on the host for minutes, in memory that may have no error correction, beside what other libraries write.
-One flipped bit would give its request wrong tokens, and nothing else would show it.
+A block may stay in host memory for minutes. That memory may lack error correction, and other libraries write to it. One
+flipped bit would give a request wrong tokens without any other sign.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from octavo.runner.streams import DeviceEvent
 
 
 class SwapInCheck:
-    """The comparison of the blocks that one plan brings back. Its results count for nothing before `take`."""
+    """The comparison of the blocks that one plan swaps in. The plan's results are valid only after `take`."""
 
-    def __init__(self, found: Future[list[int]] | None = None) -> None:
-        self._found = found
+    def __init__(self, corrupt: Future[list[int]] | None = None) -> None:
+        self._corrupt = corrupt
 
     @property
     def done(self) -> bool:
-        return self._found is None or self._found.done()
+        return self._corrupt is None or self._corrupt.done()
 
     def take(self) -> list[int]:
-        """The corrupt host blocks; waits for them. They are reported once: a second call gives none."""
-        found, self._found = self._found, None
-        return [] if found is None else found.result()
+        """The corrupt host blocks; waits for the comparison. Later calls return an empty list."""
+        corrupt, self._corrupt = self._corrupt, None
+        return [] if corrupt is None else corrupt.result()
 
-    def before(self, land: Callable[[StepResult], None]) -> Callable[[StepResult], None]:
-        """`land`, which reports the corrupt blocks with the first result."""
+    def attach_to(self, add_column: Callable[[StepResult], None]) -> Callable[[StepResult], None]:
+        """A wrapper of `add_column` that reports the corrupt blocks with the first result."""
 
-        def land_checked(result: StepResult) -> None:
+        def add_checked(result: StepResult) -> None:
             result.corrupt = self.take()
-            land(result)
+            add_column(result)
 
-        return land_checked
+        return add_checked
 
 
 NO_SWAP_IN_CHECK = SwapInCheck()
-"""Of a plan that moves no block."""
+"""For plans without swaps."""
 
 
 class Checksums:
-    """XXH3 of each block of the host tier, computed on a thread of its own beside the steps. Hashing gives up the GIL.
+    """XXH3 of each block in the swap space, computed in a separate thread. Hashing releases the GIL.
 
     host_kv   [num_blocks, ...], contiguous
     """
@@ -58,21 +58,23 @@ class Checksums:
         self._host_kv = host_kv
         self._sums = array("Q", bytes(8 * len(host_kv)))
         self._thread = ThreadPoolExecutor(1, "octavo-checksums")  # starts with the first block
-        self._compared: dict[int, Future[list[int]]] = {}  # host block -> the comparison that reads it
+        self._comparisons: dict[int, Future[list[int]]] = {}  # host block -> the comparison that reads it
 
-    def follow(self, outs: Seq[int], ins: Seq[int], moved: DeviceEvent) -> SwapInCheck:
-        """Take the checksums of `outs` and compare those of `ins`, once all have moved. What is compared then is no
-        better than what was copied."""
-        found = self._thread.submit(self._work, outs, ins, moved)
-        self._compared = {block: future for block, future in self._compared.items() if not future.done()}
-        self._compared.update(dict.fromkeys(ins, found))
-        return SwapInCheck(found)
+    def submit(self, outs: Seq[int], ins: Seq[int], moved: DeviceEvent) -> SwapInCheck:
+        """Compute the checksums of host blocks `outs` and compare those of `ins`, after the event `moved`.
+
+        Blocks are compared after their copies: corruption that a copy read is still there then.
+        """
+        corrupt = self._thread.submit(self._work, outs, ins, moved)
+        self._comparisons = {block: future for block, future in self._comparisons.items() if not future.done()}
+        self._comparisons.update(dict.fromkeys(ins, corrupt))
+        return SwapInCheck(corrupt)
 
     def wait_for(self, blocks: Iterable[int]) -> None:
-        """Before they are overwritten: a comparison may still read them."""
+        """Wait until no comparison reads these host blocks. Call this before they are overwritten."""
         for block in blocks:
-            if (found := self._compared.get(block)) is not None:
-                found.exception()  # whose it is asks for it
+            if (corrupt := self._comparisons.get(block)) is not None:
+                corrupt.exception()  # `SwapInCheck.take` raises it
 
     def _work(self, outs: Seq[int], ins: Seq[int], moved: DeviceEvent) -> list[int]:
         moved.synchronize()

@@ -1,4 +1,4 @@
-"""The executor of a `CudaModelRunner`: the caller's thread queues the work, and the device does it in order."""
+"""Executor for a `CudaModelRunner`: the caller's thread queues kernels, and the device runs them in order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import time
 
 from octavo.core.plan import StepPlan, StepResult
-from octavo.engine.executor import Masks
+from octavo.engine.executor import GrammarBitmask
 from octavo.errors import StepError
 from octavo.runner.checksums import NO_SWAP_IN_CHECK
 from octavo.runner.cuda_model_runner import CudaModelRunner, Finish
@@ -14,91 +14,91 @@ from octavo.runner.executor import device_lost, step_error
 from octavo.runner.output_buffers import StepOutput
 
 POLL_INTERVAL_S = 5e-5
-"""How long a wait that has a limit sleeps between two looks at the device."""
+"""Pause between two queries of the device in a wait with a timeout."""
 
 
 class CudaStepHandle:
-    """A plan on the device, or what kept it from getting there; one with masked slices waits on the host for the masks
-    of each column.
+    """A submitted plan: its output, or the error that prevented its launch.
 
-    The next plan is submitted after they were put, so the order stays.
+    A plan with bitmask slices queues its sampling column by column, as the bitmasks arrive. The caller submits the next
+    plan after the last of them, which keeps the stream order.
     """
 
     def __init__(self, executor: CudaExecutor, plan: StepPlan) -> None:
         self._executor = executor
-        self._landing: StepOutput | None = None
+        self._output: StepOutput | None = None
         self._error: Exception | None = None
-        self._check = NO_SWAP_IN_CHECK
+        self._swap_in_check = NO_SWAP_IN_CHECK
         self._num_read = 0
-        self._num_waits = max(1, plan.num_masked)
+        self._num_missing_bitmasks = max(1, plan.num_bitmask_columns)
         try:
             self._finish = executor.launch(plan)
-            self._check = executor.runner.check
+            self._swap_in_check = executor.runner.swap_in_check
         except Exception as error:
             self._error = error
-        if not plan.masked:
-            self.put(None)
+        if not plan.bitmask_slices:
+            self.put_bitmask(None)
 
-    def put(self, masks: Masks | None) -> None:
-        self._num_waits -= 1
+    def put_bitmask(self, bitmask: GrammarBitmask | None) -> None:
+        self._num_missing_bitmasks -= 1
         if self._error is None:
             try:
-                self._landing = self._executor.finish(self._finish, masks)
+                self._output = self._executor.finish(self._finish, bitmask)
             except Exception as error:
                 self._error = error
 
     @property
     def done(self) -> bool:
-        if self._landing is None or self._error is not None:
+        if self._output is None or self._error is not None:
             return self._error is not None
         try:
-            landed = self._landing.num_landed == len(self._landing.events)
-            return landed and not self._num_waits and self._check.done
-        except RuntimeError as error:  # what CUDA found out only now; `result` will say it
+            is_ready = self._output.num_ready == len(self._output.events)
+            return is_ready and not self._num_missing_bitmasks and self._swap_in_check.done
+        except RuntimeError as error:  # an asynchronous CUDA error; `result` raises it
             self._error = error
             return True
 
     def poll(self, timeout_s: float = 0.0) -> StepResult | None:
-        if self._landing is None or self._error is not None:
+        if self._output is None or self._error is not None:
             return None
-        until = time.perf_counter() + timeout_s
+        deadline = time.perf_counter() + timeout_s
         try:
-            if self._num_waits:  # the device, in its turn, waits for what comes of this column: no naps
-                self._landing.events[-1].synchronize()
-            while (landed := self._landing.num_landed) == self._num_read:
-                if time.perf_counter() >= until:
+            if self._num_missing_bitmasks:  # the device waits for the next bitmask, so do not sleep
+                self._output.events[-1].synchronize()
+            while (num_ready := self._output.num_ready) == self._num_read:
+                if time.perf_counter() >= deadline:
                     return None
                 time.sleep(POLL_INTERVAL_S)
-        except RuntimeError as error:  # likewise
+        except RuntimeError as error:  # as in `done`
             self._error = error
             return None
-        if landed == len(self._landing.events) and not self._num_waits:
+        if num_ready == len(self._output.events) and not self._num_missing_bitmasks:
             return None
-        first, self._num_read = self._num_read, landed
-        return self._read(first, landed)
+        first, self._num_read = self._num_read, num_ready
+        return self._read(first, num_ready)
 
     def _read(self, first: int, last: int) -> StepResult:
-        assert self._landing is not None
-        corrupt = self._check.take()
-        result = self._landing.read(first, last)
+        assert self._output is not None
+        corrupt = self._swap_in_check.take()
+        result = self._output.read(first, last)
         result.corrupt = corrupt
         return result
 
     def result(self) -> StepResult:
         error = self._error
-        if error is None and self._landing is not None:
+        if error is None and self._output is not None:
             try:
-                self._landing.events[-1].synchronize()
-                return self._read(self._num_read, len(self._landing.slice_ids))
-            except RuntimeError as cause:  # likewise
+                self._output.events[-1].synchronize()
+                return self._read(self._num_read, len(self._output.slice_ids))
+            except RuntimeError as cause:  # as in `done`
                 error = cause
-        told = step_error(error or StepError("it was asked for what it gives before it had its masks"))
+        raised = step_error(error or StepError("result() was called before put_bitmask()"))
         self._executor.recover(error)
-        raise told from error
+        raise raised from error
 
 
 class CudaExecutor:
-    """Queues plans on the device as they come; a plan behind one that failed fails, too, until the caller knows."""
+    """Queues plans on the device as they are submitted. After a failure all plans fail until the caller has seen it."""
 
     def __init__(self, runner: CudaModelRunner) -> None:
         self.runner = runner
@@ -118,20 +118,23 @@ class CudaExecutor:
             self._failed = True
             raise
 
-    def finish(self, finish: Finish, masks: Masks | None) -> StepOutput:
+    def finish(self, finish: Finish, bitmask: GrammarBitmask | None) -> StepOutput:
         try:
-            return finish(masks)
+            return finish(bitmask)
         except Exception:
             self._failed = True
             raise
 
     def recover(self, error: Exception | None) -> None:
-        """The caller has seen a failure, and drops what was queued behind it. Raises `DeviceLostError` where the device
-        answers no more: CUDA's worst errors, such as a write to nobody's memory, end all that a process has there."""
+        """Accept plans again after a failure that the caller has seen, with all later plans dropped.
+
+        Raises `DeviceLostError` if the device no longer answers. CUDA's worst errors, such as a write to an invalid
+        address, end all use of the device by the process.
+        """
         self._failed = False
         self.runner.release_memory()
         try:
-            self.runner.probe()
+            self.runner.check_device()
         except RuntimeError as cause:
             raise device_lost(cause) from error or cause
 
@@ -140,9 +143,9 @@ class CudaExecutor:
             self._closed = True
             self.runner.release_memory()
             try:
-                self.runner.probe()
+                self.runner.check_device()
             except RuntimeError:
-                # To free pinned memory, torch asks the device when it was used last. One that does not answer would end
-                # the process there and then, at the interpreter's end, too. The memory goes back with the process.
+                # Before torch frees pinned memory it asks the device for its last use. A lost device would abort the
+                # process, also at interpreter exit. So the runner is never freed: its memory ends with the process.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.runner))
-            del self.runner  # weights and pool, whoever still holds the executor
+            del self.runner  # frees the weights and the KV pool even if the executor stays referenced

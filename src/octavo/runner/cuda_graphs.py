@@ -1,4 +1,4 @@
-"""Passes as CUDA graphs: hundreds of launches become one."""
+"""CUDA graphs: one launch for the hundreds of kernels of a forward pass."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from torch import Tensor
 from octavo.runner.streams import SideStream
 
 
-def decode_sizes(most: int) -> list[int]:
-    """Numbers of slices that decode graphs are captured for, ascending: a step runs in the smallest that holds it."""
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, most + 32, 32)]
-    return [*(size for size in sizes if size < most), most]
+def decode_sizes(max_size: int) -> list[int]:
+    """Numbers of slices that decode graphs are captured for, ascending. A step uses the smallest graph that fits it."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, max_size + 32, 32)]
+    return [*(size for size in sizes if size < max_size), max_size]
 
 
-def cascade_sizes(most: int) -> list[int]:
-    """The same of steps whose rows begin alike: fewer, since they are captured besides, and none for few rows."""
-    return [size for size in decode_sizes(most) if size in (8, 16) or size % 32 == 0 or size == most >= 8]
+def cascade_sizes(max_size: int) -> list[int]:
+    """Sizes of decode graphs with cascade attention: fewer, since they are additional, and none below 8 rows."""
+    return [size for size in decode_sizes(max_size) if size in (8, 16) or size % 32 == 0 or size == max_size >= 8]
 
 
 class CudaGraphs:
-    """Work that was captured, by name. All graphs share one pool of memory, because only one of them runs at a time:
-    capture the largest first, and the others live in what it took.
+    """Captured graphs, by name. All share one memory pool, since only one of them runs at a time.
 
-    step_counter   see `octavo.kernels.row_state.DecodeStep`: the work advances it, and capturing must not
+    Capture the largest first: the others then fit into its memory.
+
+    step_counter   see `octavo.kernels.row_state.DecodeInputs`: a replay increments it, a capture must not
     """
 
     def __init__(self, step_counter: Tensor) -> None:
@@ -41,8 +42,10 @@ class CudaGraphs:
         self._graphs[name].replay()
 
     def capture(self, name: Hashable, work: Callable[[], None]) -> None:
-        """Capture what `work` launches. It is done twice, the first time for the compiler: there must be nothing in it
-        that does harm, and nothing that looks at a tensor's values."""
+        """Capture the kernels that `work` launches.
+
+        `work` runs twice, the first time to compile its kernels. It must be harmless and must not read tensor values.
+        """
         before = self._step_counter.clone()
         work()
         self._step_counter.copy_(before)

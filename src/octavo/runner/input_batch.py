@@ -1,4 +1,4 @@
-"""From a plan to flat tensors: the device's mirror of the rows, and the ragged batch of one pass of the model."""
+"""From a plan to flat tensors: the state of the rows, and the ragged batch of one forward pass."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from octavo.kernels.metadata import RaggedBatch
 
 
 class InputBatch:
-    """What the device knows of each row, kept up by plans alone.
+    """State of all rows between steps. Only plans and sampled tokens change it.
 
     block_tables   [num_rows, max_blocks] int32
-    last_token     the token that the row goes on from; a decode slice names none
-    done           the row met a stop token: slices without host tokens are skipped
-    setup          whose tokens are sampled there
+    last_token     the row's last token: the input of a slice without host tokens
+    done           the row sampled a stop token: slices without host tokens are skipped
+    setup          the sequence that owns the row, and its sampling parameters
     """
 
     def __init__(self, num_rows: int, max_blocks: int) -> None:
@@ -39,12 +39,12 @@ def make_batch(
 ) -> RaggedBatch:
     """The batch in which the sequence of `rows[i]` computes positions [starts[i], starts[i] + counts[i]).
 
-    Slots are computed here from the tables: position p of a row lies in block `table[p // block_size]`.
+    Slots come from the block tables: position p of a row lies in block `table[p // block_size]`.
     """
     start, count = torch.tensor(starts), torch.tensor(counts)  # [num_seqs] int64
     query_end = count.cumsum(0)
     seq_lens = start + count
-    sequence = torch.repeat_interleave(torch.arange(len(rows)), count)  # [num_tokens], which sequence a token is of
+    sequence = torch.repeat_interleave(torch.arange(len(rows)), count)  # [num_tokens], the sequence of each token
     positions = torch.arange(int(query_end[-1])) + (start - query_end + count)[sequence]  # [num_tokens]
     max_seq_len = int(seq_lens.max())
     tables = block_tables[torch.tensor(rows), : cdiv(max_seq_len, block_size)]  # [num_seqs, max_blocks]

@@ -1,4 +1,4 @@
-"""The first pass of a plan in which slices bring tokens of the host: chunks of prompts, beside rows that decode."""
+"""The first pass of a plan with host tokens: prefill chunks, together with decoding rows."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from octavo.kernels.metadata import RaggedBatch
 
 
 class PrefillSize(NamedTuple):
-    """Of a pass: its tokens, slices and draws, and how long the longest slice and sequence may be."""
+    """Size of a prefill pass: numbers of tokens, slices and samples, and the longest slice and sequence."""
 
     num_tokens: int
     num_slices: int
-    num_draws: int
+    num_samples: int
     max_query_len: int
     max_seq_len: int
 
 
 class PrefillBatch:
-    """What the host says of such a pass.
+    """Inputs of a prefill pass on the host.
 
-    draw_slices  the slice that each drawn token is of: one for most, several for a request about to fork
+    sample_slices  the slice of each sampled token. Several for a slice that samples several tokens before a fork
     """
 
     def __init__(
@@ -36,53 +36,54 @@ class PrefillBatch:
         rows: np.ndarray,
         starts: np.ndarray,
         counts: np.ndarray,
-        samples: np.ndarray,
-        draws: Mapping[int, int],
+        num_sampled: np.ndarray,
+        num_samples: Mapping[int, int],
     ) -> None:
-        """draws: of the slices that draw several tokens, how many."""
-        counts = counts - np.maximum(samples - 1, 0)  # without what the device feeds itself
+        """num_samples: slice -> number of samples of its last logits, for slices with several."""
+        counts = counts - np.maximum(num_sampled - 1, 0)  # without the positions of later decode passes
         query_start = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=query_start[1:])
-        known = np.full(query_start[-1], -1, dtype=np.int64)
+        host_tokens = np.full(query_start[-1], -1, dtype=np.int64)
         for i, tokens in plan.host_tokens.items():
-            known[query_start[i] : query_start[i + 1]] = tokens[: counts[i]]
-        drawn = np.flatnonzero(samples)
-        if draws:
-            num_draws = [draws.get(i, 1) for i in drawn.tolist()]
-            drawn = np.repeat(drawn, num_draws)
-            indices = np.array([j for n in num_draws for j in (range(n) if n > 1 else (-1,))], dtype=np.int64)
+            host_tokens[query_start[i] : query_start[i + 1]] = tokens[: counts[i]]
+        slices = np.flatnonzero(num_sampled)
+        if num_samples:
+            repeats = [num_samples.get(i, 1) for i in slices.tolist()]
+            slices = np.repeat(slices, repeats)
+            indices = np.array([j for n in repeats for j in (range(n) if n > 1 else (-1,))], dtype=np.int64)
         else:
-            indices = np.full(len(drawn), -1, dtype=np.int64)
+            indices = np.full(len(slices), -1, dtype=np.int64)
         ends = starts + counts
-        self.draw_slices: list[int] = drawn.tolist()
-        self.size = PrefillSize(len(known), len(rows), len(drawn), int(counts.max(initial=0)), int(ends.max(initial=0)))
+        max_query_len, max_seq_len = int(counts.max(initial=0)), int(ends.max(initial=0))
+        self.sample_slices: list[int] = slices.tolist()
+        self.size = PrefillSize(len(host_tokens), len(rows), len(slices), max_query_len, max_seq_len)
         self._slices = (rows, starts, query_start)
-        self._known = known
-        self._draws = (query_start[drawn + 1] - 1, rows[drawn], indices, ends[drawn])
+        self._host_tokens = host_tokens
+        self._samples = (query_start[slices + 1] - 1, rows[slices], indices, ends[slices])
 
     @classmethod
-    def nothing(cls) -> PrefillBatch:
-        """Of no slices: all padding."""
+    def empty(cls) -> PrefillBatch:
+        """A batch without slices: all padding."""
         none = np.empty(0, dtype=np.int64)
         return cls(StepPlan(), none, none, none, none, {})
 
-    def words(self, size: PrefillSize, null_row: int) -> np.ndarray:
-        """All of it as `PrefillInputs` reads it, padded to a size that is at least its own.
+    def pack(self, size: PrefillSize, null_row: int) -> np.ndarray:
+        """All inputs in one array, for `unpack`, padded to a size that is at least the batch's own.
 
-        Slices of the null row follow the real ones, and share the tokens that are left over:
+        Slices of the null row follow the real ones, and share the padding tokens:
 
             | slice 0 | slice 1 | null row | null row | null row |
         """
-        words = np.zeros(num_words(size), dtype=np.int64)
-        rows, starts, query_start, known, tokens, draw_rows, indices, positions = split(words, size)
-        n, d = self.size.num_slices, self.size.num_draws
-        rows[n:], known[self.size.num_tokens :], draw_rows[d:] = null_row, -1, null_row
+        packed = np.zeros(packed_len(size), dtype=np.int64)
+        rows, starts, query_start, host_tokens, logits_indices, sample_rows, indices, positions = unpack(packed, size)
+        n, d = self.size.num_slices, self.size.num_samples
+        rows[n:], host_tokens[self.size.num_tokens :], sample_rows[d:] = null_row, -1, null_row
         rows[:n], starts[:n], query_start[: n + 1] = self._slices
-        shares = np.arange(1, size.num_slices - n + 1) * _padding(self.size, size)
-        query_start[n + 1 :] = np.minimum(self.size.num_tokens + shares, size.num_tokens)
-        known[: self.size.num_tokens] = self._known
-        tokens[:d], draw_rows[:d], indices[:d], positions[:d] = self._draws
-        return words
+        padding = np.arange(1, size.num_slices - n + 1) * _padding(self.size, size)
+        query_start[n + 1 :] = np.minimum(self.size.num_tokens + padding, size.num_tokens)
+        host_tokens[: self.size.num_tokens] = self._host_tokens
+        logits_indices[:d], sample_rows[:d], indices[:d], positions[:d] = self._samples
+        return packed
 
 
 def _padding(size: PrefillSize, bucket: PrefillSize) -> int:
@@ -90,54 +91,55 @@ def _padding(size: PrefillSize, bucket: PrefillSize) -> int:
     return cdiv(bucket.num_tokens - size.num_tokens, max(1, bucket.num_slices - size.num_slices))
 
 
-def _lengths(size: PrefillSize) -> list[int]:
-    """Of the parts of a pass's words."""
-    n, d = size.num_slices, size.num_draws
+def _part_lengths(size: PrefillSize) -> list[int]:
+    """Lengths of the fields of `PrefillInputs`."""
+    n, d = size.num_slices, size.num_samples
     return [n, n, n + 1, size.num_tokens, d, d, d, d]
 
 
-def num_words(size: PrefillSize) -> int:
-    return sum(length + length % 2 for length in _lengths(size))
+def packed_len(size: PrefillSize) -> int:
+    return sum(length + length % 2 for length in _part_lengths(size))
 
 
-Words = TypeVar("Words", np.ndarray, Tensor)
+Packed = TypeVar("Packed", np.ndarray, Tensor)
 
 
-def split(words: Words, size: PrefillSize) -> list[Words]:
-    """The parts, as views. Each begins at 16 bytes: a pointer's alignment makes a kernel's variant."""
-    parts: list[Words] = []
-    at = 0
-    for length in _lengths(size):
-        parts.append(words[at : at + length])
-        at += length + length % 2
+def unpack(packed: Packed, size: PrefillSize) -> list[Packed]:
+    """Views of the fields, each aligned to 16 bytes: kernels are compiled for each pointer alignment."""
+    parts: list[Packed] = []
+    offset = 0
+    for length in _part_lengths(size):
+        parts.append(packed[offset : offset + length])
+        offset += length + length % 2
     return parts
 
 
 class PrefillInputs(NamedTuple):
-    """What the host says of such a pass, on the device: `PrefillBatch.words`, in parts. All int64.
+    """Inputs of a prefill pass on the device: the fields of `PrefillBatch.pack`, all int64.
 
     rows, starts   [num_slices]
     query_start    [num_slices + 1]
-    known          [num_tokens], the host's tokens; -1: the row's last one
-    draw_tokens    [num_draws], the token after which each draw comes
-    draw_rows, draw_indices, draw_positions   [num_draws]; an index of -1 is the row's own
+    host_tokens    [num_tokens]; -1: the row's last token
+    logits_indices [num_samples], the token whose logits each sample uses
+    sample_rows, sample_indices, sample_positions
+                   [num_samples]; an index of -1 is the row's own sample index
     """
 
     rows: Tensor
     starts: Tensor
     query_start: Tensor
-    known: Tensor
-    draw_tokens: Tensor
-    draw_rows: Tensor
-    draw_indices: Tensor
-    draw_positions: Tensor
+    host_tokens: Tensor
+    logits_indices: Tensor
+    sample_rows: Tensor
+    sample_indices: Tensor
+    sample_positions: Tensor
 
     def batch(self, size: PrefillSize, block_size: int) -> RaggedBatch:
-        """The ragged batch, for `prepare_prefill_inputs` to fill in. Zeroed where a rehearsal reads it unfilled."""
-        device, width = self.known.device, cdiv(size.max_seq_len, block_size)
+        """The ragged batch, for `prepare_prefill_inputs` to fill. Zeroed where a rehearsal reads it before that."""
+        device, width = self.host_tokens.device, cdiv(size.max_seq_len, block_size)
         return RaggedBatch(
-            positions=torch.zeros_like(self.known),
-            slot_mapping=torch.empty_like(self.known),
+            positions=torch.zeros_like(self.host_tokens),
+            slot_mapping=torch.empty_like(self.host_tokens),
             query_start=self.query_start.int(),
             seq_lens=torch.empty(size.num_slices, dtype=torch.int32, device=device),
             block_tables=torch.zeros(size.num_slices, width, dtype=torch.int32, device=device),
@@ -147,21 +149,21 @@ class PrefillInputs(NamedTuple):
 
 
 class PrefillSizes:
-    """The sizes that graphs are captured for.
+    """Sizes that prefill graphs are captured for.
 
-    A prompt or two are a few slices; beside rows that decode there are as many as rows. Long passes keep a GPU busy for
-    as long as their launches take, but not where the model is small: so there is a graph, too, for those that use up a
-    step's tokens, which prompts do while they come in.
+    One or two prompts are a few slices; together with decoding rows there are as many slices as rows. A long pass keeps
+    a GPU busy for longer than its launches take, except with a small model. So the largest graph holds all tokens of a
+    step, which prompts use up while they arrive.
     """
 
     FEW = 8
     TOKENS_OF_FEW = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
     TOKENS_OF_MANY = (64, 128, 256, 512, 1024)
-    WELL_FILLED = 7 / 8
-    """What a pass must make of a graph for 2,048 tokens and more: its padding is computed, too."""
+    MIN_FILL = 7 / 8
+    """Smallest share of a graph for 2,048 tokens or more that a pass must fill: its padding is computed, too."""
 
     def __init__(self, num_rows: int, max_num_tokens: int, max_model_len: int) -> None:
-        self._longest = max_model_len
+        self._max_model_len = max_model_len
         many = {*self.TOKENS_OF_MANY, max_num_tokens}
         if num_rows + 2 <= self.FEW:
             many -= set(self.TOKENS_OF_FEW)
@@ -172,15 +174,15 @@ class PrefillSizes:
             if num_slices <= num_tokens <= max_num_tokens and num_tokens <= num_slices * max_model_len
         ]
 
-    def holding(self, size: PrefillSize) -> PrefillSize | None:
-        """The smallest of them that holds it, with a slice for padding; None where there is none."""
+    def bucket_for(self, size: PrefillSize) -> PrefillSize | None:
+        """The smallest captured size that holds a pass and at least one padding slice; None if there is none."""
         for bucket in self.sizes:
             if (
                 size.num_tokens <= bucket.num_tokens
                 and size.num_slices < bucket.num_slices
-                and size.num_draws <= bucket.num_draws
-                and _padding(size, bucket) <= self._longest
+                and size.num_samples <= bucket.num_samples
+                and _padding(size, bucket) <= self._max_model_len
             ):
-                filled = bucket.num_tokens < 2048 or size.num_tokens >= bucket.num_tokens * self.WELL_FILLED
+                filled = bucket.num_tokens < 2048 or size.num_tokens >= bucket.num_tokens * self.MIN_FILL
                 return bucket if filled else None
         return None

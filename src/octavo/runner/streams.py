@@ -1,34 +1,36 @@
-"""What a device does beside what it is told next. A CPU does one thing at a time, and here that is no special case."""
+"""CUDA events, a second stream, and copies that do not wait. On a CPU, events and streams are no-ops."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol, cast
 
 import torch
+from torch import Tensor
 
 
 class DeviceEvent(Protocol):
-    """A point in a device's work."""
+    """A point in the work of a device."""
 
     def query(self) -> bool:
-        """Whether it has been reached."""
+        """Returns True once the device has reached this point."""
 
     def synchronize(self) -> None:
-        """Wait until it is."""
+        """Wait until the device reaches this point."""
 
 
 class RecordableEvent(DeviceEvent, Protocol):
-    """A point that can be moved."""
+    """An event that can be recorded again."""
 
     def record(self) -> None:
-        """From now on it is the point behind all that has been queued on the current stream."""
+        """Move the event to the end of all work queued on the current stream."""
 
 
 class CompletedEvent:
-    """The event of a device that is done when a call returns."""
+    """The event of a CPU: always reached."""
 
     def record(self) -> None:
         pass
@@ -41,8 +43,10 @@ class CompletedEvent:
 
 
 def record_event(device: torch.device, *, blocking: bool = False) -> RecordableEvent:
-    """An event behind all that has been queued on the current stream. A thread that waits for it spins, unless
-    `blocking`: then it sleeps."""
+    """An event after all work queued on the current stream.
+
+    blocking   threads that wait for the event sleep; else they spin
+    """
     if device.type != "cuda":
         return CompletedEvent()
     event = cast("Any", torch.cuda.Event)(blocking=blocking)
@@ -51,30 +55,32 @@ def record_event(device: torch.device, *, blocking: bool = False) -> RecordableE
 
 
 class SideStream:
-    """A second stream. What is queued inside `with` comes after what the device's current stream has been told so far;
-    `join` makes that stream wait in turn."""
+    """A second CUDA stream. Work queued inside `with` waits for all work queued on the current stream before it.
+
+    `join` makes the current stream wait for this one in turn.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: Any = cast("Any", torch.cuda.Stream)(device) if device.type == "cuda" else None
-        self._inside: Any = None
+        self._context: Any = None
 
     def __enter__(self) -> None:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            self._inside = torch.cuda.stream(self._stream)
-            self._inside.__enter__()
+            self._context = torch.cuda.stream(self._stream)
+            self._context.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._inside is not None:
-            self._inside.__exit__(kind, error, traceback)
-            self._inside = None
+        if self._context is not None:
+            self._context.__exit__(kind, error, traceback)
+            self._context = None
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """As `with`, and what is queued inside waits for nothing but what this stream was told before."""
+    def without_waiting(self) -> Iterator[None]:
+        """Like `with`, but the work queued inside waits only for earlier work on this side stream."""
         if self._stream is None:
             yield
             return
@@ -84,3 +90,30 @@ class SideStream:
     def join(self) -> None:
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Copy a host tensor to a device. On a GPU the copy is queued without waiting for earlier work."""
+    if torch.device(device).type != "cuda":
+        return tensor
+    if not tensor.numel():
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def index_tensor(values: Seq[int], device: torch.device | str) -> Tensor:
+    return to_device(torch.tensor(values, dtype=torch.int64), device)
+
+
+def to_lists(tensors: Seq[Tensor]) -> list[list[Any]]:
+    """All tensors as lists. Waits for a GPU only once."""
+    if not any(tensor.is_cuda for tensor in tensors):
+        return [tensor.tolist() for tensor in tensors]
+    packed = torch.cat(
+        [(t.double().view(torch.int64) if t.is_floating_point() else t.long()).flatten() for t in tensors]
+    )
+    parts = torch.split(packed.cpu(), [t.numel() for t in tensors])
+    return [
+        (part.view(torch.float64) if t.is_floating_point() else part).view(t.shape).tolist()
+        for t, part in zip(tensors, parts, strict=True)
+    ]

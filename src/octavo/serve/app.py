@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 import octavo
 from octavo.errors import UsageError
-from octavo.frontend.time_slices import done, sliced
+from octavo.frontend.cooperative import iter_cooperatively, run_cooperatively
 from octavo.serve.debug_rate_limit import CoalescedQuery, TenantRateLimiter
 from octavo.serve.http.allowed_hosts import AllowedHosts
 from octavo.serve.http.endpoint import (
@@ -123,7 +123,7 @@ class App:
         text_of: Callable[[list[int]], str] | None = None
         if service.settings.view_text:
             text_of = functools.partial(service.tokenizer.decode, skip_special_tokens=False)
-        hub = Hub(service.backend.look)
+        hub = Hub(service.backend.view_rpc)
         return View(service.model_names[0], hub=hub, text_of=text_of, rate_limiter=self._rate_limiter, playground=False)
 
     def _add(self, app: FastAPI, method: str, path: str, handler: Handler, *, streams: bool = False) -> None:
@@ -163,7 +163,7 @@ class App:
         return await self._generate(context, request, name, prompts, self.service.completion_response(request, name))
 
     async def chat_completions(self, context: RequestContext) -> HttpResponse | EventStream:
-        await done(decode_tool_arguments(context.body))
+        await run_cooperatively(decode_tool_arguments(context.body))
         request = self.service.request_parser.parse_chat(context.body)
         name = f"chatcmpl-{context.request_id}"
         prompt = await self.service.encode_chat(request.messages, request.template, request.truncate)
@@ -188,7 +188,7 @@ class App:
             async for chunk in events:
                 for choice in chunk["choices"]:
                     builder.merge(choice)
-        (response,) = await done(builder.build())
+        (response,) = await run_cooperatively(builder.build())
         return json_response(response)
 
     async def _chunks(
@@ -202,14 +202,14 @@ class App:
         generation = self.service.generate(request, prompts, name, context.tenant, context.trace_headers)
         async with contextlib.aclosing(generation) as outputs:
             async for i, output in outputs:
-                async for choice in sliced(builder.choices(i, output)):
+                async for choice in iter_cooperatively(builder.choices(i, output)):
                     yield builder.chunk([choice])
         if request.include_usage:
             yield builder.usage_chunk()
 
     async def responses(self, context: RequestContext) -> HttpResponse | EventStream:
         service, name = self.service, f"resp_{context.request_id}"
-        await done(decode_tool_arguments(context.body))
+        await run_cooperatively(decode_tool_arguments(context.body))
         chat = to_chat(context.body, warn=service.request_parser.warn_unknown)
         try:
             request = service.request_parser.parse_chat(chat)
@@ -239,7 +239,7 @@ class App:
                         has_started = True
                         for event in response.begin():
                             yield event
-                    async for choice in sliced(chat.choices(i, output)):
+                    async for choice in iter_cooperatively(chat.choices(i, output)):
                         finish_reason = choice["finish_reason"] or finish_reason
                         for event in response.add(choice["delta"]):
                             yield event
@@ -255,7 +255,7 @@ class App:
         given = schema.parse_fields(context.body, schema.TOKENIZE, warn=service.request_parser.warn_unknown)
         service.request_parser.resolve_model(context.body)
         if "messages" in given:
-            await done(decode_tool_arguments(given))
+            await run_cooperatively(decode_tool_arguments(given))
             messages = parse_messages(given["messages"])
             template = service.request_parser.chat_template_options(given)
             if given.get("tools"):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from octavo.errors import ParameterError
-from octavo.params.validation import Checked
+from octavo.params.validation import ValidatedParams
 from octavo.serve.http.allowed_hosts import is_host, is_loopback
 from octavo.serve.request_limits import MAX_LOGPROBS, SEQUENCES_PER_ROW, TOKENS_PER_CACHE, RequestLimits
 
@@ -21,7 +21,7 @@ ReasoningFormat = Literal["auto", "think", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeArgs(Checked):
+class ServeArgs(ValidatedParams):
     """Options of the server, with vLLM's names and meanings where vLLM has the option.
 
     host, port, uds              address to listen on: host and port (0: any free one), or the path of a Unix socket
@@ -112,29 +112,29 @@ class ServeArgs(Checked):
     uvicorn_log_level: LogLevel = "info"
 
     def __post_init__(self) -> None:
-        self._integer("port", 0, 65535)
-        self._integer("max_num_queued_reqs", 0, 1 << 30)
-        self._integer("max_num_queued_tokens", 0, 1 << 50, optional=True)
+        self._check_integer("port", 0, 65535)
+        self._check_integer("max_num_queued_reqs", 0, 1 << 30)
+        self._check_integer("max_num_queued_tokens", 0, 1 << 50, optional=True)
         for name in ("max_request_sequences", "max_request_tokens", "max_request_logprobs"):
-            self._integer(name, 1, 1 << 50, optional=True)
-        self._integer("max_body_bytes", 1, 1 << 40, optional=True)
-        self._integer("max_json_whitespace", -1, 1000)
+            self._check_integer(name, 1, 1 << 50, optional=True)
+        self._check_integer("max_body_bytes", 1, 1 << 40, optional=True)
+        self._check_integer("max_json_whitespace", -1, 1000)
         for name in ("queue_timeout", "shutdown_timeout", "sse_keep_alive_interval"):
-            self._number(name, 0.0, 1e6)
-        self._flag("insecure", "strict_openai", "trust_request_chat_template", "metrics_public", "view_text")
-        self._flag("enable_log_requests", "disable_log_stats")
-        self._choice("unknown_params", ("refuse", "warn"))
-        self._choice("tool_call_parser", ("auto", "hermes", "llama3_json", "none"))
-        self._choice("reasoning_parser", ("auto", "think", "none"))
+            self._check_number(name, 0.0, 1e6)
+        self._check_bool("insecure", "strict_openai", "trust_request_chat_template", "metrics_public", "view_text")
+        self._check_bool("enable_log_requests", "disable_log_stats")
+        self._check_choice("unknown_params", ("refuse", "warn"))
+        self._check_choice("tool_call_parser", ("auto", "hermes", "llama3_json", "none"))
+        self._check_choice("reasoning_parser", ("auto", "think", "none"))
         for name in ("served_model_name", "api_key", "admin_key", "allowed_origins"):
-            self._set(name, self._strings(name, 256))
-        self._set("disable_access_log_for_endpoints", self._strings("disable_access_log_for_endpoints", 256))
-        self._set("allowed_hosts", self._strings("allowed_hosts", 256))
+            self._set(name, self._check_strings(name, 256))
+        self._set("disable_access_log_for_endpoints", self._check_strings("disable_access_log_for_endpoints", 256))
+        self._set("allowed_hosts", self._check_strings("allowed_hosts", 256))
         for host in self.allowed_hosts:
             if not is_host(host):
                 text = f"allowed_hosts has {host!r}; use names or addresses without a port, *.example.com, or *"
                 raise ParameterError(text, param="allowed_hosts")
-        self._set("pin_prefix", self._strings("pin_prefix", 4096))
+        self._set("pin_prefix", self._check_strings("pin_prefix", 4096))
         for name in ("api_key", "admin_key"):
             for key in getattr(self, name):
                 check_key(key, name)

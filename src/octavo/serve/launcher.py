@@ -167,7 +167,7 @@ def _dump_recorder_on_signal(backend: EngineClient) -> None:
 
     async def dump() -> None:
         try:
-            result = await backend.look("dump_flight", "asked")
+            result = await backend.view_rpc("dump_recording", "asked")
         except OctavoError as error:
             result = {"error": str(error)}
         if "path" in result:
@@ -187,7 +187,7 @@ def engine_limits(args: EngineArgs, summary: Mapping[str, Any], num_kv_tokens: i
     """The engine's limits, with its options resolved for its device."""
     device = str(summary.get("device", "cpu"))
     return EngineLimits(
-        max_num_seqs=args.settled(device).max_num_seqs,
+        max_num_seqs=args.resolved(device).max_num_seqs,
         max_logprobs=args.max_logprobs,
         priority_scheduling=args.scheduling_policy == "priority",
         device="CPU" if device == "cpu" else "GPU",

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from octavo.engine.outputs import RequestOutput
-from octavo.engine.stats import BackendStats, Health
+from octavo.engine.stats import Health, StatsSnapshot
 from octavo.frontend.interface import ClientStats
 from octavo.integers import cdiv
 from octavo.params.beam_search_params import BeamSearchParams
@@ -128,7 +128,7 @@ class Metrics:
         info = Gauge("vllm:cache_config_info", "KV cache configuration.", ("engine", *texts), registry=self.registry)
         info.labels(engine="0", **texts).set(1)
 
-    def render(self, stats: BackendStats, health: Health) -> bytes:
+    def render(self, stats: StatsSnapshot, health: Health) -> bytes:
         self._engine.stats, self._engine.health = stats, health
         return generate_latest(self.registry)
 
@@ -255,7 +255,7 @@ class _EngineCollector:
     """Exports the engine's counters, as of the last scrape."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
-        self.stats: BackendStats | None = None
+        self.stats: StatsSnapshot | None = None
         self.health = Health("starting", 0.0)
         self._labels = labels
 
@@ -297,7 +297,7 @@ class _EngineCollector:
         yield counter("octavo:corrupt_blocks", text, engine.num_corrupt_blocks)
         yield counter("octavo:computed_tokens", "Computed tokens.", engine.num_tokens_computed)
         waits = CounterMetricFamily("octavo:waits", "Waits of requests, by reason.", labels=[*names, "reason"])
-        for reason, count in sorted((dict.fromkeys(WAIT_REASONS, 0) | stats.waits).items()):
+        for reason, count in sorted((dict.fromkeys(WAIT_REASONS, 0) | stats.wait_counts).items()):
             waits.add_metric([*values, reason.replace(" ", "_")], count)
         yield waits
         if kv is None:
@@ -328,7 +328,7 @@ class StatsLogger:
         self._num_preemptions = 0
         self._was_idle = True
 
-    def line(self, stats: BackendStats) -> str | None:
+    def line(self, stats: StatsSnapshot) -> str | None:
         """The log line since the last call; None while the server stays idle."""
         metrics, (prompt, generated, then) = self._metrics, self._previous
         now = time.monotonic()

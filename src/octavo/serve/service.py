@@ -14,8 +14,8 @@ from typing import Any
 
 from octavo.engine.outputs import RequestOutput
 from octavo.errors import RequestFailedError, TemplateError, UsageError
-from octavo.frontend.input_processor import Prompts
-from octavo.frontend.interface import Backend
+from octavo.frontend.input_processor import InputProcessor
+from octavo.frontend.interface import EngineInterface
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
 from octavo.serve.admission import Admission
@@ -27,7 +27,7 @@ from octavo.serve.openai.response import ChatResponseBuilder, CompletionResponse
 from octavo.serve.tenants import DEFAULT_TENANT, Tenant
 from octavo.serve.text_worker import TextWorkerPool
 from octavo.serve.tracing import Tracing
-from octavo.text.output_parser import END_THINK, THINK, AnswerParser, ToolFormat, thinks, tool_format
+from octavo.text.output_parser import END_THINK, THINK, OutputParser, ToolFormat, detect_tool_format, has_reasoning
 from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo.serve")
@@ -66,7 +66,7 @@ class Service:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: EngineInterface,
         settings: ServeArgs,
         model: str,
         limits: EngineLimits,
@@ -78,7 +78,7 @@ class Service:
         self.limits = limits
         self.model_names = tuple(settings.served_model_name) or (model,)
         self.tokenizer: Tokenizer = backend.get_tokenizer()
-        self.prompts = Prompts(self.tokenizer, max_model_len=backend.max_model_len)
+        self.prompts = InputProcessor(self.tokenizer, max_model_len=backend.max_model_len)
         self.text_workers = TextWorkerPool(self.tokenizer)
         self.metrics = Metrics(self.model_names[0], backend.max_model_len)
         self.admission = Admission(
@@ -90,8 +90,10 @@ class Service:
         self.request_limits = settings.request_limits(limits.max_num_seqs, backend.max_model_len, limits.num_kv_tokens)
         self.started = int(time.time())
         template = self.tokenizer.chat_templates.get("tool_use") or self.tokenizer.chat_template
-        self.tool_format: ToolFormat | None = _resolve(settings.tool_call_parser, tool_format(template))
-        self.has_reasoning = _resolve(settings.reasoning_parser, "think" if thinks(template) else None) is not None
+        self.tool_format: ToolFormat | None = _resolve(settings.tool_call_parser, detect_tool_format(template))
+        self.has_reasoning = (
+            _resolve(settings.reasoning_parser, "think" if has_reasoning(template) else None) is not None
+        )
         self.request_parser = RequestParser(
             model_names=self.model_names,
             defaults=backend.get_default_sampling_params(),
@@ -275,14 +277,16 @@ class Service:
         text = prompt.text or self.tokenizer.decode(prompt.token_ids[-PROMPT_SUFFIX_TOKENS:], skip_special_tokens=False)
         # A grammar constrains the output from its first token. Reasoning is possible only if it allows its end tag.
         grammar = request.params.structured_outputs
-        in_think = text.rstrip().endswith(THINK) and (grammar is None or END_THINK in repr(grammar))
+        starts_in_reasoning = text.rstrip().endswith(THINK) and (grammar is None or END_THINK in repr(grammar))
         names = [tool["function"]["name"] for tool in request.tools]
 
-        def make_parser() -> AnswerParser:
+        def make_parser() -> OutputParser:
             if request.required_tool is not None:  # the grammar makes the output a JSON call
-                return AnswerParser(tools="llama3_json", names=names)
+                return OutputParser(tools="llama3_json", tool_names=names)
             tools = self.tool_format if request.tools else None
-            return AnswerParser(think=self.has_reasoning, in_think=in_think, tools=tools, names=names)
+            return OutputParser(
+                reasoning=self.has_reasoning, starts_in_reasoning=starts_in_reasoning, tools=tools, tool_names=names
+            )
 
         return ChatResponseBuilder(
             request,

@@ -65,9 +65,9 @@ class Tenant:
 
     def redact_request(self, found: dict[str, Any]) -> dict[str, Any]:
         """One of its requests (`engine.timeline.describe_request`), without other tenants' ids in the timeline."""
-        return found | {"timeline": [self.event(entry) for entry in found["timeline"]]}
+        return found | {"timeline": [self.redact(entry) for entry in found["timeline"]]}
 
-    def event(self, event: Mapping[str, Any]) -> dict[str, Any]:
+    def redact(self, event: Mapping[str, Any]) -> dict[str, Any]:
         """An event of one of its requests; the id is hidden if another tenant's request was the cause."""
         cause = event.get("for_request")
         return {**event, "for_request": OTHER_TENANT} if cause is not None and not self.sees(cause) else dict(event)

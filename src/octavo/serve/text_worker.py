@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 
 from octavo.errors import UsageError
-from octavo.frontend.input_processor import Prompts
+from octavo.frontend.input_processor import InputProcessor
 from octavo.serve.openai.errors import ApiError, bad_request
 from octavo.text.tokenizer import Tokenizer
 
@@ -93,7 +93,7 @@ class TextWorkerPool:
         return texts
 
     async def word_ids(self, words: Sequence[str]) -> list[list[int]]:
-        """See `Prompts.word_ids`."""
+        """See `InputProcessor.encode_bad_words`."""
         ids: list[list[int]] = await self._submit("word_ids", list(words), size=2 * sum(map(len, words)))
         return ids
 
@@ -218,11 +218,11 @@ class _Worker:
 
 
 def _error(kind: str, message: str, param: str | None, code: str) -> Exception:
-    from octavo.engine.process.supervisor import error_of
+    from octavo.engine.process.supervisor import rebuild_error
 
     if kind == "bug":
         return RuntimeError(message)
-    return error_of(kind, message, param, code)
+    return rebuild_error(kind, message, param, code)
 
 
 def _pack(ids: Sequence[int]) -> bytes:
@@ -241,7 +241,7 @@ def _unpack(packed: bytes) -> list[int]:
 def run_job(tokenizer: Tokenizer, job: str, args: list[Any]) -> Any:
     if job == "chat":
         messages, template = args
-        prompt = Prompts(tokenizer).chat(messages, **template)
+        prompt = InputProcessor(tokenizer).chat(messages, **template)
         return prompt["prompt"], _pack(prompt["prompt_token_ids"])
     if job == "encode":
         texts, add_special_tokens = args
@@ -252,7 +252,7 @@ def run_job(tokenizer: Tokenizer, job: str, args: list[Any]) -> Any:
     if job == "token_strings":
         return [tokenizer.decode([token], False) for token in _unpack(*args)]
     if job == "word_ids":
-        return Prompts(tokenizer).word_ids(*args)
+        return InputProcessor(tokenizer).encode_bad_words(*args)
     raise ValueError(job)
 
 

@@ -24,7 +24,7 @@ from octavo.serve.openai.errors import ApiError, bad_request, not_found
 from octavo.serve.tenants import Tenant
 from octavo.view.live.hub import Hub, Message
 from octavo.view.playground.lessons import LESSONS
-from octavo.view.playground.session import MOST_CHARS, Playgrounds
+from octavo.view.playground.session import MAX_CHARS, Playgrounds
 from octavo.view.recording.frames import Replay
 
 STATIC = Path(octavo.view.__file__).parent / "static"
@@ -52,9 +52,9 @@ HEADERS = {
 EVENTS = "/view/events"
 """The route of the event stream."""
 KEEP_ALIVE_S = 15.0
-PLAY_BODY_BYTES = 4 * MOST_CHARS
+PLAY_BODY_BYTES = 4 * MAX_CHARS
 MAX_VIEWERS = 32
-"""Concurrent event streams of one tenant. Each may queue `live.MOST_BYTES`."""
+"""Concurrent event streams of one tenant. Each may queue `hub.MAX_BYTES`."""
 
 
 class View:

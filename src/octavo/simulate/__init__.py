@@ -1,5 +1,5 @@
-"""The engine with another clock: the same core and loop, over an executor that answers from a cost model.
+"""Simulation: the real scheduler and engine loop on a virtual clock, over an executor that answers from a cost model.
 
-`traces` says what arrives, `cost` what a step takes, `simulation` runs it and `report` tells what came of it. There is
-no scheduler here and no allocator but the contiguous ones that the paper compares with (`allocators`).
+`traces` yields the arrivals, `cost` the duration of a step, `simulation` runs them, and `report` summarises the result.
+The only other allocators are the contiguous baselines of the paper (`allocators`).
 """

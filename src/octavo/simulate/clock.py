@@ -1,10 +1,10 @@
-"""Time that passes only when somebody says so."""
+"""A virtual clock for simulations."""
 
 from __future__ import annotations
 
 
 class VirtualClock:
-    """Seconds since the simulation began. An engine takes it for its clock."""
+    """Seconds since the simulation began, used as the engine's clock."""
 
     __slots__ = ("now",)
 
@@ -15,6 +15,6 @@ class VirtualClock:
         return self.now
 
     def advance_to(self, time_s: float) -> None:
-        """Never backwards: a time that has passed changes nothing."""
+        """Advance the clock; a time in the past has no effect."""
         if time_s > self.now:
             self.now = time_s

@@ -1,10 +1,10 @@
-"""What a step takes, in seconds: from a device's roofline, or from what was measured on this machine.
+"""Duration of a step in seconds, from a device's roofline or from measurements on this machine.
 
-Every cost is a function of a `StepPlan` alone. What a plan asks of the device is summed up in `Work` first:
+A cost is a function of a `StepPlan` alone. The plan's work is summed up in `StepWork` first:
 
-    dense work      tokens that go through the weights: `num_new` in `num_chunks` chunks of prompts, `num_decoding` in
-                    decode slices, the latter `num_passes` times in a row where slices are windows
-    attention       `chunk_pairs` (query, key) pairs of chunks, which cost arithmetic; `kv_tokens` whose keys and values
+    dense work      tokens that go through the weights: `num_new` prefill tokens in `num_chunks` chunks, and
+                    `num_decoding` decode tokens, the latter in `num_passes` successive passes of a decode window
+    attention       `chunk_pairs` (query, key) pairs of prefill chunks, which cost arithmetic; `kv_tokens` whose K and V
                     are read for single queries, which costs bandwidth
     memory          blocks copied on the device, and moved to or from the host
 """
@@ -24,11 +24,13 @@ from octavo.errors import ParameterError, UsageError
 from octavo.simulate.models import ModelShape
 
 GIB = 1 << 30
-FEW = 8
-"""Tokens of a pass up to which products grow with every token, as a CPU's do; the next ones come at a lower price."""
+NUM_FIRST_TOKENS = 8
+"""Tokens of a pass that each add to the time of the matrix products, as on a CPU; further tokens cost less."""
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
+    """The work of one step, as counts; see the module docstring."""
+
     num_slices: int
     num_new: int
     num_decoding: int
@@ -40,14 +42,14 @@ class Work(NamedTuple):
     num_chunks: int
 
     @property
-    def num_few(self) -> float:
-        """Of the tokens of each pass the first `FEW`. Chunks go with the first pass of a window."""
-        each = self.num_decoding / self.num_passes
-        return min(self.num_new + each, FEW) + (self.num_passes - 1) * min(each, FEW)
+    def num_first_tokens(self) -> float:
+        """The first `NUM_FIRST_TOKENS` tokens of each pass. Prefill chunks belong to the first pass of a window."""
+        per_pass, limit = self.num_decoding / self.num_passes, NUM_FIRST_TOKENS
+        return min(self.num_new + per_pass, limit) + (self.num_passes - 1) * min(per_pass, limit)
 
 
-def work_of(plan: StepPlan) -> Work:
-    """All of it by sums that run in C: this is called for every step of a simulation."""
+def step_work(plan: StepPlan) -> StepWork:
+    """The work of a plan, by sums that run in C: this is called for every step of a simulation."""
     starts, counts = plan.starts, plan.counts
     num_tokens = sum(counts)
     num_chunks = num_new = chunk_pairs = chunk_reads = 0
@@ -58,13 +60,13 @@ def work_of(plan: StepPlan) -> Work:
             num_new += count
             chunk_pairs += count * starts[i] + count * (count + 1) // 2
             chunk_reads += starts[i] + count
-    num_passes = max(plan.samples, default=0) or 1
+    num_passes = max(plan.num_sampled, default=0) or 1
     if num_passes == 1 and not num_new:
         kv_tokens = sum(starts) + num_tokens
     else:
         pairs = sum(map(mul, starts, counts)) + (sum(map(mul, counts, counts)) + num_tokens) // 2
         kv_tokens = pairs - chunk_pairs + chunk_reads
-    return Work(
+    return StepWork(
         len(counts),
         num_new,
         num_tokens - num_new,
@@ -78,39 +80,41 @@ def work_of(plan: StepPlan) -> Work:
 
 
 class CostModel(Protocol):
+    """Interface of the cost models."""
+
     @property
     def host_s(self) -> float:
-        """What the host needs to plan and submit a step; hidden behind the device where steps overlap."""
+        """Host time to plan and submit a step, hidden behind the device if steps overlap."""
 
     @property
     def host_slice_s(self) -> float:
-        """More of that for each sequence in the step."""
+        """Additional host time per sequence in the step."""
 
     @property
     def host_chunk_s(self) -> float:
-        """And for each chunk of a prompt: whoever comes is taken in first."""
+        """Additional host time per prefill chunk, for admitting its request."""
 
     @property
     def move_s(self) -> float:
-        """A block moved to or from the host."""
+        """Time to move a block to or from the host."""
 
     def step_s(self, plan: StepPlan) -> float:
-        """From the start of a plan on the device to its end."""
+        """Device time of a plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Published peaks, and what share of them is reached.
+    """Published peaks of a device, and the shares of them that are reached.
 
-    memory_bytes                    of one device
-    bandwidth, flops                bytes and 16-bit operations a second, at peak
-    bandwidth_share, flops_share    reached by kernels: of weights and KV, and of matrix products
-    host_link, peer_link            bytes a second to the host (one way, reached), and to the other devices of its host
-    peer_s                          before the first byte of an all-reduce moves
-    launch_s                        of a pass through the model, whatever it computes
-    slice_s                         of each sequence in a pass: sampling, and what the host does with its token
+    memory_bytes                    memory of one device
+    bandwidth, flops                peak bytes and 16-bit operations per second
+    bandwidth_share, flops_share    shares reached by kernels: for weights and KV, and for matrix products
+    host_link, peer_link            bytes per second to the host (one way, reached), and to other devices of the host
+    peer_s                          latency of an all-reduce before its first byte
+    launch_s                        overhead of a forward pass
+    slice_s                         time per sequence of a pass: sampling, and the host's work on its token
     host_s                          see `CostModel`
-    move_s                          of each block moved to or from the host, before its first byte moves
+    move_s                          latency of each block moved to or from the host, before its first byte
     """
 
     name: str
@@ -138,12 +142,12 @@ DEVICES = {
         Device("l4", 24e9, 0.3e12, 121e12, 22e9, 22e9),
     )
 }
-"""Peaks from the vendor's data sheets, dense 16-bit; `peer_link` one way. What is reached of them is an assumption that
-`octavo calibrate` replaces by a measurement."""
+"""Peaks from the vendors' data sheets, dense 16-bit; `peer_link` is one way. The reached shares are assumptions;
+`octavo calibrate` measures."""
 
 
 def find_device(name: str) -> Device:
-    """A name of `DEVICES`, or "cpu": the machine that this runs on. Raises `ParameterError`."""
+    """A device of `DEVICES` by name, or "cpu", this machine. Raises `ParameterError`."""
     if name.lower() == "cpu":
         return this_cpu()
     device = DEVICES.get(name.lower())
@@ -155,7 +159,8 @@ def find_device(name: str) -> Device:
 
 
 def this_cpu() -> Device:
-    """This machine, by a copy and a matrix product that take half a second: for want of `octavo calibrate`."""
+    """This machine, estimated with a copy and a matrix product in half a second. `octavo calibrate` is more
+    accurate."""
     import os
     import time
 
@@ -177,8 +182,8 @@ def this_cpu() -> Device:
 
 @dataclass(frozen=True, slots=True)
 class RooflineCost:
-    """`num_devices` of a host share the model by tensor parallelism: weights, heads and KV are cut evenly, and each
-    layer ends two parts with an all-reduce of `[num_tokens, hidden_size]`."""
+    """Roofline model with tensor parallelism over `num_devices` of one host: weights, heads and KV are split evenly,
+    and each layer has two all-reduces of `[num_tokens, hidden_size]`."""
 
     model: ModelShape
     device: Device
@@ -191,7 +196,7 @@ class RooflineCost:
 
     @property
     def host_slice_s(self) -> float:
-        return 0.0  # `slice_s` has it
+        return 0.0  # part of `slice_s`
 
     @property
     def host_chunk_s(self) -> float:
@@ -203,34 +208,34 @@ class RooflineCost:
         return self.device.move_s + block_bytes / (self.device.host_link * self.num_devices)
 
     def step_s(self, plan: StepPlan) -> float:
-        work, model, device = work_of(plan), self.model, self.device
+        work, model, device = step_work(plan), self.model, self.device
         bandwidth = device.bandwidth * device.bandwidth_share * self.num_devices
         flops = device.flops * device.flops_share * self.num_devices
         weights_s = model.weight_bytes / bandwidth
         token_s = 2 * model.num_params / flops
-        each_pass = work.num_decoding / work.num_passes
+        tokens_per_pass = work.num_decoding / work.num_passes
         passes = work.num_passes - 1
         return (
-            max(weights_s, (work.num_new + each_pass) * token_s)
-            + passes * max(weights_s, each_pass * token_s)
+            max(weights_s, (work.num_new + tokens_per_pass) * token_s)
+            + passes * max(weights_s, tokens_per_pass * token_s)
             + work.chunk_pairs * model.flops_per_pair / flops
             + work.kv_tokens * model.kv_bytes_per_token / bandwidth
             + work.num_passes * device.launch_s
-            + (work.num_slices + work.num_decoding - each_pass) * device.slice_s
-            + self._reduce_s(work.num_new + each_pass)
-            + passes * self._reduce_s(each_pass)
-            + self._moves_s(work, bandwidth)
+            + (work.num_slices + work.num_decoding - tokens_per_pass) * device.slice_s
+            + self._all_reduce_s(work.num_new + tokens_per_pass)
+            + passes * self._all_reduce_s(tokens_per_pass)
+            + self._block_moves_s(work, bandwidth)
         )
 
-    def _reduce_s(self, num_tokens: float) -> float:
-        """A ring: each device sends (n - 1) / n of the numbers twice."""
+    def _all_reduce_s(self, num_tokens: float) -> float:
+        """Ring all-reduce: each device sends (n - 1) / n of the data twice."""
         n, model, device = self.num_devices, self.model, self.device
         if n == 1:
             return 0.0
-        sent = 2 * (n - 1) / n * num_tokens * model.hidden_size * model.dtype_bytes
-        return 2 * model.num_layers * (device.peer_s + sent / device.peer_link)
+        sent_bytes = 2 * (n - 1) / n * num_tokens * model.hidden_size * model.dtype_bytes
+        return 2 * model.num_layers * (device.peer_s + sent_bytes / device.peer_link)
 
-    def _moves_s(self, work: Work, bandwidth: float) -> float:
+    def _block_moves_s(self, work: StepWork, bandwidth: float) -> float:
         if not work.num_copied and not work.num_swapped:
             return 0.0
         block_bytes = self.model.kv_bytes_per_token * self.block_size
@@ -239,15 +244,15 @@ class RooflineCost:
 
 @dataclass(frozen=True, slots=True)
 class LinearCost:
-    """A sum of terms, each a number of things times what one of them takes: what `octavo calibrate` fits.
+    """A linear model, which `octavo calibrate` fits: each term is the time of one unit of work.
 
-    pass_s      a pass through the model, decoding or not
-    few_s       one of the first `FEW` tokens of a pass, besides the next two
-    chunk_s     that there are chunks of prompts, however many and short
-    new_s       a token of a chunk of a prompt
-    decode_s    a token of a decode slice
-    pair_s      a (query, key) pair of a chunk
-    kv_s        a token whose keys and values are read
+    pass_s      a forward pass
+    few_s       additional time of each of the first `NUM_FIRST_TOKENS` tokens of a pass
+    chunk_s     a step with prefill chunks, whatever their number and length
+    new_s       a prefill token
+    decode_s    a decode token
+    pair_s      a (query, key) pair of a prefill chunk
+    kv_s        a token whose K and V are read
     copy_s      a block copied on the device
     move_s      a block moved to or from the host
     host_s, host_slice_s, host_chunk_s  see `CostModel`
@@ -267,12 +272,12 @@ class LinearCost:
     chunk_s: float = 0.0
 
     def step_s(self, plan: StepPlan) -> float:
-        return self.work_s(work_of(plan))
+        return self.work_s(step_work(plan))
 
-    def work_s(self, work: Work) -> float:
+    def work_s(self, work: StepWork) -> float:
         return (
             self.pass_s * work.num_passes
-            + self.few_s * work.num_few
+            + self.few_s * work.num_first_tokens
             + self.chunk_s * (work.num_new > 0)
             + self.new_s * work.num_new
             + self.decode_s * work.num_decoding
@@ -282,26 +287,26 @@ class LinearCost:
             + self.move_s * work.num_swapped
         )
 
-    def faster(self, times: float) -> LinearCost:
-        """The same machine so many times as fast."""
-        return replace(self, **{f.name: getattr(self, f.name) / times for f in fields(self)})
+    def faster(self, factor: float) -> LinearCost:
+        """The cost model of a machine that is `factor` times as fast."""
+        return replace(self, **{f.name: getattr(self, f.name) / factor for f in fields(self)})
 
-    def save(self, path: Path, **about: object) -> None:
-        path.write_text(json.dumps({**about, "cost": asdict(self)}, indent=2) + "\n")
+    def save(self, path: Path, **metadata: object) -> None:
+        path.write_text(json.dumps({**metadata, "cost": asdict(self)}, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> LinearCost:
-        """What `save` wrote. Raises `UsageError` for anything else."""
+        """Read a file written by `save`. Raises `UsageError` for any other content."""
         names = {f.name for f in fields(cls)}
         try:
             cost = json.loads(path.read_text(encoding="utf-8"))["cost"]
-            good = set(cost) <= names and {"pass_s", "new_s", "decode_s"} <= set(cost)
-            good = good and all(math.isfinite(value) and value >= 0 for value in cost.values())
+            is_valid = set(cost) <= names and {"pass_s", "new_s", "decode_s"} <= set(cost)
+            is_valid = is_valid and all(math.isfinite(value) and value >= 0 for value in cost.values())
         except OSError as error:
-            told = f"cannot read {path}: {error.strerror}; `octavo calibrate --output {path}` writes it"
-            raise UsageError(told, param="cost") from None
+            message = f"cannot read {path}: {error.strerror}; run `octavo calibrate --output {path}`"
+            raise UsageError(message, param="cost") from None
         except (ValueError, TypeError, KeyError):
-            good = False
-        if not good:
-            raise UsageError(f"{path} is no calibration; `octavo calibrate --output {path}` writes one", param="cost")
+            is_valid = False
+        if not is_valid:
+            raise UsageError(f"{path} is not a calibration; run `octavo calibrate --output {path}`", param="cost")
         return cls(**cost)

@@ -1,4 +1,5 @@
-"""The seam's other side in a simulation: plans take what the cost model says, and every token is made up."""
+"""A simulated executor: steps take the time of a cost model, and sampled tokens are constants or come from a
+`TokenSource`."""
 
 from __future__ import annotations
 
@@ -7,26 +8,28 @@ from typing import Any, Protocol
 
 from octavo.core.plan import RowSetup, StepPlan, StepResult
 from octavo.core.types import Row
-from octavo.engine.executor import Masks
+from octavo.engine.executor import GrammarBitmask
 from octavo.simulate.clock import VirtualClock
 from octavo.simulate.cost import CostModel
 
-ANSWER = 1
-"""The token that every simulated model says. Prompts have others, so that a chat's next turn finds what was said."""
+OUTPUT_TOKEN = 1
+"""The token that every simulated model samples. Prompts use other tokens, so that a chat's next turn hits the prefix
+cache only for what was generated."""
 
 
-class Answers(Protocol):
-    """What the model says where it matters: to beams, or when another run is followed."""
+class TokenSource(Protocol):
+    """Sampled tokens, where they matter: for beam search, or to follow another run."""
 
-    def draws(self, setup: RowSetup, position: int, count: int) -> Seq[Any]:
-        """`count` draws from the logits at `position`: tokens, or (log-probability, token) best first for beams."""
+    def samples(self, setup: RowSetup, position: int, count: int) -> Seq[Any]:
+        """`count` samples from the logits at `position`: tokens, or (logprob, token) pairs, best first, for beam
+        search."""
 
     def tokens(self, setup: RowSetup, position: int, count: int) -> Seq[int]:
-        """The tokens sampled at `position` and after it."""
+        """The `count` tokens sampled from `position` on."""
 
 
-class SimulatedRunning:
-    """A plan that is done at a time known when it was submitted; waiting for it takes the clock there."""
+class SimulatedStep:
+    """A submitted step whose end time is known; waiting for it advances the clock."""
 
     __slots__ = ("_clock", "_tokens", "done_s")
 
@@ -41,8 +44,8 @@ class SimulatedRunning:
         self._clock.advance_to(min(self.done_s, self._clock.now + timeout_s))
         return None
 
-    def put(self, masks: Masks | None) -> None:
-        """Its tokens are not drawn."""
+    def put_bitmask(self, masks: GrammarBitmask | None) -> None:
+        """Grammar bitmasks have no effect here."""
 
     def result(self) -> StepResult:
         self._clock.advance_to(self.done_s)
@@ -50,52 +53,52 @@ class SimulatedRunning:
 
 
 class SimulatedExecutor:
-    """Keeps stream order: a plan begins when the one before it has ended."""
+    """Runs steps in stream order: each starts when the previous one ends."""
 
-    def __init__(self, cost: CostModel, clock: VirtualClock, answers: Answers | None = None) -> None:
+    def __init__(self, cost: CostModel, clock: VirtualClock, token_source: TokenSource | None = None) -> None:
         self.cost = cost
         self.clock = clock
-        self.answers = answers
-        self.busy_s = 0.0  # in which the device computed
-        self._free_s = 0.0  # when it is done with all that was submitted
+        self.token_source = token_source
+        self.busy_s = 0.0  # device time spent computing
+        self._device_free_s = 0.0  # when all submitted steps are done
         self._rows: dict[Row, RowSetup] = {}
         self._columns: list[tuple[int, ...]] = [()]
 
-    def submit(self, plan: StepPlan) -> SimulatedRunning:
+    def submit(self, plan: StepPlan) -> SimulatedStep:
         cost = self.cost
         self.clock.now += cost.host_s + cost.host_slice_s * len(plan.rows)
         if cost.host_chunk_s and plan.host_tokens:
             self.clock.now += cost.host_chunk_s * sum(plan.counts[i] > 1 for i in plan.host_tokens)
         step_s = cost.step_s(plan)
         self.busy_s += step_s
-        self._free_s = max(self._free_s, self.clock.now) + step_s
-        return SimulatedRunning(self.clock, self._free_s, self._sample(plan))
+        self._device_free_s = max(self._device_free_s, self.clock.now) + step_s
+        return SimulatedStep(self.clock, self._device_free_s, self._sample(plan))
 
     def _sample(self, plan: StepPlan) -> list[Seq[Any]]:
-        if self.answers is not None:
-            return self._ask(plan, self.answers)
+        if self.token_source is not None:
+            return self._sample_from(plan, self.token_source)
         columns = self._columns
-        longest = max(plan.samples, default=0)
+        longest = max(plan.num_sampled, default=0)
         while len(columns) <= longest:
-            columns.append((ANSWER,) * len(columns))
-        tokens: list[Seq[Any]] = [columns[n] for n in plan.samples]
-        for i, count in plan.draws.items():
-            if plan.samples[i]:
-                tokens[i] = (ANSWER,) * count
+            columns.append((OUTPUT_TOKEN,) * len(columns))
+        tokens: list[Seq[Any]] = [columns[n] for n in plan.num_sampled]
+        for i, count in plan.num_samples.items():
+            if plan.num_sampled[i]:
+                tokens[i] = (OUTPUT_TOKEN,) * count
         return tokens
 
-    def _ask(self, plan: StepPlan, answers: Answers) -> list[Seq[Any]]:
+    def _sample_from(self, plan: StepPlan, token_source: TokenSource) -> list[Seq[Any]]:
         for setup in plan.row_setups:
             self._rows[setup.row] = setup
         tokens: list[Seq[Any]] = []
-        for i, count in enumerate(plan.samples):
+        for i, count in enumerate(plan.num_sampled):
             setup, first = self._rows[plan.rows[i]], plan.starts[i] + plan.counts[i] - count
             if not count:
                 tokens.append(())
-            elif i in plan.draws:
-                tokens.append(answers.draws(setup, first, plan.draws[i]))
+            elif i in plan.num_samples:
+                tokens.append(token_source.samples(setup, first, plan.num_samples[i]))
             else:
-                tokens.append(answers.tokens(setup, first, count))
+                tokens.append(token_source.tokens(setup, first, count))
         return tokens
 
     def close(self) -> None:

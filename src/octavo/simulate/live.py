@@ -1,4 +1,4 @@
-"""The same trace on a real engine in real time, and what it takes for a simulation to follow that run."""
+"""Runs a trace on a real engine in real time, and replays such a run in a simulation."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from octavo.core.plan import RowSetup
 from octavo.engine.engine import Engine
 from octavo.engine.outputs import RequestOutput
 from octavo.params.sampling_params import SamplingParams
-from octavo.simulate.executor import ANSWER
+from octavo.simulate.executor import OUTPUT_TOKEN
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A request as it was made, or its abort: `time_s` after the beginning. Its parameters' seed is its name."""
+class ScheduledCall:
+    """A request, or an abort, made `time_s` after the start. The seed of its parameters identifies it."""
 
     time_s: float
     request_id: str
@@ -25,16 +25,16 @@ class Call:
     params: SamplingParams | None = None  # None: an abort
 
 
-class Stopwatch:
-    """Seconds since it was made, and what it told at each look: all of a run's times that decisions depend on."""
+class RecordingClock:
+    """Seconds since its creation; records each reading. These are all times that a run's decisions depend on."""
 
     def __init__(self) -> None:
         self._begin = time.monotonic()
-        self.looks_s: array[float] = array("d")
+        self.readings_s: array[float] = array("d")
 
     def __call__(self) -> float:
         now = time.monotonic() - self._begin
-        self.looks_s.append(now)
+        self.readings_s.append(now)
         return now
 
     def wait_until(self, time_s: float) -> None:
@@ -42,24 +42,26 @@ class Stopwatch:
             time.sleep(wait_s)
 
 
-class RecordedClock:
-    """Tells what another run's stopwatch told, a look at a time."""
+class ReplayClock:
+    """Returns the readings of a `RecordingClock`, one per call."""
 
-    def __init__(self, looks_s: Iterable[float]) -> None:
-        self._looks = iter(looks_s)
+    def __init__(self, readings_s: Iterable[float]) -> None:
+        self._readings = iter(readings_s)
 
     def __call__(self) -> float:
-        return next(self._looks)
+        return next(self._readings)
 
     def wait_until(self, time_s: float) -> None:
-        """The other run has waited."""
+        """Returns at once: the recorded run has waited."""
 
 
-def run_calls(engine: Engine, calls: Sequence[Call], clock: Stopwatch | RecordedClock) -> dict[str, RequestOutput]:
-    """Make the calls when they are due, between two steps as a server does; what each request had at its end.
+def run_calls(
+    engine: Engine, calls: Sequence[ScheduledCall], clock: RecordingClock | ReplayClock
+) -> dict[str, RequestOutput]:
+    """Make the calls when they are due, between two steps as a server does. Returns the last output of each request.
 
-    The engine must look at the same clock: with a stopwatch this is a run in real time; with the `RecordedClock` of
-    such a run, a simulated engine sees at every turn of the loop what that run saw.
+    The engine must use the same clock. With a `RecordingClock` this is a run in real time; with the `ReplayClock` of
+    such a run, a simulated engine sees the recorded time at every iteration.
     """
     outputs: dict[str, RequestOutput] = {}
     due = 0
@@ -68,7 +70,7 @@ def run_calls(engine: Engine, calls: Sequence[Call], clock: Stopwatch | Recorded
             clock.wait_until(calls[due].time_s)
         now = clock()
         while due < len(calls) and calls[due].time_s <= now:
-            if (output := _make(engine, calls[due])) is not None:
+            if (output := _submit(engine, calls[due])) is not None:
                 outputs[output.request_id] = output
             due += 1
         for output in engine.step() if engine.has_work else ():
@@ -76,24 +78,24 @@ def run_calls(engine: Engine, calls: Sequence[Call], clock: Stopwatch | Recorded
     return outputs
 
 
-def _make(engine: Engine, call: Call) -> RequestOutput | None:
+def _submit(engine: Engine, call: ScheduledCall) -> RequestOutput | None:
     if call.params is None:
         return engine.abort(call.request_id)
-    engine.add(call.request_id, call.prompt_token_ids, call.params)
+    engine.add_request(call.request_id, call.prompt_token_ids, call.params)
     return None
 
 
-class Script:
-    """`Answers` that say what another run's model said.
+class ScriptedTokens:
+    """A `TokenSource` that returns the tokens of another run.
 
-    outputs   seed of a request -> its samples' tokens. Past their end, where that run sampled too much, it does not
-              matter what is said.
+    outputs   seed of a request -> tokens of each of its samples. Past their end any token will do: that run
+              discarded the tokens it sampled there
     """
 
     def __init__(self, outputs: Mapping[int, Sequence[Sequence[int]]]) -> None:
         self._outputs = outputs
 
-    def draws(self, setup: RowSetup, position: int, count: int) -> list[Any]:
+    def samples(self, setup: RowSetup, position: int, count: int) -> list[Any]:
         samples = self._outputs[setup.seed]
         index = position + 1 - setup.num_prompt
         return [_token(samples, i, index) for i in range(count)]
@@ -106,4 +108,4 @@ class Script:
 
 def _token(samples: Sequence[Sequence[int]], sample: int, index: int) -> int:
     tokens = samples[sample] if sample < len(samples) else ()
-    return tokens[index] if index < len(tokens) else ANSWER
+    return tokens[index] if index < len(tokens) else OUTPUT_TOKEN

@@ -1,4 +1,4 @@
-"""What a simulation has to know of a model: its sizes. By name, or from a config.json."""
+"""Sizes of models for simulations, by name or from a config.json."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from octavo.errors import ModelNotFoundError
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """num_heads of Q share num_kv_heads of K and V, all of head_dim; each parameter and each element of K and V takes
-    `dtype_bytes`; sequences have at most `max_len` tokens."""
+    """Sizes of a model. `num_heads` query heads share `num_kv_heads` K/V heads of size `head_dim`. Parameters and
+    elements of K and V take `dtype_bytes` each; sequences have at most `max_len` tokens."""
 
     name: str
     num_params: int
@@ -61,13 +61,13 @@ MODELS = {
         _shape("smollm2-135m", 0.1345, 30, 576, (9, 3), 64, 8192),
     )
 }
-"""Sizes as published; the paper's three OPT models take the 26, 132 and 346 GB of its table 1."""
+"""Published sizes; the three OPT models take 26, 132 and 346 GB as in table 1 of the paper."""
 
 
 def find_model(name: str) -> ModelShape:
-    """A name of `MODELS`, or what `octavo generate --model` takes: then its config.json tells, and no weight is read.
+    """A model of `MODELS`, or any model by directory or hub name, read from its config.json without weights.
 
-    Raises `ModelNotFoundError`, or whatever is wrong with that model.
+    Raises `ModelNotFoundError`, or the error of reading that model.
     """
     shape = MODELS.get(name.lower())
     if shape is not None:
@@ -77,7 +77,7 @@ def find_model(name: str) -> ModelShape:
         return _from_config(path.parent if path.name == "config.json" else path)
     near = difflib.get_close_matches(name.lower(), MODELS, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(MODELS)}"
-    raise ModelNotFoundError(f"no model {name!r} to simulate: give a directory with a config.json, or a name; {hint}")
+    raise ModelNotFoundError(f"no model {name!r} to simulate; pass a directory with a config.json, or a name; {hint}")
 
 
 def _from_config(path: Path) -> ModelShape:

@@ -1,8 +1,8 @@
-"""Which machines, and how many, serve a trace within an SLO: the cheapest answer that simulation finds, and its margin.
+"""Capacity planning: the cheapest machines that serve a trace within an SLO, and their margin, found by simulation.
 
-For every device and number of devices that share a model, the number of replicas is bisected with the engine's own
-defaults; then each other setting is tried with one fewer, and so on. Nothing is extrapolated: every candidate runs the
-whole trace.
+For each device and tensor parallel size, the number of replicas is bisected with the engine's defaults. Then each
+variant of the settings is tried with one replica fewer, and so on. Nothing is extrapolated: every candidate simulates
+the whole trace.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from octavo.errors import MemoryBudgetError
 from octavo.simulate.cost import DEVICES, Device
 from octavo.simulate.models import ModelShape
 from octavo.simulate.report import SLO, summary
-from octavo.simulate.simulation import Setup, simulate
+from octavo.simulate.simulation import SimConfig, simulate
 from octavo.simulate.traces import Arrival
 
 NUMBERS_OF_DEVICES = (1, 2, 4, 8)
@@ -28,21 +28,21 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"decode_window": 1},
     {"block_size": 32},
 )
-"""What is tried beside the engine's defaults, one at a time."""
-MOST_MARGIN = 4.0
-"""A margin is not looked for beyond so many times the load."""
+"""Settings tried besides the engine's defaults, one at a time."""
+MAX_MARGIN = 4.0
+"""The margin is searched up to this multiple of the load."""
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """Something that was tried. `kept` is the share of requests that kept the SLO, refused ones not among them."""
+class Deployment:
+    """A simulated deployment. `kept` is the share of requests that met the SLO; refused requests count as not met."""
 
     device: Device
     num_devices: int
     num_replicas: int
     settings: dict[str, Any]
     kept: float
-    told: dict[str, Any] = field(repr=False)
+    report: dict[str, Any] = field(repr=False)
     price: float = 0.0
 
     @property
@@ -50,8 +50,8 @@ class Candidate:
         return self.num_devices * self.num_replicas
 
     @property
-    def order(self) -> tuple[float, float, float]:
-        """Cheapest first; without prices the fewest GPUs, then the least memory; then who keeps the SLO best."""
+    def sort_key(self) -> tuple[float, float, float]:
+        """Cheapest first; without prices the fewest GPUs, then the least memory; then the best share within the SLO."""
         return (self.price or self.num_gpus, self.num_gpus * self.device.memory_bytes, -self.kept)
 
     def as_dict(self) -> dict[str, Any]:
@@ -63,25 +63,24 @@ class Candidate:
             "settings": self.settings,
             "slo_kept": self.kept,
             "price": self.price or None,
-            "ttft_s": self.told.get("ttft_s"),
-            "tpot_s": self.told.get("tpot_s"),
+            "ttft_s": self.report.get("ttft_s"),
+            "tpot_s": self.report.get("tpot_s"),
         }
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """best     None: nothing within the number of GPUs keeps the SLO
-    margin      how many times the load `best` bears
-    tried       all candidates, those that keep the SLO first
-    """
+class PlannerResult:
+    """best        None: no deployment within the maximum number of GPUs meets the SLO
+    margin      multiple of the load that `best` sustains
+    tried       all deployments, those that meet the SLO first"""
 
-    best: Candidate | None
+    best: Deployment | None
     margin: float
-    tried: list[Candidate]
+    tried: list[Deployment]
 
 
 class Planner:
-    """A search. `share` of the requests must keep the SLO; `prices` are of a device for an hour."""
+    """The search. `share` of the requests must meet the SLO; `prices` are per device and hour."""
 
     def __init__(
         self,
@@ -93,88 +92,88 @@ class Planner:
         devices: Iterable[Device] = DEVICES.values(),
         prices: Mapping[str, float] | None = None,
         settings: Mapping[str, Any] | None = None,
-        most_gpus: int = 64,
+        max_gpus: int = 64,
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.model, self.arrivals, self.slo, self.share = model, arrivals, slo, share
         self.devices = [d for d in devices if prices is None or d.name in prices]
         self.prices = prices or {}
         self.settings = dict(settings or {})
-        self.most_gpus = most_gpus
+        self.max_gpus = max_gpus
         self.progress = progress
-        self.tried: list[Candidate] = []
+        self.tried: list[Deployment] = []
 
-    def search(self) -> Answer:
+    def search(self) -> PlannerResult:
         for device in self.devices:
             for num_devices in NUMBERS_OF_DEVICES:
                 if self.model.num_heads % num_devices == 0:
                     self._search(device, num_devices)
-        self.tried.sort(key=lambda c: (0.0, *c.order) if self._keeps(c) else (1.0, -c.kept, *c.order[:2]))
-        best = next((c for c in self.tried if self._keeps(c)), None)
-        return Answer(best, self._margin(best) if best is not None else 0.0, self.tried)
+        self.tried.sort(key=lambda c: (0.0, *c.sort_key) if self._meets_slo(c) else (1.0, -c.kept, *c.sort_key[:2]))
+        best = next((c for c in self.tried if self._meets_slo(c)), None)
+        return PlannerResult(best, self._margin(best) if best is not None else 0.0, self.tried)
 
-    def _keeps(self, candidate: Candidate) -> bool:
+    def _meets_slo(self, candidate: Deployment) -> bool:
         return candidate.kept >= self.share
 
-    def _most(self, device: Device, num_devices: int) -> int:
-        """Replicas beyond which there is an answer already that costs less."""
+    def _max_replicas(self, device: Device, num_devices: int) -> int:
+        """Replicas beyond which a cheaper deployment is known already."""
         each = self.prices.get(device.name, 0.0) * num_devices or num_devices
-        best = min((c.order[0] for c in self.tried if self._keeps(c)), default=float("inf"))
-        return int(min(self.most_gpus // num_devices, best // each))
+        best = min((c.sort_key[0] for c in self.tried if self._meets_slo(c)), default=float("inf"))
+        return int(min(self.max_gpus // num_devices, best // each))
 
     def _search(self, device: Device, num_devices: int) -> None:
-        """The fewest replicas: doubled until they do, then bisected, then fewer with other settings."""
-        most = self._most(device, num_devices)
+        """The fewest replicas: doubled until the SLO is met, then bisected, then reduced with other settings."""
+        max_replicas = self._max_replicas(device, num_devices)
         low, high = 0, 1
-        while high <= most and (found := self._try(device, num_devices, high, self.settings)) is not None:
-            if self._keeps(found):
+        while high <= max_replicas and (deployment := self._try(device, num_devices, high, self.settings)) is not None:
+            if self._meets_slo(deployment):
                 break
-            if low and found.kept <= self.tried[-2].kept + 0.01 and found.kept < self.share / 2:
-                return  # more replicas do not help: it is each step that takes too long
+            if low and deployment.kept <= self.tried[-2].kept + 0.01 and deployment.kept < self.share / 2:
+                return  # more replicas do not help: single steps are too slow
             low, high = high, 2 * high
         else:
-            high = most + 1
+            high = max_replicas + 1
         while high - low > 1:
             middle = (low + high) // 2
-            found = self._try(device, num_devices, middle, self.settings)
-            if found is None:
+            deployment = self._try(device, num_devices, middle, self.settings)
+            if deployment is None:
                 return
-            low, high = (low, middle) if self._keeps(found) else (middle, high)
-        fewer = min(high - 1, most)
-        while fewer >= 1 and self._with_other_settings(device, num_devices, fewer):
+            low, high = (low, middle) if self._meets_slo(deployment) else (middle, high)
+        fewer = min(high - 1, max_replicas)
+        while fewer >= 1 and self._try_variants(device, num_devices, fewer):
             fewer -= 1
 
-    def _with_other_settings(self, device: Device, num_devices: int, num_replicas: int) -> bool:
-        """Whether one of them keeps the SLO with so many."""
+    def _try_variants(self, device: Device, num_devices: int, num_replicas: int) -> bool:
+        """True if a variant of the settings meets the SLO with this number of replicas."""
         kept = False
         for variant in VARIANTS:
             if not set(variant) & set(self.settings):
-                found = self._try(device, num_devices, num_replicas, self.settings | variant)
-                kept = kept or (found is not None and self._keeps(found))
+                deployment = self._try(device, num_devices, num_replicas, self.settings | variant)
+                kept = kept or (deployment is not None and self._meets_slo(deployment))
         return kept
 
-    def _try(self, device: Device, num_devices: int, num_replicas: int, settings: dict[str, Any]) -> Candidate | None:
-        """None where the model does not fit."""
+    def _try(self, device: Device, num_devices: int, num_replicas: int, settings: dict[str, Any]) -> Deployment | None:
+        """Simulate a deployment; None if the model does not fit."""
         price = self.prices.get(device.name, 0.0) * num_devices * num_replicas
-        setup = Setup(self.model, device, EngineArgs(model=self.model.name, **settings), num_devices, num_replicas)
+        setup = SimConfig(self.model, device, EngineArgs(model=self.model.name, **settings), num_devices, num_replicas)
         self.progress(f"{num_replicas} x {num_devices} {device.name}")
         try:
-            told = self._run(setup, 1.0)
+            report = self._run(setup, 1.0)
         except MemoryBudgetError:
             return None
-        self.tried.append(Candidate(device, num_devices, num_replicas, settings, told["kept"], told, price))
+        self.tried.append(Deployment(device, num_devices, num_replicas, settings, report["kept"], report, price))
         return self.tried[-1]
 
-    def _run(self, setup: Setup, load: float) -> dict[str, Any]:
+    def _run(self, setup: SimConfig, load: float) -> dict[str, Any]:
         arrivals = (a._replace(time_s=a.time_s / load) for a in self.arrivals) if load != 1 else self.arrivals
-        records = simulate(setup, arrivals, sample_s=1e9)
-        told = summary(records, self.slo)
-        return told | {"kept": told.get("slo_kept", 0.0) * len(records) / len(self.arrivals)}
+        records = simulate(setup, arrivals, interval_s=1e9)
+        report = summary(records, self.slo)
+        return report | {"kept": report.get("slo_kept", 0.0) * len(records) / len(self.arrivals)}
 
-    def _margin(self, best: Candidate) -> float:
+    def _margin(self, best: Deployment) -> float:
         args = EngineArgs(model=self.model.name, **best.settings)
-        setup = Setup(self.model, best.device, args, best.num_devices, best.num_replicas)
-        low, high = 1.0, MOST_MARGIN
+        setup = SimConfig(self.model, best.device, args, best.num_devices, best.num_replicas)
+        low, high = 1.0, MAX_MARGIN
         for _ in range(6):
             middle = (low * high) ** 0.5
             self.progress(f"the margin: {middle:.2f} times the load")

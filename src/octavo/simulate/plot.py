@@ -1,7 +1,5 @@
-"""Pictures as SVG, written by hand: lines, stacked areas and bars, readable on light and on dark ground.
-
-An install for a picture or two would be larger than this file.
-"""
+"""Charts as SVG: lines, stacked areas and bars, readable on light and dark backgrounds. Written by hand to avoid a
+plotting dependency."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 WIDTH, HEIGHT = 640, 300
-LEFT, RIGHT, TOP, BOTTOM = 62, 160, 34, 46  # around the plot; the legend stands at the right
+LEFT, RIGHT, TOP, BOTTOM = 62, 160, 34, 46  # margins of the plot; the legend is at the right
 COLORS = ("#2f6fb2", "#d9822b", "#3a9a5b", "#b03a48", "#7a5aa6", "#8a8a8a", "#c2a01e")
 INK = "#777"
 
@@ -34,7 +32,7 @@ class Area:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """One colour of bars: a value for each of the chart's `labels`."""
+    """Bars of one colour: a value for each of the chart's `labels`."""
 
     name: str
     values: Sequence[float]
@@ -42,7 +40,7 @@ class Bars:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """`bars` stand side by side or, with `stacked`, on each other; `top` ends the y axis where values run away."""
+    """One chart. `bars` are grouped, or stacked with `stacked`; `top` limits the y axis if values diverge."""
 
     title: str
     x_label: str
@@ -92,7 +90,7 @@ class _Axis:
 
 
 def svg(charts: Sequence[Chart]) -> str:
-    """All of them, one below another, as the text of one file."""
+    """The charts below one another as the text of an SVG file."""
     height = HEIGHT * len(charts)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
@@ -100,12 +98,12 @@ def svg(charts: Sequence[Chart]) -> str:
     ]
     for i, chart in enumerate(charts):
         parts.append(f'<g transform="translate(0 {i * HEIGHT})">')
-        parts += _drawn(chart)
+        parts += _draw_chart(chart)
         parts.append("</g>")
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _drawn(chart: Chart) -> list[str]:
+def _draw_chart(chart: Chart) -> list[str]:
     x_axis, y_axis = _axes(chart)
     parts = [_text(LEFT, 20, chart.title, size=13, weight="bold")]
     parts += _frame(chart, x_axis, y_axis)

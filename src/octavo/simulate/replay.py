@@ -1,8 +1,8 @@
-"""A flight recorder's dump, simulated: exactly as it was, or with other settings.
+"""Simulates a flight recorder's dump: exactly as recorded, or with other settings.
 
-`Exact` makes the same calls to the same scheduler and only reads what it does: what came of each request, and what each
-step took on that machine. A cost model is fitted to those steps. `what_if` is then an ordinary simulation, of the same
-arrivals on a machine of that speed, where settings may differ.
+`ExactReplay` makes the recorded calls to the same scheduler and observes the result: the outcome of each request, and
+the time of each step on the recorded machine. A cost model is fitted to those steps. `what_if` is then an ordinary
+simulation of the same arrivals on a machine of that speed, where settings may differ.
 """
 
 from __future__ import annotations
@@ -18,111 +18,109 @@ from octavo.core import events as ev
 from octavo.core.plan import RowSetup, StepPlan
 from octavo.errors import OctavoError, TraceError
 from octavo.simulate.allocators import split_of
-from octavo.simulate.calibrate import Measured, fit
-from octavo.simulate.cost import DEVICES, CostModel, LinearCost, Work, work_of
-from octavo.simulate.executor import ANSWER
+from octavo.simulate.calibrate import MeasuredStep, fit
+from octavo.simulate.cost import DEVICES, CostModel, LinearCost, StepWork, step_work
+from octavo.simulate.executor import OUTPUT_TOKEN
 from octavo.simulate.models import ModelShape
-from octavo.simulate.simulation import MOST_SAMPLES, Records, Sample, Setup, simulate
+from octavo.simulate.simulation import MAX_POOL_SAMPLES, PoolSample, Records, SimConfig, simulate
 from octavo.simulate.traces import Arrival
-from octavo.view.recording.player import Flight, Replay, Turn
-from octavo.view.recording.recorder import Arrival as Flown
-from octavo.view.recording.recorder import Op
+from octavo.view.recording.player import Player, Recording, ReplayedCall
+from octavo.view.recording.recorder import CallKind, RecordedRequest
 
 MODEL = ModelShape("recorded", 1, 1, 1, 1, 1, 1, 1)
-"""Nothing depends on it: the recording says how many blocks there are, and a fitted cost what steps take."""
+"""A placeholder: the recording holds the number of blocks, and the fitted cost the step times."""
 
 
-class Exact:
-    """A flight once more. Nothing is decided here.
+class ExactReplay:
+    """Replays a recording exactly. All decisions are the recorded ones.
 
-    records       of the requests that arrived while it was recorded and came to their end
-    steps         what each step was asked for, and what it took
-    num_present   requests that were there before; they are in no record
-    num_aborted   by their callers, or because something was wrong
-    death         what the engine died of, where that was a bug; "" if it lived
+    records       requests that arrived during the recording and finished
+    steps         work and duration of each step
+    num_present   requests present when the recording began; they are in no record
+    num_aborted   requests aborted by their callers or by an error
+    death         the exception of the bug that ended the engine; "" if it lived
     """
 
-    def __init__(self, flight: Flight) -> None:
-        self.flight = flight
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
         self.records = Records()
-        self.steps: list[Measured] = []
+        self.steps: list[MeasuredStep] = []
         self.num_aborted = 0
         self.death = ""
         self._now_s = 0.0
         self._arrived_s: dict[str, float] = {}
         self._first_s: dict[str, float] = {}
         self._admitted: dict[str, ev.Admitted] = {}
-        self._submitted: list[tuple[Work, float, float]] = []  # of the plans in flight: work, when, the host's time
-        self._ended_s: float | None = None
-        self._ends_s: list[float] = []
-        self._next_sample_s, self._sample_s = 0.0, flight.end_s / MOST_SAMPLES
-        replay = flight.replay()
-        self.num_present = len(replay.scheduler.requests)
-        self._move_s = replay.scheduler.policy.costs.move_s
-        replay.scheduler.events.subscribe(self._listen)
-        self._run(replay)
-        self.records.end_s = flight.end_s
+        self._submitted: list[tuple[StepWork, float, float]] = []  # plans in flight: work, submission time, host time
+        self._last_end_s: float | None = None
+        self._step_ends_s: list[float] = []
+        self._next_sample_s, self._sample_s = 0.0, recording.duration_s / MAX_POOL_SAMPLES
+        player = recording.replay()
+        self.num_present = len(player.scheduler.requests)
+        self._move_s = player.scheduler.policy.costs.move_s
+        player.scheduler.events.subscribe(self._listen)
+        self._run(player)
+        self.records.end_s = recording.duration_s
         first_s = min(self.records.arrived_s, default=0.0)
-        self.records.busy_s = sum(
-            step.step_s for step, at_s in zip(self.steps, self._ends_s, strict=True) if at_s > first_s
-        )
-        self.records.num_unfinished = len(replay.scheduler.requests)
+        ends = zip(self.steps, self._step_ends_s, strict=True)
+        self.records.busy_s = sum(step.step_s for step, end_s in ends if end_s > first_s)
+        self.records.num_unfinished = len(player.scheduler.requests)
 
-    def _run(self, replay: Replay) -> None:
-        turns = replay.turns()
+    def _run(self, player: Player) -> None:
+        calls = player.calls()
         while True:
             try:
-                turn = next(turns, None)
+                call = next(calls, None)
             except OctavoError:
                 raise
-            except Exception as error:  # the bug that ended it is still there, or the file is damaged
+            except Exception as error:  # the bug that ended the engine is still there, or the file is damaged
                 self.death = f"{type(error).__name__}: {error}"
-                if self.flight.file.why != "crash":
-                    raise TraceError(f"the recording cannot be followed: {self.death}") from error
+                if self.recording.file.reason != "crash":
+                    raise TraceError(f"the recording cannot be replayed: {self.death}") from error
                 return
-            if turn is None:
+            if call is None:
                 return
-            self._note(turn, replay)
+            self._observe(call, player)
 
-    def _note(self, turn: Turn, replay: Replay) -> None:
-        scheduler = replay.scheduler
-        self._now_s = turn.time_s
-        if turn.op is Op.ADD and turn.request is not None:
-            self._arrived_s[turn.request.request_id] = turn.time_s
-        elif turn.op is Op.PLAN and turn.plan:
-            idle = self._ended_s is None or bool(self._submitted)
-            host_s = 0.0 if idle or self._ended_s is None else turn.time_s - self._ended_s
-            self._submitted.append((work_of(turn.plan), turn.time_s, host_s))
+    def _observe(self, call: ReplayedCall, player: Player) -> None:
+        scheduler = player.scheduler
+        self._now_s = call.time_s
+        if call.kind is CallKind.ADD and call.request is not None:
+            self._arrived_s[call.request.request_id] = call.time_s
+        elif call.kind is CallKind.PLAN and call.plan:
+            idle = self._last_end_s is None or bool(self._submitted)
+            host_s = 0.0 if idle or self._last_end_s is None else call.time_s - self._last_end_s
+            self._submitted.append((step_work(call.plan), call.time_s, host_s))
             self.records.num_steps += 1
-        elif turn.op in (Op.RESULT, Op.UNEVEN, Op.PART) and turn.plan is not None:
-            self._note_tokens(turn.plan)
-            if turn.op is not Op.PART and self._submitted:
-                self._note_step(*self._submitted.pop(0))
+        elif call.kind in (CallKind.RESULT, CallKind.UNEVEN_RESULT, CallKind.PARTIAL_RESULT) and call.plan is not None:
+            self._observe_tokens(call.plan)
+            if call.kind is not CallKind.PARTIAL_RESULT and self._submitted:
+                self._observe_step(*self._submitted.pop(0))
             if not scheduler.has_work:
-                self._ended_s = None  # what passes until the next arrival is nobody's time
-        elif turn.op is Op.FAIL:
+                self._last_end_s = None  # do not count the time until the next arrival
+        elif call.kind is CallKind.FAIL:
             self._submitted.clear()
-        if turn.time_s >= self._next_sample_s and turn.op is Op.PLAN:
+        if call.time_s >= self._next_sample_s and call.kind is CallKind.PLAN:
             pool, cache = scheduler.cache.pool, scheduler.cache
             queues = len(scheduler.running), len(scheduler.waiting), len(scheduler.swapped)
             split = split_of(cache, scheduler.running)
             blocks = pool.num_used, pool.num_refs - pool.num_used
-            self.records.samples.append(Sample(turn.time_s, split, *blocks, *queues))
-            self._next_sample_s = turn.time_s + self._sample_s
+            self.records.samples.append(PoolSample(call.time_s, split, *blocks, *queues))
+            self._next_sample_s = call.time_s + self._sample_s
 
-    def _note_tokens(self, plan: StepPlan) -> None:
+    def _observe_tokens(self, plan: StepPlan) -> None:
         for i in plan.host_tokens:
             request = plan.sequences[i].request
-            if plan.samples[i] and request.request_id not in self._first_s:
+            if plan.num_sampled[i] and request.request_id not in self._first_s:
                 self._first_s[request.request_id] = self._now_s
 
-    def _note_step(self, work: Work, submitted_s: float, host_s: float) -> None:
-        begin_s = submitted_s if self._ended_s is None else max(submitted_s, self._ended_s)
+    def _observe_step(self, work: StepWork, submitted_s: float, host_s: float) -> None:
+        begin_s = submitted_s if self._last_end_s is None else max(submitted_s, self._last_end_s)
         step_s = self._now_s - begin_s - self._move_s * work.num_swapped
         if step_s > 0:
-            self.steps.append(Measured(work, step_s, host_s))
-            self._ends_s.append(self._now_s)
-        self._ended_s = self._now_s
+            self.steps.append(MeasuredStep(work, step_s, host_s))
+            self._step_ends_s.append(self._now_s)
+        self._last_end_s = self._now_s
 
     def _listen(self, event: ev.Event) -> None:
         records = self.records
@@ -142,108 +140,109 @@ class Exact:
                 records.arrived_s.append(arrived_s)
                 records.first_s.append(self._first_s.pop(name, self._now_s))
                 records.finished_s.append(self._now_s)
-                flown = self.flight.arrivals[int(name)]
-                records.num_prompt.append(flown.num_prompt)
+                request = self.recording.requests[int(name)]
+                records.num_prompt.append(request.num_prompt)
                 records.num_output.append(event.num_tokens)
-                lengths = [said.num_tokens for said in flown.samples.values()]
+                lengths = [sample.num_tokens for sample in request.samples.values()]
                 records.longest.append(max(lengths, default=event.num_tokens))
                 records.num_cached.append(admitted.num_cached_tokens)
 
     def cost(self) -> LinearCost:
-        """What a step took on that machine. Raises `TraceError` where there were too few to tell."""
+        """A cost model fitted to the recorded steps. Raises `TraceError` if there are too few."""
         if len(self.steps) < 10:
-            raise TraceError(
-                f"the recording has {len(self.steps)} steps, too few to learn times from; give --cost FILE"
-            )
+            raise TraceError(f"the recording has {len(self.steps)} steps, too few to fit step times; pass --cost FILE")
         return fit(self.steps, move_s=self._move_s)
 
 
-class Said:
-    """`Answers` of a recording: what it said of each request, so that a later prompt that goes on from an answer finds
-    it. The seed of a simulated request is its place in the recording."""
+class RecordedTokens:
+    """`TokenSource` that returns a recording's tokens, so that a later prompt which continues an output hits the prefix
+    cache. The seed of a simulated request is its index in the recording."""
 
-    def __init__(self, flight: Flight) -> None:
-        self._flight = flight
-        self._whole: dict[tuple[int, int], array[int]] = {}
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._sample_tokens: dict[tuple[int, int], array[int]] = {}
 
-    def draws(self, setup: RowSetup, position: int, count: int) -> Seq[Any]:
-        if setup.decides:  # what beams were likely to say is not recorded: any candidates, as many as they had
-            return [(-1.0 - i, ANSWER + i) for i in range(count)]
+    def samples(self, setup: RowSetup, position: int, count: int) -> Seq[Any]:
+        if setup.returns_candidates:  # beam candidates are not recorded: as many as there were
+            return [(-1.0 - i, OUTPUT_TOKEN + i) for i in range(count)]
         return [self._at(setup.seed, i, position + 1, 1)[0] for i in range(count)]
 
     def tokens(self, setup: RowSetup, position: int, count: int) -> Seq[int]:
         return self._at(setup.seed, setup.sample_index, position + 1, count)
 
-    def _at(self, place: int, index: int, begin: int, count: int) -> list[int]:
-        key = place, index
-        if key not in self._whole:
-            self._whole[key] = self._flight.sample(self._flight.file.arrivals[place], index)
-        whole = self._whole[key]
-        known = whole[begin : begin + count].tolist()
-        if begin + count >= len(whole):
-            del self._whole[key]
-        return known + [ANSWER] * (count - len(known))
+    def _at(self, request_index: int, sample_index: int, begin: int, count: int) -> list[int]:
+        """`count` tokens of a sample from position `begin`; constants past its end."""
+        key = request_index, sample_index
+        if key not in self._sample_tokens:
+            request = self._recording.file.requests[request_index]
+            self._sample_tokens[key] = self._recording.sample(request, sample_index)
+        all_tokens = self._sample_tokens[key]
+        known = all_tokens[begin : begin + count].tolist()
+        if begin + count >= len(all_tokens):
+            del self._sample_tokens[key]
+        return known + [OUTPUT_TOKEN] * (count - len(known))
 
 
-def what_if(flight: Flight, settings: dict[str, Any], cost: CostModel, **options: Any) -> Records:
-    """The same arrivals, with some of the engine's options set otherwise. `options` are those of `simulate`.
+def what_if(recording: Recording, settings: dict[str, Any], cost: CostModel, **options: Any) -> Records:
+    """Simulate the recorded arrivals with some engine options changed. `options` are those of `simulate`.
 
-    Who was there when the recording began arrives at its beginning, to an empty cache.
+    Requests that were present when the recording began arrive at its start, with an empty prefix cache.
     """
-    return simulate(setup_of(flight, settings, cost), arrivals_of(flight), answers=Said(flight), **options)
+    config, tokens = config_from(recording, settings, cost), RecordedTokens(recording)
+    return simulate(config, arrivals_from(recording), token_source=tokens, **options)
 
 
-def arrivals_of(flight: Flight) -> Iterator[Arrival]:
-    """In order; aborted requests are as long as they became."""
-    times = _times(flight)
-    for flown in flight.file.arrivals:
-        num_output = max((said.num_tokens for said in flown.samples.values()), default=_num_choices(flown))
-        prompt = flight.sample(flown, 0)[: flown.num_prompt] if flown.samples else flight.prompt(flown)
+def arrivals_from(recording: Recording) -> Iterator[Arrival]:
+    """The recorded requests in order; an aborted request has the length it reached."""
+    times = _times(recording)
+    for request in recording.file.requests:
+        num_output = max((sample.num_tokens for sample in request.samples.values()), default=_num_choices(request))
+        prompt = recording.sample(request, 0)[: request.num_prompt] if request.samples else recording.prompt(request)
         runs = tuple((token, len(list(same))) for token, same in groupby(prompt))
-        yield Arrival(times.get(flown.number, 0.0), runs, max(1, num_output), flown.width, flown.decides)
+        yield Arrival(times.get(request.number, 0.0), runs, max(1, num_output), request.width, request.beam_search)
 
 
-def _times(flight: Flight) -> dict[int, float]:
-    """When each request arrived, of those that arrived while it was recorded. They are the last ones in the file."""
+def _times(recording: Recording) -> dict[int, float]:
+    """Arrival times by number of the requests that arrived during the recording, the last ones in the file."""
     times: list[float] = []
-    for leg in flight.file.legs:
-        at_s = array("d", leg.times_s)
-        times += [at_s[i] - flight.begin_s for i, op in enumerate(leg.ops) if op == Op.ADD]
-    numbers = [arrival.number for arrival in flight.file.arrivals]
+    for segment in recording.file.segments:
+        at_s = array("d", segment.times_s)
+        times += [at_s[i] - recording.begin_s for i, op in enumerate(segment.kinds) if op == CallKind.ADD]
+    numbers = [arrival.number for arrival in recording.file.requests]
     return dict(zip(numbers[len(numbers) - len(times) :], times, strict=True))
 
 
-def _num_choices(flown: Flown) -> int:
-    """Steps of a beam search."""
-    count = place = 0
-    while place < len(flown.choices):
-        place += 1 + 2 * int(flown.choices[place])
+def _num_choices(request: RecordedRequest) -> int:
+    """Number of steps of a beam search."""
+    count = at = 0
+    while at < len(request.beam_choices):
+        at += 1 + 2 * int(request.beam_choices[at])
         count += 1
     return count
 
 
-def setup_of(flight: Flight, settings: dict[str, Any], cost: CostModel) -> Setup:
-    """The engine that was recorded, but for these options."""
-    was, engine = flight.file.settings, flight.file.engine
-    block_size = settings.get("block_size", was["block_size"])
-    num_tokens = was["num_blocks"] * was["block_size"]
-    block_bytes = MODEL.kv_bytes_per_token * was["block_size"]
+def config_from(recording: Recording, settings: dict[str, Any], cost: CostModel) -> SimConfig:
+    """The recorded engine with the options in `settings` changed."""
+    recorded, engine = recording.file.settings, recording.file.engine
+    block_size = settings.get("block_size", recorded["block_size"])
+    num_tokens = recorded["num_blocks"] * recorded["block_size"]
+    block_bytes = MODEL.kv_bytes_per_token * recorded["block_size"]
     known: dict[str, Any] = {
         "block_size": block_size,
         "num_gpu_blocks_override": max(1, num_tokens // block_size),
         "max_model_len": engine["max_model_len"],
-        "max_num_seqs": was["num_rows"],
-        "max_num_batched_tokens": was["max_num_batched_tokens"],
-        "decode_window": was["decode_window"],
-        "enable_prefix_caching": was["enable_prefix_caching"],
-        "preemption_mode": was["mode"] or "auto",
-        "preemption_victim": was["victims"],
-        "scheduling_policy": "priority" if was["by_priority"] else "fcfs",
-        "priority_ageing": was["ageing"],
-        "long_prefill_token_threshold": was["long_prefill_token_threshold"],
-        "max_long_partial_prefills": was["max_long_partial_prefills"],
-        "swap_space": (was["num_host_blocks"] + 0.5) * block_bytes / GIB,
-        "watermark": min(0.5, (was["num_watermark_blocks"] + 0.5) / was["num_blocks"]),
+        "max_num_seqs": recorded["num_rows"],
+        "max_num_batched_tokens": recorded["max_num_batched_tokens"],
+        "decode_window": recorded["decode_window"],
+        "enable_prefix_caching": recorded["enable_prefix_caching"],
+        "preemption_mode": recorded["mode"] or "auto",
+        "preemption_victim": recorded["victims"],
+        "scheduling_policy": "priority" if recorded["by_priority"] else "fcfs",
+        "priority_ageing": recorded["ageing"],
+        "long_prefill_token_threshold": recorded["long_prefill_token_threshold"],
+        "max_long_partial_prefills": recorded["max_long_partial_prefills"],
+        "swap_space": (recorded["num_host_blocks"] + 0.5) * block_bytes / GIB,
+        "watermark": min(0.5, (recorded["num_watermark_blocks"] + 0.5) / recorded["num_blocks"]),
         "async_scheduling": engine["overlap"],
     }
-    return Setup(MODEL, DEVICES["h100"], EngineArgs(model=MODEL.name, **(known | settings)), cost=cost)
+    return SimConfig(MODEL, DEVICES["h100"], EngineArgs(model=MODEL.name, **(known | settings)), cost=cost)

@@ -1,4 +1,4 @@
-"""What a simulation tells: a table for people, a dict for programs, and a picture."""
+"""Results of a simulation: a dict, a text table, and charts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from octavo.errors import ParameterError, cut
 from octavo.simulate.plot import Area, Chart, Line
-from octavo.simulate.simulation import Records, Sample
+from octavo.simulate.simulation import PoolSample, Records
 
 PERCENTILES = (50, 90, 95, 99)
 UNITS = {"ms": 1e-3, "s": 1.0}
@@ -21,27 +21,27 @@ TIME = re.compile(r"(?P<name>ttft|tpot)=(?P<time>[0-9]{1,20}(\.[0-9]{1,20})?)(?P
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """What a request must keep to be good: seconds to the first token, and a token after it. None: anything."""
+    """Latency targets of a request: seconds to the first token (TTFT) and per further token (TPOT). None: no target."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> SLO:
-        """`ttft=500ms,tpot=50ms`; either may be left out, a unit may not. Raises `ParameterError`."""
+        """Parse `ttft=500ms,tpot=50ms`; either may be absent, units are required. Raises `ParameterError`."""
         times: dict[str, float] = {}
         for part in text.split(","):
             found = TIME.fullmatch(part.strip())
             if found is None or found["name"] in times or not 0 < (time := float(found["time"])) < float("inf"):
                 raise ParameterError(
-                    f"slo is {cut(repr(text))}; give times with units, s or ms, such as ttft=500ms,tpot=50ms",
+                    f"slo is {cut(repr(text))}; pass times with units, s or ms, such as ttft=500ms,tpot=50ms",
                     param="slo",
                 )
             times[found["name"]] = time * UNITS[found["unit"]]
         return cls(times.get("ttft"), times.get("tpot"))
 
     def kept(self, records: Records) -> np.ndarray:
-        """Which requests keep it: bool [num_requests]."""
+        """Requests that meet the targets: bool [num_requests]."""
         good = np.ones(len(records), dtype=bool)
         if self.ttft_s is not None:
             good &= ttft(records) <= self.ttft_s
@@ -51,115 +51,120 @@ class SLO:
 
 
 def ttft(records: Records) -> np.ndarray:
-    """Seconds from arrival to the first token, `[num_requests]`, as the two below."""
-    waited: np.ndarray = records.column("first_s") - records.column("arrived_s")
-    return waited
+    """Seconds from arrival to the first token, [num_requests]."""
+    seconds: np.ndarray = records.column("first_s") - records.column("arrived_s")
+    return seconds
 
 
 def tpot(records: Records) -> np.ndarray:
-    """Seconds a token after the first, of the longest sample; 0 for an output of one."""
+    """Seconds per token after the first, of the longest sample, [num_requests]; 0 for an output of one token."""
     tokens = np.maximum(1, records.column("longest") - 1)
-    each: np.ndarray = (records.column("finished_s") - records.column("first_s")) / tokens
-    return each
+    per_token: np.ndarray = (records.column("finished_s") - records.column("first_s")) / tokens
+    return per_token
 
 
 def latency(records: Records) -> np.ndarray:
-    whole: np.ndarray = records.column("finished_s") - records.column("arrived_s")
-    return whole
+    """Seconds from arrival to the end, [num_requests]."""
+    total: np.ndarray = records.column("finished_s") - records.column("arrived_s")
+    return total
 
 
 def normalized_latency(records: Records) -> float:
-    """Mean over requests of latency / output length, in seconds a token: the paper's metric (section 6.1). Of those
-    whose length is known, NaN without any: a recording may have none of a beam search."""
+    """Mean of latency / output length in seconds per token, the paper's metric (section 6.1). Skips requests of unknown
+    length, such as beam searches of a recording; NaN if none is left."""
     num_output = records.column("num_output")
     known = num_output > 0
     return float((latency(records)[known] / num_output[known]).mean()) if known.any() else math.nan
 
 
 def summary(records: Records, slo: SLO | None = None) -> dict[str, Any]:
-    """Times in seconds, memory as mean shares of the pool's slots over the time in which something ran."""
+    """The results as a dict. Times are in seconds; memory is the mean share of the pool's slots while requests were
+    running."""
     refused = {kind: {"count": count, "first": message} for kind, (count, message) in records.refused.items()}
     if not len(records):
         return {"num_requests": 0, "num_unfinished": records.num_unfinished, "refused": refused}
     span = max(records.end_s - float(records.column("arrived_s").min()), 1e-9)
-    hit, asked = int(records.column("num_cached").sum()), int(records.column("num_prompt").sum())
-    told: dict[str, Any] = {
+    num_hit, num_prompt = int(records.column("num_cached").sum()), int(records.column("num_prompt").sum())
+    stats: dict[str, Any] = {
         "num_requests": len(records),
         "num_unfinished": records.num_unfinished,
         "num_steps": records.num_steps,
         "duration_s": span,
         "device_busy": records.busy_s / span,
         "requests_per_s": len(records) / span,
-        "prompt_tokens_per_s": asked / span,
+        "prompt_tokens_per_s": num_prompt / span,
         "output_tokens_per_s": int(records.column("num_output").sum()) / span,
-        "ttft_s": spread(ttft(records)),
-        "tpot_s": spread(tpot(records)[records.column("longest") > 1]),
-        "latency_s": spread(latency(records)),
-        "hit_rate": hit / asked,
+        "ttft_s": distribution(ttft(records)),
+        "tpot_s": distribution(tpot(records)[records.column("longest") > 1]),
+        "latency_s": distribution(latency(records)),
+        "hit_rate": num_hit / num_prompt,
         "num_preempted": dict(records.num_preempted),
         "num_waits": dict(records.num_waits),
         "refused": refused,
-        "memory": shares([s for s in records.samples if s.num_running]),
+        "memory": memory_shares([s for s in records.samples if s.num_running]),
     }
     if not math.isnan(normalized := normalized_latency(records)):
-        told["normalized_latency_s"] = normalized
+        stats["normalized_latency_s"] = normalized
     if slo is not None:
         good = slo.kept(records)
-        told["goodput_requests_per_s"] = float(good.sum()) / span
-        told["slo_kept"] = float(good.mean())
-    return told
+        stats["goodput_requests_per_s"] = float(good.sum()) / span
+        stats["slo_kept"] = float(good.mean())
+    return stats
 
 
-def spread(values: np.ndarray) -> dict[str, float]:
+def distribution(values: np.ndarray) -> dict[str, float]:
+    """Mean and percentiles."""
     if not len(values):
         return {}
     return {"mean": float(values.mean())} | {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
 
 
-def shares(samples: Seq[Sample]) -> dict[str, float]:
-    """Mean share of the slots in each state."""
+def memory_shares(samples: Seq[PoolSample]) -> dict[str, float]:
+    """Mean share of the slots in each state of `MemorySplit`."""
     if not samples:
         return {}
     splits = np.array([s.split for s in samples], dtype=float)
     return dict(zip(samples[0].split._fields, (splits / splits.sum(axis=1, keepdims=True)).mean(axis=0), strict=True))
 
 
-def lines(told: dict[str, Any]) -> list[str]:
-    """A summary for people."""
-    text = _recording(told) if "replay" in told else []
-    if not told["num_requests"]:
-        return [*text, "no request finished", *_refusals(told["refused"])]
+def format_summary(stats: dict[str, Any]) -> list[str]:
+    """The summary as lines of text."""
+    text = _recording(stats) if "replay" in stats else []
+    if not stats["num_requests"]:
+        return [*text, "no request finished", *_refusals(stats["refused"])]
+    unfinished = f"; {stats['num_unfinished']:,} unfinished" if stats["num_unfinished"] else ""
     text += [
-        f"{told['num_requests']:,} requests in {told['duration_s']:,.1f} s, {told['num_steps']:,} steps, device busy "
-        f"{told['device_busy']:.0%}" + (f"; {told['num_unfinished']:,} unfinished" if told["num_unfinished"] else ""),
-        f"throughput     {told['requests_per_s']:.2f} requests/s, {told['output_tokens_per_s']:,.0f} output tokens/s",
+        f"{stats['num_requests']:,} requests in {stats['duration_s']:,.1f} s, {stats['num_steps']:,} steps, "
+        f"device busy {stats['device_busy']:.0%}{unfinished}",
+        f"throughput     {stats['requests_per_s']:.2f} requests/s, {stats['output_tokens_per_s']:,.0f} output tokens/s",
         f"{'':15}" + "".join(f"{name:>10}" for name in ("mean", *(f"p{p}" for p in PERCENTILES))),
     ]
     for name, label in (("ttft_s", "first token"), ("tpot_s", "each token"), ("latency_s", "whole request")):
-        text.append(f"{label:15}" + "".join(f"{_seconds(value):>10}" for value in told[name].values()))
-    if (normalized := told.get("normalized_latency_s")) is not None:
+        text.append(f"{label:15}" + "".join(f"{_seconds(value):>10}" for value in stats[name].values()))
+    if (normalized := stats.get("normalized_latency_s")) is not None:
         text.append(f"normalised     {_seconds(normalized)} a token of output, queue and prompt included")
-    if "slo_kept" in told:
-        kept, goodput = told["slo_kept"], told["goodput_requests_per_s"]
-        text.append(f"good           {kept:.1%}, {goodput:.2f} requests/s keep the SLO")
-    text.append(f"prefix hits    {told['hit_rate']:.1%} of the prompts' tokens")
-    preempted = ", ".join(f"{count:,} by {how}" for how, count in sorted(told["num_preempted"].items()))
-    waits = ", ".join(f"{reason} {count:,}" for reason, count in sorted(told["num_waits"].items()))
-    text += [f"preempted      {preempted or 'nobody'}", f"waited for     {waits or 'nothing'}"]
-    if told["memory"]:
-        memory = ", ".join(f"{name} {share:.1%}" for name, share in told["memory"].items() if share >= 0.0005)
+    if "slo_kept" in stats:
+        kept, goodput = stats["slo_kept"], stats["goodput_requests_per_s"]
+        text.append(f"good           {kept:.1%}, {goodput:.2f} requests/s meet the SLO")
+    text.append(f"prefix hits    {stats['hit_rate']:.1%} of the prompts' tokens")
+    preempted = ", ".join(f"{count:,} by {how}" for how, count in sorted(stats["num_preempted"].items()))
+    waits = ", ".join(f"{reason} {count:,}" for reason, count in sorted(stats["num_waits"].items()))
+    text += [f"preempted      {preempted or 'none'}", f"waited for     {waits or 'nothing'}"]
+    if stats["memory"]:
+        memory = ", ".join(f"{name} {share:.1%}" for name, share in stats["memory"].items() if share >= 0.0005)
         text.append(f"memory         {memory}")
-    return text + _refusals(told["refused"])
+    return text + _refusals(stats["refused"])
 
 
-def _recording(told: dict[str, Any]) -> list[str]:
-    """What is replayed, and how."""
-    if not told["exact"]:
-        return [f"{told['replay']}, with {', '.join(f'{name} {value}' for name, value in told['settings'].items())}"]
-    aside = [f"{told['num_present']:,} there before"] if told["num_present"] else []
-    aside += [f"{told['num_aborted']:,} aborted"] if told["num_aborted"] else []
-    text = [f"{told['replay']} ({told['why']}), as it was" + (f"; beside these: {', '.join(aside)}" if aside else "")]
-    return text + ([f"it ended in {told['death']}"] if "death" in told else [])
+def _recording(stats: dict[str, Any]) -> list[str]:
+    """The first lines of a replayed recording: its file and how it was replayed."""
+    if not stats["exact"]:
+        return [f"{stats['replay']}, with {', '.join(f'{name} {value}' for name, value in stats['settings'].items())}"]
+    not_counted = [f"{stats['num_present']:,} present at the start"] if stats["num_present"] else []
+    not_counted += [f"{stats['num_aborted']:,} aborted"] if stats["num_aborted"] else []
+    text = [f"{stats['replay']} ({stats['why']}), as recorded"]
+    text[0] += f"; not counted: {', '.join(not_counted)}" if not_counted else ""
+    return text + ([f"it crashed: {stats['death']}"] if "death" in stats else [])
 
 
 def _refusals(refused: dict[str, Any]) -> list[str]:
@@ -170,8 +175,8 @@ def _seconds(value: float) -> str:
     return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"
 
 
-def pictures(records: Records) -> list[Chart]:
-    """Memory and queues over time, and how long requests took."""
+def summary_charts(records: Records) -> list[Chart]:
+    """Charts of memory and queues over time, and of request durations."""
     charts: list[Chart] = []
     if records.samples:
         times = [s.time_s for s in records.samples]

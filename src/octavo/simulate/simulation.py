@@ -1,4 +1,4 @@
-"""Runs a trace through engines that wait for nobody: the engine's own loop, with arrivals where a server has callers.
+"""Runs a trace through simulated engines: the engine's own loop, with a trace in the place of a server's callers.
 
 arrivals -> router -> replicas (an `Engine` each, on its own `VirtualClock`) -> `Records`
 """
@@ -15,9 +15,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from octavo.config import DEFAULT_SWAP_BYTES, GIB, GPU_MEMORY_UTILIZATION, EngineArgs
+from octavo.config import DEFAULT_GPU_MEMORY_UTILIZATION, DEFAULT_SWAP_BYTES, GIB, EngineArgs
 from octavo.core import events as ev
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
 from octavo.engine.outputs import RequestOutput
@@ -27,34 +27,34 @@ from octavo.params.sampling_params import SamplingParams
 from octavo.simulate.allocators import MemorySplit, split_of
 from octavo.simulate.clock import VirtualClock
 from octavo.simulate.cost import CostModel, Device, RooflineCost
-from octavo.simulate.executor import Answers, SimulatedExecutor
+from octavo.simulate.executor import SimulatedExecutor, TokenSource
 from octavo.simulate.models import ModelShape
 from octavo.simulate.traces import Arrival
 
 VOCAB_SIZE = 1 << 31
-"""Of a simulated model: every token that a trace can hold."""
-MOST_SAMPLES = 1024
-"""Looks at the memory that are kept; when there are more, every second one goes."""
+"""Vocabulary of a simulated model: any token of a trace."""
+MAX_POOL_SAMPLES = 1024
+"""Maximum number of pool samples kept; beyond, every second one is dropped."""
 
-MANY = 1000
-"""Requests after which the memory of a simulation is worth looking for."""
+GC_THRESHOLD = 1000
+"""Number of requests from which a simulation runs the garbage collector at its end."""
 
-MakeCache = Callable[[int, int, int, int, bool], KVCache]
-"""From blocks, block size, host blocks, rows, and whether prefixes are cached."""
+MakeCache = Callable[[int, int, int, int, bool], KVCacheManager]
+"""Arguments: blocks, block size, host blocks, rows, and whether prefix caching is on."""
 
 
-def paged(num_blocks: int, block_size: int, num_host_blocks: int, num_rows: int, prefixes: bool) -> KVCache:
-    """The engine's own."""
-    return KVCache(num_blocks, block_size, num_host_blocks, num_rows=num_rows, enable_prefix_caching=prefixes)
+def paged(num_blocks: int, block_size: int, num_host_blocks: int, num_rows: int, prefixes: bool) -> KVCacheManager:
+    """The engine's own KV cache."""
+    return KVCacheManager(num_blocks, block_size, num_host_blocks, num_rows=num_rows, enable_prefix_caching=prefixes)
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
-    """What is simulated.
+class SimConfig:
+    """The simulated model, machine and engine options.
 
-    args          the engine's options; `model` is a name for people
-    num_devices   that share one copy of the model
-    num_replicas  copies, behind a router that gives a request to the one with the fewest
+    args          the engine's options; `model` is only a name in messages
+    num_devices   devices that share one copy of the model by tensor parallelism
+    num_replicas  copies of the model; a router sends each request to the one with the fewest requests
     cost          None: the device's roofline
     """
 
@@ -66,22 +66,22 @@ class Setup:
     cost: CostModel | None = None
     make_cache: MakeCache = paged
 
-    def settled(self) -> EngineArgs:
-        return self.args.settled("cpu" if self.device.name == "cpu" else "cuda")
+    def resolved(self) -> EngineArgs:
+        return self.args.resolved("cpu" if self.device.name == "cpu" else "cuda")
 
     @property
     def block_bytes(self) -> int:
         return self.model.kv_bytes_per_token * self.args.block_size
 
     def num_blocks(self) -> int:
-        """Usable blocks of a replica. Raises `MemoryBudgetError` where weights leave room for none."""
+        """Usable blocks of a replica. Raises `MemoryBudgetError` if the weights leave no room for KV blocks."""
         args = self.args
         if args.num_gpu_blocks_override is not None:
             return args.num_gpu_blocks_override
         if args.kv_cache_memory_bytes is not None:
             room = float(args.kv_cache_memory_bytes)
         else:
-            share = GPU_MEMORY_UTILIZATION if args.gpu_memory_utilization is None else args.gpu_memory_utilization
+            share = args.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
             room = self.device.memory_bytes * self.num_devices * share - self.model.weight_bytes
         if room < self.block_bytes:
             raise MemoryBudgetError(
@@ -103,8 +103,8 @@ class Setup:
 
 
 @dataclass(slots=True)
-class Sample:
-    """A look at one replica's memory and queues. `num_saved` blocks more would be used if nothing was shared."""
+class PoolSample:
+    """State of one replica's pool and queues at a time. Without sharing, `num_saved` more blocks would be in use."""
 
     time_s: float
     split: MemorySplit
@@ -117,12 +117,12 @@ class Sample:
 
 @dataclass(slots=True)
 class Records:
-    """What came of every request that finished, as columns; times in seconds from the trace's beginning.
+    """Columns with one value per finished request; times in seconds from the start of the trace.
 
-    num_output      tokens of all of its samples, longest: of the one with most
-    num_preempted   how often requests were taken off the device, by how
-    num_waits       how often a request began to wait, by reason
-    refused         the first message of each kind of request that could never run, and how many there were
+    num_output      generated tokens of all samples; longest: of the longest sample
+    num_preempted   preemptions by mode
+    num_waits       wait reason -> how often a request began to wait for it
+    refused         error class -> (count, first message) of requests that could never run
     """
 
     arrived_s: array[float] = field(default_factory=lambda: array("d"))
@@ -136,7 +136,7 @@ class Records:
     num_preempted: Counter[str] = field(default_factory=Counter)
     num_waits: Counter[str] = field(default_factory=Counter)
     refused: dict[str, tuple[int, str]] = field(default_factory=dict)
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[PoolSample] = field(default_factory=list)
     num_steps: int = 0
     busy_s: float = 0.0
     end_s: float = 0.0
@@ -151,11 +151,13 @@ class Records:
 
 
 class Replica:
-    """One engine, its clock and its device."""
+    """One engine with its clock and simulated device."""
 
-    def __init__(self, setup: Setup, records: Records, *, answers: Answers | None = None, sample_s: float) -> None:
-        args = setup.settled()
-        assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # settled
+    def __init__(
+        self, setup: SimConfig, records: Records, *, token_source: TokenSource | None = None, interval_s: float
+    ) -> None:
+        args = setup.resolved()
+        assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # resolved
         num_blocks = setup.num_blocks()
         self.cache = setup.make_cache(
             num_blocks, args.block_size, setup.num_host_blocks(), args.max_num_seqs, args.enable_prefix_caching
@@ -172,7 +174,7 @@ class Replica:
         longest = setup.model.max_len if args.max_model_len in (None, -1) else args.max_model_len
         assert longest is not None
         self.clock = VirtualClock()
-        self.executor = SimulatedExecutor(setup.cost_model(), self.clock, answers)
+        self.executor = SimulatedExecutor(setup.cost_model(), self.clock, token_source)
         self.engine = Engine(
             self.scheduler,
             self.executor,
@@ -182,21 +184,21 @@ class Replica:
             clock=self.clock,
         )
         self.records = records
-        self._seeded = answers is not None
+        self._seeded = token_source is not None
         self._arrivals: dict[str, tuple[int, Arrival]] = {}
-        self._sample_s, self._next_sample_s = sample_s, 0.0
+        self._sample_s, self._next_sample_s = interval_s, 0.0
         self.scheduler.events.subscribe(self._listen)
 
     @property
     def num_requests(self) -> int:
         return self.engine.num_requests
 
-    def offer(self, index: int, arrival: Arrival) -> None:
-        """A request arrives. It is looked at between two steps, as a server does."""
+    def submit(self, index: int, arrival: Arrival) -> None:
+        """Submit a request at its arrival time. As in a server, requests are accepted between steps."""
         self.clock.advance_to(arrival.time_s)
         name = str(index)
         try:
-            self.engine.add(name, arrival.prompt(), _params(arrival, index if self._seeded else None))
+            self.engine.add_request(name, arrival.prompt(), _params(arrival, index if self._seeded else None))
         except UsageError as error:
             count, message = self.records.refused.get(type(error).__name__, (0, str(error)))
             self.records.refused[type(error).__name__] = (count + 1, message)
@@ -204,7 +206,7 @@ class Replica:
         self._arrivals[name] = (index, arrival)
 
     def run_until(self, time_s: float) -> None:
-        """Step until then, or until there is nothing to do. The last step may end later."""
+        """Step until `time_s`, or until the engine is idle. The last step may end later."""
         engine, clock, scheduler = self.engine, self.clock, self.scheduler
         while clock.now < time_s and engine.has_work:
             num_steps, waits_for_device = scheduler.num_steps, bool(scheduler.in_flight)
@@ -212,9 +214,9 @@ class Replica:
             if outputs:
                 self._record(outputs)
             elif scheduler.num_steps == num_steps and not waits_for_device:
-                raise EngineError(f"at {clock.now:.3f} s nothing can be planned: {scheduler.waiting[:1]}")
+                raise EngineError(f"at {clock.now:.3f} s no request can be scheduled: {scheduler.waiting[:1]}")
             if clock.now >= self._next_sample_s:
-                self._look()
+                self._sample_pool()
 
     def _record(self, outputs: list[RequestOutput]) -> None:
         records = self.records
@@ -232,13 +234,13 @@ class Replica:
             records.longest.append(max(lengths))
             records.num_cached.append(metrics.num_cached_tokens)
 
-    def _look(self) -> None:
+    def _sample_pool(self) -> None:
         samples, scheduler = self.records.samples, self.scheduler
         split, pool = split_of(self.cache, scheduler.running), self.cache.pool
         blocks = pool.num_used, pool.num_refs - pool.num_used
         queues = len(scheduler.running), len(scheduler.waiting), len(scheduler.swapped)
-        samples.append(Sample(self.clock.now, split, *blocks, *queues))
-        if len(samples) > MOST_SAMPLES:
+        samples.append(PoolSample(self.clock.now, split, *blocks, *queues))
+        if len(samples) > MAX_POOL_SAMPLES:
             del samples[::2]
             self._sample_s = max(2 * self._sample_s, (samples[-1].time_s - samples[0].time_s) / len(samples))
         self._next_sample_s = self.clock.now + self._sample_s
@@ -251,42 +253,43 @@ class Replica:
 
 
 @lru_cache(maxsize=8192)
-def _made(num_output: int, n: int, beams: bool, seed: int | None) -> SamplingParams | BeamSearchParams:
+def _make_params(num_output: int, n: int, beams: bool, seed: int | None) -> SamplingParams | BeamSearchParams:
     if beams:
         return BeamSearchParams(beam_width=n, max_tokens=num_output, ignore_eos=True)
     return SamplingParams(n=n, max_tokens=num_output, ignore_eos=True, seed=seed, detokenize=False)
 
 
 def _params(arrival: Arrival, seed: int | None) -> SamplingParams | BeamSearchParams:
-    """The seed is the channel by which `Answers` know whose tokens they are asked for."""
-    return _made(arrival.num_output, arrival.n, arrival.beams, seed)
+    """Sampling parameters of an arrival. The seed identifies the request to a `TokenSource`."""
+    return _make_params(arrival.num_output, arrival.n, arrival.beams, seed)
 
 
 def simulate(
-    setup: Setup,
+    setup: SimConfig,
     arrivals: Iterable[Arrival],
     *,
     until_s: float = float("inf"),
-    sample_s: float = 1.0,
-    answers: Answers | None = None,
+    interval_s: float = 1.0,
+    token_source: TokenSource | None = None,
     progress: Callable[[int, float], None] | None = None,
 ) -> Records:
-    """Run a trace to its end, or to a time; what is running then is left out and counted as unfinished.
+    """Run a trace to its end, or until `until_s`; requests still running then count as unfinished.
 
-    sample_s   between two looks at the memory, at first
-    progress   called with arrivals so far and the time of the last, now and then
+    interval_s   initial time between two pool samples
+    progress     called every 256 arrivals with their number and the time of the last
     """
     records = Records()
-    replicas = [Replica(setup, records, answers=answers, sample_s=sample_s) for _ in range(setup.num_replicas)]
+    numbers = range(setup.num_replicas)
+    replicas = [Replica(setup, records, token_source=token_source, interval_s=interval_s) for _ in numbers]
     with ExitStack() as stack:
         for replica in replicas:
-            stack.enter_context(replica.engine.garbage)
+            stack.enter_context(replica.engine.gc_pause)
         for index, arrival in enumerate(arrivals):
             if arrival.time_s >= until_s:
                 break
             for replica in replicas:
                 replica.run_until(arrival.time_s)
-            min(replicas, key=lambda r: r.num_requests).offer(index, arrival)
+            min(replicas, key=lambda r: r.num_requests).submit(index, arrival)
             if progress is not None and index % 256 == 0:
                 progress(index, arrival.time_s)
         for replica in replicas:
@@ -295,7 +298,7 @@ def simulate(
     records.busy_s = sum(r.executor.busy_s for r in replicas)
     records.end_s = max(r.clock.now for r in replicas)
     records.num_unfinished = sum(r.num_requests for r in replicas)
-    if len(records) > MANY:  # an engine and its listeners hold each other, and experiments make hundreds of engines
+    if len(records) > GC_THRESHOLD:  # engines are reference cycles, and experiments create hundreds
         del replica, replicas
         gc.collect()
     return records

@@ -1,7 +1,7 @@
-"""What arrives, and when: read from a file a line at a time, or drawn.
+"""Traces of requests: read from a file line by line, or generated.
 
-A trace is an iterator of `Arrival`s in order of time, so that one of 10 GB takes no memory. A prompt's tokens are told
-as runs, (token, how many of it): what counts for memory is which prompts begin alike, not what they say.
+A trace is an iterator of `Arrival`s in order of time, so that a file of 10 GB needs no memory. A prompt's tokens are
+runs, (token, count): memory depends on which prompts share a prefix, not on their content.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ import numpy as np
 
 from octavo.errors import ParameterError, TraceError
 from octavo.integers import cdiv
-from octavo.simulate.executor import ANSWER
+from octavo.simulate.executor import OUTPUT_TOKEN
 
 Run = tuple[int, int]
 Draw = Callable[[np.random.Generator], int]
 
-FIRST_TOKEN = ANSWER + 1
-"""Prompts are made of tokens from here on."""
-MOST_TOKENS = 1 << 30
-"""The largest token, and the largest length: beyond it is damage."""
+FIRST_TOKEN = OUTPUT_TOKEN + 1
+"""Prompts consist of tokens from this one on."""
+MAX_TOKENS = 1 << 30
+"""Maximum token id and length; a larger value indicates a damaged file."""
 TICK_S = 3.0
-"""Mooncake's timestamps are cut to multiples of this."""
+"""Mooncake's timestamps are rounded down to multiples of this."""
 HASHED_TOKENS = 512
-"""Prompt tokens that one of Mooncake's hash ids stands for."""
-MOST_LINE_BYTES = 1 << 24
-MOST_A_TICK = 100_000
-"""Requests with the same timestamp: they are held together, to be spread."""
+"""Prompt tokens per hash id in Mooncake's traces."""
+MAX_LINE_BYTES = 1 << 24
+MAX_REQUESTS_PER_TICK = 100_000
+"""Maximum requests with the same timestamp, which are held in memory to be spread."""
 
 
 class Arrival(NamedTuple):
-    """A request: when it comes, its prompt, and how many tokens it generates.
+    """A request: its arrival time, its prompt, and the number of tokens it generates.
 
-    runs        (token, how many of it), one after another
-    n           samples; with `beams` set, the width of a beam search
+    runs        the prompt as (token, count) pairs
+    n           number of samples; with `beams`, the beam width
     """
 
     time_s: float
@@ -70,18 +70,18 @@ class Arrival(NamedTuple):
 
 
 def read_trace(path: Path, *, scale: float = 1.0, rate: float | None = None, seed: int = 0) -> Iterator[Arrival]:
-    """The arrivals of a file, told apart by its name and its first line.
+    """Read a trace. The format is determined by the file's name and first line.
 
-        *.jsonl(.gz)  Mooncake: timestamp (ms), input_length, output_length, hash_ids (one for 512 tokens); perhaps
-                      also hash_tokens, how many tokens one is for, and n, samples
+        *.jsonl(.gz)  Mooncake: timestamp (ms), input_length, output_length, hash_ids (one for 512 tokens); optionally
+                      hash_tokens, the tokens per hash id, and n, the number of samples
         *.csv(.gz)    Azure: TIMESTAMP, ContextTokens, GeneratedTokens;
                       Vidur: arrived_at (s), num_prefill_tokens, num_decode_tokens
-        *.npz         lengths alone: input_len, output_len; `rate` arrivals a second are drawn for them
+        *.npz         lengths only: input_len, output_len; arrivals are drawn at `rate` per second
 
-    Lengths are multiplied by `scale`, sharing with them: a Mooncake trace at 1/16 fits models of 8k context. With
-    `rate`, times are multiplied so that the first thousand requests arrive at that rate.
+    Lengths, shared prefixes included, are multiplied by `scale`: a Mooncake trace at 1/16 fits models with 8k context.
+    With `rate`, times are multiplied so that the first thousand requests arrive at that rate.
 
-    Raises `TraceError`, which names the line, what is wrong there and what is expected.
+    Raises `TraceError` with the line, the problem and the expected format.
     """
     if not 0 < scale <= 1:
         raise ParameterError(f"scale is {scale}, it must be above 0 and at most 1", param="scale")
@@ -89,12 +89,12 @@ def read_trace(path: Path, *, scale: float = 1.0, rate: float | None = None, see
     if name.endswith(".npz"):
         return _lengths(path, scale, rate, seed)
     if name.endswith(".jsonl"):
-        arrivals = _spread(_mooncake(path, scale), path)
+        arrivals = _spread_ticks(_mooncake(path, scale), path)
     elif name.endswith(".csv"):
-        arrivals = _rising(_csv(path, scale), path)
+        arrivals = _check_order(_csv(path, scale), path)
     else:
-        raise TraceError(f"{path} is no trace: give a .jsonl, .csv or .npz file, the first two perhaps with .gz behind")
-    return _first_checked(arrivals if rate is None else _at_rate(arrivals, rate), path)
+        raise TraceError(f"{path} is not a trace; pass a .jsonl, .csv or .npz file (.jsonl.gz and .csv.gz work too)")
+    return _require_one(arrivals if rate is None else _at_rate(arrivals, rate), path)
 
 
 def _open(path: Path) -> IO[str]:
@@ -104,21 +104,21 @@ def _open(path: Path) -> IO[str]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines that are not empty, with their numbers."""
+    """Non-empty lines with their numbers."""
     try:
         with _open(path) as file:
             number = 0
-            while line := file.readline(MOST_LINE_BYTES):
+            while line := file.readline(MAX_LINE_BYTES):
                 number += 1
-                if len(line) == MOST_LINE_BYTES:
-                    raise TraceError(f"{path}:{number}: a line of over {MOST_LINE_BYTES >> 20} MiB; this is no trace")
+                if len(line) == MAX_LINE_BYTES:
+                    raise TraceError(f"{path}:{number}: a line of over {MAX_LINE_BYTES >> 20} MiB; this is not a trace")
                 if line.strip():
                     yield number, line
     except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
-        raise TraceError(f"{path}: {error}; expected a text file, whole") from error
+        raise TraceError(f"{path}: {error}; expected a complete text file") from error
 
 
-def _first_checked(arrivals: Iterator[Arrival], path: Path) -> Iterator[Arrival]:
+def _require_one(arrivals: Iterator[Arrival], path: Path) -> Iterator[Arrival]:
     first = next(arrivals, None)
     if first is None:
         raise TraceError(f"{path} has no requests; expected one a line")
@@ -127,44 +127,44 @@ def _first_checked(arrivals: Iterator[Arrival], path: Path) -> Iterator[Arrival]
 
 
 def _mooncake(path: Path, scale: float) -> Iterator[tuple[int, bool, Arrival]]:
-    """Line, whether its time is exact, and the arrival."""
+    """Yields (line number, True if the time is exact, arrival)."""
     expected = "expected {timestamp (ms), input_length, output_length, hash_ids}"
     for line, text in _lines(path):
         where = f"{path}:{line}"
         try:
             row = json.loads(text)
             time_ms, num_prompt, num_output = row["timestamp"], row["input_length"], row["output_length"]
-            ids, hashed, n = row.get("hash_ids") or [], row.get("hash_tokens", HASHED_TOKENS), row.get("n", 1)
+            ids, hash_size, n = row.get("hash_ids") or [], row.get("hash_tokens", HASHED_TOKENS), row.get("n", 1)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             missing = f"no {error}" if isinstance(error, KeyError) else "no JSON object"
             raise TraceError(f"{where}: {missing}; {expected}") from None
         time_s = _number(time_ms, where, "timestamp") / 1000
-        tokens, hashed = _length(num_prompt, where, "input_length"), _length(hashed, where, "hash_tokens")
-        if not isinstance(ids, list) or (ids and len(ids) != cdiv(tokens, hashed)):
+        tokens, hash_size = _length(num_prompt, where, "input_length"), _length(hash_size, where, "hash_tokens")
+        if not isinstance(ids, list) or (ids and len(ids) != cdiv(tokens, hash_size)):
             found = len(ids) if isinstance(ids, list) else "no list of"
-            one_each = f"one for {hashed} tokens, {cdiv(tokens, hashed)}"
+            one_each = f"one for {hash_size} tokens, {cdiv(tokens, hash_size)}"
             raise TraceError(f"{where}: {found} hash_ids for {tokens} tokens; expected {one_each}")
-        each, left = max(1, round(hashed * scale)), max(1, round(tokens * scale))
+        each, num_left = max(1, round(hash_size * scale)), max(1, round(tokens * scale))
         runs: list[Run] = []
-        for h in ids:
-            count = min(each, left)
+        for hash_id in ids:
+            count = min(each, num_left)
             if count:
-                runs.append((_hash_id(h, where), count))
-                left -= count
+                runs.append((_hash_id(hash_id, where), count))
+                num_left -= count
         if not ids:
-            runs.append((MOST_TOKENS + line, left))
+            runs.append((MAX_TOKENS + line, num_left))
         num_output = _scaled(num_output, scale, where, "output_length")
         yield line, "hash_tokens" in row, Arrival(time_s, tuple(runs), num_output, _length(n, where, "n"))
 
 
 def _hash_id(value: Any, where: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < MOST_TOKENS - FIRST_TOKEN:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < MAX_TOKENS - FIRST_TOKEN:
         raise TraceError(f"{where}: hash id {value!r}; expected an integer from 0")
     return FIRST_TOKEN + value
 
 
-def _spread(rows: Iterator[tuple[int, bool, Arrival]], path: Path) -> Iterator[Arrival]:
-    """Times that were cut to a tick are spread over it again: all of them at once would be a burst that never was."""
+def _spread_ticks(rows: Iterator[tuple[int, bool, Arrival]], path: Path) -> Iterator[Arrival]:
+    """Spreads rounded timestamps evenly over their tick: all at once would be an artificial burst."""
     tick: list[Arrival] = []
     tick_s = 0.0
     for line, exact, arrival in rows:
@@ -176,9 +176,9 @@ def _spread(rows: Iterator[tuple[int, bool, Arrival]], path: Path) -> Iterator[A
             tick = []
         tick_s = 0.0 if exact else TICK_S
         tick.append(arrival)
-        if len(tick) > MOST_A_TICK:
+        if len(tick) > MAX_REQUESTS_PER_TICK:
             raise TraceError(
-                f"{path}:{line}: over {MOST_A_TICK:,} requests at {arrival.time_s:g} s; expected rising times"
+                f"{path}:{line}: over {MAX_REQUESTS_PER_TICK:,} requests at {arrival.time_s:g} s; expected rising times"
             )
     yield from _spread_tick(tick, tick_s)
 
@@ -223,7 +223,7 @@ def _fields(text: str, where: str) -> list[str]:
 
 
 def _timestamp(text: str, where: str) -> float:
-    """Azure's have seven digits behind the second, of which Python takes six."""
+    """Azure's seconds have seven decimals, of which Python accepts six."""
     try:
         return datetime.fromisoformat(text[:26]).timestamp()
     except (ValueError, OverflowError):
@@ -232,8 +232,8 @@ def _timestamp(text: str, where: str) -> float:
         ) from None
 
 
-def _rising(rows: Iterator[tuple[int, Arrival]], path: Path) -> Iterator[Arrival]:
-    """From 0 on. A file that is not in order may be the wrong column, or two files in one."""
+def _check_order(rows: Iterator[tuple[int, Arrival]], path: Path) -> Iterator[Arrival]:
+    """Times relative to the first. A file out of order may be the wrong column, or two files in one."""
     first = last = 0.0
     for i, (line, arrival) in enumerate(rows):
         if not i:
@@ -261,7 +261,7 @@ def _integer(text: str, where: str, name: str) -> Any:
 
 
 def _length(value: Any, where: str, name: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_TOKENS:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_TOKENS:
         raise TraceError(f"{where}: {name} is {str(value)[:40]!r}; expected a number of tokens from 1")
     return value
 
@@ -280,7 +280,7 @@ def _at_rate(arrivals: Iterator[Arrival], rate: float) -> Iterator[Arrival]:
 
 def _lengths(path: Path, scale: float, rate: float | None, seed: int) -> Iterator[Arrival]:
     if rate is None:
-        raise ParameterError(f"{path} has lengths and no times; say how many arrive a second", param="rate")
+        raise ParameterError(f"{path} has lengths but no times; pass a rate, the arrivals per second", param="rate")
     prompts, outputs = load_lengths(path)
     times = poisson(rate, seed)
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
@@ -289,7 +289,7 @@ def _lengths(path: Path, scale: float, rate: float | None, seed: int) -> Iterato
 
 
 def load_lengths(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """input_len and output_len of an .npz file, both [num_requests]. Raises `TraceError`."""
+    """The arrays input_len and output_len of an .npz file, both [num_requests]. Raises `TraceError`."""
     try:
         with np.load(path, allow_pickle=False) as file:
             prompts, outputs = file["input_len"], file["output_len"]
@@ -300,8 +300,8 @@ def load_lengths(path: Path) -> tuple[np.ndarray, np.ndarray]:
     for name, lengths in (("input_len", prompts), ("output_len", outputs)):
         if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or len(lengths) != len(prompts) or not len(lengths):
             raise TraceError(f"{path}: {name} is {lengths.dtype} {lengths.shape}; expected integers, as many in each")
-        if lengths.min() < 1 or lengths.max() > MOST_TOKENS:
-            row = int(np.argmax((lengths < 1) | (lengths > MOST_TOKENS)))
+        if lengths.min() < 1 or lengths.max() > MAX_TOKENS:
+            row = int(np.argmax((lengths < 1) | (lengths > MAX_TOKENS)))
             raise TraceError(f"{path}: {name}[{row}] is {lengths[row]}; expected a number of tokens from 1")
     return prompts, outputs
 
@@ -310,17 +310,17 @@ def load_lengths(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def poisson(rate: float, seed: int = 0) -> Iterator[float]:
-    """Times, in seconds, of `rate` arrivals a second that know nothing of each other."""
+    """Arrival times in seconds of a Poisson process with `rate` arrivals per second."""
     return bursty(rate, 1.0, seed)
 
 
 def bursty(rate: float, burstiness: float, seed: int = 0) -> Iterator[float]:
-    """Gaps from a gamma distribution of that shape: 1 is a Poisson process, less is burstier. Their deviation is
-    1 / sqrt(burstiness) of their mean."""
+    """Arrival times with gamma-distributed gaps: burstiness 1 is a Poisson process, less is burstier. The standard
+    deviation of the gaps is 1 / sqrt(burstiness) of their mean."""
     rng = np.random.default_rng([seed, 1])
     mean, shape = 1 / _positive("rate", rate), _positive("burstiness", burstiness)
     now = 0.0
-    while True:  # as many at a time as cost nothing
+    while True:  # in batches, for speed
         times = now + np.cumsum(rng.gamma(shape, mean / shape, size=4096))
         yield from times.tolist()
         now = float(times[-1])
@@ -338,25 +338,27 @@ def _positive(name: str, value: float) -> float:
 SHARES = (0, 1, 5, 10, 20, 30, 40, 50, 60, 70, 80, 85, 90, 95, 97.5, 99, 99.5, 100)
 SHAREGPT_INPUT = (1, 2, 7, 9, 13, 18, 24, 35, 55, 94, 203, 324, 506, 863, 1146, 1460, 1636, 2028)
 SHAREGPT_OUTPUT = (1, 4, 22, 45, 101, 157, 216, 271, 330, 405, 525, 619, 754, 899, 1092, 1280, 1443, 2009)
-"""Percentiles of the lengths of the first rounds of ShareGPT's conversations, by OPT's tokenizer, those kept whose
-prompt and output together are below 2,048 tokens: the trace of the paper's evaluation (figure 11)."""
+"""Percentiles of the first rounds of ShareGPT's conversations by OPT's tokenizer, restricted to prompt and output of
+less than 2,048 tokens together: the trace of the paper's evaluation (figure 11)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Pairs (prompt, output) to be drawn, `[num_pairs]` each, in a fixed order."""
+    """Pairs of prompt and output lengths, `[num_pairs]` each, in a fixed order."""
 
     name: str
     prompts: np.ndarray
     outputs: np.ndarray
 
     def below(self, total: int) -> Lengths:
+        """The pairs with prompt + output < `total`."""
         keep = self.prompts + self.outputs < total
         return Lengths(self.name, self.prompts[keep], self.outputs[keep])
 
 
 def sharegpt_like(num: int, seed: int = 0) -> Lengths:
-    """Independent draws from the percentiles above, joined by straight lines; none of 2,048 tokens or more."""
+    """Independent samples of the percentiles above, interpolated linearly; prompt and output below 2,048 tokens
+    together."""
     rng = np.random.default_rng([seed, 2])
     shares = rng.uniform(0, 100, size=(2, num + num // 8 + 64))
     prompts = np.interp(shares[0], SHARES, SHAREGPT_INPUT).round().astype(int)
@@ -366,14 +368,14 @@ def sharegpt_like(num: int, seed: int = 0) -> Lengths:
 
 
 def alpaca_like(num: int, seed: int = 0) -> Lengths:
-    """Lognormal lengths with the means of Alpaca's that the paper gives, 19.31 and 58.45. Synthetic: no file."""
+    """Synthetic lognormal lengths with Alpaca's means from the paper, 19.31 and 58.45."""
     return lognormal("alpaca-like", num, (2.84, 0.5), (3.58, 1.0), seed)
 
 
 def lognormal(
     name: str, num: int, prompt: tuple[float, float], output: tuple[float, float], seed: int = 0, total: int = 2048
 ) -> Lengths:
-    """Independent lognormal lengths, (mean, deviation) of their logarithms, from 1 on."""
+    """Independent lognormal lengths from 1; `prompt` and `output` are the (mean, deviation) of the logarithms."""
     rng = np.random.default_rng([seed, 3])
     prompts = np.maximum(1, rng.lognormal(*prompt, size=num + 64).round()).astype(int)
     outputs = np.maximum(1, rng.lognormal(*output, size=num + 64).round()).astype(int)
@@ -381,13 +383,13 @@ def lognormal(
     return Lengths(name, kept.prompts[:num], kept.outputs[:num])
 
 
-# -- made-up traces ----------------------------------------------------------------------------------------------------
+# -- generated traces --------------------------------------------------------------------------------------------------
 
 
-def of_lengths(
+def from_lengths(
     lengths: Lengths, times: Iterable[float], *, prefix: int = 0, n: int = 1, beams: bool = False
 ) -> Iterator[Arrival]:
-    """Each pair of lengths once, with `prefix` tokens before each prompt that are the same for all."""
+    """One request per pair of lengths; all prompts share a prefix of `prefix` tokens."""
     shared = ((FIRST_TOKEN, prefix),) if prefix else ()
     for i, (time_s, prompt, output) in enumerate(
         zip(times, lengths.prompts.tolist(), lengths.outputs.tolist(), strict=False)
@@ -404,10 +406,11 @@ def chat(
     max_output: int = 1016,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """Rounds of conversations: each arrival begins one with `new_chance`, or goes on with any that is open.
+    """Rounds of conversations: each arrival starts a conversation with probability `new_chance`, or continues a random
+    one.
 
-    The prompt is the last `max_prompt` tokens of all that was said and the new query; so the paper's chatbot (section
-    6.4). A round's answer counts as said when it is sent, which is a little early.
+    The prompt is the last `max_prompt` tokens of the conversation and the new query, as in the paper's chatbot (section
+    6.4). A round's output joins the history at once, slightly early.
     """
     rng = np.random.default_rng([seed, 4])
     conversations: list[list[Run]] = []
@@ -415,22 +418,22 @@ def chat(
     for i, (time_s, query, answer) in enumerate(pairs):
         if not conversations or rng.random() < new_chance:
             conversations.append([])
-        said = conversations[-1] if not conversations[-1] else conversations[int(rng.integers(len(conversations)))]
-        said.append((FIRST_TOKEN + i, query))
+        history = conversations[-1] if not conversations[-1] else conversations[int(rng.integers(len(conversations)))]
+        history.append((FIRST_TOKEN + i, query))
         output = min(answer, max_output)
-        yield Arrival(time_s, _last(said, max_prompt), output)
-        said.append((ANSWER, output))
+        yield Arrival(time_s, _last_tokens(history, max_prompt), output)
+        history.append((OUTPUT_TOKEN, output))
 
 
-def _last(runs: list[Run], num_tokens: int) -> tuple[Run, ...]:
-    """The last `num_tokens` of a run of runs."""
+def _last_tokens(runs: list[Run], num_tokens: int) -> tuple[Run, ...]:
+    """The last `num_tokens` tokens of the runs."""
     ends = list(accumulate(count for _, count in runs))
-    cut = ends[-1] - num_tokens
-    if cut <= 0:
+    num_dropped = ends[-1] - num_tokens
+    if num_dropped <= 0:
         return tuple(runs)
-    first = bisect_right(ends, cut)
+    first = bisect_right(ends, num_dropped)
     token, _ = runs[first]
-    return ((token, ends[first] - cut), *runs[first + 1 :])
+    return ((token, ends[first] - num_dropped), *runs[first + 1 :])
 
 
 def first_seconds(arrivals: Iterable[Arrival], duration_s: float) -> Iterator[Arrival]:

@@ -1,1 +1,1 @@
-"""Between text and token ids: tokenizers, chat templates, incremental decoding. Nothing here imports torch."""
+"""Conversion between text and token ids: tokenizers, chat templates, incremental decoding. Does not import torch."""

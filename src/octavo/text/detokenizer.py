@@ -1,7 +1,7 @@
-"""Tokens to text as they arrive, with nothing shown that would have to be taken back.
+"""Incremental detokenization: returned text is never taken back.
 
-Two things are held back: the first bytes of a character whose other bytes are in tokens to come, and text that may turn
-out to be the beginning of a stop string. The text does not depend on how the tokens are cut into calls.
+Two things are held back: the first bytes of a character whose other bytes are in later tokens, and text that may become
+a stop string. The result does not depend on how the tokens are split into calls.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ if TYPE_CHECKING:
     from octavo.text.tokenizer import Tokenizer
 
 NUM_CONTEXT_IDS = 4
-"""Tokens of the prompt that can matter to what follows: a character has at most four bytes."""
-MOST_PENDING_IDS = 64
-"""Of tokens without text so many are waited for that they may become a character: far more than any has bytes."""
+"""Prompt tokens that can affect the next text: a character has at most four bytes."""
+MAX_PENDING_IDS = 64
+"""Tokens without text are held until this many are pending, far more than a character has bytes."""
 
 
 class Detokenizer:
-    """One sequence's text.
+    """Incremental detokenizer of one sequence.
 
-    `text` is what has been shown, without what is held back. When a stop string is complete, `stop_reason` is that
-    string, the text ends before it (behind it with `include_stop`), and later tokens are ignored. Of several stop
-    strings the one that is complete first wins, and of those complete at the same character the longest.
-    Several sequences may share one `StopStrings` as their `stop`. `num_tokens_kept` counts the tokens up to and
-    including the one that completed it: a call may bring more. What the first `min_tokens` tokens complete does not
-    count.
+    `text` is the text returned so far, without held-back text. When a stop string completes, `stop_reason` is that
+    string, the text ends before it (after it with `include_stop`), and later tokens are ignored. The stop string that
+    completes first wins; of several that complete at the same character, the longest. Sequences may share one
+    `StopStrings` as `stop`. `num_tokens_kept` counts the tokens up to and including the one that completed it: a call
+    may bring more. Stop strings completed within the first `min_tokens` tokens do not count.
     """
 
     def __init__(
@@ -59,80 +58,80 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skipped_ids = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._num_ids = tokenizer.vocab_size
-        last = filter(self._is_visible, reversed(prompt_ids[-MOST_PENDING_IDS:]))  # a prompt may be all special ids
+        last = filter(self._is_visible, reversed(prompt_ids[-MAX_PENDING_IDS:]))  # a prompt may be all special ids
         context_ids = list(islice(last, NUM_CONTEXT_IDS))[::-1]
-        self._pieces = (
-            _ByteStream(tokenizer, context_ids)
+        self._decoder = (
+            _ByteDecoder(tokenizer, context_ids)
             if tokenizer.has_token_bytes
-            else _TextStream(tokenizer, context_ids, skip_special_tokens, spaces_between_special_tokens)
+            else _WindowDecoder(tokenizer, context_ids, skip_special_tokens, spaces_between_special_tokens)
         )
-        self._stops, self._place = stop, ROOT
+        self._stops, self._state = stop, ROOT
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._held = ""
 
     def push(self, ids: Sequence[int]) -> str:
-        """Take tokens, in order; the text that can be shown now."""
+        """Append tokens; returns the new text."""
         shown = []
         for token_id in ids:
             if self.stop_reason is not None:
                 break
             self.num_tokens_kept += 1
             if self._is_visible(token_id):
-                shown.append(self._show(self._pieces.push(token_id)))
+                shown.append(self._show(self._decoder.push(token_id)))
         return self._add(shown)
 
     def finish(self) -> str:
-        """No more tokens will come: the text that was held back. Bytes of a character never completed are U+FFFD."""
+        """End of the sequence: returns the held-back text. Bytes of an incomplete character become U+FFFD."""
         if self.stop_reason is not None:
             return ""
-        shown = [self._show(self._pieces.flush())]
+        shown = [self._show(self._decoder.flush())]
         if self.stop_reason is None:
             shown.append(self._held)
             self._held = ""
         return self._add(shown)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of other tokens, such as a prompt's; of a single one as it stands in a text, its space included."""
+        """The text of other tokens, such as a prompt. A single token keeps its leading space."""
         if len(ids) == 1 and self._tokenizer.has_token_bytes:
             skipped = skip_special_tokens and ids[0] in self._tokenizer.special_ids
             return "" if skipped else self._tokenizer.token_bytes(ids[0]).decode("utf-8", "replace")
         return self._tokenizer.decode(ids, skip_special_tokens)
 
     def _is_visible(self, token_id: int) -> bool:
-        """Ids between the tokenizer's and the end of a padded embedding have no text."""
+        """False for skipped special ids and for ids in the padding of the embedding, which have no text."""
         return token_id not in self._skipped_ids and 0 <= token_id < self._num_ids
 
     def _add(self, shown: list[str]) -> str:
         new = "".join(shown)
         if new:
-            # A text that only a local variable has grows where it is; any other is copied for every token.
+            # CPython appends in place only while a local variable holds the sole reference.
             text, self.text = self.text, ""
             text += new
             self.text = text
         return new
 
     def _show(self, piece: str) -> str:
-        """New text in, text that is safe to show out."""
-        stops, place = self._stops, self._place
-        if not piece or (place == ROOT and not stops.begins_in(piece)):
+        """Takes new text; returns the text that can no longer become a stop string."""
+        stops, state = self._stops, self._state
+        if not piece or (state == ROOT and not stops.may_start_in(piece)):
             return piece
         text, num_before = self._held + piece, len(self._held)
         for at, char in enumerate(piece, start=num_before + 1):  # text[:at] ends with char
-            place = stops.step(place, char)
-            found = stops.found(place)
-            if found is not None and self.num_tokens_kept <= self._min_tokens:
-                place = stops.pass_over(place)
-            elif found is not None:
-                self.stop_reason, self._held = found, ""
-                return text[:at] if self._include_stop else text[: at - len(found)]
-        self._place, num_held = place, stops.num_held(place)
-        shown, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
+            state = stops.step(state, char)
+            match = stops.match_at(state)
+            if match is not None and self.num_tokens_kept <= self._min_tokens:
+                state = stops.skip_matches(state)
+            elif match is not None:
+                self.stop_reason, self._held = match, ""
+                return text[:at] if self._include_stop else text[: at - len(match)]
+        self._state, num_partial = state, stops.num_partial_chars(state)
+        shown, self._held = text[: len(text) - num_partial], text[len(text) - num_partial :]
         return shown
 
 
-class _ByteStream:
-    """For tokens that are bytes (byte-level BPE, SentencePiece): an incremental UTF-8 decoder, one step a token."""
+class _ByteDecoder:
+    """Decodes tokens that are bytes (byte-level BPE, SentencePiece) with an incremental UTF-8 decoder."""
 
     def __init__(self, tokenizer: Tokenizer, context_ids: Sequence[int]) -> None:
         self._token_bytes = tokenizer.token_bytes
@@ -154,8 +153,9 @@ class _ByteStream:
         return text
 
 
-class _TextStream:
-    """For every other decoder: the library's stream, which decodes a window of tokens and compares."""
+class _WindowDecoder:
+    """Decodes the tokens of any other decoder with the library's stream, which decodes a window of tokens and
+    compares."""
 
     def __init__(
         self,
@@ -168,19 +168,19 @@ class _TextStream:
         self._skip_special_tokens = skip_special_tokens
         self._spaces_between_special_tokens = spaces_between_special_tokens
         self._after_special = False
-        self._pending_ids: list[int] = []  # tokens whose text has not been given out
-        self._context_ids: list[int] = []  # what came just before them
-        self._stream = self._restarted(context_ids)
+        self._pending_ids: list[int] = []  # tokens whose text is not returned yet
+        self._context_ids: list[int] = []  # the tokens before them
+        self._stream = self._restart(context_ids)
 
     def push(self, token_id: int) -> str:
         self._pending_ids.append(token_id)
         try:
             text = self._stream.step(self._tokenizer.backend, token_id)
         except Exception:
-            # "Invalid prefix": later tokens changed the text of earlier ones, which has been shown and stays.
+            # "Invalid prefix": later tokens changed the text of earlier ones, which is returned already and stays.
             return self.flush()
-        if text is None:  # the library decodes all that are pending for every token
-            return self.flush() if len(self._pending_ids) >= MOST_PENDING_IDS else ""
+        if text is None:  # the library decodes all pending tokens again at each token
+            return self.flush() if len(self._pending_ids) >= MAX_PENDING_IDS else ""
         self._context_ids = self._pending_ids[-NUM_CONTEXT_IDS:]
         self._pending_ids = []
         between = self._after_special and token_id in self._tokenizer.special_ids
@@ -188,17 +188,17 @@ class _TextStream:
         return text.removeprefix(" ") if between and not self._spaces_between_special_tokens else str(text)
 
     def flush(self) -> str:
-        """The pending tokens' text: with the context before them if that gives a continuation, else by itself."""
-        before, whole = self._decode(self._context_ids), self._decode(self._context_ids + self._pending_ids)
-        text = whole[len(before) :] if whole.startswith(before) else self._decode(self._pending_ids)
-        self._stream = self._restarted(self._context_ids + self._pending_ids)
+        """Text of the pending tokens: with the context before them if that yields a continuation, else alone."""
+        before, decoded = self._decode(self._context_ids), self._decode(self._context_ids + self._pending_ids)
+        text = decoded[len(before) :] if decoded.startswith(before) else self._decode(self._pending_ids)
+        self._stream = self._restart(self._context_ids + self._pending_ids)
         return text
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, self._skip_special_tokens)
 
-    def _restarted(self, ids: Sequence[int]) -> DecodeStream:
-        """A stream that goes on behind `ids`, with nothing pending."""
+    def _restart(self, ids: Sequence[int]) -> DecodeStream:
+        """A stream that continues after `ids`, with nothing pending."""
         self._context_ids = list(ids[-NUM_CONTEXT_IDS:])
         self._pending_ids = []
         return DecodeStream(ids=self._context_ids, skip_special_tokens=self._skip_special_tokens)

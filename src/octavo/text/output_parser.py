@@ -1,10 +1,11 @@
-"""An answer's text taken apart as it arrives: reasoning, what is said, and calls of tools.
+"""Splits a model's output, as it arrives, into reasoning, content and tool calls.
 
     <think>weather, in Oslo</think>Let me see. <tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>
     `--------- reasoning ---------'`- content -'`------------------ a call, its arguments streamed --------------------'
 
-Nothing shown is ever taken back: what may be the beginning of a marker, or of a call, is held until it is decided. What
-looked like a call and is none comes out as content, whole. No character is looked at again for every piece that comes.
+Returned parts are never taken back: text that may be the start of a marker or call is held until that is decided. Text
+that turns out to be no call is returned as content, whole. The cost is linear: no character is scanned again for each
+new chunk.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ CALL, END_CALL = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 
 ToolFormat = Literal["hermes", "llama3_json"]
-"""hermes: calls stand between <tool_call> and </tool_call> (Hermes, Qwen). llama3_json: the answer is a call, or
-several with semicolons between, and nothing else (Llama 3)."""
+"""hermes: calls stand between <tool_call> and </tool_call> (Hermes, Qwen). llama3_json: the output is one call, or
+several separated by semicolons, and nothing else (Llama 3)."""
 
 _HEAD = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]{1,256})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-"""The beginning of a call in the order in which models write it, up to the arguments; Llama often names its type."""
+"""The start of a call in the order models write it, up to the arguments; Llama often names its type."""
 MAX_HEAD_CHARS = 400
-_BLANK = re.compile(r"\s*+")
+_WHITE_SPACE = re.compile(r"\s*+")
 _CLOSING = re.compile(r"[ \n\t}]*+")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A piece of an answer. `index` counts calls; `name` is set in a call's first piece, whose `text` is empty."""
+class OutputPart:
+    """A part of an output. `index` counts calls; `name` is set in a call's first part, whose `text` is empty."""
 
     kind: Literal["reasoning", "content", "call"]
     text: str
@@ -42,8 +43,8 @@ class Part:
     name: str | None = None
 
 
-def tool_format(template: str | None) -> ToolFormat | None:
-    """How a model writes calls, from what its chat template shows it; None: it was not taught to."""
+def detect_tool_format(template: str | None) -> ToolFormat | None:
+    """The tool call format that a chat template teaches; None if it teaches none."""
     if template is None or "tools" not in template:
         return None
     if CALL in template:
@@ -53,233 +54,233 @@ def tool_format(template: str | None) -> ToolFormat | None:
     return None
 
 
-def thinks(template: str | None) -> bool:
-    """Whether a model sets its reasoning apart, as its chat template has it."""
+def has_reasoning(template: str | None) -> bool:
+    """True if the chat template marks reasoning."""
     return template is not None and END_THINK in template
 
 
-class AnswerParser:
-    """Takes one answer apart.
+class OutputParser:
+    """Incremental parser of one output.
 
-    think          look for reasoning; `in_think`: the prompt has opened it already
-    tools          how calls are written, None: do not look for any
-    names          of the tools; an answer in Llama's format that names none of them is content
+    reasoning            look for reasoning; `starts_in_reasoning`: the prompt has opened it already
+    tools                format of tool calls; None: do not look for any
+    tool_names           names of the tools; in Llama's format an output that names none of them is content
     """
 
     def __init__(
         self,
         *,
-        think: bool = False,
-        in_think: bool = False,
+        reasoning: bool = False,
+        starts_in_reasoning: bool = False,
         tools: ToolFormat | None = None,
-        names: Collection[str] = (),
+        tool_names: Collection[str] = (),
     ) -> None:
         self.num_calls = 0
-        self._think = think
+        self._expects_reasoning = reasoning
         self._tools = tools
-        self._names = names
-        self._text = ""  # what is not decided, from `_at` on
+        self._tool_names = tool_names
+        self._buffer = ""  # undecided text, from `_at` on
         self._at = 0
-        self._seen = 0  # up to here it was searched in vain for what the state waits for
-        self._step = self._reasoning if think and in_think else self._begin
+        self._searched = 0  # searched up to here for the current state's marker
+        self._step = self._reasoning if reasoning and starts_in_reasoning else self._begin
         self._scanner = _ObjectScanner()
-        self._out: list[Part] = []
-        self._blank = ""  # white space, or Llama's tag, before what may be a call
-        self._is_fresh = True  # no content has been told
+        self._parts: list[OutputPart] = []
+        self._prefix = ""  # white space or Llama's tag before a possible call
+        self._no_content_yet = True
 
     @property
     def in_reasoning(self) -> bool:
         return self._step == self._reasoning
 
-    def push(self, text: str) -> list[Part]:
-        """The pieces that are certain now."""
-        held, self._text = self._text, ""
-        held += text  # where it is: nothing else has this text, which is not copied
-        self._text = held
-        return self._decided()
+    def push(self, text: str) -> list[OutputPart]:
+        """Append text; returns the parts that are certain."""
+        buffer, self._buffer = self._buffer, ""
+        buffer += text  # in place: the local variable holds the only reference
+        self._buffer = buffer
+        return self._parse()
 
-    def finish(self) -> list[Part]:
-        """No more will come: what was held, as what it turns out to be."""
-        parts = self._decided()
-        rest, self._text = self._text, ""
+    def finish(self) -> list[OutputPart]:
+        """End of the output: returns the held text as what it turned out to be."""
+        parts = self._parse()
+        rest, self._buffer = self._buffer, ""
         if self._step == self._reasoning:
-            return [*parts, *_piece("reasoning", rest)]
-        if self._step == self._head:
+            return [*parts, *_text_parts("reasoning", rest)]
+        if self._step == self._call_head:
             call = self._whole_call(rest)
-            rest = "" if call else self._blank + self._opening + rest
+            rest = "" if call else self._prefix + self._opening + rest
             parts += call
             self.num_calls += bool(call)
-        elif self._step == self._tagged:
-            rest = self._blank + rest
-        elif self._step in (self._arguments, self._behind, self._over):
+        elif self._step == self._after_tag:
+            rest = self._prefix + rest
+        elif self._step in (self._arguments, self._after_arguments, self._after_calls):
             rest = ""
-        return [*parts, *_piece("content", rest)]
+        return [*parts, *_text_parts("content", rest)]
 
-    # -- states: each takes what it can off the text, and says whether to ask again ------------------------------------
+    # -- states: each consumes text and returns True if parsing can continue -------------------------------------------
 
-    def _decided(self) -> list[Part]:
+    def _parse(self) -> list[OutputPart]:
         while self._step():
             pass
         if self._at:
-            self._text, self._seen = self._text[self._at :], max(0, self._seen - self._at)
+            self._buffer, self._searched = self._buffer[self._at :], max(0, self._searched - self._at)
             self._at = 0
-        parts, self._out = self._out, []
+        parts, self._parts = self._parts, []
         return parts
 
-    def _tell(self, kind: Literal["reasoning", "content"], text: str) -> None:
-        self._out += _piece(kind, text)
-        self._is_fresh = self._is_fresh and not (text and kind == "content")
+    def _emit(self, kind: Literal["reasoning", "content"], text: str) -> None:
+        self._parts += _text_parts(kind, text)
+        self._no_content_yet = self._no_content_yet and not (text and kind == "content")
 
     def _take(self, end: int | None = None) -> str:
-        """The text up to `end`, which is decided now."""
-        taken = self._text[self._at : end]
-        self._at = self._seen = len(self._text) if end is None else end
+        """Consumes and returns the text up to `end`."""
+        taken = self._buffer[self._at : end]
+        self._at = self._searched = len(self._buffer) if end is None else end
         return taken
 
     def _enter(self, step: Callable[[], bool]) -> bool:
-        self._step, self._seen = step, self._at
+        self._step, self._searched = step, self._at
         return True
 
     def _find(self, marker: str) -> int:
-        """Where the marker is; -1: not yet. What was searched before is not searched again."""
-        found = self._text.find(marker, max(self._at, self._seen - len(marker) + 1))
-        self._seen = len(self._text)
+        """Position of the marker, -1 if it is not there yet. Searched text is not searched again."""
+        found = self._buffer.find(marker, max(self._at, self._searched - len(marker) + 1))
+        self._searched = len(self._buffer)
         return found
 
-    def _past_blank(self) -> int:
-        """Behind the white space that the text begins with."""
-        self._seen = _ended(_BLANK, self._text, max(self._at, self._seen))
-        return self._seen
+    def _skip_blank(self) -> int:
+        """Position after the leading white space."""
+        self._searched = _match_end(_WHITE_SPACE, self._buffer, max(self._at, self._searched))
+        return self._searched
 
     def _begin(self) -> bool:
-        """Before the first word. White space there belongs to whatever follows."""
-        word = self._past_blank()
-        if word == len(self._text):
+        """Before the first word. White space belongs to the part that follows."""
+        start = self._skip_blank()
+        if start == len(self._buffer):
             return False
-        if self._think:
-            if self._text.startswith(THINK, word):
-                self._take(word + len(THINK))
+        if self._expects_reasoning:
+            if self._buffer.startswith(THINK, start):
+                self._take(start + len(THINK))
                 return self._enter(self._reasoning)
-            if self._may_become(THINK, word):
+            if self._may_be_prefix(THINK, start):
                 return False
         if self._tools == "llama3_json":
-            if self._may_become(PYTHON_TAG, word):
+            if self._may_be_prefix(PYTHON_TAG, start):
                 return False
-            if self._text.startswith(PYTHON_TAG, word):
-                self._blank = self._take(word + len(PYTHON_TAG))
-                return self._enter(self._tagged)
-            if self._text[word] == "{":
-                self._blank = self._take(word)
-                return self._enter(self._head)
+            if self._buffer.startswith(PYTHON_TAG, start):
+                self._prefix = self._take(start + len(PYTHON_TAG))
+                return self._enter(self._after_tag)
+            if self._buffer[start] == "{":
+                self._prefix = self._take(start)
+                return self._enter(self._call_head)
         return self._enter(self._content)
 
-    def _tagged(self) -> bool:
-        """Behind Llama's tag."""
-        word = self._past_blank()
-        if word == len(self._text):
+    def _after_tag(self) -> bool:
+        """After Llama's <|python_tag|>."""
+        start = self._skip_blank()
+        if start == len(self._buffer):
             return False
-        self._blank += self._take(word)
-        if self._text[word] == "{":
-            return self._enter(self._head)
-        self._tell("content", self._blank)
+        self._prefix += self._take(start)
+        if self._buffer[start] == "{":
+            return self._enter(self._call_head)
+        self._emit("content", self._prefix)
         return self._enter(self._content)
 
     def _reasoning(self) -> bool:
         found = self._find(END_THINK)
         if found < 0:
-            self._tell("reasoning", self._take(self._certain(END_THINK)))
+            self._emit("reasoning", self._take(self._certain_end(END_THINK)))
             return False
-        self._tell("reasoning", self._take(found))
+        self._emit("reasoning", self._take(found))
         self._take(found + len(END_THINK))
-        self._think = False
+        self._expects_reasoning = False
         return self._enter(self._begin)
 
     def _content(self) -> bool:
         if self._tools != "hermes":
-            self._tell("content", self._take())
+            self._emit("content", self._take())
             return False
-        may_be_blank = self.num_calls > 0 or self._is_fresh  # white space before calls is nobody's
-        word = self._past_blank() if may_be_blank else self._at
-        found = self._text.find(CALL, word)
+        may_be_blank = self.num_calls > 0 or self._no_content_yet  # white space before a call is dropped
+        start = self._skip_blank() if may_be_blank else self._at
+        found = self._buffer.find(CALL, start)
         if found < 0:
-            certain = self._certain(CALL)
-            if may_be_blank and word >= certain:
-                self._seen = certain
+            certain = self._certain_end(CALL)
+            if may_be_blank and start >= certain:
+                self._searched = certain
                 return False
-            self._tell("content", self._take(certain))
+            self._emit("content", self._take(certain))
             return False
         before = self._take(found)
         self._take(found + len(CALL))
-        self._blank = "" if before.strip() else before
-        self._tell("content", before.removesuffix(self._blank))
-        return self._enter(self._head)
+        self._prefix = "" if before.strip() else before
+        self._emit("content", before.removesuffix(self._prefix))
+        return self._enter(self._call_head)
 
-    def _head(self) -> bool:
-        """At the beginning of a call: until its name is known and its arguments begin."""
-        num_chars = len(self._text) - self._at
+    def _call_head(self) -> bool:
+        """At the start of a call, until its name and the start of its arguments are known."""
+        num_chars = len(self._buffer) - self._at
         found = None
-        if self._seen - self._at < MAX_HEAD_CHARS:  # else it was tried with all that a head may have
-            found = _HEAD.match(self._text, self._at, self._at + MAX_HEAD_CHARS)
+        if self._searched - self._at < MAX_HEAD_CHARS:  # a longer text has been tried already
+            found = _HEAD.match(self._buffer, self._at, self._at + MAX_HEAD_CHARS)
         if found and self._is_tool(found[1]):
-            self._out.append(Part("call", "", self.num_calls, found[1]))
-            self._blank = ""
+            self._parts.append(OutputPart("call", "", self.num_calls, found[1]))
+            self._prefix = ""
             self._take(found.end())
             self._scanner = _ObjectScanner()
             return self._enter(self._arguments)
         if self._tools == "hermes":
             end = self._find(END_CALL)
-            if end >= 0:  # in another order, or no call at all
+            if end >= 0:  # keys in another order, or no call
                 before = self._take(end)
                 self._take(end + len(END_CALL))
                 call = self._whole_call(before)
-                self._out += call
+                self._parts += call
                 self.num_calls += bool(call)
-                self._tell("content", "" if call else self._blank + CALL + before + END_CALL)
+                self._emit("content", "" if call else self._prefix + CALL + before + END_CALL)
                 return self._enter(self._content)
         elif found or num_chars > MAX_HEAD_CHARS:
             self._tools = None
-            self._tell("content", self._blank)
+            self._emit("content", self._prefix)
             return self._enter(self._content)
         return False
 
     def _arguments(self) -> bool:
-        end = self._scanner.end_of_object(self._text, self._at)
+        end = self._scanner.end_of_object(self._buffer, self._at)
         if shown := self._take(end):
-            self._out.append(Part("call", shown, self.num_calls))
+            self._parts.append(OutputPart("call", shown, self.num_calls))
         if end is None:
             return False
         self.num_calls += 1
-        return self._enter(self._behind)
+        return self._enter(self._after_arguments)
 
-    def _behind(self) -> bool:
-        """Behind the arguments: the rest of the call, of which nothing is told."""
+    def _after_arguments(self) -> bool:
+        """After the arguments: the rest of the call is dropped."""
         if self._tools == "hermes":
             found = self._find(END_CALL)
             if found < 0:
-                self._take(self._certain(END_CALL))
+                self._take(self._certain_end(END_CALL))
                 return False
             self._take(found + len(END_CALL))
             return self._enter(self._content)
-        self._take(_ended(_CLOSING, self._text, self._at))
-        if self._at == len(self._text):
+        self._take(_match_end(_CLOSING, self._buffer, self._at))
+        if self._at == len(self._buffer):
             return False
-        return self._enter(self._head if self._take(self._at + 1) == ";" else self._over)
+        return self._enter(self._call_head if self._take(self._at + 1) == ";" else self._after_calls)
 
-    def _over(self) -> bool:
-        """Behind the last call: nothing of it is told."""
+    def _after_calls(self) -> bool:
+        """After the last call: everything is dropped."""
         self._take()
         return False
 
-    def _may_become(self, marker: str, at: int) -> bool:
-        """Whether the text from `at` on is a beginning of the marker, and not the whole of it."""
-        return len(self._text) - at < len(marker) and marker.startswith(self._text[at:])
+    def _may_be_prefix(self, marker: str, at: int) -> bool:
+        """True if the text from `at` is a proper prefix of the marker."""
+        return len(self._buffer) - at < len(marker) and marker.startswith(self._buffer[at:])
 
-    def _certain(self, marker: str) -> int:
-        """Where the last of the text may be the beginning of the marker."""
-        for length in range(min(len(marker) - 1, len(self._text) - self._at), 0, -1):
-            if self._text.endswith(marker[:length]):
-                return len(self._text) - length
-        return len(self._text)
+    def _certain_end(self, marker: str) -> int:
+        """End of the text that cannot be the start of the marker."""
+        for length in range(min(len(marker) - 1, len(self._buffer) - self._at), 0, -1):
+            if self._buffer.endswith(marker[:length]):
+                return len(self._buffer) - length
+        return len(self._buffer)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -288,10 +289,10 @@ class AnswerParser:
         return CALL if self._tools == "hermes" else ""
 
     def _is_tool(self, name: str) -> bool:
-        return self._tools == "hermes" or name in self._names
+        return self._tools == "hermes" or name in self._tool_names
 
-    def _whole_call(self, text: str) -> list[Part]:
-        """A call that is all there, in whatever order; nothing if it is none."""
+    def _whole_call(self, text: str) -> list[OutputPart]:
+        """The parts of a complete call with its keys in any order; empty if the text is no call."""
         try:
             call = json.loads(text)
         except (ValueError, RecursionError):
@@ -305,11 +306,11 @@ class AnswerParser:
             written = json.dumps(arguments)
         if not is_unicode(name + written):
             return []
-        return [Part("call", "", self.num_calls, name), Part("call", written, self.num_calls)]
+        return [OutputPart("call", "", self.num_calls, name), OutputPart("call", written, self.num_calls)]
 
 
 def is_unicode(text: str) -> bool:
-    """Not so of half a surrogate pair, which JSON can spell and nothing that is sent can hold."""
+    """False for lone surrogates, which JSON can spell but UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -318,7 +319,7 @@ def is_unicode(text: str) -> bool:
 
 
 class _ObjectScanner:
-    """Finds the end of a JSON object that arrives in pieces."""
+    """Finds the end of a JSON object that arrives in chunks."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -326,7 +327,7 @@ class _ObjectScanner:
         self._escaped = False
 
     def end_of_object(self, text: str, begin: int = 0) -> int | None:
-        """Where in `text`, from `begin` on, the object ends; None: further on."""
+        """Position in `text`, from `begin`, after the object; None if it continues."""
         for i in range(begin, len(text)):
             c = text[i]
             if self._in_string:
@@ -347,12 +348,12 @@ class _ObjectScanner:
         return None
 
 
-def _piece(kind: Literal["reasoning", "content"], text: str) -> list[Part]:
-    return [Part(kind, text)] if text else []
+def _text_parts(kind: Literal["reasoning", "content"], text: str) -> list[OutputPart]:
+    return [OutputPart(kind, text)] if text else []
 
 
-def _ended(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Behind what the pattern, which may match nothing, matches at `at`."""
+def _match_end(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """Position after the match at `at`; the pattern may match the empty string."""
     found = pattern.match(text, at)
     assert found is not None
     return found.end()

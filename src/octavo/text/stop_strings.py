@@ -1,13 +1,13 @@
-"""All stop strings of a request in one automaton (Aho and Corasick 1975), which all its samples share.
+"""All stop strings of a request in one Aho-Corasick automaton (1975), shared by all of the request's samples.
 
-A sample's place in it is one integer: the longest beginning of any stop string that its text ends with.
+A sample's state is one integer: the trie node of the longest stop-string prefix that the sample's text ends with.
 
-    strings  "abcd", "abx", "bc"
-    places   0  1 a  2 ab  3 abc  4 abcd  5 abx  6 b  7 bc      strings that begin alike share their places
-    fails    3 abc -> 7 bc                                      the next shorter place that the text ends with, too
+    strings   "abcd", "abx", "bc"
+    states    0  1 a  2 ab  3 abc  4 abcd  5 abx  6 b  7 bc     strings with a common prefix share its states
+    failure   3 abc -> 7 bc                                     the next shorter state that the text also ends with
 
-The trie is laid out with slices, a string at a time. A place's fail is worked out when a text first comes there: 64
-strings of 4,096 characters are a quarter of a million places, of which a text visits few.
+The trie is laid out with slices, one string at a time. A failure link is computed when a text first reaches its state:
+64 strings of 4,096 characters are a quarter of a million states, of which a text visits few.
 """
 
 from __future__ import annotations
@@ -19,101 +19,104 @@ ROOT = 0
 
 
 class StopStrings:
+    """The automaton of `texts`. Immutable but for its cached failure links."""
+
     def __init__(self, texts: Sequence[str]) -> None:
         ordered = sorted(set(texts))
-        chars = ["\0"]  # by place: the character that leads there
+        chars = ["\0"]  # by state: its last character
         self._depths = array("i", [0])
-        self._branches: dict[tuple[int, str], int] = {}  # children that do not come right behind their parent
-        self._parents: dict[int, int] = {}  # of those
+        self._branch_children: dict[tuple[int, str], int] = {}  # children not stored directly after their parent
+        self._branch_parents: dict[int, int] = {}  # parents of these
         self._ends: dict[int, str] = {}
         self.num_chars = max(map(len, ordered), default=0)
-        path, before = array("i", [ROOT]), ""  # the places of the string before
+        path, previous = array("i", [ROOT]), ""  # the states of the previous string
         for text in ordered:
-            shared, first = _num_shared(before, text), len(self._depths)
-            new = len(text) - shared
+            shared, first = _num_shared(previous, text), len(self._depths)
+            num_new = len(text) - shared
             parent = path[shared]
             if parent != first - 1:
-                self._branches[parent, text[shared]] = first
-                self._parents[first] = parent
+                self._branch_children[parent, text[shared]] = first
+                self._branch_parents[first] = parent
             chars.append(text[shared:])
             self._depths.extend(range(shared + 1, len(text) + 1))
-            path = path[: shared + 1] + array("i", range(first, first + new))
+            path = path[: shared + 1] + array("i", range(first, first + num_new))
             self._ends[path[-1]] = text
-            before = text
+            previous = text
         self._chars = "".join(chars) + "\0"
         self._depths.append(0)
         self._firsts = frozenset(text[0] for text in ordered)
-        self._fails = array("i", [-1]) * len(self._depths)
-        self._found: dict[int, str] = {}  # place -> the longest string that ends there, for places whose fail is known
-        self._fails[ROOT] = ROOT
+        self._failures = array("i", [-1]) * len(self._depths)
+        self._matches: dict[int, str] = {}  # state -> longest string that ends there; set with its failure link
+        self._failures[ROOT] = ROOT
 
-    def begins_in(self, text: str) -> bool:
-        """Whether a character of the text begins a stop string."""
+    def may_start_in(self, text: str) -> bool:
+        """True if a character of the text begins a stop string."""
         return not self._firsts.isdisjoint(text)
 
-    def step(self, place: int, char: str) -> int:
-        """The next place."""
-        while (following := self._child(place, char)) < 0:
-            if place == ROOT:
+    def step(self, state: int, char: str) -> int:
+        """The state after one more character."""
+        while (child := self._child(state, char)) < 0:
+            if state == ROOT:
                 return ROOT
-            place = self._fail(place)
-        self._fail(following)
-        return following
+            state = self._failure(state)
+        self._failure(child)
+        return child
 
-    def found(self, place: int) -> str | None:
-        """The longest stop string that is complete there."""
-        return self._found.get(place)
+    def match_at(self, state: int) -> str | None:
+        """The longest stop string that ends at this state."""
+        return self._matches.get(state)
 
-    def num_held(self, place: int) -> int:
+    def num_partial_chars(self, state: int) -> int:
         """Characters at the end of the text that may become a stop string."""
-        return self._depths[place]
+        return self._depths[state]
 
-    def pass_over(self, place: int) -> int:
-        """The place after strings that are complete and do not count: their ends may begin others."""
-        while place in self._ends and not self._has_children(place):
-            place = self._fail(place)
-        return place
+    def skip_matches(self, state: int) -> int:
+        """The state after complete strings that do not count: their suffixes may begin others."""
+        while state in self._ends and not self._has_children(state):
+            state = self._failure(state)
+        return state
 
-    def _child(self, place: int, char: str) -> int:
-        following = place + 1
-        if self._chars[following] == char and self._depths[following] == self._depths[place] + 1:
-            return following
-        return self._branches.get((place, char), -1)
+    def _child(self, state: int, char: str) -> int:
+        child = state + 1
+        if self._chars[child] == char and self._depths[child] == self._depths[state] + 1:
+            return child
+        return self._branch_children.get((state, char), -1)
 
-    def _has_children(self, place: int) -> bool:
-        # Others than the one right behind there are only where that one is.
-        return self._depths[place + 1] == self._depths[place] + 1
+    def _has_children(self, state: int) -> bool:
+        # The first child is always stored directly after its parent.
+        return self._depths[state + 1] == self._depths[state] + 1
 
-    def _parent(self, place: int) -> int:
-        return self._parents.get(place, place - 1)
+    def _parent(self, state: int) -> int:
+        return self._branch_parents.get(state, state - 1)
 
-    def _fail(self, place: int) -> int:
+    def _failure(self, state: int) -> int:
+        """The failure link of `state`. Computes missing links on the path from the root."""
         path = []
-        while self._fails[place] < 0:
-            path.append(place)
-            place = self._parent(place)
+        while self._failures[state] < 0:
+            path.append(state)
+            state = self._parent(state)
         for child in reversed(path):
-            char, fail = self._chars[child], self._fails[place]
-            if place == ROOT:
+            char, fail = self._chars[child], self._failures[state]
+            if state == ROOT:
                 fail = ROOT
             else:
-                while (following := self._child(fail, char)) < 0 and fail != ROOT:
-                    fail = self._fail(fail)  # a lower place, of another string: no deeper than there are strings
-                fail = max(following, ROOT)
-                self._fail(fail)
-            self._fails[child] = fail
-            if (found := self._ends.get(child) or self._found.get(fail)) is not None:
-                self._found[child] = found
-            place = child
-        return self._fails[place]
+                while (target := self._child(fail, char)) < 0 and fail != ROOT:
+                    fail = self._failure(fail)  # a shallower state of another string, which bounds the recursion
+                fail = max(target, ROOT)
+                self._failure(fail)
+            self._failures[child] = fail
+            if (match := self._ends.get(child) or self._matches.get(fail)) is not None:
+                self._matches[child] = match
+            state = child
+        return self._failures[state]
 
 
-def _num_shared(one: str, other: str) -> int:
-    """Characters that both begin with, found by halving: a comparison of slices costs next to nothing."""
-    low, high = 0, min(len(one), len(other))
+def _num_shared(first_text: str, second_text: str) -> int:
+    """Length of the common prefix, by bisection: comparing slices is nearly free."""
+    low, high = 0, min(len(first_text), len(second_text))
     while low < high:
         middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
+        if first_text[low:middle] == second_text[low:middle]:
             low = middle
         else:
             high = middle - 1

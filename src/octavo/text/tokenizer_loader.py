@@ -1,8 +1,7 @@
-"""What a model's files say about its tokenizer: a directory with tokenizer.json, one with vocab.json and merges.txt, or
-the vocabulary in a GGUF file.
+"""Loads a model's tokenizer from tokenizer.json, from vocab.json and merges.txt, or from the vocabulary of a GGUF file.
 
-All readers give the same `Parts`. The library's tokenizer is built here, and what is wrong with the files is said in
-one line; what the tokenizer does is in `octavo.text.tokenizer`.
+Every reader returns `TokenizerParts` and reports a broken file as a one-line `CheckpointError`. Encoding and decoding
+are in `octavo.text.tokenizer`.
 """
 
 from __future__ import annotations
@@ -18,51 +17,51 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import tokenizers
 from tokenizers import AddedToken
 
-from octavo.checkpoint.resolve import MAX_JSON_BYTES, Checkpoint, read_json, refuse_code
+from octavo.checkpoint.resolve import MAX_JSON_BYTES, Checkpoint, read_json, reject_custom_code
 from octavo.errors import CheckpointError, ModelError, cut
 
 if TYPE_CHECKING:
     from octavo.checkpoint.gguf import GGUFFile
 
 T = TypeVar("T")
-REMEDY = "skip_tokenizer_init=True takes and gives token ids without one"
+REMEDY = "set skip_tokenizer_init=True to use token ids only"
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What a tokenizer is made of."""
+class TokenizerParts:
+    """The contents of a tokenizer."""
 
     backend: tokenizers.Tokenizer
     special_tokens: dict[str, str]  # bos_token, eos_token, ... -> the token's text
     eos_token_ids: list[int]  # from config.json and generation_config.json
     chat_templates: dict[str, str]  # "default", "tool_use", ... -> Jinja source
-    num_ids: int  # the model's vocab_size; 0 if it does not say
+    num_ids: int  # the model's vocab_size; 0 if unknown
 
 
-def read_parts(checkpoint: Checkpoint) -> Parts:
-    """Raises `CheckpointError` if there is no tokenizer, or it is broken or of an unknown kind."""
+def load_tokenizer_parts(checkpoint: Checkpoint) -> TokenizerParts:
+    """Raises `CheckpointError` if the tokenizer is missing, broken or of an unknown kind."""
     if checkpoint.format == "gguf":
-        return _built(checkpoint.path.name, lambda: _read_gguf(checkpoint))
+        return _wrap_errors(checkpoint.path.name, lambda: _read_gguf(checkpoint))
     return _read_directory(checkpoint)
 
 
 # ---- from a directory
 
 
-def _read_directory(checkpoint: Checkpoint) -> Parts:
+def _read_directory(checkpoint: Checkpoint) -> TokenizerParts:
     folder = checkpoint.path
     settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).is_file():
             settings |= read_json(folder / name)
-    refuse_code(settings, folder / "tokenizer_config.json")
+    reject_custom_code(settings, folder / "tokenizer_config.json")
     if (folder / "tokenizer.json").is_file():
         backend = _load_backend(folder / "tokenizer.json")
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         settings = _DEFAULT_SPECIALS | settings
         model_type = str(checkpoint.config.get("model_type", ""))
-        backend = _built(str(folder), lambda: _read_vocabulary(folder, settings, model_type))
+        backend = _wrap_errors(str(folder), lambda: _read_vocabulary(folder, settings, model_type))
     else:
         raise CheckpointError(
             f"{folder} has no tokenizer.json, nor vocab.json and merges.txt; Transformers writes one with "
@@ -80,7 +79,7 @@ def _read_directory(checkpoint: Checkpoint) -> Parts:
         if token is not None:
             special_tokens.setdefault(name, token)
     templates = _directory_templates(folder, settings.get("chat_template"))
-    return Parts(backend, special_tokens, eos_ids, templates, _vocab_size(checkpoint))
+    return TokenizerParts(backend, special_tokens, eos_ids, templates, _vocab_size(checkpoint))
 
 
 def _load_backend(path: Path) -> tokenizers.Tokenizer:
@@ -88,14 +87,15 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
         raise CheckpointError(
             f"{path} has {path.stat().st_size:,} bytes; at most {MAX_JSON_BYTES:,} are read; {REMEDY}"
         )
-    backend = _built(str(path), lambda: tokenizers.Tokenizer.from_file(str(path)))
-    # The library gives a token that is added under an id of its choice another id, and says nothing.
-    _check_added(backend, _built(str(path), lambda: _added_of(path.read_text(encoding="utf-8"))), path)
+    backend = _wrap_errors(str(path), lambda: tokenizers.Tokenizer.from_file(str(path)))
+    # The library silently changes the id of an added token whose id is taken or leaves a gap.
+    _check_added(backend, _wrap_errors(str(path), lambda: _read_added_tokens(path.read_text(encoding="utf-8"))), path)
     return backend
 
 
-def _added_of(text: str) -> dict[str, int]:
-    """The added tokens of a tokenizer.json. Only that list is parsed: the whole takes a second for the largest."""
+def _read_added_tokens(text: str) -> dict[str, int]:
+    """The added tokens of a tokenizer.json: content -> id. Only that list is parsed: the whole file takes up to a
+    second."""
     key = '"added_tokens"'
     at = text.find(key)
     start = text.find("[", at + len(key))
@@ -105,7 +105,7 @@ def _added_of(text: str) -> dict[str, int]:
 
 
 def _check_added(backend: tokenizers.Tokenizer, added: dict[str, int], path: Path) -> None:
-    """The embedding is read by id, so two readings of one id would be two models. Raises `CheckpointError`."""
+    """Raise `CheckpointError` for tokens with ambiguous ids: the model looks up its embedding by id."""
     for content, token_id in added.items():
         if backend.token_to_id(content) not in (token_id, None):
             raise CheckpointError(
@@ -113,24 +113,25 @@ def _check_added(backend: tokenizers.Tokenizer, added: dict[str, int], path: Pat
                 f"leaves a gap (the next would be {backend.token_to_id(content)}); fetch it again, or {REMEDY}"
             )
     ids = sorted(backend.get_vocab().values())
-    twice = next((a for a, b in itertools.pairwise(ids) if a == b), None)
-    if twice is not None:
-        raise CheckpointError(f"{path} gives the id {twice} to two tokens; fetch it again, or {REMEDY}")
+    duplicate = next((a for a, b in itertools.pairwise(ids) if a == b), None)
+    if duplicate is not None:
+        raise CheckpointError(f"{path} assigns the id {duplicate} to two tokens; fetch it again, or {REMEDY}")
 
 
-def _built(what: str, build: Callable[[], T]) -> T:
-    """`build()`, with the library's complaints (plain Exceptions, and Rust panics, which are BaseExceptions) named."""
+def _wrap_errors(source: str, build: Callable[[], T]) -> T:
+    """Return `build()`. The library's errors (plain Exceptions, and Rust panics, which are BaseExceptions) become
+    `CheckpointError`."""
     try:
         return build()
     except (KeyboardInterrupt, SystemExit, MemoryError, ModelError):
         raise
     except BaseException as e:
         detail = " ".join(str(e).split())[:200]
-        raise CheckpointError(f"the tokenizer in {what} is broken ({detail}); fetch it again, or {REMEDY}") from e
+        raise CheckpointError(f"the tokenizer in {source} is broken ({detail}); fetch it again, or {REMEDY}") from e
 
 
 def _directory_templates(folder: Path, setting: Any) -> dict[str, str]:
-    """Named templates. A file of its own goes before the entry in tokenizer_config.json."""
+    """Chat templates by name. A template file overrides the entry of tokenizer_config.json."""
     templates: dict[str, str] = {}
     if isinstance(setting, str):
         templates["default"] = setting
@@ -146,12 +147,12 @@ def _directory_templates(folder: Path, setting: Any) -> dict[str, str]:
             try:
                 templates[name] = path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as e:
-                raise CheckpointError(f"cannot read {path}: {e}") from e
+                raise CheckpointError(f"cannot read {path}: {e}; fetch the model again") from e
     return templates
 
 
 def _id_list(value: Any) -> list[int]:
-    """An id, a list of ids or nothing, as config.json has it; -1 is nothing, too."""
+    """The ids in a value of config.json: an id, a list of ids, or null; negative ids are dropped."""
     return [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int) and 0 <= i < 1 << 31]
 
 
@@ -163,17 +164,17 @@ def _vocab_size(checkpoint: Checkpoint) -> int:
 # ---- from vocab.json and merges.txt
 
 _DEFAULT_SPECIALS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
-"""What GPT-2's and Qwen's tokenizers take where the files are silent, and the vocabulary has it."""
-_WORDS_OF_CLASS = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
+"""Defaults of GPT-2's and Qwen's tokenizers, used if the vocabulary has the token."""
+_PRE_TOKENIZER_OF_CLASS = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
 
 
 def _read_vocabulary(folder: Path, settings: dict[str, Any], model_type: str) -> tokenizers.Tokenizer:
-    """Byte-level BPE as its first models had it: GPT-2, OPT, Qwen. `settings` are those of tokenizer_config.json."""
+    """Byte-level BPE in the files of the first such models: GPT-2, OPT, Qwen. `settings` is tokenizer_config.json."""
     path = folder / "vocab.json"
     kind = str(settings.get("tokenizer_class") or ("Qwen2" if model_type.startswith("qwen") else "GPT2") + "Tokenizer")
-    words = _WORDS_OF_CLASS.get(kind.removesuffix("Fast"))
-    if words is None:
-        raise _unsupported(str(folder), "tokenizer_class", kind, _WORDS_OF_CLASS)
+    pre = _PRE_TOKENIZER_OF_CLASS.get(kind.removesuffix("Fast"))
+    if pre is None:
+        raise _unsupported(str(folder), "tokenizer_class", kind, _PRE_TOKENIZER_OF_CLASS)
     vocab = read_json(path)
     added = read_json(folder / "added_tokens.json") if (folder / "added_tokens.json").is_file() else {}
     entries = settings.get("added_tokens_decoder")
@@ -182,40 +183,40 @@ def _read_vocabulary(folder: Path, settings: dict[str, Any], model_type: str) ->
     special = {_content(settings.get(name)) for name in SPECIAL_NAMES}
     special |= {_content(token) for token in settings.get("additional_special_tokens") or []}
     special |= {entry["content"] for entry in entries if entry.get("special")}
-    whole = vocab | added
-    if not all(isinstance(i, int) and 0 <= i < 1 << 31 for i in whole.values()):
-        raise CheckpointError(f"{path} holds ids that are no integers from 0 on; fetch it again, or {REMEDY}")
+    ids = vocab | added
+    if not all(isinstance(i, int) and 0 <= i < 1 << 31 for i in ids.values()):
+        raise CheckpointError(f"{path} contains ids that are not integers from 0; fetch it again, or {REMEDY}")
     lines = (folder / "merges.txt").read_text(encoding="utf-8", errors="replace").split("\n")
     merges = [tuple(line.split()) for line in lines if line.strip() and not line.startswith("#version")]
-    backend = _built(
-        str(path), lambda: _byte_level(whole, merges, words, prefix_space=bool(settings.get("add_prefix_space")))
+    backend = _wrap_errors(
+        str(path), lambda: _byte_level(ids, merges, pre, prefix_space=bool(settings.get("add_prefix_space")))
     )
     _check_added(backend, added, path)
-    for content in sorted((special | set(added)) & set(whole), key=lambda content: int(whole[content])):
+    for content in sorted((special | set(added)) & set(ids), key=lambda content: int(ids[content])):
         backend.add_tokens([AddedToken(content, normalized=False, special=content in special)])
     bos = _content(settings.get("bos_token"))
-    if settings.get("add_bos_token") and bos in whole:  # OPT
+    if settings.get("add_bos_token") and bos in ids:  # OPT
         backend.post_processor = tokenizers.processors.TemplateProcessing(
-            single=[bos, "$A"], special_tokens=[(bos, whole[bos])]
+            single=[bos, "$A"], special_tokens=[(bos, ids[bos])]
         )
     return backend
 
 
 def _content(token: Any) -> str:
-    """A special token's text, which the files give as it is or in an object; "" for none."""
+    """A special token's text, which a file holds as a string or in an object; "" for none."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else ""
 
 
 def _byte_level(
-    vocab: dict[str, int], merges: Sequence[Any], words: str, *, prefix_space: bool = False
+    vocab: dict[str, int], merges: Sequence[Any], pre: str, *, prefix_space: bool = False
 ) -> tokenizers.Tokenizer:
-    """Merges over bytes that are written as printable characters, inside words that `PRE_TOKENIZERS[words]` cuts."""
-    patterns = PRE_TOKENIZERS[words]
-    # Llama 3 looks a whole word up before it merges: some of its words cannot be reached by merges.
+    """BPE merges over bytes written as printable characters, inside the words that `PRE_TOKENIZERS[pre]` splits off."""
+    patterns = PRE_TOKENIZERS[pre]
+    # Llama 3 looks up whole words before it merges: merges alone do not reach some of its tokens.
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, ignore_merges=patterns == (LLAMA3_WORDS,)))
     split, byte_level = tokenizers.pre_tokenizers.Split, tokenizers.pre_tokenizers.ByteLevel
-    if prefix_space and words == "gpt-2":  # before the text, not before each word: the library's own cut does that
+    if prefix_space and pre == "gpt-2":  # a space before the text, not before each word, as the library does
         backend.pre_tokenizer = byte_level(True)
     else:
         cuts = [split(tokenizers.Regex(pattern), "isolated") for pattern in patterns]
@@ -239,17 +240,17 @@ QWEN2_WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _AFTER_NUMBER
 
 PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "gpt-2": (GPT2_WORDS,),
-    "smollm": (r"\p{N}", GPT2_WORDS),  # each digit by itself, then GPT-2's words
+    "smollm": (r"\p{N}", GPT2_WORDS),  # single digits, then GPT-2's words
     "starcoder": (r"\p{N}", GPT2_WORDS),
     "qwen2": (QWEN2_WORDS,),
     "deepseek-r1-qwen": (QWEN2_WORDS,),
     "llama-bpe": (LLAMA3_WORDS,),
     "llama3": (LLAMA3_WORDS,),
 }
-"""`tokenizer.ggml.pre` -> the patterns that cut a text into words, one after the other."""
+"""`tokenizer.ggml.pre` -> the patterns that split a text into words, applied in order."""
 
 
-def _read_gguf(checkpoint: Checkpoint) -> Parts:
+def _read_gguf(checkpoint: Checkpoint) -> TokenizerParts:
     file, name = checkpoint.gguf, checkpoint.path.name
     kind = file.value("tokenizer.ggml.model")
     pieces = file.value("tokenizer.ggml.tokens")
@@ -258,13 +259,13 @@ def _read_gguf(checkpoint: Checkpoint) -> Parts:
     builders = {"gpt2": _gguf_byte_level, "llama": _gguf_sentencepiece}
     if kind not in builders:
         raise _unsupported(name, "tokenizer.ggml.model", kind, builders)
-    twice, count = Counter(pieces).most_common(1)[0]
+    duplicate, count = Counter(pieces).most_common(1)[0]
     if count > 1:
-        raise CheckpointError(f"{name} has the token {cut(repr(twice))} twice; convert the model again, or {REMEDY}")
+        raise CheckpointError(f"{name} has token {cut(repr(duplicate))} twice; convert the model again, or {REMEDY}")
     types = file.value("tokenizer.ggml.token_type") or [NORMAL] * len(pieces)
     if len(types) != len(pieces):
         raise CheckpointError(f"{name} has {len(pieces)} tokens but {len(types)} token types; convert the model again")
-    backend = _built(name, lambda: builders[kind](file, name, pieces, types))
+    backend = _wrap_errors(name, lambda: builders[kind](file, name, pieces, types))
     for special in (False, True):
         wanted = (CONTROL, UNKNOWN) if special else (USER_DEFINED,)
         chosen = [p for p, t in zip(pieces, types, strict=True) if t in wanted]
@@ -276,7 +277,7 @@ def _read_gguf(checkpoint: Checkpoint) -> Parts:
         templates[other] = file.value(f"tokenizer.chat_template.{other}")
     templates = {key: value for key, value in templates.items() if isinstance(value, str)}
     eos_ids = _id_list(checkpoint.generation_config.get("eos_token_id"))
-    return Parts(backend, special_tokens, eos_ids, templates, _vocab_size(checkpoint))
+    return TokenizerParts(backend, special_tokens, eos_ids, templates, _vocab_size(checkpoint))
 
 
 def _unsupported(name: str, key: str, value: Any, known: Iterable[str]) -> CheckpointError:
@@ -284,7 +285,7 @@ def _unsupported(name: str, key: str, value: Any, known: Iterable[str]) -> Check
 
 
 def _gguf_byte_level(file: GGUFFile, name: str, pieces: Sequence[str], types: Sequence[int]) -> tokenizers.Tokenizer:
-    """Byte-level BPE (GPT-2, SmolLM2, Qwen, Llama 3)."""
+    """Byte-level BPE: GPT-2, SmolLM2, Qwen, Llama 3."""
     pre = file.value("tokenizer.ggml.pre", "")
     if pre not in PRE_TOKENIZERS:
         raise _unsupported(name, "tokenizer.ggml.pre", pre, PRE_TOKENIZERS)
@@ -293,10 +294,10 @@ def _gguf_byte_level(file: GGUFFile, name: str, pieces: Sequence[str], types: Se
 
 
 def _gguf_sentencepiece(file: GGUFFile, name: str, pieces: Sequence[str], types: Sequence[int]) -> tokenizers.Tokenizer:
-    """SentencePiece BPE (Llama 1 and 2, TinyLlama, Mistral): the best-scored neighbours merge first."""
+    """SentencePiece BPE (Llama 1 and 2, TinyLlama, Mistral): the neighbours with the best score merge first."""
     scores = file.value("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(pieces):
-        raise CheckpointError(f"{name} lacks one score a token; convert the model again, or {REMEDY}")
+        raise CheckpointError(f"{name} lacks one score per token; convert the model again, or {REMEDY}")
     vocab = {piece: i for i, piece in enumerate(pieces)}
     unknown = pieces[file.value("tokenizer.ggml.unknown_token_id", 0)]
     model = tokenizers.models.BPE(
@@ -313,7 +314,8 @@ def _gguf_sentencepiece(file: GGUFFile, name: str, pieces: Sequence[str], types:
 
 
 def _merges(pieces: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """The pairs that make each token, best score first. Control tokens are made by no merge, so no text spells one."""
+    """The pairs that merge into each token, best score first. No merge produces a control token, so no text spells
+    one."""
     mergeable = {p: i for i, (p, t) in enumerate(zip(pieces, types, strict=True)) if t in (NORMAL, UNUSED)}
     merges: list[tuple[float, int, str, str]] = []
     for piece, i in mergeable.items():
@@ -337,12 +339,12 @@ def _gguf_special_tokens(file: GGUFFile, pieces: Sequence[str]) -> dict[str, str
 
 
 def _add_ends(backend: tokenizers.Tokenizer, file: GGUFFile, kind: str, special_tokens: dict[str, str]) -> None:
-    """BOS before and EOS behind a text, as the file's flags say; where it has none, as its kind of model expects."""
+    """Add BOS before and EOS after a text, as the file's flags require; without flags, as the kind of model expects."""
     bos_default = kind == "llama" or file.value("tokenizer.ggml.pre") in ("llama-bpe", "llama3")
     before = special_tokens.get("bos_token") if file.value("tokenizer.ggml.add_bos_token", bos_default) else None
-    behind = special_tokens.get("eos_token") if file.value("tokenizer.ggml.add_eos_token", False) else None
-    ends = [token for token in (before, behind) if token is not None]
+    after = special_tokens.get("eos_token") if file.value("tokenizer.ggml.add_eos_token", False) else None
+    ends = [token for token in (before, after) if token is not None]
     if ends:
-        single = [*([before] if before else []), "$A", *([behind] if behind else [])]
+        single = [*([before] if before else []), "$A", *([after] if after else [])]
         pairs = [(token, backend.token_to_id(token)) for token in dict.fromkeys(ends)]
         backend.post_processor = tokenizers.processors.TemplateProcessing(single=single, special_tokens=pairs)

@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from octavo.cli.commands import demo
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from tests.cli.conftest import Call
 from tests.cli.fake_llm import FakeLLM
 
@@ -65,7 +65,7 @@ def test_three_share_a_system_prompt_of_several_blocks() -> None:
 
 def test_the_table() -> None:
     stats = dataclasses.replace(
-        KVCache(100, 16).stats(), num_used=40, num_saved_by_sharing=14, num_unfilled_slots=61, hit_rate=0.25
+        KVCacheManager(100, 16).stats(), num_used=40, num_saved_by_sharing=14, num_unfilled_slots=61, hit_rate=0.25
     )
     now = dataclasses.replace(stats, num_used=0, num_cached=33)
     console = Console(width=100, record=True, file=None, quiet=True)

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from octavo.cli.commands.top import shown
 from octavo.view.live.messages import Delta, Snapshot
-from octavo.view.live.publisher import Tap
-from octavo.view.live.state import Picture
-from octavo.view.live.summary import Glance, Row
+from octavo.view.live.publisher import Publisher
+from octavo.view.live.state import PoolState
+from octavo.view.live.summary import RequestSummary, Summary
 from tests.cli.conftest import Call
 from tests.core.lab import SWAP, Lab
 
@@ -27,41 +27,44 @@ def frames_of_a_busy_server() -> list[Snapshot | Delta]:
     """Two requests of which one waits for blocks; four steps, a second apart."""
     lab = Lab(5, 2, rows=4, listen=False, policy=SWAP)
     now = 0.0
-    tap = Tap(lab.scheduler, clock=lambda: now)
-    frames = [tap.frame()]
+    publisher = Publisher(lab.scheduler, clock=lambda: now)
+    frames = [publisher.frame()]
     lab.add("first", [1, 2, 3, 4, 5], 4)
     lab.add("second", [6, 7, 8, 9, 10], 3)
     for _ in range(4):
         now += 1.0
         lab.step()
-        frames.append(tap.frame(tap.last))
+        frames.append(publisher.frame(publisher.last))
     return [frame for frame in frames if frame is not None]
 
 
-def picture_of(frames: list[Snapshot | Delta]) -> Picture:
+def state_of(frames: list[Snapshot | Delta]) -> PoolState:
     first, *rest = frames
     assert isinstance(first, Snapshot)
-    picture = Picture(first)
+    state = PoolState(first)
     for frame in rest:
-        picture.apply(frame)
-    return picture
+        state.apply(frame)
+    return state
 
 
 def test_a_glance() -> None:
-    glance = Glance.of(picture_of(frames_of_a_busy_server()[:-1]))
-    assert (glance.used, glance.cached, glance.free) == (4, 0, 1)
-    assert (glance.running, glance.waiting, glance.swapped) == (1, 1, 0)
-    assert (glance.prompt_rate, glance.output_rate) == (2.0, 1.0)  # two steps: 5 and 1 positions, 2 of them sampled
-    assert glance.head == "second needs 3 blocks: 2 are free, 0 cached"
-    assert glance.rows == (Row("first", "running", 8, 4, 0), Row("second", "waiting", 5, 0, 0))
+    summary = Summary.of(state_of(frames_of_a_busy_server()[:-1]))
+    assert (summary.used, summary.cached, summary.free) == (4, 0, 1)
+    assert (summary.running, summary.waiting, summary.swapped) == (1, 1, 0)
+    assert (summary.prompt_rate, summary.output_rate) == (2.0, 1.0)  # two steps: 5 and 1 positions, 2 of them sampled
+    assert summary.first_waiting == "second needs 3 blocks: 2 are free, 0 cached"
+    assert summary.requests == (
+        RequestSummary("first", "running", 8, 4, 0),
+        RequestSummary("second", "waiting", 5, 0, 0),
+    )
 
 
 def test_a_name_is_no_markup() -> None:
     """A server that is not ours may send anything."""
     console = Console(file=io.StringIO(), width=100)
     names = ["[/x]", "[red]a"]
-    rows = tuple(Row(name, "running", 8, 4, 0) for name in names)
-    console.print(shown(Glance(4, 0, 1, 2, 0, 0, 0.0, 0.0, 0.0, 0, 0, "", rows)))
+    rows = tuple(RequestSummary(name, "running", 8, 4, 0) for name in names)
+    console.print(shown(Summary(4, 0, 1, 2, 0, 0, 0.0, 0.0, 0.0, 0, 0, "", rows)))
     assert [line.split()[0] for line in console.file.getvalue().splitlines()[-2:]] == names  # type: ignore[attr-defined]
 
 

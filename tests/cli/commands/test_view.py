@@ -59,7 +59,7 @@ def test_what_is_saved_is_whole_or_what_was_there_stays(call: Call, trace: Path,
         done = call("view", str(out), "--save", str(name))
         assert done.code == 2 and "which is what is read; choose another name" in done.err
     other.write_bytes(was[:-9] + b"\n")
-    assert "is no frame" in call("view", str(other), "--save", str(out)).err
+    assert "is not a frame" in call("view", str(other), "--save", str(out)).err
     assert out.read_bytes() == was
     assert sorted(tmp_path.iterdir()) == sorted((trace, out, link, other))
 
@@ -93,10 +93,10 @@ def test_what_is_saved_goes_into_a_pipe(call: Call, trace: Path, tmp_path: Path)
         (["{trace}", "--attach", "tcp://127.0.0.1:1"], "give one"),
         (["--metrics", "http://127.0.0.1/metrics"], "goes with --attach"),
         (["--attach", "tcp://127.0.0.1:1", "--metrics", "file:///etc/passwd"], "goes with --attach"),
-        (["--attach", "nowhere"], "it looks like tcp://"),
+        (["--attach", "nowhere"], "use one such as tcp://"),
         (["--replay-endpoint", "tcp://127.0.0.1:1"], "goes with --attach"),
-        (["--attach", "tcp://127.0.0.1:1", "--replay-endpoint", "nowhere"], "it looks like tcp://"),
-        (["{trace}.frames"], "is no frame"),
+        (["--attach", "tcp://127.0.0.1:1", "--replay-endpoint", "nowhere"], "use one such as tcp://"),
+        (["{trace}.frames"], "is not a frame"),
         (["--attach", "tcp://127.0.0.1:1", "--metrics", "http://127.0.0.1:abc/metrics"], "goes with --attach"),
         (["--attach", "tcp://127.0.0.1:1", "--metrics", "http://127.0.0.1:99999/metrics"], "goes with --attach"),
         (["--save", "out.frames"], "save writes down what a FILE holds"),

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import sys
 import tempfile
 import time
@@ -17,13 +18,14 @@ import pytest
 
 from octavo import RequestOutput, SamplingParams
 from octavo.core.request import Request
-from octavo.engine.process.supervisor import ENGINE, Limits
+from octavo.engine.process.supervisor import ENGINE_COMMAND, EngineTimeouts
 from octavo.frontend.engine_client import EngineClient
 from tests.proof import oracle
 from tests.serve.event_loop import run as run  # with the clients, for those who test one
 
 OPTIONS: dict[str, Any] = {"block_size": 4, "num_gpu_blocks_override": 200, "max_num_seqs": 16}
-IMPATIENT = Limits(silence_s=2.5, step_s=2.5, retry_s=0.05)
+PARAMS = SamplingParams(max_tokens=40, seed=1)
+SHORT_TIMEOUTS = EngineTimeouts(silence_s=2.5, step_s=2.5, retry_s=0.05)
 """For tests in which an engine hangs. On a busy machine, one that does not may be as silent, and is started again."""
 
 
@@ -35,14 +37,14 @@ def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def oracle_client(
-    model: str, *, limits: Limits | None = None, options: dict[str, Any] | None = None, **faults: Any
+    model: str, *, timeouts: EngineTimeouts | None = None, options: dict[str, Any] | None = None, **faults: Any
 ) -> EngineClient:
     command = (sys.executable, str(Path(__file__).parents[2] / "proof" / "oracle_engine.py"), json.dumps(faults))
-    return EngineClient(model, command=command, limits=limits, **(OPTIONS | (options or {})))
+    return EngineClient(model, command=command, timeouts=timeouts, **(OPTIONS | (options or {})))
 
 
-def real_client(model: str, *, limits: Limits | None = None, **options: Any) -> EngineClient:
-    return EngineClient(model, command=ENGINE, limits=limits, **(OPTIONS | {"dtype": "float32"} | options))
+def real_client(model: str, *, timeouts: EngineTimeouts | None = None, **options: Any) -> EngineClient:
+    return EngineClient(model, command=ENGINE_COMMAND, timeouts=timeouts, **(OPTIONS | {"dtype": "float32"} | options))
 
 
 @contextlib.asynccontextmanager
@@ -52,7 +54,7 @@ async def serving(client: EngineClient) -> AsyncIterator[EngineClient]:
         async with client:
             yield client
             if client.is_running:
-                assert not client._streams
+                assert not client._handles
                 stats = await client.kv_stats()
                 assert stats.num_used == 0 and stats.num_host_used == 0
 
@@ -110,3 +112,16 @@ def answers(prompt: list[int], params: SamplingParams) -> list[list[int]]:
 
 def tokens_of(output: RequestOutput) -> list[list[int]]:
     return [completion.token_ids for completion in output.outputs]
+
+
+def prompt(number: int, length: int = 11) -> list[int]:
+    return random.Random(number).choices(range(5), k=length)
+
+
+async def many(client: EngineClient, num: int = 8, params: SamplingParams = PARAMS) -> list[list[list[int]]]:
+    outputs = await asyncio.gather(*[last_of(client, prompt(i), params) for i in range(num)])
+    return [tokens_of(output) for output in outputs]
+
+
+def expected(num: int = 8, params: SamplingParams = PARAMS) -> list[list[list[int]]]:
+    return [answers(prompt(i), params) for i in range(num)]

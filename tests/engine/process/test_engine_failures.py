@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.engine.models import make_talking_checkpoint
-from tests.engine.process.engines import children_of, own_directory, run  # noqa: F401
+from tests.engine.process.engines import children_of, run
 from tests.proof.server_trials import Server
 from tests.serve.raw_client import RawClient, RawResponse
 
@@ -26,7 +26,7 @@ GROWS = "(" * 30 + "a" + "{1,9})" * 30
 """It compiles, and after a few tokens its automaton is larger than one may be."""
 GROWS_LATE = "((a?b?c?d?){200}){200}"
 """After some dozens."""
-ORACLE = str(Path(__file__).with_name("oracle_server.py"))
+ORACLE = str(Path(__file__).parents[2] / "proof" / "oracle_server.py")
 
 
 @contextlib.asynccontextmanager
@@ -50,7 +50,7 @@ async def server_of(model: Path, program: tuple[str, ...] = ("-m", "octavo.cli.m
 
 def engine_of(server: Server) -> int:
     names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children_of(server.process.pid)}
-    (pid,) = [pid for pid, name in names.items() if b"engine_process" in name]
+    (pid,) = [pid for pid, name in names.items() if b"engine_main" in name]
     return pid
 
 

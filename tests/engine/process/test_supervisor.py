@@ -21,7 +21,7 @@ import pytest
 
 from octavo import SamplingParams
 from octavo.engine.process.ipc import Lifeline
-from octavo.engine.process.supervisor import Limits
+from octavo.engine.process.supervisor import EngineTimeouts
 from octavo.errors import (
     CapacityError,
     EngineError,
@@ -35,16 +35,18 @@ from octavo.frontend import engine_client as client_module
 from octavo.frontend.engine_client import EngineClient
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind
-from tests.engine.models import make_talking_checkpoint
 from tests.engine.process.engines import (
-    IMPATIENT,
+    PARAMS,
+    SHORT_TIMEOUTS,
     answers,
     children_of,
+    expected,
     is_alive,
     last_of,
+    many,
     nothing_left,
     oracle_client,
-    own_directory,  # noqa: F401
+    prompt,
     real_client,
     residue,
     run,
@@ -53,26 +55,7 @@ from tests.engine.process.engines import (
     until,
 )
 
-SLOW = Limits(step_s=2.0)
-PARAMS = SamplingParams(max_tokens=40, seed=1)
-
-
-def prompt(number: int, length: int = 11) -> list[int]:
-    return random.Random(number).choices(range(5), k=length)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_talking_checkpoint(tmp_path_factory.mktemp("talking")))
-
-
-async def many(client: EngineClient, num: int = 8, params: SamplingParams = PARAMS) -> list[list[list[int]]]:
-    outputs = await asyncio.gather(*[last_of(client, prompt(i), params) for i in range(num)])
-    return [tokens_of(output) for output in outputs]
-
-
-def expected(num: int = 8, params: SamplingParams = PARAMS) -> list[list[list[int]]]:
-    return [answers(prompt(i), params) for i in range(num)]
+SLOW = EngineTimeouts(step_s=2.0)
 
 
 # -- dying and hanging -------------------------------------------------------------------------------------------------
@@ -182,10 +165,10 @@ def test_what_was_told_is_not_made_again(model: str) -> None:
 @pytest.mark.parametrize(
     ("fault", "where", "says"),
     [
-        ("stop_at", 9, "no sign of life"),
+        ("stop_at", 9, "no heartbeat"),
         ("die_at", 9, "SIGKILL"),
         ("raise_in", ["scheduler.update", 9], "RuntimeError: a bug in scheduler.update"),
-        ("raise_in", ["host._report", 9], "RuntimeError: a bug in host._report"),
+        ("raise_in", ["server._report", 9], "RuntimeError: a bug in server._report"),
     ],
 )
 def test_a_step_that_never_ends_well(model: str, tmp_path: Path, fault: str, where: Any, says: str) -> None:
@@ -195,8 +178,8 @@ def test_a_step_that_never_ends_well(model: str, tmp_path: Path, fault: str, whe
         once = tmp_path / "once"
         once.touch()
         faults = {"once": str(once), "step_s": 0.002, fault: where}
-        limits = IMPATIENT if fault == "stop_at" else None
-        async with serving(oracle_client(model, limits=limits, **faults)) as client:
+        timeouts = SHORT_TIMEOUTS if fault == "stop_at" else None
+        async with serving(oracle_client(model, timeouts=timeouts, **faults)) as client:
             assert await many(client) == expected()
             assert client.health().num_restarts == 1
             assert says in client.health().reason
@@ -206,7 +189,7 @@ def test_a_step_that_never_ends_well(model: str, tmp_path: Path, fault: str, whe
 
 def test_an_idle_engine_that_hangs_is_noticed(model: str) -> None:
     async def main() -> None:
-        async with serving(oracle_client(model, limits=IMPATIENT)) as client:
+        async with serving(oracle_client(model, timeouts=SHORT_TIMEOUTS)) as client:
             assert client.health().last_step_age_s is None
             assert client.pid is not None
             os.kill(client.pid, signal.SIGSTOP)
@@ -221,7 +204,7 @@ def test_a_slow_step_is_left_alone(model: str) -> None:
     """Its process gives signs of life. (The first steps are not judged by their time, and this is one of them.)"""
 
     async def main() -> None:
-        async with serving(oracle_client(model, limits=SLOW, slow_at=[2, 3.0])) as client:
+        async with serving(oracle_client(model, timeouts=SLOW, slow_at=[2, 3.0])) as client:
             streams = asyncio.ensure_future(many(client, 2))
             await until(lambda: (client.health().last_step_age_s or 0) > 2.2)
             assert client.health().state == "running"
@@ -235,13 +218,13 @@ def test_work_that_lets_no_thread_speak_is_left_alone(model: str) -> None:
     """As compiling a kernel may be: silent for longer than an engine may be that does nothing."""
 
     async def main() -> None:
-        async with serving(oracle_client(model, limits=Limits(silence_s=1.5), busy_at=[2, 3.5])) as client:
+        async with serving(oracle_client(model, timeouts=EngineTimeouts(silence_s=1.5), busy_at=[2, 3.5])) as client:
             streams = asyncio.ensure_future(many(client, 2))
             longest = 0.0
             while not streams.done():
                 process = client._supervisor._process
                 assert process is not None
-                longest = max(longest, time.monotonic() - process._beat_at)
+                longest = max(longest, time.monotonic() - process._heartbeat_at)
                 await asyncio.sleep(0.01)
             assert longest > 2
             assert await streams == expected(2)
@@ -256,7 +239,7 @@ def test_a_step_beyond_all_expectation_is_cut_off(model: str, tmp_path: Path) ->
     async def main() -> None:
         once = tmp_path / "once"
         once.touch()
-        async with serving(oracle_client(model, limits=SLOW, once=str(once), slow_at=[20, 60])) as client:
+        async with serving(oracle_client(model, timeouts=SLOW, once=str(once), slow_at=[20, 60])) as client:
             assert await many(client, 2) == expected(2)
             assert client.health().num_restarts == 1
             assert "a step took" in client.health().reason
@@ -272,7 +255,7 @@ def test_a_request_that_kills_engines_is_found_and_given_up(model: str, params: 
         async with serving(oracle_client(model, poison=50, step_s=0.001)) as client:
             bad = asyncio.ensure_future(last_of(client, [1, 2, 50, 3], params))
             good = asyncio.ensure_future(many(client))
-            with pytest.raises(RequestFailedError, match="engines died over it"):
+            with pytest.raises(RequestFailedError, match="engines died while they ran it"):
                 await bad
             assert await good == expected()
             assert await many(client, 2) == expected(2)
@@ -287,10 +270,10 @@ def test_not_even_kills_go_on_for_ever(model: str, monkeypatch: pytest.MonkeyPat
         async with serving(oracle_client(model, slow_at=[0, 60])) as client:
             stream = asyncio.ensure_future(last_of(client, prompt(0), PARAMS))
             for killed in range(1, 4):
-                await until(lambda: any(s.sent for s in client._streams.values()))
+                await until(lambda: any(s.sent for s in client._handles.values()))
                 os.kill(client.pid or 0, signal.SIGKILL)
                 await until(lambda: client.health().num_restarts == killed and client._supervisor.is_up)  # noqa: B023
-            with pytest.raises(RequestFailedError, match="3 engines died over it"):
+            with pytest.raises(RequestFailedError, match="3 engines died while they ran it"):
                 await stream
 
     run(main())
@@ -303,7 +286,7 @@ def test_a_few_kills_are_held_against_nobody(model: str) -> None:
         async with serving(oracle_client(model, slow_at=[0, 0.1])) as client:
             stream = asyncio.ensure_future(many(client, 2))
             for killed in range(1, 7):
-                await until(lambda: any(s.sent for s in client._streams.values()))
+                await until(lambda: any(s.sent for s in client._handles.values()))
                 os.kill(client.pid or 0, signal.SIGKILL)
                 await until(lambda: client.health().num_restarts == killed and client._supervisor.is_up)  # noqa: B023
             assert await stream == expected(2)
@@ -335,7 +318,7 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(model: str, phase: str) 
 def test_an_engine_that_cannot_even_be_started(model: str) -> None:
     async def main() -> None:
         client = EngineClient(model, command=(sys.executable, "-c", "raise SystemExit(7)"))
-        with pytest.raises(EngineError, match="ended while starting: it left with exit code 7"):
+        with pytest.raises(EngineError, match="ended while starting: it exited with code 7"):
             await client.start()
 
     with nothing_left():
@@ -362,13 +345,13 @@ def test_three_restarts_that_come_to_nothing_are_the_end(model: str, tmp_path: P
             block_size=4,
             num_gpu_blocks_override=200,
             max_num_seqs=16,
-            limits=IMPATIENT,
+            timeouts=SHORT_TIMEOUTS,
         )
         await client.start()
         stream = asyncio.ensure_future(last_of(client, prompt(0), PARAMS))
         await asyncio.sleep(0.05)
         os.kill(client.pid or 0, signal.SIGKILL)
-        with pytest.raises(EngineError, match="exit code 9"):
+        with pytest.raises(EngineError, match="exited with code 9"):
             await stream
         assert client.health().state == "failed" and not client.is_running
         assert len((tmp_path / "mark").read_text()) == 4
@@ -387,7 +370,7 @@ def test_restarts_without_room_for_files_are_the_end_too(
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
         os.kill(client.pid or 0, signal.SIGKILL)
         await until(lambda: client.health().state == "failed")
-        with pytest.raises(EngineError, match=r"no process for the engine: .*gone.*room for files"):
+        with pytest.raises(EngineError, match=r"the engine process cannot be started: .*gone.*limits on files"):
             await last_of(client, prompt(0), PARAMS)
         client.shutdown()
 
@@ -504,9 +487,9 @@ def test_a_request_that_cannot_be_told_of_fails_alone(model: str, options: dict[
                     await last_of(client, prompt(0), PARAMS, **options)
                 assert await good == expected(3)
                 assert await many(client, 1) == expected(1)
-            with pytest.raises(ParameterError, match="cannot be told of it"):
+            with pytest.raises(ParameterError, match="cannot be sent to the engine"):
                 await client.debug_request("\ud800")
-            assert client.health().num_restarts == 1 and not client._asked
+            assert client.health().num_restarts == 1 and not client._rpc_futures
 
     run(main())
 
@@ -523,7 +506,7 @@ def test_an_aborted_search_that_had_not_begun_tells_what_there_is(model: str) ->
                 last_of(client, prompt(0), BeamSearchParams(beam_width=2, max_tokens=9), request_id="a")
             )
             client._up.set()  # it does not wait at the door
-            await until(lambda: client._streams)
+            await until(lambda: client._handles)
             client._up.clear()
             assert await client.abort("a")
             output = await task
@@ -621,7 +604,7 @@ def test_questions(model: str) -> None:
             assert stats.engine.num_finished == 1 and stats.num_running == 0
             pid = client.pid
             with pytest.raises(EngineError, match="ValueError: invalid literal"):
-                await client.look("view_block", "no number")
+                await client.view_rpc("view_block", "no number")
             assert (await client.kv_stats()).num_used == 0 and client.pid == pid  # it is none the worse for it
             os.kill(client.pid or 0, signal.SIGKILL)
             assert (await client.kv_stats()).num_used == 0  # the next engine is asked

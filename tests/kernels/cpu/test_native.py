@@ -1,4 +1,4 @@
-"""The compiled operations against the reference and against the same module without them; and doing without them."""
+"""native.cpp gives the reference's results, and kernels.cpu works without it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def seed() -> None:
 
 @pytest.fixture
 def library() -> native.Library:
-    made = native.library()
-    if made is None:
-        pytest.skip("there is no C++ compiler")
-    return made
+    library = native.library()
+    if library is None:
+        pytest.skip("no C++ compiler")
+    return library
 
 
 @pytest.fixture
@@ -42,13 +42,13 @@ def torch_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @DTYPES
 @pytest.mark.parametrize("shape", [(1, 7), (3, 64), (2, 5, 80), (300, 576)])
-@pytest.mark.parametrize("wide_weight", [False, True])
-def test_norms(library: native.Library, dtype: torch.dtype, shape: tuple[int, ...], wide_weight: bool) -> None:
+@pytest.mark.parametrize("float32_weight", [False, True])
+def test_norms(library: native.Library, dtype: torch.dtype, shape: tuple[int, ...], float32_weight: bool) -> None:
     x, residual = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
-    weight = torch.randn(shape[-1]).to(torch.float32 if wide_weight else dtype)
-    out, stream = library.add_rms_norm(x, residual, weight, 1e-5)
-    expected, expected_stream = reference.add_rms_norm(x, residual, weight, 1e-5)
-    assert torch.equal(stream, expected_stream)
+    weight = torch.randn(shape[-1]).to(torch.float32 if float32_weight else dtype)
+    out, residual_out = library.add_rms_norm(x, residual, weight, 1e-5)
+    expected, expected_residual = reference.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(residual_out, expected_residual)
     assert relative_error(out, expected.double()) < TOLERANCE[dtype]
     # Rounded where the reference rounds: all but a few of the roundings are the same.
     assert dtype == torch.float32 or (out == expected).float().mean() > 0.98
@@ -68,7 +68,7 @@ def test_activation_far_from_zero(library: native.Library, dtype: torch.dtype) -
 @pytest.mark.parametrize("norm", [None, "same", "wide"])
 @pytest.mark.parametrize("num_tokens", [1, 5, 400])
 def test_rope_and_write(library: native.Library, dtype: torch.dtype, norm: str | None, num_tokens: int) -> None:
-    heads = torch.randn(num_tokens, 3 + 2 * 2, 24).to(dtype)  # views of one projection, as models have them
+    heads = torch.randn(num_tokens, 3 + 2 * 2, 24).to(dtype)  # views of one projection, as in models
     q, k, v = torch.split(heads, [3, 2, 2], dim=1)
     weights: list[torch.Tensor | None] = [None, None]
     if norm is not None:
@@ -84,8 +84,8 @@ def test_rope_and_write(library: native.Library, dtype: torch.dtype, norm: str |
     )
     assert relative_error(out, expected.double()) < TOLERANCE[dtype]
     assert relative_error(kv, expected_kv.double()) < TOLERANCE[dtype]
-    assert torch.equal(kv[:, [0, 2]], expected_kv[:, [0, 2]])  # nothing of other layers
-    assert torch.equal(kv[:, 1, 1], expected_kv[:, 1, 1])  # V as it was
+    assert torch.equal(kv[:, [0, 2]], expected_kv[:, [0, 2]])  # other layers are unchanged
+    assert torch.equal(kv[:, 1, 1], expected_kv[:, 1, 1])  # V is copied
 
 
 @DTYPES
@@ -98,7 +98,7 @@ def test_attention_of_long_sequences_in_parts(library: native.Library, dtype: to
     assert relative_error(lse, expected_lse) < 2e-6
 
 
-def test_extreme_scores_neither_overflow_nor_vanish(library: native.Library) -> None:
+def test_extreme_scores_do_not_overflow(library: native.Library) -> None:
     case = make_case([1], [60])
     case.q *= 300
     assert relative_error(
@@ -106,7 +106,7 @@ def test_extreme_scores_neither_overflow_nor_vanish(library: native.Library) -> 
     ) < 1e-5  # fmt: skip
 
 
-def test_sequences_without_keys_are_left_at_zero(library: native.Library) -> None:
+def test_sequences_without_keys_give_zeros(library: native.Library) -> None:
     kv_layer = torch.full((2, 2, 1, 4, 8), torch.nan)
     batch = RaggedBatch.from_lists([1, 1], [1, 1], [[1], [1]], 4)
     batch.seq_lens.zero_()
@@ -116,8 +116,8 @@ def test_sequences_without_keys_are_left_at_zero(library: native.Library) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 7, 128, 129, 1000, 20_000])
-def test_draws_are_those_of_torch(library: native.Library, dtype: torch.dtype, size: int) -> None:
-    """Few tokens get an exact score; the one that wins must be among them, however flat or steep the logits are."""
+def test_samples_are_those_of_the_reference(library: native.Library, dtype: torch.dtype, size: int) -> None:
+    """Few tokens get an exact score: the winner must be among them for flat and for steep logits."""
     for seed, (spread, temperature) in enumerate(itertools.product((0.0, 1.0, 4.0, 30.0), (0.1, 1.0, 2.5))):
         logits = (torch.randn(16, size, generator=torch.Generator().manual_seed(seed)) * spread).to(dtype)
         logits[3, : size // 2] = -math.inf
@@ -127,14 +127,14 @@ def test_draws_are_those_of_torch(library: native.Library, dtype: torch.dtype, s
         assert torch.equal(cpu.sample(logits, params), reference.sample(logits, params))
 
 
-def test_a_draw_with_one_token_left_takes_it(library: native.Library) -> None:
+def test_the_only_unmasked_token_is_sampled(library: native.Library) -> None:
     logits = torch.full((4, 1000), -math.inf)
     logits[range(4), [0, 77, 640, 999]] = -5.0
     params = SamplingTensors.from_lists([1.0] * 4, [0] * 4, [1.0] * 4, [0.0] * 4, [1] * 4, [0] * 4, [0] * 4)
     assert cpu.sample(logits, params).tolist() == [0, 77, 640, 999]
 
 
-def test_numbers_that_are_none_stay_none(library: native.Library) -> None:
+def test_attention_keeps_nan_rows_nan(library: native.Library) -> None:
     case = make_case([1, 1], [9, 9])
     case.q[1] = torch.nan
     out = cpu.paged_attention(case.q, case.kv_layer, case.batch, scale=case.scale)
@@ -142,7 +142,7 @@ def test_numbers_that_are_none_stay_none(library: native.Library) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [8, 80])
-def test_without_a_compiler_torch_does_the_same(torch_alone: None, head_dim: int) -> None:
+def test_torch_gives_the_same_results_without_a_compiler(torch_alone: None, head_dim: int) -> None:
     case = make_case([5, 1, 1], [5, 30, 11], head_dim=head_dim)
     out = cpu.paged_attention(case.q, case.kv_layer, case.batch, scale=case.scale)
     assert relative_error(out, naive_attention(case)[0]) < 2e-6
@@ -152,7 +152,7 @@ def test_without_a_compiler_torch_does_the_same(torch_alone: None, head_dim: int
 
 
 @pytest.mark.parametrize("name", ["OCTAVO_NATIVE", "CXX", "OCTAVO_CACHE"])
-def test_where_it_cannot_be_compiled_there_is_none(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_library_is_none_if_it_cannot_be_compiled(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     values = {"OCTAVO_NATIVE": "0", "CXX": "/bin/false", "OCTAVO_CACHE": "/proc/none"}
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
     monkeypatch.setenv(name, values[name])
@@ -160,16 +160,14 @@ def test_where_it_cannot_be_compiled_there_is_none(name: str, monkeypatch: pytes
     assert not list(tmp_path.rglob("*.so"))
 
 
-def test_without_a_compiler_the_log_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_compiler_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delenv("OCTAVO_NATIVE", raising=False)
     monkeypatch.setattr("shutil.which", lambda _: None)
     assert native._load.__wrapped__() is None
-    assert caplog.messages == [
-        "there is no C++ compiler: the CPU computes by torch alone, slower; install g++, or set CXX"
-    ]
+    assert caplog.messages == ["no C++ compiler: the CPU's kernels run on torch alone, slower; install g++ or set CXX"]
 
 
-def test_a_library_belongs_to_its_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_key_depends_on_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = native._digest(sys.executable, "native")
     assert native._digest(sys.executable, "native") == before
     changed = tmp_path / "native.cpp"

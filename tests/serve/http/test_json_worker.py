@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from octavo.frontend.time_slices import BREATH
+from octavo.frontend.cooperative import YIELD_POINT
 from octavo.serve.http import json_parser
 from octavo.serve.http import json_worker as json_worker
 from octavo.serve.http.json_worker import LARGE_BYTES, LENGTH, JsonWorker, main
@@ -138,7 +138,7 @@ def test_arguments_of_calls_are_read_in_slices_and_bounded(monkeypatch: pytest.M
         return {"messages": [{"role": "assistant", "tool_calls": [call]} for _ in range(num)], "input": [item]}
 
     given = json.loads(json.dumps(body(3)))
-    assert list(request.decode_tool_arguments(given)) == [BREATH] * 4  # others may have their turn after each
+    assert list(request.decode_tool_arguments(given)) == [YIELD_POINT] * 4  # others may have their turn after each
     assert [m["tool_calls"][0]["function"]["arguments"] for m in given["messages"]] == [{"a": 1}] * 3
     assert given["input"][0]["arguments"] == {"a": 1}
     for wrong in ("{", "7", "[" * 70):  # refused where the message is read, which knows its place

@@ -302,7 +302,7 @@ def test_a_reader_that_does_not_even_take_a_ping(model: str, monkeypatch: pytest
 
     async def main() -> None:
         async with serving(model, sse_keep_alive_interval=0.01) as server:
-            advance, silent = server.built.engine.advance, threading.Event()
+            advance, silent = server.built.engine.step_states, threading.Event()
 
             def slowly() -> Any:
                 while silent.is_set():
@@ -310,7 +310,7 @@ def test_a_reader_that_does_not_even_take_a_ping(model: str, monkeypatch: pytest
                 time.sleep(0.01)
                 return advance()
 
-            server.built.engine.advance = slowly  # type: ignore[method-assign]
+            server.built.engine.step_states = slowly  # type: ignore[method-assign]
             call = Call(server, LONG | {"stream": True})
             task = asyncio.ensure_future(call.run())
             await call.until(3)

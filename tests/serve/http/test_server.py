@@ -346,13 +346,13 @@ def test_trailers_have_a_size_and_say_nothing(model: str) -> None:
 def _slow(server: Server, seconds: float) -> None:
     """Its steps take that long."""
     engine = server.built.engine
-    advance = engine.advance
+    advance = engine.step_states
 
     def slowly(*args: Any) -> Any:
         time.sleep(seconds)
         return advance(*args)
 
-    engine.advance = slowly  # type: ignore[method-assign]
+    engine.step_states = slowly  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -1,4 +1,4 @@
-"""Attached to another server's KV events: what it says it has is what is shown, in both encodings."""
+"""ExternalPool to another server's KV events: what it says it has is what is shown, in both encodings."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ import zmq
 from octavo.config import KVEventsConfig
 from octavo.core import events as ev
 from octavo.engine import kv_events
-from octavo.engine.kv_events import Batch, BlockStored, KVEvents, Ledger
+from octavo.engine.kv_events import BlockStored, KVEventBatch, KVEventPublisher, KVEventTranslator
 from octavo.errors import ParameterError
 from octavo.view.live import external as attach
-from octavo.view.live.external import FIRST_BLOCKS, Attached
+from octavo.view.live.external import FIRST_BLOCKS, ExternalPool
 from octavo.view.live.messages import Snapshot
 from octavo.view.live.publisher import STOP
-from octavo.view.live.state import Picture
+from octavo.view.live.state import PoolState
 from tests.core.lab import Lab
 
 SIZE = 2
 
 
 @pytest.fixture
-def attached() -> Iterator[Attached]:
-    attached = Attached("tcp://127.0.0.1:9")
+def attached() -> Iterator[ExternalPool]:
+    attached = ExternalPool("tcp://127.0.0.1:9")
     yield attached
     attached.close()
 
@@ -60,28 +60,28 @@ def as_array(event: dict[str, Any]) -> list[Any]:
 
 
 class Watcher:
-    def __init__(self, attached: Attached) -> None:
+    def __init__(self, attached: ExternalPool) -> None:
         self.attached = attached
-        self.picture: Picture | None = None
+        self.state: PoolState | None = None
         self.kinds: list[str] = []
 
-    def look(self) -> Picture:
-        after = "" if self.picture is None else f"{self.picture.epoch}:{self.picture.frame}"
-        frame = asyncio.run(self.attached.ask("view", after))
+    def look(self) -> PoolState:
+        after = "" if self.state is None else f"{self.state.epoch}:{self.state.frame}"
+        frame = asyncio.run(self.attached.view_rpc("view", after))
         if frame is not None:
             self.kinds.append(type(frame).__name__)
-            if self.picture is None:
+            if self.state is None:
                 assert isinstance(frame, Snapshot)
-                self.picture = Picture(frame)
+                self.state = PoolState(frame)
             else:
-                self.picture.apply(frame)
-        assert self.picture is not None
-        return self.picture
+                self.state.apply(frame)
+        assert self.state is not None
+        return self.state
 
     def chains(self) -> list[list[int]]:
         """For each block that is shown, the seals from its prompt's first block to it."""
-        picture = self.look()
-        sealed = {int(picture.seal_ids[b]): int(picture.parent_ids[b]) for b in np.nonzero(picture.words)[0]}
+        state = self.look()
+        sealed = {int(state.seal_ids[b]): int(state.parent_ids[b]) for b in np.nonzero(state.words)[0]}
         found = []
         for seal in sealed:
             chain = [seal]
@@ -93,37 +93,37 @@ class Watcher:
 
 @pytest.mark.parametrize("encode", [dict, as_array], ids=["maps", "arrays"])
 @pytest.mark.parametrize("name", [int, lambda n: bytes([n])], ids=["numbers", "bytes"])
-def test_what_is_stored_is_shown_until_it_is_removed(attached: Attached, encode: Any, name: Any) -> None:
+def test_what_is_stored_is_shown_until_it_is_removed(attached: ExternalPool, encode: Any, name: Any) -> None:
     watcher = Watcher(attached)
     assert watcher.look().num_blocks == FIRST_BLOCKS
-    attached._take(message(0, [encode(stored([name(1), name(2)])), encode(stored([name(3)], name(2)))]))
-    attached._take(message(1, [encode(stored([name(4)], name(1))), encode(stored([name(9)], None, "CPU"))]))
-    picture = watcher.look()
-    assert (picture.num_cached, picture.block_size, picture.stats["num_cached"]) == (4, SIZE, 4)
+    attached._process(message(0, [encode(stored([name(1), name(2)])), encode(stored([name(3)], name(2)))]))
+    attached._process(message(1, [encode(stored([name(4)], name(1))), encode(stored([name(9)], None, "CPU"))]))
+    state = watcher.look()
+    assert (state.num_cached, state.block_size, state.stats["num_cached"]) == (4, SIZE, 4)
     assert watcher.chains() == [[1], [1, 2], [1, 2, 3], [1, 4]]
     removed = {"type": "BlockRemoved", "block_hashes": [name(2), name(7)], "medium": "GPU"}
-    attached._take(message(2, [encode(removed)]))
+    attached._process(message(2, [encode(removed)]))
     assert watcher.look().num_cached == 3
     assert [event["event"] for event in watcher.look().events] == ["evicted"]
-    attached._take(message(3, [{"type": "AllBlocksCleared"} if encode is dict else ["AllBlocksCleared"]]))
+    attached._process(message(3, [{"type": "AllBlocksCleared"} if encode is dict else ["AllBlocksCleared"]]))
     assert watcher.look().num_cached == 0 and attached.num_lost == attached.num_malformed == 0
 
 
-def test_a_batch_may_be_a_map_as_well(attached: Attached) -> None:
+def test_a_batch_may_be_a_map_as_well(attached: ExternalPool) -> None:
     """So newer vLLM encodes it; what has its default value is left out."""
     watcher = Watcher(attached)
     for number, more in enumerate(({}, {"data_parallel_rank": 3})):
         batch = {"ts": 1.5, "events": [stored([1, 2])], **more}
-        attached._take([b"kv-events", struct.pack(">q", number), msgspec.msgpack.encode(batch)])
+        attached._process([b"kv-events", struct.pack(">q", number), msgspec.msgpack.encode(batch)])
     assert watcher.look().num_cached == 4 and attached.num_malformed == 0
     assert sorted(attached._stored) == [(0, 1), (0, 2), (3, 1), (3, 2)]
 
 
-def test_what_an_engine_publishes_is_what_it_has(attached: Attached) -> None:
+def test_what_an_engine_publishes_is_what_it_has(attached: ExternalPool) -> None:
     """Event by event, through the publisher's own words, with evictions."""
     rnd = random.Random(5)
     lab = Lab(24, SIZE, rows=4, listen=False)
-    ledger, happened = Ledger(SIZE), []
+    translator, happened = KVEventTranslator(SIZE), []
 
     def listen(event: ev.Event) -> None:
         if isinstance(event, ev.Sealed | ev.Evicted):
@@ -134,33 +134,33 @@ def test_what_an_engine_publishes_is_what_it_has(attached: Attached) -> None:
     for i in range(60):
         lab.add(f"r{i}", [rnd.randrange(2) for _ in range(rnd.randint(1, 12))], rnd.randint(1, 6))
         lab.run()
-        told = ledger.digest(happened[:])
+        told = translator.translate(happened[:])
         happened.clear()
         if told:
-            payload = msgspec.msgpack.encode(Batch(0.0, told))
-            attached._take([b"kv", struct.pack(">q", sequence), payload])
+            payload = msgspec.msgpack.encode(KVEventBatch(0.0, told))
+            attached._process([b"kv", struct.pack(">q", sequence), payload])
             sequence += 1
-        assert watcher.look().num_cached == len(ledger._num_blocks)
+        assert watcher.look().num_cached == len(translator._num_blocks)
     assert attached._num_evicted > 10 and set(watcher.kinds) == {"Snapshot", "Delta"}
 
 
-def test_a_pool_that_is_larger_than_was_thought(attached: Attached) -> None:
+def test_a_pool_that_is_larger_than_was_thought(attached: ExternalPool) -> None:
     watcher = Watcher(attached)
     watcher.look()
-    attached._take(message(0, [stored(list(range(FIRST_BLOCKS + 1)))]))
-    picture = watcher.look()
-    assert (picture.num_blocks, picture.num_cached) == (2 * FIRST_BLOCKS, FIRST_BLOCKS + 1)
+    attached._process(message(0, [stored(list(range(FIRST_BLOCKS + 1)))]))
+    state = watcher.look()
+    assert (state.num_blocks, state.num_cached) == (2 * FIRST_BLOCKS, FIRST_BLOCKS + 1)
     assert watcher.kinds == ["Snapshot", "Snapshot"]
 
 
-def test_a_server_that_was_started_again_has_nothing_and_losses_are_counted(attached: Attached) -> None:
+def test_a_server_that_was_started_again_has_nothing_and_losses_are_counted(attached: ExternalPool) -> None:
     watcher = Watcher(attached)
-    attached._take(message(7, [stored([1])]))
-    attached._take(message(8, [stored([1, 2])], rank=1))
-    attached._take(message(10, [stored([3])]))
-    picture = watcher.look()
-    assert (picture.num_cached, picture.stats["num_lost"]) == (4, 2)
-    attached._take(message(0, [stored([5])]))
+    attached._process(message(7, [stored([1])]))
+    attached._process(message(8, [stored([1, 2])], rank=1))
+    attached._process(message(10, [stored([3])]))
+    state = watcher.look()
+    assert (state.num_cached, state.stats["num_lost"]) == (4, 2)
+    attached._process(message(0, [stored([5])]))
     assert watcher.look().num_cached == 3  # rank 1 goes on
 
 
@@ -182,7 +182,7 @@ def test_a_server_that_was_started_again_has_nothing_and_losses_are_counted(atta
     ],
     ids=range(12),
 )
-def test_what_is_malformed_is_counted(attached: Attached, parts: list[bytes]) -> None:
+def test_what_is_malformed_is_counted(attached: ExternalPool, parts: list[bytes]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         arrivals = [parts, message(1, [stored([1])])]
 
@@ -193,8 +193,8 @@ def test_what_is_malformed_is_counted(attached: Attached, parts: list[bytes]) ->
                 return arrivals.pop(0)
 
         patch.setattr(attached, "_socket", Socket())
-        picture = Watcher(attached).look()
-    assert attached.num_malformed == 1 and picture.num_cached == 1
+        state = Watcher(attached).look()
+    assert attached.num_malformed == 1 and state.num_cached == 1
 
 
 def test_over_a_real_socket_with_the_numbers_of_its_metrics() -> None:
@@ -215,17 +215,17 @@ def test_over_a_real_socket_with_the_numbers_of_its_metrics() -> None:
     context = zmq.Context()
     publisher = context.socket(zmq.PUB)
     port = publisher.bind_to_random_port("tcp://127.0.0.1")
-    attached = Attached(f"tcp://127.0.0.1:{port}", f"http://127.0.0.1:{server.server_port}/metrics")
+    attached = ExternalPool(f"tcp://127.0.0.1:{port}", f"http://127.0.0.1:{server.server_port}/metrics")
     watcher, sequence = Watcher(attached), 0
     while watcher.look().num_cached < 2 or watcher.look().counts.running != 3:
         publisher.send_multipart(message(sequence, [stored([1, 2])]))  # until the subscription has arrived
         sequence += 1
-    picture = watcher.look()
-    assert (picture.num_blocks, picture.num_cached) == (50, 2)
-    assert (picture.counts.running, picture.counts.waiting) == (3, 2)
-    found = asyncio.run(attached.ask("view_block", str(np.nonzero(picture.words)[0][0])))
+    state = watcher.look()
+    assert (state.num_blocks, state.num_cached) == (50, 2)
+    assert (state.counts.running, state.counts.waiting) == (3, 2)
+    found = asyncio.run(attached.view_rpc("view_block", str(np.nonzero(state.words)[0][0])))
     assert len(found["name"]) == 32 and found["token_ids"] is None
-    assert asyncio.run(attached.ask("view", STOP)) is None
+    assert asyncio.run(attached.view_rpc("view", STOP)) is None
     attached.close()
     publisher.close(linger=0)
     context.term()
@@ -248,9 +248,9 @@ def test_metrics_that_are_none_are_left_alone() -> None:
     here = f"http://127.0.0.1:{server.server_port}"
     try:
         for url in (f"{here}/ssh", f"{here}/inf", "http://127.0.0.1:abc/metrics", "http://127.0.0.1:9/a b"):
-            with contextlib.closing(Attached("tcp://127.0.0.1:9", url)) as attached:
-                picture = Watcher(attached).look()
-                assert picture.counts.running == 0 and attached._metrics_at > 0
+            with contextlib.closing(ExternalPool("tcp://127.0.0.1:9", url)) as attached:
+                state = Watcher(attached).look()
+                assert state.counts.running == 0 and attached._metrics_at > 0
     finally:
         server.shutdown()
         server.server_close()
@@ -272,11 +272,11 @@ class Lossy:
 
 
 @pytest.fixture
-def publishing() -> Iterator[tuple[Lab, KVEvents, str, str]]:
+def publishing() -> Iterator[tuple[Lab, KVEventPublisher, str, str]]:
     """A scheduler with what an engine publishes of it, in vLLM's format, and the two addresses."""
     lab = Lab(24, SIZE, rows=4, listen=False)
     config = KVEventsConfig(endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*")
-    publisher = KVEvents(lab.cache, config)
+    publisher = KVEventPublisher(lab.cache, config)
     assert publisher._replay is not None
     yield (
         lab,
@@ -294,30 +294,30 @@ def look_until(watcher: Watcher, done: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def work(lab: Lab, rnd: random.Random, first: int, num: int, publisher: KVEvents) -> None:
+def work(lab: Lab, rnd: random.Random, first: int, num: int, publisher: KVEventPublisher) -> None:
     """Requests one after the other, each of them told in a message of its own or more."""
     for i in range(first, first + num):
         lab.add(f"r{i}", [rnd.randrange(2) for _ in range(rnd.randint(1, 12))], rnd.randint(1, 6))
         lab.run()
         deadline = time.monotonic() + 60
-        while publisher._happened:
+        while publisher._core_events:
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
 
 @pytest.mark.parametrize("loses", [True, False])
-def test_what_was_missed_is_told_again(publishing: tuple[Lab, KVEvents, str, str], loses: bool) -> None:
+def test_what_was_missed_is_told_again(publishing: tuple[Lab, KVEventPublisher, str, str], loses: bool) -> None:
     """What was stored before we came, and what was lost on the way."""
     lab, publisher, endpoint, replay = publishing
     rnd = random.Random(7)
     work(lab, rnd, 0, 10, publisher)
-    attached = Attached(endpoint, replay=replay)
+    attached = ExternalPool(endpoint, replay=replay)
     lossy = Lossy(attached._socket, loses)
     attached._socket = lossy  # type: ignore[assignment]
     watcher = Watcher(attached)
 
     def is_all_there() -> bool:
-        told = {kv_events.number(name) for name in list(publisher._ledger._num_blocks)}
+        told = {kv_events.block_hash(name) for name in list(publisher._translator._num_blocks)}
         return bool(told) and {name for _, name in attached._stored} == told
 
     try:
@@ -342,7 +342,7 @@ def test_what_was_missed_is_told_again(publishing: tuple[Lab, KVEvents, str, str
 
 def test_a_replay_that_is_not_answered_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attach, "REPLAY_S", 0.0)
-    attached = Attached("tcp://127.0.0.1:9", replay="tcp://127.0.0.1:9")
+    attached = ExternalPool("tcp://127.0.0.1:9", replay="tcp://127.0.0.1:9")
     arrivals = [message(3, [stored([1])]), message(6, [stored([2])]), message(7, [stored([3])])]
 
     class Socket:
@@ -352,8 +352,8 @@ def test_a_replay_that_is_not_answered_is_not_waited_for(monkeypatch: pytest.Mon
             return arrivals.pop(0)
 
     monkeypatch.setattr(attached, "_socket", Socket())
-    picture = Watcher(attached).look()
-    assert picture.num_cached == 3 and attached.num_lost == 2 and attached._asked is None
+    state = Watcher(attached).look()
+    assert state.num_cached == 3 and attached.num_lost == 2 and attached._replay_socket is None
     attached.close()
 
 
@@ -363,7 +363,7 @@ def test_a_replay_that_reaches_less_far_back_loses_the_rest(topic: list[bytes]) 
     context = zmq.Context()
     publisher, router = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
     ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (publisher, router)]
-    attached = Attached(f"tcp://127.0.0.1:{ports[0]}", replay=f"tcp://127.0.0.1:{ports[1]}")
+    attached = ExternalPool(f"tcp://127.0.0.1:{ports[0]}", replay=f"tcp://127.0.0.1:{ports[1]}")
     watcher = Watcher(attached)
 
     def answer(kept: list[int]) -> int:
@@ -379,22 +379,22 @@ def test_a_replay_that_reaches_less_far_back_loses_the_rest(topic: list[bytes]) 
     try:
         watcher.look()
         assert answer([2, 3, 4]) == 0
-        look_until(watcher, lambda: attached._asked is None)
+        look_until(watcher, lambda: attached._replay_socket is None)
         assert (watcher.look().num_cached, attached.num_lost) == (3, 0)
-        attached._take(message(3, [stored([33])]))  # published while we asked: it counted by the replay
-        attached._take(message(4, [stored([44])]))
+        attached._process(message(3, [stored([33])]))  # published while we asked: it counted by the replay
+        attached._process(message(4, [stored([44])]))
         assert (watcher.look().num_cached, attached._last[0]) == (3, 4)
-        attached._take(message(9, [stored([9])]))
+        attached._process(message(9, [stored([9])]))
         assert attached._held is not None
         assert answer([7, 8, 9, 10]) == 5
-        look_until(watcher, lambda: attached._asked is None and attached._held is None)
+        look_until(watcher, lambda: attached._replay_socket is None and attached._held is None)
         assert (watcher.look().num_cached, attached.num_lost, attached.num_malformed) == (7, 2, 2)
-        attached._take(message(10, [stored([10])]))
-        attached._take(message(11, [stored([11])]))
+        attached._process(message(10, [stored([10])]))
+        attached._process(message(11, [stored([11])]))
         assert (watcher.look().num_cached, attached.num_lost) == (8, 2)
-        attached._take(message(1, [stored([1])]))  # it was started again: what it said first, we ask for
+        attached._process(message(1, [stored([1])]))  # it was started again: what it said first, we ask for
         assert answer([0, 1]) == 0
-        look_until(watcher, lambda: attached._asked is None and attached._held is None)
+        look_until(watcher, lambda: attached._replay_socket is None and attached._held is None)
         assert (watcher.look().num_cached, attached.num_lost) == (2, 2)
     finally:
         attached.close()
@@ -402,10 +402,10 @@ def test_a_replay_that_reaches_less_far_back_loses_the_rest(topic: list[bytes]) 
 
 
 def test_an_address_that_is_none() -> None:
-    with pytest.raises(ParameterError, match=r"attach .* it looks like tcp://"):
-        Attached("127.0.0.1")
-    with pytest.raises(ParameterError, match=r"replay .* it looks like tcp://"):
-        Attached("tcp://127.0.0.1:9", replay="127.0.0.1")
+    with pytest.raises(ParameterError, match=r"attach .* use one such as tcp://"):
+        ExternalPool("127.0.0.1")
+    with pytest.raises(ParameterError, match=r"replay .* use one such as tcp://"):
+        ExternalPool("tcp://127.0.0.1:9", replay="127.0.0.1")
 
 
 def test_stored_is_the_publishers_own_word() -> None:

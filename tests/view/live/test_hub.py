@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from octavo.errors import EngineError
-from octavo.view.live.hub import MOST_QUEUED, Hub, Message
+from octavo.view.live.hub import MAX_QUEUED, Hub, Message
 from octavo.view.live.messages import Delta, Frame, Snapshot
-from octavo.view.live.publisher import STOP, Tap, questions
-from octavo.view.live.state import FrameLostError, Picture
+from octavo.view.live.publisher import STOP, Publisher, view_rpc_methods
+from octavo.view.live.state import FrameLostError, PoolState
 from tests.core.lab import SWAP, Lab
 from tests.view.live.test_state import check
 
@@ -36,12 +36,12 @@ class World:
 
     def __init__(self, *, plain: bool = False) -> None:
         self.lab = Lab(40, 2, rows=4, host=8, policy=SWAP, listen=False)
-        self.questions = questions()
+        self.questions = view_rpc_methods()
         self.plain = plain
         self.asked: Counter[str] = Counter()
         self.error: EngineError | None = None
         self.lose = False
-        self.hub = Hub(self.ask, interval_s=0, share=0)
+        self.hub = Hub(self.ask, interval_s=0, idle_ratio=0)
 
     async def ask(self, question: str, argument: str) -> Any:
         await asyncio.sleep(0)
@@ -71,21 +71,21 @@ def frame_of(message: Message) -> Frame:
 class Reader:
     def __init__(self, hub: Hub) -> None:
         self.stream = hub.watch()
-        self.picture: Picture | None = None
+        self.state: PoolState | None = None
 
     async def read(self) -> None:
         frame = frame_of(await anext(self.stream))
-        if self.picture is None:
+        if self.state is None:
             assert isinstance(frame, Snapshot)
-            self.picture = Picture(frame)
+            self.state = PoolState(frame)
         else:
-            self.picture.apply(frame)
+            self.state.apply(frame)
 
-    async def until(self, name: str) -> Picture:
+    async def until(self, name: str) -> PoolState:
         """Reads on until it has heard of a request."""
-        while self.picture is None or name not in self.picture.requests:
+        while self.state is None or name not in self.state.requests:
             await self.read()
-        return self.picture
+        return self.state
 
 
 async def aclose(*streams: AsyncGenerator[Any, None]) -> None:
@@ -132,15 +132,15 @@ def test_who_does_not_read_is_sent_away_and_nobody_else() -> None:
         slow, quick = Reader(world.hub), Reader(world.hub)
         await slow.read()
         await quick.read()
-        for i in range(2 * MOST_QUEUED):
+        for i in range(2 * MAX_QUEUED):
             if not world.lab.requests or not world.lab.scheduler.requests:
                 world.busy(f"r{i}", 1 + i % 7)
             else:
                 world.lab.step()
             step = world.lab.scheduler.num_steps
-            while quick.picture is None or quick.picture.step < step:
+            while quick.state is None or quick.state.step < step:
                 await quick.read()
-        check(quick.picture, world.lab.scheduler)
+        check(quick.state, world.lab.scheduler)
         assert world.hub.num_viewers == 1
         assert [message async for message in slow.stream] == [("bye", msgspec.Raw(b'{"reason":"slow"}'))]
         await aclose(quick.stream)
@@ -169,12 +169,12 @@ def test_a_frame_that_is_lost_costs_a_snapshot() -> None:
         world = World()
         reader = Reader(world.hub)
         await reader.read()
-        assert reader.picture is not None
-        epoch = reader.picture.epoch
+        assert reader.state is not None
+        epoch = reader.state.epoch
         world.lose = True
         world.busy("a")
         check(await reader.until("a"), world.lab.scheduler)
-        assert reader.picture.epoch != epoch
+        assert reader.state.epoch != epoch
         await aclose(reader.stream)
 
     run(main())
@@ -202,46 +202,46 @@ def test_a_block_in_detail() -> None:
 
 def test_frames_count_what_is_told_and_nothing_is_told_of_nothing() -> None:
     lab = Lab(8, 2)
-    tap = Tap(lab.scheduler)
-    assert not tap.is_listening
-    first = tap.frame()
+    publisher = Publisher(lab.scheduler)
+    assert not publisher.is_subscribed
+    first = publisher.frame()
     assert isinstance(first, Snapshot) and first.frame == 0
-    assert tap.frame(tap.last) is None
+    assert publisher.frame(publisher.last) is None
     lab.add("a", [1, 2, 3], 4)
-    delta = tap.frame(tap.last)
+    delta = publisher.frame(publisher.last)
     assert isinstance(delta, Delta) and delta.frame == 1
-    assert isinstance(tap.frame(f"{first.epoch}:0"), Snapshot)  # not the last one: from the beginning
-    tap.stop()
-    assert not tap.is_listening
-    picture = Picture(first)
+    assert isinstance(publisher.frame(f"{first.epoch}:0"), Snapshot)  # not the last one: from the beginning
+    publisher.stop()
+    assert not publisher.is_subscribed
+    state = PoolState(first)
     with pytest.raises(FrameLostError, match="take a snapshot"):
-        picture.apply(Delta(first.epoch, 2, 0.0, 0, first.counts))
+        state.apply(Delta(first.epoch, 2, 0.0, 0, first.counts))
 
 
 def test_a_frame_tells_why_somebody_waits_and_how_a_step_went() -> None:
     lab = Lab(4, 2, rows=4, listen=False)
-    tap = Tap(lab.scheduler)
-    tap.frame()
+    publisher = Publisher(lab.scheduler)
+    publisher.frame()
     lab.add("a", [1, 2, 3, 4, 5], 2)
     lab.add("b", [6, 7, 8, 9, 10], 2)
     lab.step()
-    delta = tap.frame(tap.last)
+    delta = publisher.frame(publisher.last)
     assert isinstance(delta, Delta)
     (b,) = [r for r in delta.requests if r.id == "b"]
-    assert b.waits is not None and (b.waits.reason, b.waits.needs, b.waits.free) == ("blocks", 3, 1)
+    assert b.wait is not None and (b.wait.reason, b.wait.needs, b.wait.free) == ("blocks", 3, 1)
     (step,) = delta.steps
     assert step[0] == 0 and step[2:] == [5, 1, 1, 1, 0, 3, 0, 1]  # five positions, one of them sampled
     assert [e["event"] for e in delta.events] == ["arrived", "arrived", "admitted", "waiting"]
     lab.run()
-    assert not tap._waits  # whoever has finished is forgotten
+    assert not publisher._waits  # whoever has finished is forgotten
 
 
 def test_an_event_has_its_own_time_and_what_it_tells() -> None:
     """Though it becomes part of a frame only later."""
     now = 10.0
     lab = Lab(4, 2, rows=4, listen=False)
-    tap = Tap(lab.scheduler, clock=lambda: now)
-    tap.frame()
+    publisher = Publisher(lab.scheduler, clock=lambda: now)
+    publisher.frame()
     known: dict[int, int] = {}
     num_evicted = 0
     for number in range(1, 6):
@@ -249,7 +249,7 @@ def test_an_event_has_its_own_time_and_what_it_tells() -> None:
         lab.add(f"r{number}", [number, number + 1, number + 2, number + 3, 0], 1)
         lab.run()
         now += 0.5
-        delta = tap.frame(tap.last)
+        delta = publisher.frame(publisher.last)
         assert isinstance(delta, Delta) and delta.seals is not None and delta.counts.tokens == 5 * number
         assert {step[1] for step in delta.steps} == {number}
         for event in delta.events:
@@ -267,11 +267,11 @@ def test_an_event_has_its_own_time_and_what_it_tells() -> None:
 
 def test_a_frame_is_bounded_and_says_what_it_leaves_out() -> None:
     lab = Lab(4, 2, rows=4, listen=False)
-    tap = Tap(lab.scheduler)
-    tap.frame()
+    publisher = Publisher(lab.scheduler)
+    publisher.frame()
     for i in range(300):
         lab.add(f"r{i}", [1], 1)
-    delta = tap.frame(tap.last)
+    delta = publisher.frame(publisher.last)
     assert isinstance(delta, Delta)
-    assert (len(delta.events), delta.num_left_out, len(delta.requests)) == (256, 44, 256)
+    assert (len(delta.events), delta.num_omitted, len(delta.requests)) == (256, 44, 256)
     assert delta.counts.waiting == 300

@@ -14,8 +14,8 @@ import pytest
 from octavo.core.plan import StepPlan
 from octavo.core.scheduler import Scheduler
 from octavo.view.live.messages import Delta, Frame, Snapshot
-from octavo.view.live.publisher import Tap, questions
-from octavo.view.live.state import Picture
+from octavo.view.live.publisher import Publisher, view_rpc_methods
+from octavo.view.live.state import PoolState
 from tests.core.lab import Lab
 from tests.proof.workloads import World
 
@@ -31,52 +31,52 @@ def through_a_process(frame: Frame) -> Frame:
 
 
 def test_a_block_that_this_engine_does_not_have_is_nothing() -> None:
-    """The one before it may have had more memory, and what is asked came of its picture."""
+    """The one before it may have had more memory, and what is asked came of its state."""
     lab = Lab(4, 2, rows=4, listen=False)
     engine: Any = SimpleNamespace(scheduler=lab.scheduler)
-    ask = questions()["view_block"]
+    ask = view_rpc_methods()["view_block"]
     for block in ("1", "4", "5", "1000"):
         assert ask(engine, block) == {"name": None, "token_ids": None}
 
 
-def check(picture: Picture, scheduler: Scheduler) -> None:
+def check(state: PoolState, scheduler: Scheduler) -> None:
     cache = scheduler.cache
     pool = cache.pool
     refs, seals = np.array(pool.refs), np.array(pool.seal_id)
-    assert np.array_equal(picture.words & 0x7FFF, refs)
-    assert np.array_equal(picture.words >> 15 == 1, seals != 0)
-    assert np.array_equal(np.where(seals, picture.seal_ids, 0), seals)
+    assert np.array_equal(state.words & 0x7FFF, refs)
+    assert np.array_equal(state.words >> 15 == 1, seals != 0)
+    assert np.array_equal(np.where(seals, state.seal_ids, 0), seals)
     for block in np.nonzero(seals)[0].tolist():
         key = pool.key_of(block)
         assert key is not None
-        assert picture.parent_ids[block] == (0 if isinstance(key[0], bytes) else key[0])
+        assert state.parent_ids[block] == (0 if isinstance(key[0], bytes) else key[0])
     stats = cache.stats()
-    assert picture.stats == stats.as_dict()
-    assert (picture.num_used, picture.num_cached, picture.num_free) == (
+    assert state.stats == stats.as_dict()
+    assert (state.num_used, state.num_cached, state.num_free) == (
         stats.num_used,
         stats.num_cached,
         stats.num_free,
     )
     lines = {"running": scheduler.running, "swapped": scheduler.swapped, "waiting": scheduler.waiting}
-    assert picture.lines == {name: [r.request_id for r in line] for name, line in lines.items()}
+    assert state.queues == {name: [r.request_id for r in line] for name, line in lines.items()}
     live = {r.request_id: (r, r.status.value, r.sequences) for line in lines.values() for r in line}
     live |= {name: (s.request, "pinned", [s]) for name, s in cache.pins.items()}
-    assert picture.requests.keys() == live.keys()
+    assert state.requests.keys() == live.keys()
     owners: Counter[int] = Counter()
     for name, (request, status, sequences) in live.items():
-        view = picture.requests[name]
+        view = state.requests[name]
         assert (view.status, view.num_cached, view.num_preempted) == (
             status,
             request.num_cached_tokens,
             request.num_preemptions,
         )
-        assert (view.waits.reason if view.waits else "") == request.waits_for
-        tables = [picture.tables[uid] for uid in view.sequences]
+        assert (view.wait.reason if view.wait else "") == request.wait_reason
+        tables = [state.tables[uid] for uid in view.sequences]
         told = [(t.num_tokens, t.num_computed, t.block_ids.tolist()) for t in tables]
         assert told == [(len(s.token_ids), s.num_computed, s.block_ids) for s in sequences], request
         if status != "swapped":
             owners.update(b for t in tables for b in t.block_ids.tolist() if b)
-    assert picture.tables.keys() == {uid for view in picture.requests.values() for uid in view.sequences}
+    assert state.tables.keys() == {uid for view in state.requests.values() for uid in view.sequences}
     assert [owners[b] for b in range(1, len(refs))] == refs[1:].tolist()
 
 
@@ -86,9 +86,9 @@ class WatchedWorld(World):
     def __init__(self, seed: int, totals: Counter[str]) -> None:
         super().__init__(seed, totals, listen=True)
         self.coin = random.Random(seed + 0.125)
-        self.tap = Tap(self.scheduler)
-        self.early: Picture | None = None
-        self.late: Picture | None = None
+        self.publisher = Publisher(self.scheduler)
+        self.early: PoolState | None = None
+        self.late: PoolState | None = None
 
     def _plan(self) -> StepPlan:
         plan = super()._plan()
@@ -108,20 +108,20 @@ class WatchedWorld(World):
             return
         after = "" if self.early is None else f"{self.early.epoch}:{self.early.frame}"
         carry = self.coin.choice([through_json, through_a_process])
-        frame = self.tap.frame(after)
+        frame = self.publisher.frame(after)
         self.totals[type(frame).__name__] += 1
         if self.early is None:
             assert isinstance(frame, Snapshot)
-            self.early = Picture(carry(frame))  # type: ignore[arg-type]
+            self.early = PoolState(carry(frame))  # type: ignore[arg-type]
         elif frame is not None:
             assert isinstance(frame, Delta)
-            for picture in (self.early, self.late or Picture(self.early.snapshot())):
-                picture.apply(carry(frame))
+            for state in (self.early, self.late or PoolState(self.early.snapshot())):
+                state.apply(carry(frame))
         check(self.early, self.scheduler)
         if self.late is not None:
             check(self.late, self.scheduler)
         elif self.coin.random() < 0.2:
-            self.late = Picture(carry(self.early.snapshot()))  # type: ignore[arg-type]
+            self.late = PoolState(carry(self.early.snapshot()))  # type: ignore[arg-type]
             check(self.late, self.scheduler)
 
 

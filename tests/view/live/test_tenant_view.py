@@ -1,4 +1,4 @@
-"""One tenant's share of a picture: all of its own, and nothing of the others but which blocks they use."""
+"""One tenant's share of a state: all of its own, and nothing of the others but which blocks they use."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 
 from octavo.view.live.messages import Delta, Frame, Snapshot
 from octavo.view.live.publisher import STOP
-from octavo.view.live.state import Picture
-from octavo.view.live.tenant_view import Share
+from octavo.view.live.state import PoolState
+from octavo.view.live.tenant_view import TenantView
 from tests.view.live.test_hub import Reader as Viewer
 from tests.view.live.test_hub import World as HubWorld
 from tests.view.live.test_hub import aclose, frame_of, run, until
@@ -32,7 +32,7 @@ class Half:
     def sees(self, name: str) -> bool:
         return sum(name.encode()) % 2 == self.rest
 
-    def event(self, event: Mapping[str, Any]) -> dict[str, Any]:
+    def redact(self, event: Mapping[str, Any]) -> dict[str, Any]:
         return {**event, "for_request": "?"} if not self.sees(event.get("for_request", "")) else dict(event)
 
 
@@ -48,15 +48,15 @@ class SharedWorld(WatchedWorld):
 
     def __init__(self, seed: int, totals: Counter[str]) -> None:
         super().__init__(seed, totals)
-        self.whole: Picture | None = None
-        self.shares: dict[Half, tuple[Share, Picture, set[tuple[int, float]]]] = {}
+        self.whole: PoolState | None = None
+        self.shares: dict[Half, tuple[TenantView, PoolState, set[tuple[int, float]]]] = {}
 
     def look(self) -> None:
         if self.coin.random() > 0.4:
             return
-        frame = self.tap.frame("" if self.whole is None else f"{self.whole.epoch}:{self.whole.frame}")
+        frame = self.publisher.frame("" if self.whole is None else f"{self.whole.epoch}:{self.whole.frame}")
         if isinstance(frame, Snapshot):
-            self.whole = Picture(frame)
+            self.whole = PoolState(frame)
         elif frame is not None and self.whole is not None:
             self.whole.apply(frame)
             for reader, (share, own, _) in self.shares.items():
@@ -64,8 +64,8 @@ class SharedWorld(WatchedWorld):
         assert self.whole is not None
         for reader in (Half(0), Half(1)):
             if reader not in self.shares and self.coin.random() < 0.3:
-                share = Share(self.whole, reader)
-                self.shares[reader] = share, Picture(self.read(reader, share.snapshot(self.whole))), set()  # type: ignore[arg-type]
+                share = TenantView(self.whole, reader)
+                self.shares[reader] = share, PoolState(self.read(reader, share.snapshot(self.whole))), set()  # type: ignore[arg-type]
         for reader, (share, own, ever) in self.shares.items():
             self.check_share(reader, share, own, ever)
 
@@ -76,12 +76,12 @@ class SharedWorld(WatchedWorld):
         self.totals["names"] += len(names)
         return through_json(frame)  # type: ignore[arg-type,return-value]
 
-    def check_share(self, reader: Half, share: Share, own: Picture, ever: set[tuple[int, float]]) -> None:
+    def check_share(self, reader: Half, share: TenantView, own: PoolState, ever: set[tuple[int, float]]) -> None:
         whole = self.whole
         assert whole is not None
         assert np.array_equal(own.words, whole.words) and own.stats == whole.stats and own.counts == whole.counts
         assert own.requests == {name: view for name, view in whole.requests.items() if reader.sees(name)}
-        assert own.lines == {line: [n for n in names if reader.sees(n)] for line, names in whole.lines.items()}
+        assert own.queues == {line: [n for n in names if reader.sees(n)] for line, names in whole.queues.items()}
         uids = {uid for view in own.requests.values() for uid in view.sequences}
         assert own.tables == {uid: table for uid, table in whole.tables.items() if uid in uids}
         swapped = {uid for view in own.requests.values() if view.status == "swapped" for uid in view.sequences}
@@ -93,7 +93,7 @@ class SharedWorld(WatchedWorld):
             assert own.seal_ids[block] == (whole.seal_ids[block] if is_own else 0)
             assert share.has(block, whole) is (is_own or block in held)
             self.totals["own" if is_own else "others'"] += 1
-        fresh = Picture(share.snapshot(whole))
+        fresh = PoolState(share.snapshot(whole))
         assert (fresh.requests, fresh.tables) == (own.requests, own.tables)
         now = np.nonzero(whole.words >> 15)[0]
         assert [fresh.seal_ids[b] for b in now] == [whole.seal_ids[b] * ((b, whole.seal_ids[b]) in ever) for b in now]
@@ -142,7 +142,7 @@ def _snapshot(frame: Frame) -> Snapshot:
 
 
 def test_content_that_has_changed_meanwhile_is_not_shown() -> None:
-    """The engine is ahead of the picture: the block may be another tenant's by now."""
+    """The engine is ahead of the state: the block may be another tenant's by now."""
 
     async def main() -> None:
         world = HubWorld(plain=True)
@@ -151,15 +151,15 @@ def test_content_that_has_changed_meanwhile_is_not_shown() -> None:
         viewer.stream = stream
         await viewer.read()
         world.busy("b", 5)
-        picture = await viewer.until("b")
-        (block, *_) = next(iter(picture.tables.values())).block_ids.tolist()
+        state = await viewer.until("b")
+        (block, *_) = next(iter(state.tables.values())).block_ids.tolist()
         whole = world.ask
 
         async def ask(question: str, argument: str) -> Any:
             answer = await whole(question, argument)
             return answer | changed if question == "view_block" else answer
 
-        world.hub._ask = ask
+        world.hub._rpc = ask
         for later in ({"seal_id": 99}, {"epoch": "another"}):
             changed = later
             found = await world.hub.block(block, Half(0))
@@ -175,17 +175,17 @@ def test_content_that_has_changed_meanwhile_is_not_shown() -> None:
 def test_viewers_that_come_and_go_make_no_snapshots() -> None:
     async def main() -> None:
         world = HubWorld()
-        world.hub._share = 1e6  # of a snapshot that takes microseconds
+        world.hub._idle_ratio = 1e6  # of a snapshot that takes microseconds
         for _ in range(20):
             stream = world.hub.watch()
             assert isinstance(frame_of(await anext(stream)), Snapshot)
             await aclose(stream)
         assert world.asked[STOP] == 0
-        snapshots = [world.hub._snapshot(None, world.hub.picture or Picture(_none())) for _ in range(2)]
+        snapshots = [world.hub._snapshot(None, world.hub.state or PoolState(_none())) for _ in range(2)]
         assert snapshots[0] is snapshots[1]
         world.hub._linger_until = 0.0
         await until(lambda: not world.lab.cache.events.active)
-        assert world.asked[STOP] == 1 and world.hub.picture is None
+        assert world.asked[STOP] == 1 and world.hub.state is None
 
     run(main())
 
@@ -198,13 +198,13 @@ def test_a_frame_with_nothing_of_ones_own_still_counts() -> None:
     world = HubWorld()
     tap_frame = world.questions["view"]
     engine: Any = type("Engine", (), {"scheduler": world.lab.scheduler})()
-    picture = Picture(tap_frame(engine, ""))
-    share = Share(picture, Half(0))
-    own = Picture(share.snapshot(picture))
+    state = PoolState(tap_frame(engine, ""))
+    share = TenantView(state, Half(0))
+    own = PoolState(share.snapshot(state))
     world.busy("a", 5)
-    delta = tap_frame(engine, f"{picture.epoch}:{picture.frame}")
+    delta = tap_frame(engine, f"{state.epoch}:{state.frame}")
     assert isinstance(delta, Delta)
-    picture.apply(delta)
-    shown = share.delta(delta, picture)
+    state.apply(delta)
+    shown = share.delta(delta, state)
     own.apply(shown)
     assert shown.frame == delta.frame and not shown.requests and shown.blocks == delta.blocks

@@ -16,10 +16,10 @@ from octavo.errors import ParameterError
 from octavo.view.playground.lessons import LESSONS, LessonStep
 from octavo.view.playground.session import (
     MAX_HELD_TOKENS,
+    MAX_PHASES,
+    MAX_POOLS,
+    MAX_TOKENS,
     MAX_WORK,
-    MOST_PHASES,
-    MOST_TOKENS,
-    NUM_KEPT,
     Playground,
     Playgrounds,
     Pool,
@@ -61,7 +61,7 @@ def test_the_waste_of_the_lesson_is_what_it_says() -> None:
 
 def test_writing_into_a_shared_block_goes_by_four_phases() -> None:
     answer = Playgrounds().answer("8x4;new,7;fork,A", "write,A")
-    phases = [(p["kind"], p["block_id"], p["from_block_id"]) for p in answer["phases"]]
+    phases = [(p.kind, p.block_id, p.from_block_id) for p in answer["phases"]]
     assert phases == [
         ("allocate", 3, None),
         ("copy", 3, 2),
@@ -71,22 +71,21 @@ def test_writing_into_a_shared_block_goes_by_four_phases() -> None:
         ("seal", 3, None),
     ]
     assert answer["says"] == (
-        "A shares block 2 with 1 other, so it gets a copy, block 3, and writes there: block 2 goes from 2 references "
-        "to 1."
+        "A shares block 2 with 1 other, so it writes into a copy, block 3: block 2 goes from 2 references to 1."
     )
 
 
 @pytest.mark.parametrize(
     ("history", "says"),
     [
-        ("8x4;new,8;fork,A", "A's last block 2 is full, so the token begins a new block, 3. Nothing is copied."),
-        ("8x4;new,7", "A writes into block 2, in place: it has 1 reference. Nothing is copied."),
+        ("8x4;new,8;fork,A", "A's last block 2 is full, so the token goes into a new block, 3. Nothing is copied."),
+        ("8x4;new,7", "A writes into block 2 in place: it has 1 reference. Nothing is copied."),
     ],
 )
 def test_no_copy_where_none_is_needed_and_it_says_why(history: str, says: str) -> None:
     answer = Playgrounds().answer(history, "write,A")
     assert answer["says"] == says and answer["why"]
-    assert "copy" not in [p["kind"] for p in answer["phases"]]
+    assert "copy" not in [p.kind for p in answer["phases"]]
 
 
 def test_a_history_is_the_session() -> None:
@@ -99,9 +98,9 @@ def test_a_history_is_the_session() -> None:
         history = answer["history"]
         again = there.answer(history)
         assert again == answer
-    for i in range(NUM_KEPT + 1):
+    for i in range(MAX_POOLS + 1):
         here.answer(f"{i + 1}x1")
-    assert len(here._kept) == NUM_KEPT and history not in here._kept
+    assert len(here._playgrounds) == MAX_POOLS and history not in here._playgrounds
     assert here.answer(history) == again
 
 
@@ -112,7 +111,7 @@ def test_what_cannot_be_done_changes_nothing() -> None:
         refused = play.answer("4x4;new,7;fork,A", action)
         assert not refused["done"] and refused["history"] == "4x4;new,7;fork,A"
         assert refused["picture"] == whole["picture"] and refused["says"] and refused["why"]
-        assert [p["kind"] for p in refused["phases"]] == ["refuse"]
+        assert [p.kind for p in refused["phases"]] == ["refuse"]
     assert "needs 24 blocks, 2 are free and 0 cached" in play.answer("4x4;new,7;fork,A", "new,96")["says"]
 
 
@@ -121,18 +120,18 @@ def test_what_cannot_be_done_changes_nothing() -> None:
     [
         ("", None, "begins with its pool"),
         ("64", None, "begins with its pool"),
-        ("0x4", None, "not offered"),
-        ("4096x256", None, "not offered"),
+        ("0x4", None, "not supported"),
+        ("4096x256", None, "not supported"),
         ("4x4x17", None, "reserve 1 to 16"),
-        ("4x4x16x5", None, "at most 4 on the host"),
+        ("4x4x16x5", None, "at most 4 host blocks"),
         ("4x4", "jump", "there is no action 'jump'"),
         ("4x4", "__init__,4x4", "there is no action"),
         ("4x4", "new", "does not take 0 arguments"),
         ("4x4", "new,1,2", "does not take 2 arguments"),
-        ("4x4", "new,0", "no number from 1"),
-        ("4x4", "new,-1", "no number"),
-        ("4x4", "new,\u0663", "no number"),
-        ("4x4", "new,9999999", "no number"),
+        ("4x4", "new,0", "not a number from 1"),
+        ("4x4", "new,-1", "not a number"),
+        ("4x4", "new,\u0663", "not a number"),
+        ("4x4", "new,9999999", "not a number"),
         ("4x4", "text,", "1 to 512 words"),
         ("4x4", f"text,{'x' * 33}", "at most 32 characters"),
         ("4x4;new,1", "preempt,A,now", "swap or recompute"),
@@ -161,8 +160,8 @@ def test_what_comes_back_from_the_host_can_be_found_again() -> None:
 
 def test_a_history_cannot_make_tokens_without_end() -> None:
     play = Playgrounds()
-    history = "4096x16" + f";new,{MOST_TOKENS // 2};free,A;new,{MOST_TOKENS // 2}"
-    assert "the most that one can" in play.answer(history, "append,B,1")["says"]
+    history = "4096x16" + f";new,{MAX_TOKENS // 2};free,A;new,{MAX_TOKENS // 2}"
+    assert "65536 tokens, the limit" in play.answer(history, "append,B,1")["says"]
 
 
 def check(play: Playground) -> None:
@@ -221,12 +220,12 @@ def test_random_play_keeps_the_rules() -> None:
         size = rnd.choice([1, 2, 3, 4])
         play, history = Playgrounds(), f"{rnd.randint(4, 24)}x{size}x{rnd.randint(1, 4 * size)}x{rnd.randint(0, 4)}"
         for _ in range(30):
-            shown = play._kept.get(history)
+            shown = play._playgrounds.get(history)
             action = draw(rnd, list(shown.sequences) if shown else [])
             answer = play.answer(history, action)
             history = answer["history"]
             verbs[action.split(",")[0], answer["done"]] += 1
-            check(play._kept[history])
+            check(play._playgrounds[history])
         assert Playgrounds().answer(history)["picture"] == play.answer(history)["picture"]
     verbs_done = {verb for verb, done in verbs if done}
     assert verbs_done == set(Playground(Pool.parse("1x1"))._actions)
@@ -252,8 +251,8 @@ def test_the_work_and_memory_of_a_history_are_bounded(history: str) -> None:
     with contextlib.suppress(RefusedError, ParameterError):
         for action in history.split(";")[1:]:
             playground.do(action)
-    assert playground._work <= MAX_WORK + MOST_TOKENS
+    assert playground._work <= MAX_WORK + MAX_TOKENS
     assert sum(len(sequence.token_ids) for sequence in playground.sequences.values()) <= MAX_HELD_TOKENS
-    assert len(playground.phases) <= MOST_PHASES
+    assert len(playground.phases) <= MAX_PHASES
     with contextlib.suppress(ParameterError):
         assert Playgrounds().answer(history)["done"]

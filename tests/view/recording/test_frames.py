@@ -10,15 +10,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine import Engine
 from octavo.errors import TraceError
 from octavo.params.sampling_params import SamplingParams
 from octavo.view.live.messages import Counts, Delta, Frame, RequestView, Seals, Snapshot
-from octavo.view.live.publisher import Tap
-from octavo.view.live.state import Picture
-from octavo.view.recording.frames import MOST_FRAMES_AT_ONCE, Replay, frames_of_flight, lines_of, read_frames
+from octavo.view.live.publisher import Publisher
+from octavo.view.live.state import PoolState
+from octavo.view.recording.frames import MAX_FRAMES_PER_REPLY, Replay, encode_frames, frames_of_recording, read_frames
 from octavo.view.recording.recorder import FlightRecorder
 from tests.core.lab import SWAP, Lab
 from tests.proof.oracle import Oracle
@@ -26,29 +26,29 @@ from tests.proof.workloads import World
 
 
 class RecordedWorld(World):
-    """A frame after each plan, on a clock of its own; with what the picture is then."""
+    """A frame after each plan, on a clock of its own; with what the state is then."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed, Counter(), listen=True)
         self.now = 100.0
-        self.tap = Tap(self.scheduler, clock=lambda: self.now)
+        self.publisher = Publisher(self.scheduler, clock=lambda: self.now)
         self.frames: list[Frame] = []
-        self.picture: Picture | None = None
+        self.state: PoolState | None = None
         self.looks: list[tuple[float, bytes]] = []
 
     def _land(self) -> None:
         super()._land()
         self.now += 0.25
-        frame = self.tap.frame(self.tap.last)
+        frame = self.publisher.frame(self.publisher.last)
         if frame is None:
             return
         self.frames.append(frame)
         if isinstance(frame, Snapshot):
-            self.picture = Picture(frame)
+            self.state = PoolState(frame)
         else:
-            assert self.picture is not None
-            self.picture.apply(frame)
-        self.looks.append((frame.time_s, msgspec.json.encode(self.picture.snapshot())))
+            assert self.state is not None
+            self.state.apply(frame)
+        self.looks.append((frame.time_s, msgspec.json.encode(self.state.snapshot())))
 
 
 def recorded(seed: int) -> tuple[list[Frame], list[tuple[float, bytes]]]:
@@ -59,7 +59,7 @@ def recorded(seed: int) -> tuple[list[Frame], list[tuple[float, bytes]]]:
 
 
 def copy_of(frames: list[Frame]) -> list[Frame]:
-    return [msgspec.json.decode(line, type=Frame) for line in lines_of(frames).splitlines()]  # type: ignore[arg-type]
+    return [msgspec.json.decode(line, type=Frame) for line in encode_frames(frames).splitlines()]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", [0, 2, 3, 4, 5])
@@ -72,12 +72,12 @@ def test_every_moment_is_as_it_was(seed: int) -> None:
         assert msgspec.json.encode(replay.at(time_s + 0.1)) == wanted
     assert msgspec.json.encode(replay.at(0)) == looks[0][1]
     for (begin_s, _), (end_s, wanted) in zip(looks[::3], looks[2::3], strict=False):
-        picture = Picture(replay.at(begin_s))
+        state = PoolState(replay.at(begin_s))
         told, until_s = replay.frames(begin_s, end_s)
         assert until_s == end_s
         for frame in told:
-            picture.apply(frame)
-        assert msgspec.json.encode(picture.snapshot()) == wanted
+            state.apply(frame)
+        assert msgspec.json.encode(state.snapshot()) == wanted
 
 
 def test_a_range_is_a_recording_of_its_own(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_range_is_a_recording_of_its_own(tmp_path: Path) -> None:
     path.write_bytes(replay.export(begin_s, end_s))
     part = Replay(read_frames(path))
     assert part.duration_s == pytest.approx(end_s - begin_s, abs=1e-6)
-    ours, theirs = Picture(part.at(part.duration_s)), Picture(replay.at(end_s))
+    ours, theirs = PoolState(part.at(part.duration_s)), PoolState(replay.at(end_s))
     assert (ours.words == theirs.words).all() and ours.requests == theirs.requests and ours.stats == theirs.stats
 
 
@@ -111,20 +111,20 @@ def test_a_servers_stream_is_a_recording(tmp_path: Path) -> None:
         assert replay.duration_s == pytest.approx(first_s + two[-1].time_s - two[0].time_s)
         told, _ = replay.frames(first_s - 0.3, replay.duration_s)
         assert isinstance(told[-len(two)], Snapshot) or isinstance(told[0], Snapshot)
-        assert Picture(replay.at(replay.duration_s)).stats == Picture(Replay(copy_of(two)).at(1e9)).stats
+        assert PoolState(replay.at(replay.duration_s)).stats == PoolState(Replay(copy_of(two)).at(1e9)).stats
 
 
 def test_the_summary_marks_what_is_worth_a_look() -> None:
     lab = Lab(6, 2, rows=4, host=6, policy=SWAP, listen=False)
     now = 0.0
-    tap = Tap(lab.scheduler, clock=lambda: now)
-    frames = [tap.frame()]
+    publisher = Publisher(lab.scheduler, clock=lambda: now)
+    frames = [publisher.frame()]
     lab.add("a", [1, 2, 3, 4, 5], 6)
     lab.add("b", [6, 7, 8, 9, 10], 6)
     while lab.scheduler.has_work:
         now += 1.0
         lab.step()
-        if (frame := tap.frame(tap.last)) is not None:
+        if (frame := publisher.frame(publisher.last)) is not None:
             frames.append(frame)
     replay = Replay(f for f in frames if f is not None)
     summary = replay.summary()
@@ -145,34 +145,36 @@ def test_the_summary_marks_what_is_worth_a_look() -> None:
 def test_a_long_range_comes_in_pieces() -> None:
     lab = Lab(4, 2, listen=False)
     now = 0.0
-    tap = Tap(lab.scheduler, clock=lambda: now)
-    frames = [tap.frame()]
-    for i in range(MOST_FRAMES_AT_ONCE + 40):
+    publisher = Publisher(lab.scheduler, clock=lambda: now)
+    frames = [publisher.frame()]
+    for i in range(MAX_FRAMES_PER_REPLY + 40):
         now += 0.5
         lab.add(f"r{i}", [1], 1)
-        frames.append(tap.frame(tap.last))
+        frames.append(publisher.frame(publisher.last))
     replay = Replay(f for f in frames if f is not None)
     told, end_s = replay.frames(0.0, replay.duration_s)
-    assert (len(told), end_s) == (MOST_FRAMES_AT_ONCE, 250.0)
+    assert (len(told), end_s) == (MAX_FRAMES_PER_REPLY, 250.0)
     more, end_s = replay.frames(end_s, replay.duration_s)
     assert (len(more), end_s) == (40, replay.duration_s)
 
 
 def test_a_flight_is_run_again(tmp_path: Path) -> None:
     """The recorder's dump has no blocks in it; what they did comes of the same calls."""
-    cache = KVCache(24, 2, 8, num_rows=4)
+    cache = KVCacheManager(24, 2, 8, num_rows=4)
     engine = Engine(Scheduler(cache, policy=SWAP), Oracle(cache), vocab_size=9, max_model_len=64)
     recorder = FlightRecorder(engine)
     for i in range(6):
-        engine.add(f"r{i}", [1, 2, 3, 4, i], SamplingParams(max_tokens=12, seed=i, n=1 + i % 2, ignore_eos=True))
+        engine.add_request(
+            f"r{i}", [1, 2, 3, 4, i], SamplingParams(max_tokens=12, seed=i, n=1 + i % 2, ignore_eos=True)
+        )
     while engine.has_work:
         engine.step()
     path = recorder.dump(path=tmp_path / "busy.flight")
     recorder.detach()
-    replay = Replay(frames_of_flight(path, every_s=0.0))
-    picture = replay.picture_at(replay.duration_s)
-    assert picture.stats == cache.stats().as_dict() and picture.stats["num_swapped_out"] > 0
-    assert (picture.words & 0x7FFF).tolist() == list(cache.pool.refs)
+    replay = Replay(frames_of_recording(path, every_s=0.0))
+    state = replay.state_at(replay.duration_s)
+    assert state.stats == cache.stats().as_dict() and state.stats["num_swapped_out"] > 0
+    assert (state.words & 0x7FFF).tolist() == list(cache.pool.refs)
     finished = [e for f in replay.frames(-1, 1e9)[0] for e in f.events if e["event"] == "finished"]
     assert len(finished) == 6
     engine.close()
@@ -180,21 +182,21 @@ def test_a_flight_is_run_again(tmp_path: Path) -> None:
 
 def test_what_is_no_recording_is_said(tmp_path: Path) -> None:
     frames, _ = recorded(0)
-    lines = lines_of(frames).splitlines()
+    lines = encode_frames(frames).splitlines()
     first = json.loads(lines[0])
     delta = json.loads(lines[1])
     cases = {
         "is empty": [],
         "does not begin with a snapshot": lines[1:],
         "frame 3 of the recording is not the next one": [lines[0], lines[1], lines[1]],
-        "line 2 of .* is no frame": [lines[0], b'{"kind": "delta"}'],
-        "line 1 of .* is no frame: .*kind": [b'{"kind": "film"}'],
-        "line 1 of .* is no frame; expected a JSON object": [b"PK\x03\x04"],
+        "line 2 of .* is not a frame": [lines[0], b'{"kind": "delta"}'],
+        "line 1 of .* is not a frame: .*kind": [b'{"kind": "film"}'],
+        "line 1 of .* is not a frame; expected one JSON object": [b"PK\x03\x04"],
         "frame 1 of the recording contradicts itself": [json.dumps(first | {"num_blocks": 3}).encode()],
         "frame 2 of the recording contradicts itself": [lines[0], json.dumps(delta | {"gone": ["x"]}).encode()],
-        "^line 2 of .* is no frame": [lines[0], b'{"kind": "delta"}', lines[1]],
-        "^line 1 of .* is no frame: .*num_blocks": [json.dumps(first | {"num_blocks": 1 << 60}).encode()],
-        "^line 1 of .* is no frame: .*>= 1": [json.dumps(first | {"num_blocks": 0, "words": ""}).encode()],
+        "^line 2 of .* is not a frame": [lines[0], b'{"kind": "delta"}', lines[1]],
+        "^line 1 of .* is not a frame: .*num_blocks": [json.dumps(first | {"num_blocks": 1 << 60}).encode()],
+        "^line 1 of .* is not a frame: .*>= 1": [json.dumps(first | {"num_blocks": 0, "words": ""}).encode()],
         "^frame 1 of the recording contradicts itself: TypeError": [
             json.dumps(first | {"time_s": 1, "events": [{"event": "evicted", "time_s": "soon"}]}).encode()
         ],
@@ -212,17 +214,17 @@ def test_a_recording_that_was_cut_is_read_up_to_there(
 ) -> None:
     """By a full disk, say, or by whoever ended curl."""
     recording, _ = recorded(0)
-    whole = lines_of(recording)
+    whole = encode_frames(recording)
     path = tmp_path / "cut.frames"
     path.write_bytes(gzip.compress(whole)[:-40] if packed else whole[:-20])
     frames = list(read_frames(path))
-    assert 0 < len(frames) < len(recording) and lines_of(frames) == lines_of(recording[: len(frames)])
-    assert "is cut" in caplog.text
+    assert 0 < len(frames) < len(recording) and encode_frames(frames) == encode_frames(recording[: len(frames)])
+    assert "is truncated" in caplog.text
 
 
 def test_a_recording_that_was_damaged_is_said(tmp_path: Path) -> None:
     """One byte of a gzipped one: of what is packed, and of its checksum."""
-    whole = gzip.compress(lines_of(recorded(0)[0]))
+    whole = gzip.compress(encode_frames(recorded(0)[0]))
     path = tmp_path / "wrong.frames.gz"
     for data in (whole[:10] + b"\x07" + whole[11:], whole[:-8] + bytes([whole[-8] ^ 1]) + whole[-7:]):
         path.write_bytes(data)
@@ -268,5 +270,5 @@ def test_a_new_engine_ends_what_the_last_one_did() -> None:
 
 def test_frames_are_what_json_says_they_are() -> None:
     frames, _ = recorded(0)
-    assert lines_of(copy_of(frames)) == lines_of(frames)
+    assert encode_frames(copy_of(frames)) == encode_frames(frames)
     assert isinstance(frames[0], Snapshot) and all(isinstance(frame, Delta) for frame in frames[1:])

@@ -21,23 +21,23 @@ import pytest
 from octavo.cli.main import run as octavo
 from octavo.config import EngineArgs
 from octavo.core import events as ev
-from octavo.core import snapshot as frozen
+from octavo.core import snapshot
 from octavo.core.plan import StepPlan
 from octavo.core.request import Request, Sequence
 from octavo.core.scheduler import Scheduler
-from octavo.engine.process.server import dump_flight
+from octavo.engine.process.server import dump_recording
 from octavo.engine.process.thread import EngineThread
 from octavo.errors import EngineError, TraceError
 from octavo.params.sampling_params import SamplingParams
 from octavo.simulate import replay
 from octavo.simulate.cost import DEVICES, LinearCost
 from octavo.simulate.models import MODELS
-from octavo.simulate.simulation import Records, Replica, Setup
+from octavo.simulate.simulation import Records, Replica, SimConfig
 from octavo.simulate.traces import Arrival, Lengths, chat, poisson
-from octavo.view.recording import recorder as flights
+from octavo.view.recording import recorder as recorder_module
 from octavo.view.recording.frames import Replay as Seen
-from octavo.view.recording.frames import frames_of_flight
-from octavo.view.recording.player import Flight
+from octavo.view.recording.frames import frames_of_recording
+from octavo.view.recording.player import Recording
 from octavo.view.recording.recorder import FlightRecorder
 from tests.proof.oracle import reference
 from tests.proof.workloads import RandomPolicy, World
@@ -48,7 +48,7 @@ COMMON: dict[str, Any] = {"block_size": 4, "num_gpu_blocks_override": 120, "deco
 
 @pytest.fixture(autouse=True)
 def short_legs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flights, "SHARE", 0)
+    monkeypatch.setattr(recorder_module, "MIN_SEGMENT_RATIO", 0)
 
 
 def plain(events: list[Any], names: dict[str, str] | None = None) -> list[Any]:
@@ -64,8 +64,8 @@ def plain(events: list[Any], names: dict[str, str] | None = None) -> list[Any]:
     return told
 
 
-class Flown:
-    """Attach it: events, with the place at which each leg began, and requests' numbers by their names."""
+class RecordedEngine:
+    """Attach it: events, with the place at which each segment began, and requests' numbers by their names."""
 
     def __init__(self, engine: Any, **options: Any) -> None:
         self.events: list[ev.Event] = []
@@ -74,29 +74,29 @@ class Flown:
         engine.scheduler.events.subscribe(self._listen, blocks=True)
         self.recorder = FlightRecorder(engine, **options)
         self.begins.append(0)
-        new_leg = self.recorder._new_leg
-        self.recorder._new_leg = lambda now: (self.begins.append(len(self.events)), new_leg(now))[1]  # type: ignore
+        new_segment = self.recorder._new_segment
+        self.recorder._new_segment = lambda now: (self.begins.append(len(self.events)), new_segment(now))[1]  # type: ignore
 
     def _listen(self, event: ev.Event) -> None:
         self.events.append(event)
         if isinstance(event, ev.Arrived):
-            self.names[event.request_id] = str(self.recorder._num_arrivals)
+            self.names[event.request_id] = str(self.recorder._num_requests)
 
     def replayed(self, path: Path) -> int:
-        """Run the dump again from the beginning of each leg, and compare event by event; how many legs there were."""
-        flight = Flight.load(self.recorder.dump(path=path))
+        """Replay the dump from each segment and compare the events; returns the number of segments."""
+        recording = Recording.load(self.recorder.dump(path=path))
         want = plain(self.events, self.names)
-        first = len(self.begins) - len(flight.file.legs)
-        for leg in range(len(flight.file.legs)):
-            again, got = flight.replay(leg), list[Any]()
+        first = len(self.begins) - len(recording.file.segments)
+        for segment in range(len(recording.file.segments)):
+            again, got = recording.replay(segment), list[Any]()
             again.scheduler.events.subscribe(got.append, blocks=True)
-            for _ in again.turns():
+            for _ in again.calls():
                 pass
-            rest = want[self.begins[first + leg] :]
+            rest = want[self.begins[first + segment] :]
             for i, (a, b) in enumerate(zip(rest, plain(got), strict=False)):
-                assert a == b, (leg, i, rest[max(0, i - 3) : i + 1], got[max(0, i - 3) : i + 1])
-            assert len(got) == len(rest), leg
-        return len(flight.file.legs)
+                assert a == b, (segment, i, rest[max(0, i - 3) : i + 1], got[max(0, i - 3) : i + 1])
+            assert len(got) == len(rest), segment
+        return len(recording.file.segments)
 
 
 class PinnedWorld(World):
@@ -113,34 +113,34 @@ class PinnedWorld(World):
             todo.insert(rnd.randrange(len(todo) + 1), pin)
 
 
-def fly_world(seed: int, path: Path, make: type[World] = World) -> tuple[int, Counter[str]]:
-    """A world of the oracle's, recorded and run again; legs, and what happened in it. One whose policy throws dice
+def record_world(seed: int, path: Path, make: type[World] = World) -> tuple[int, Counter[str]]:
+    """A world of the oracle's, recorded and run again; segments, and what happened in it. One whose policy throws dice
     cannot be run again."""
     world = make(seed, Counter(), listen=True)
-    beams, pins = any(r.decide for r in world.requests), any(r.pin for r in world.requests)
+    beams, pins = any(r.select_beams for r in world.requests), any(r.pin for r in world.requests)
     if isinstance(world.scheduler.policy, RandomPolicy):
         return 0, Counter()
     ticks = itertools.count()
     engine = SimpleNamespace(scheduler=world.scheduler, max_model_len=100, overlap=True)
-    flown = Flown(engine, clock=lambda: next(ticks) / 100, leg_s=0.3, keep_s=1e9)
+    recorded = RecordedEngine(engine, clock=lambda: next(ticks) / 100, segment_s=0.3, keep_s=1e9)
     world.run()
     seen = world.seen + Counter(beams=beams, pins=pins, failed=world.totals["failed steps"])
-    return flown.replayed(path), seen
+    return recorded.replayed(path), seen
 
 
 def worlds(seeds: Iterable[int], path: Path, make: type[World] = World) -> tuple[int, Counter[str]]:
-    num_legs, seen = 0, Counter[str]()
+    num_segments, seen = 0, Counter[str]()
     for seed in seeds:
-        more, happened = fly_world(seed, path, make)
-        num_legs += more
+        more, happened = record_world(seed, path, make)
+        num_segments += more
         seen += happened
-    return num_legs, seen
+    return num_segments, seen
 
 
 def test_whatever_happens_is_run_again_from_every_leg(tmp_path: Path) -> None:
     """Samples, beams, pins, tenants, priorities, windows, swaps, aborts, stop strings, steps that fail."""
-    num_legs, seen = worlds([*range(20), 31, 45, 56, 60, 63, 72], tmp_path / "f")
-    assert num_legs > 30
+    num_segments, seen = worlds([*range(20), 31, 45, 56, 60, 63, 72], tmp_path / "f")
+    assert num_segments > 30
     for what in ("Preempted swap", "Preempted recompute", "SwapLost", "Recomputed", "beams", "pins", "failed"):
         assert seen[what], what
 
@@ -148,48 +148,48 @@ def test_whatever_happens_is_run_again_from_every_leg(tmp_path: Path) -> None:
 def test_whoever_goes_on_as_a_pin_ends_is_known_again(tmp_path: Path) -> None:
     """A prompt whose end a pin has, an output or a beam that goes on as its tail does; before the pin came, or after.
     In these seeds each of them decides what is planned."""
-    num_legs, seen = worlds([54, 127], tmp_path / "f", PinnedWorld)
+    num_segments, seen = worlds([54, 127], tmp_path / "f", PinnedWorld)
     more, also = worlds([264, 817, 908, 958], tmp_path / "f")
-    assert num_legs + more > 10
+    assert num_segments + more > 10
     assert seen["pins"] and also["pins"] and seen["beams"] + also["beams"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [World, PinnedWorld])
 def test_a_thousand_worlds_are_run_again(tmp_path: Path, make: type[World]) -> None:
-    num_legs, _ = worlds(range(1000), tmp_path / "f", make)
-    assert num_legs > 1500
+    num_segments, _ = worlds(range(1000), tmp_path / "f", make)
+    assert num_segments > 1500
 
 
 def test_no_field_of_the_core_is_forgotten() -> None:
     """Who adds a field to these classes has to say here whether decisions depend on it."""
     replica = replica_of()
     cache = replica.cache
-    assert set(vars(cache)) - set(frozen.CACHE) == {
+    assert set(vars(cache)) - set(snapshot.CACHE) == {
         "events", "block_size", "pool", "swap_space", "rows", "enable_prefix_caching", "attention_window", "pins",
         "_holders",
     }  # fmt: skip
-    assert set(type(cache.pool).__slots__) - set(frozen.POOL) - set(frozen.POOL_ARRAYS) == {
+    assert set(type(cache.pool).__slots__) - set(snapshot.POOL) - set(snapshot.POOL_ARRAYS) == {
         "events", "num_blocks", "_freed", "_packed_of", "_shards",
     }  # fmt: skip
-    assert set(type(cache.swap_space).__slots__) - set(frozen.HOST) == {"num_blocks", "refs", "_freed"}
+    assert set(type(cache.swap_space).__slots__) - set(snapshot.HOST) == {"num_blocks", "refs", "_freed"}
     assert set(type(cache.rows).__slots__) == {"events", "num_rows", "_free"}
-    assert set(vars(replica.scheduler)) - set(frozen.SCHEDULER) == {
+    assert set(vars(replica.scheduler)) - set(snapshot.SCHEDULER) == {
         "cache", "max_num_seqs", "max_num_batched_tokens", "decode_window", "num_watermark_blocks", "policy", "events",
         "requests", "running", "swapped", "waiting", "in_flight", "confined_to", "_counted", "tenants",
     }  # fmt: skip
-    assert set(Sequence.__slots__) - set(frozen.SEQUENCE) == {
+    assert set(Sequence.__slots__) - set(snapshot.SEQUENCE) == {
         "request", "token_ids", "block_ids", "seal_ids", "stop_token",
     }  # fmt: skip
-    assert set(Request.__slots__) - set(frozen.REQUEST) == {
-        "request_id", "prompt_token_ids", "sampling_params", "decide", "sequences", "done", "solo", "order", "status",
-        "left_behind", "stop_ids", "salt", "seed", "error", "resume",
+    assert set(Request.__slots__) - set(snapshot.REQUEST) == {
+        "request_id", "prompt_token_ids", "sampling_params", "select_beams", "sequences", "finished_sequences",
+        "only_sequence", "order", "status", "shared_on_device", "stop_ids", "salt", "seed", "error", "resume",
     }  # fmt: skip
-    assert set(StepPlan.__slots__) - set(frozen.PLAN) == {
-        "draws", "host_tokens", "sequences", "swapped", "outstanding", "row_setups", "table_writes", "swap_ins",
-        "swap_outs", "copies", "returning", "void",
+    assert set(StepPlan.__slots__) - set(snapshot.PLAN) == {
+        "num_samples", "host_tokens", "sequences", "swapped_requests", "num_outstanding", "row_setups",
+        "table_writes", "swap_ins", "swap_outs", "copies", "swap_in_requests", "void_slices",
     }  # fmt: skip
-    assert set(type(replica.scheduler.policy.costs).__slots__) == set(frozen.COSTS)
+    assert set(type(replica.scheduler.policy.costs).__slots__) == set(snapshot.COSTS)
 
 
 # -- an engine ---------------------------------------------------------------------------------------------------------
@@ -200,17 +200,23 @@ def args(**options: Any) -> EngineArgs:
 
 
 def replica_of(**options: Any) -> Replica:
-    return Replica(Setup(MODELS["opt-13b"], DEVICES["h100"], args(**options), cost=COST), Records(), sample_s=1e9)
+    return Replica(
+        SimConfig(MODELS["opt-13b"], DEVICES["h100"], args(**options), cost=COST),
+        Records(),
+        interval_s=1e9,
+    )
 
 
-def fly(arrivals: list[Arrival], *, keep_s: float = 1e9, leg_s: float = 5.0, **options: Any) -> tuple[Replica, Flown]:
+def record(
+    arrivals: list[Arrival], *, keep_s: float = 1e9, segment_s: float = 5.0, **options: Any
+) -> tuple[Replica, RecordedEngine]:
     replica = replica_of(**options)
-    flown = Flown(replica.engine, keep_s=keep_s, leg_s=leg_s, clock=replica.clock)
+    recorded = RecordedEngine(replica.engine, keep_s=keep_s, segment_s=segment_s, clock=replica.clock)
     for i, arrival in enumerate(arrivals):
         replica.run_until(arrival.time_s)
-        replica.offer(i, arrival)
+        replica.submit(i, arrival)
     replica.run_until(float("inf"))
-    return replica, flown
+    return replica, recorded
 
 
 def rounds(num: int) -> list[Arrival]:
@@ -222,13 +228,13 @@ def rounds(num: int) -> list[Arrival]:
 def busy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dump of 80 rounds of chats in a pool that is too small for them."""
     path = tmp_path_factory.mktemp("busy") / "busy.flight"
-    return fly(rounds(80), num_gpu_blocks_override=48)[1].recorder.dump(path=path)
+    return record(rounds(80), num_gpu_blocks_override=48)[1].recorder.dump(path=path)
 
 
 def test_what_came_of_each_request_is_told_again(tmp_path: Path) -> None:
-    replica, flown = fly(rounds(80), num_gpu_blocks_override=48)
-    assert flown.replayed(tmp_path / "f") > 3
-    exact = replay.Exact(Flight.load(tmp_path / "f"))
+    replica, recorded = record(rounds(80), num_gpu_blocks_override=48)
+    assert recorded.replayed(tmp_path / "f") > 3
+    exact = replay.ExactReplay(Recording.load(tmp_path / "f"))
     was, again = replica.records, exact.records
     assert list(again.index) == list(was.index) and len(was) == 80
     begin_s = was.arrived_s[0]
@@ -244,36 +250,39 @@ def test_what_came_of_each_request_is_told_again(tmp_path: Path) -> None:
 
 def test_other_settings_are_tried_on_it(busy: Path) -> None:
     """With as many blocks as it had, people are preempted; with more, nobody."""
-    flight = Flight.load(busy)
-    exact = replay.Exact(flight)
-    same = replay.what_if(flight, {}, exact.cost())
+    recording = Recording.load(busy)
+    exact = replay.ExactReplay(recording)
+    same = replay.what_if(recording, {}, exact.cost())
     assert len(same) == 80 and same.num_preempted["recompute"] > 0
     assert sum(same.num_cached) == pytest.approx(sum(exact.records.num_cached), rel=0.1)
     assert same.end_s == pytest.approx(exact.records.end_s, rel=0.1)
-    assert not replay.what_if(flight, {"num_gpu_blocks_override": 400}, exact.cost()).num_preempted
+    assert not replay.what_if(recording, {"num_gpu_blocks_override": 400}, exact.cost()).num_preempted
 
 
 @pytest.mark.parametrize("block_size", [2, 8])
 def test_blocks_of_another_size_find_what_is_shared(busy: Path, block_size: int) -> None:
-    exact = replay.Exact(Flight.load(busy))
+    exact = replay.ExactReplay(Recording.load(busy))
     settings = {"block_size": block_size, "num_gpu_blocks_override": 400 * 4 // block_size}
-    found = sum(replay.what_if(Flight.load(busy, every=True), settings, exact.cost()).num_cached)
-    base = sum(replay.what_if(Flight.load(busy), {"num_gpu_blocks_override": 400}, exact.cost()).num_cached)
+    found = sum(replay.what_if(Recording.load(busy, whole_blocks=True), settings, exact.cost()).num_cached)
+    base = sum(replay.what_if(Recording.load(busy), {"num_gpu_blocks_override": 400}, exact.cost()).num_cached)
     assert 0.6 * base < found < 1.15 * base
 
 
 def test_samples_and_beams_are_tried_with_other_settings(tmp_path: Path) -> None:
     arrivals = [Arrival(i / 5, ((5 + i % 3, 9), (50 + i, 3)), 6, n=1 + i % 3, beams=i % 6 == 5) for i in range(24)]
     replica = Replica(
-        Setup(MODELS["opt-13b"], DEVICES["h100"], args(), cost=COST), Records(), answers=Wide(), sample_s=1e9
+        SimConfig(MODELS["opt-13b"], DEVICES["h100"], args(), cost=COST),
+        Records(),
+        token_source=Wide(),
+        interval_s=1e9,
     )
-    flown = Flown(replica.engine, clock=replica.clock, leg_s=1.0)
+    recorded = RecordedEngine(replica.engine, clock=replica.clock, segment_s=1.0)
     for i, arrival in enumerate(arrivals):
         replica.run_until(arrival.time_s)
-        replica.offer(i, arrival)
+        replica.submit(i, arrival)
     replica.run_until(float("inf"))
-    assert flown.replayed(tmp_path / "f") > 2
-    again = replay.what_if(Flight.load(tmp_path / "f"), {"max_num_seqs": 8}, COST)
+    assert recorded.replayed(tmp_path / "f") > 2
+    again = replay.what_if(Recording.load(tmp_path / "f"), {"max_num_seqs": 8}, COST)
     assert sorted(again.index) == list(range(24))
     assert sorted(again.num_output) == sorted(replica.records.num_output)
 
@@ -281,8 +290,8 @@ def test_samples_and_beams_are_tried_with_other_settings(tmp_path: Path) -> None
 class Wide:
     """A model that has as many candidates as are asked for."""
 
-    def draws(self, setup: Any, position: int, count: int) -> Any:
-        return [(-1.0 - i, 1 + i) if setup.decides else 1 + i for i in range(count)]
+    def samples(self, setup: Any, position: int, count: int) -> Any:
+        return [(-1.0 - i, 1 + i) if setup.returns_candidates else 1 + i for i in range(count)]
 
     def tokens(self, setup: Any, position: int, count: int) -> Any:
         return [1 + setup.sample_index] * count
@@ -292,25 +301,25 @@ class Wide:
 
 
 def test_old_legs_are_forgotten(tmp_path: Path) -> None:
-    _, flown = fly(rounds(120), keep_s=10.0, leg_s=2.0)
-    flight = Flight.load(flown.recorder.dump(path=tmp_path / "f"))
-    assert 10.0 < flight.end_s < 16.0 and 5 <= len(flight.file.legs) <= 8
-    assert len(flight.file.arrivals) < 90
-    assert flown.replayed(tmp_path / "f") == len(flight.file.legs)
+    _, recorded = record(rounds(120), keep_s=10.0, segment_s=2.0)
+    recording = Recording.load(recorded.recorder.dump(path=tmp_path / "f"))
+    assert 10.0 < recording.duration_s < 16.0 and 5 <= len(recording.file.segments) <= 8
+    assert len(recording.file.requests) < 90
+    assert recorded.replayed(tmp_path / "f") == len(recording.file.segments)
 
 
 def test_memory_is_bounded() -> None:
     """However much there is to keep."""
     most = 100_000
     replica = replica_of()
-    recorder = FlightRecorder(replica.engine, clock=replica.clock, most_bytes=most)
+    recorder = FlightRecorder(replica.engine, clock=replica.clock, max_bytes=most)
     peak = 0
     for i, arrival in enumerate(rounds(600)):
         replica.run_until(arrival.time_s)
-        replica.offer(i, arrival)
+        replica.submit(i, arrival)
         peak = max(peak, recorder.num_bytes)
     assert most / 4 < peak < 1.3 * most
-    assert len(recorder._live) < 100 and len(recorder._named) < 100
+    assert len(recorder._live) < 100 and len(recorder._requests) < 100
 
 
 def test_what_is_pinned_again_takes_nothing_more() -> None:
@@ -322,15 +331,15 @@ def test_what_is_pinned_again_takes_nothing_more() -> None:
             engine.step()
         engine.unpin("manual")
     assert [len(tails) for tails in recorder._tails.values()] == [1]
-    assert not recorder._live and not recorder._named
+    assert not recorder._live and not recorder._requests
 
 
 def test_there_is_no_token_in_it_and_keys_differ(tmp_path: Path) -> None:
     secret, names = [70_000 + 13 * i for i in range(40)], []
     for number in range(2):
         replica = replica_of()
-        recorder = FlightRecorder(replica.engine, clock=replica.clock, leg_s=0.1)
-        replica.engine.add(
+        recorder = FlightRecorder(replica.engine, clock=replica.clock, segment_s=0.1)
+        replica.engine.add_request(
             "a secret name", secret, SamplingParams(max_tokens=30, ignore_eos=True), salt=b"a secret salt"
         )
         while replica.engine.has_work:
@@ -338,10 +347,10 @@ def test_there_is_no_token_in_it_and_keys_differ(tmp_path: Path) -> None:
         data = gzip.decompress(recorder.dump(path=tmp_path / str(number)).read_bytes())
         assert b"secret" not in data
         assert not any(token.to_bytes(4, "little") in data or token.to_bytes(4, "big") in data for token in secret)
-        flight = Flight.load(tmp_path / str(number))
-        assert len(flight.file.legs) > 2 and flight.file.legs[-1].keys
-        arrival = flight.file.arrivals[0]
-        names.append({arrival.names[i : i + 8] for i in range(0, len(arrival.names), 8)})
+        recording = Recording.load(tmp_path / str(number))
+        assert len(recording.file.segments) > 2 and recording.file.segments[-1].sealed_blocks
+        request = recording.file.requests[0]
+        names.append({request.block_digests[i : i + 8] for i in range(0, len(request.block_digests), 8)})
         assert len(names[-1]) == 10
     assert not names[0] & names[1], "who has the file cannot try out prompts"
 
@@ -349,41 +358,41 @@ def test_there_is_no_token_in_it_and_keys_differ(tmp_path: Path) -> None:
 def test_a_recorder_can_come_late_and_leave(tmp_path: Path) -> None:
     """It comes in the middle of everything, with requests running and a plan in flight."""
     replica = replica_of(num_gpu_blocks_override=48)
-    flown, num_present = None, 0
+    recorded, num_present = None, 0
     for i, arrival in enumerate(rounds(80)):
         replica.run_until(arrival.time_s)
-        replica.offer(i, arrival)
+        replica.submit(i, arrival)
         num_present = len(replica.scheduler.requests)
-        if flown is None and num_present > 3 and replica.scheduler.in_flight and i > 10:
-            flown = Flown(replica.engine, clock=replica.clock, keep_s=1e9, leg_s=5.0)
-            flown.names |= {r.request_id: str(a.number) for r, a in flown.recorder._live.items()}
+        if recorded is None and num_present > 3 and replica.scheduler.in_flight and i > 10:
+            recorded = RecordedEngine(replica.engine, clock=replica.clock, keep_s=1e9, segment_s=5.0)
+            recorded.names |= {r.request_id: str(a.number) for r, a in recorded.recorder._live.items()}
             num_before, num_there = i + 1, num_present
-    assert flown is not None
+    assert recorded is not None
     replica.run_until(float("inf"))
-    assert flown.replayed(tmp_path / "f") > 2
-    exact = replay.Exact(Flight.load(tmp_path / "f"))
+    assert recorded.replayed(tmp_path / "f") > 2
+    exact = replay.ExactReplay(Recording.load(tmp_path / "f"))
     assert exact.num_present == num_there and len(exact.records) == 80 - num_before
     assert exact.records.num_preempted["recompute"] > 0
-    flown.recorder.detach()
-    num_bytes = flown.recorder.num_bytes
-    replica.engine.add("late", [1, 2], SamplingParams(max_tokens=2))
+    recorded.recorder.detach()
+    num_bytes = recorded.recorder.num_bytes
+    replica.engine.add_request("late", [1, 2], SamplingParams(max_tokens=2))
     while replica.engine.has_work:
         replica.engine.step()
-    assert flown.recorder.num_bytes == num_bytes and "schedule" not in vars(replica.scheduler)
+    assert recorded.recorder.num_bytes == num_bytes and "schedule" not in vars(replica.scheduler)
 
 
 def test_what_runs_and_what_was_aborted_counts_as_far_as_it_is(tmp_path: Path) -> None:
     replica = replica_of()
     recorder = FlightRecorder(replica.engine, clock=replica.clock)
     for i in range(2):
-        replica.offer(i, Arrival(0.0, ((5 + i, 6),), 60))
+        replica.submit(i, Arrival(0.0, ((5 + i, 6),), 60))
     replica.run_until(0.5)
     replica.engine.abort("0")
     replica.run_until(1.0)
-    flight = Flight.load(recorder.dump(path=tmp_path / "f"))
-    lengths = [arrival.samples[0].num_tokens for arrival in flight.file.arrivals]
+    recording = Recording.load(recorder.dump(path=tmp_path / "f"))
+    lengths = [request.samples[0].num_tokens for request in recording.file.requests]
     assert 5 <= lengths[0] <= 10 and 15 <= lengths[1] <= 20
-    exact = replay.Exact(flight)
+    exact = replay.ExactReplay(recording)
     assert (exact.num_aborted, exact.records.num_unfinished, len(exact.records)) == (1, 1, 0)
 
 
@@ -393,22 +402,22 @@ def test_what_runs_and_what_was_aborted_counts_as_far_as_it_is(tmp_path: Path) -
 def test_old_dumps_make_room(tmp_path: Path) -> None:
     replica = replica_of()
     recorder = FlightRecorder(replica.engine, tmp_path / "new" / "folder", clock=replica.clock)
-    paths = [recorder.dump(f"n{i:02}") for i in range(flights.MOST_FILES + 3)]
+    paths = [recorder.dump(f"n{i:02}") for i in range(recorder_module.MAX_FILES + 3)]
     left = sorted(recorder.directory.iterdir()) if recorder.directory else []
-    assert len(left) == flights.MOST_FILES and paths[-1] in left and paths[0] not in left
+    assert len(left) == recorder_module.MAX_FILES and paths[-1] in left and paths[0] not in left
     assert paths[-1].stat().st_mode & 0o077 == 0
 
 
 def test_a_dump_that_cannot_be_written_is_no_second_death(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     engine = replica_of().engine
-    assert "no flight recorder" in dump_flight(engine, "asked")["error"]
+    assert "no flight recorder" in dump_recording(engine, "asked")["error"]
     engine.recorder = FlightRecorder(engine, tmp_path / "file" / "folder")
-    assert "cannot be written" in dump_flight(engine, "asked")["error"]
+    assert "cannot be written" in dump_recording(engine, "asked")["error"]
     engine.recorder.dump_last("crash")
     assert "could not be written" in caplog.text
     engine.recorder = FlightRecorder(engine, tmp_path)
-    assert Path(dump_flight(engine, "asked")["path"]).exists()
+    assert Path(dump_recording(engine, "asked")["path"]).exists()
 
 
 def test_a_dump_that_is_not_finished_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,10 +432,10 @@ def test_a_dump_that_is_not_finished_does_not_stay(tmp_path: Path, monkeypatch: 
 
 def test_a_dump_never_makes_room_for_itself(tmp_path: Path) -> None:
     """Also where the others were named by a clock that was ahead: before the end of summer time, say."""
-    for i in range(flights.MOST_FILES):
+    for i in range(recorder_module.MAX_FILES):
         (tmp_path / f"29991231-2359{i:02}-1-1-crash.flight").write_bytes(b"")
     path = FlightRecorder(replica_of().engine, tmp_path).dump()
-    assert path.exists() and len(list(tmp_path.iterdir())) == flights.MOST_FILES
+    assert path.exists() and len(list(tmp_path.iterdir())) == recorder_module.MAX_FILES
 
 
 class PlantedError(AssertionError):
@@ -450,21 +459,21 @@ def test_an_engine_that_dies_of_a_bug_dies_of_it_again(
 
     async def until_it_dies() -> None:
         thread = EngineThread(replica.engine)
-        mail = thread.open("a")
+        outputs = thread.open_queue("a")
         params = SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False)
-        await asyncio.wrap_future(thread.call(lambda engine: engine.add("a", [1, 2, 3], params)))
+        await asyncio.wrap_future(thread.call(lambda engine: engine.add_request("a", [1, 2, 3], params)))
         with pytest.raises(EngineError, match="PlantedError: step 7"):
-            await mail.read()
+            await outputs.get()
         thread.close()
 
     asyncio.run(until_it_dies())
     [path] = tmp_path.glob("*-crash.flight")
-    exact = replay.Exact(Flight.load(path))
+    exact = replay.ExactReplay(Recording.load(path))
     assert exact.death == "PlantedError: step 7" and exact.num_aborted == 0
-    seen = Seen(frames_of_flight(path))
-    assert seen.at(seen.duration_s).step > 7 and "ends as its engine did: PlantedError" in caplog.text
+    seen = Seen(frames_of_recording(path))
+    assert seen.at(seen.duration_s).step > 7 and "ends where its engine crashed: PlantedError" in caplog.text
     monkeypatch.undo()
-    assert replay.Exact(Flight.load(path)).death == ""
+    assert replay.ExactReplay(Recording.load(path)).death == ""
 
 
 # -- files and the command ---------------------------------------------------------------------------------------------
@@ -473,30 +482,34 @@ def test_an_engine_that_dies_of_a_bug_dies_of_it_again(
 def damaged(path: Path) -> Iterator[tuple[str, bytes, str]]:
     data = path.read_bytes()
     raw = msgspec.msgpack.decode(gzip.decompress(data))
-    yield "no gzip", b"{}", "is no dump"
-    yield "cut", data[: len(data) // 2], "is no dump"
-    yield "packed", data[:10] + b"\x07" + data[11:], "is no dump"
-    yield "other", gzip.compress(b"\x81\x01\x02"), "is no dump"
+    yield "no gzip", b"{}", "is not a dump"
+    yield "cut", data[: len(data) // 2], "is not a dump"
+    yield "packed", data[:10] + b"\x07" + data[11:], "is not a dump"
+    yield "other", gzip.compress(b"\x81\x01\x02"), "is not a dump"
     yield "version", gzip.compress(msgspec.msgpack.encode(raw | {"version": 99})), "its version is 99"
-    older = [[*arrival[:7], False, *arrival[7:]] for arrival in raw["arrivals"]]
-    yield "fields", gzip.compress(msgspec.msgpack.encode(raw | {"version": 3, "arrivals": older})), "its version is 3"
-    flipped = [[*leg[:6], bytes(len(leg[6]))] for leg in raw["legs"]]
-    yield "plans", gzip.compress(msgspec.msgpack.encode(raw | {"legs": flipped})), "was planned otherwise"
-    fewer = [[*leg[:4], b"", *leg[5:]] for leg in raw["legs"]]
-    yield "numbers", gzip.compress(msgspec.msgpack.encode(raw | {"legs": fewer, "arrivals": []})), "cannot be followed"
+    older = [[*arrival[:7], False, *arrival[7:]] for arrival in raw["requests"]]
+    yield "fields", gzip.compress(msgspec.msgpack.encode(raw | {"version": 3, "requests": older})), "its version is 3"
+    flipped = [[*segment[:6], bytes(len(segment[6]))] for segment in raw["segments"]]
+    yield "plans", gzip.compress(msgspec.msgpack.encode(raw | {"segments": flipped})), "was planned differently"
+    fewer = [[*segment[:4], b"", *segment[5:]] for segment in raw["segments"]]
+    yield (
+        "numbers",
+        gzip.compress(msgspec.msgpack.encode(raw | {"segments": fewer, "requests": []})),
+        "cannot be replayed",
+    )
 
 
 def test_a_bad_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    good = fly(rounds(10))[1].recorder.dump(path=tmp_path / "good")
+    good = record(rounds(10))[1].recorder.dump(path=tmp_path / "good")
     for name, data, message in damaged(good):
         (tmp_path / "bad").write_bytes(data)
         with pytest.raises(TraceError, match=message):
-            replay.Exact(Flight.load(tmp_path / "bad"))
+            replay.ExactReplay(Recording.load(tmp_path / "bad"))
         assert octavo(["simulate", "--replay", str(tmp_path / "bad")]) in (1, 2), name
         said = capsys.readouterr()
         assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1, name
         with pytest.raises(TraceError, match=message):
-            list(frames_of_flight(tmp_path / "bad"))  # as `octavo view` does
+            list(frames_of_recording(tmp_path / "bad"))  # as `octavo view` does
 
 
 def test_the_command(busy: Path, capsys: pytest.CaptureFixture[str]) -> None:

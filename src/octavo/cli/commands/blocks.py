@@ -16,7 +16,7 @@ from typing import Annotated, TextIO
 import typer
 
 from octavo.cli.terminal import on_terminal, read_line
-from octavo.core.kv_cache_manager import KVCache, KVStats
+from octavo.core.kv_cache_manager import KVCacheManager, KVStats
 from octavo.core.plan import StepPlan
 from octavo.core.request import Request, Sequence
 from octavo.errors import UsageError
@@ -36,10 +36,10 @@ LONGEST = 1 << 20
 
 
 class Session:
-    """The sequences of one sitting, by name, over one `KVCache`. Commands return the lines to print."""
+    """The sequences of one sitting, by name, over one `KVCacheManager`. Commands return the lines to print."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.kv = KVCache(num_blocks, block_size)
+        self.kv = KVCacheManager(num_blocks, block_size)
         self.sequences: dict[str, Sequence] = {}
         self.ids: dict[str, int] = {}  # word -> token id, in order of appearance
         self.commands: dict[str, Callable[..., list[str]]] = {
@@ -106,7 +106,7 @@ class Session:
     def fork(self, name: str, new: str) -> list[str]:
         parent = self._sequence(name)
         self._check_new(new)
-        child = Sequence(parent.request, len(parent.request.sequences), parent.token_ids[:], parent.limit)
+        child = Sequence(parent.request, len(parent.request.sequences), parent.token_ids[:], parent.max_length)
         parent.request.sequences.append(child)
         self.kv.fork(parent, child)
         self.sequences[new] = child

@@ -30,7 +30,7 @@ def calibrate(
         raise ParameterError(f"output is {str(output)!r}, whose directory does not exist; name another", param="output")
     from rich.console import Console
 
-    from octavo.simulate.calibrate import error, fit, measure
+    from octavo.simulate.calibrate import fit, measure, median_error
 
     with (
         load(model, engine | {"enable_prefix_caching": False}) as llm,
@@ -40,7 +40,7 @@ def calibrate(
         steps = measure(llm.engine, device=device, repeats=repeats, progress=status.update)
         move_s = llm.engine.scheduler.policy.costs.move_s
     cost = fit(steps, move_s=move_s)
-    off = error(cost, steps)
+    off = median_error(cost, steps)
     cost.save(output, model=model, device=device, dtype=dtype, num_steps=len(steps), median_error=round(off, 4))
     print(f"a step takes {cost.pass_s * 1e3:.3f} ms, {cost.new_s * 1e6:.1f} us a token of a prompt and")
     print(f"{cost.decode_s * 1e6:.1f} us a sequence that decodes, {cost.kv_s * 1e9:.1f} ns a token of its context")

@@ -46,8 +46,8 @@ def doctor(
     From config.json alone: weights need not be here, and nothing is downloaded. Exit code 1 where it does not fit, with
     the flag that makes it.
     """
-    from octavo.doctor import examine, lines
+    from octavo.doctor import examine, format_report
 
     report = examine(EngineArgs(model=model, **engine), gpu)
-    print(json.dumps(report.as_dict()) if as_json else "\n".join(lines(report)))
+    print(json.dumps(report.as_dict()) if as_json else "\n".join(format_report(report)))
     return 0 if report.fits else 1

@@ -29,7 +29,7 @@ def list_models(context: typer.Context) -> None:
 
     table = Table("name", "size", "here", "licence", "what it is", box=None, pad_edge=False)
     for row in catalog.list_models():
-        here = "yes" if row.present else "no"
+        here = "yes" if row.is_cached else "no"
         table.add_row(row.name, f"{row.num_bytes / 1e6:.0f} MB", here, row.licence, row.description)
     Console().print(table)
     print(f"\nkept in {catalog.models_dir()} (OCTAVO_CACHE moves it)")

@@ -21,7 +21,7 @@ def plan(
     share: Annotated[float, typer.Option(help="Of the requests, that must keep the SLO.")] = 0.95,
     gpu: Annotated[list[str] | None, typer.Option(help="Look at this one alone; may be repeated.")] = None,
     prices: Annotated[Path | None, typer.Option(metavar="FILE", help='JSON: {"h200": price an hour, ...}.')] = None,
-    most_gpus: Annotated[int, typer.Option(help="An answer has at most so many.")] = 64,
+    max_gpus: Annotated[int, typer.Option("--max-gpus", "--most-gpus", help="Maximum number of GPUs.")] = 64,
     rate: Rate = None,
     requests: Annotated[int, typer.Option(help="Of the trace, the first so many.")] = 2000,
     burstiness: Burstiness = 1.0,
@@ -39,8 +39,8 @@ def plan(
 
     if not 0 < share <= 1:
         raise ParameterError(f"share is {share}, it must be above 0 and at most 1", param="share")
-    if most_gpus < 1:
-        raise ParameterError(f"most_gpus is {most_gpus}, it must be from 1", param="most_gpus")
+    if max_gpus < 1:
+        raise ParameterError(f"max_gpus is {max_gpus}, it must be from 1", param="max_gpus")
     wanted, shape = SLO.parse(slo), find_model(model)
     devices = [find_device(name) for name in gpu] if gpu else list(DEVICES.values())
     priced = None if prices is None else read_prices(prices)
@@ -53,7 +53,7 @@ def plan(
             share=share,
             devices=devices,
             prices=priced,
-            most_gpus=most_gpus,
+            max_gpus=max_gpus,
             progress=status.update,
         )
         answer = planner.search()
@@ -67,7 +67,7 @@ def plan(
         print(json.dumps(told))
         return
     if best is None:
-        print(f"nothing of up to {most_gpus} GPUs keeps {slo} for {share:.0%} of the requests; the nearest:")
+        print(f"nothing of up to {max_gpus} GPUs keeps {slo} for {share:.0%} of the requests; the nearest:")
     else:
         options = "".join(f" --{name.replace('_', '-')} {value}" for name, value in best.settings.items())
         margin = f"{answer.margin:.2f} times this load" if answer.margin > 1 else "no more than this load"

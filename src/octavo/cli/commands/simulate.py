@@ -14,7 +14,7 @@ from octavo.config import EngineArgs
 from octavo.errors import ParameterError
 
 if TYPE_CHECKING:
-    from octavo.simulate.simulation import Records, Setup
+    from octavo.simulate.simulation import Records, SimConfig
     from octavo.simulate.traces import Arrival
 
 SIMULATED = (
@@ -118,25 +118,25 @@ def simulate(
             records = run(setup, arrivals, progress=progress)
         told = {"trace": trace, "model": setup.model.name, "gpu": setup.device.name, "num_blocks": setup.num_blocks()}
     told |= report.summary(records, wanted)
-    print(json.dumps(told) if as_json else "\n".join(report.lines(told)), flush=True)  # first: a file may fail
+    print(json.dumps(told) if as_json else "\n".join(report.format_summary(told)), flush=True)  # first: a file may fail
     if output is not None:
         output.write_text(json.dumps(told, indent=2) + "\n")
     if plot is not None:
-        plot.write_text(svg(report.pictures(records)))
+        plot.write_text(svg(report.summary_charts(records)))
 
 
 def replayed(path: Path, settings: dict[str, Any], cost: Path | None) -> tuple[dict[str, Any], Records]:
     """A dump as it was, or with other settings; what is to be told of it, and what came of it."""
     from octavo.simulate import replay
     from octavo.simulate.cost import LinearCost
-    from octavo.view.recording.player import Flight
+    from octavo.view.recording.player import Recording
 
     if not path.exists():
         raise ParameterError(f"no file {str(path)!r} to replay", param="replay")
-    flight = Flight.load(path)
-    exact = replay.Exact(flight)
-    was = flight.file.settings
-    told: dict[str, Any] = {"replay": str(path), "why": flight.file.why, "num_blocks": was["num_blocks"]}
+    recording = Recording.load(path)
+    exact = replay.ExactReplay(recording)
+    was = recording.file.settings
+    told: dict[str, Any] = {"replay": str(path), "why": recording.file.reason, "num_blocks": was["num_blocks"]}
     if not settings and cost is None:
         told |= {"exact": True, "num_aborted": exact.num_aborted, "num_present": exact.num_present}
         if exact.death:
@@ -144,20 +144,20 @@ def replayed(path: Path, settings: dict[str, Any], cost: Path | None) -> tuple[d
         return told, exact.records
     times = exact.cost() if cost is None else LinearCost.load(cost)
     same_blocks = settings.get("block_size", was["block_size"]) == was["block_size"]
-    setup = replay.setup_of(flight, settings, times)
+    setup = replay.config_from(recording, settings, times)
     told |= {"exact": False, "settings": settings, "num_blocks": setup.num_blocks()}
-    flight = flight if same_blocks else Flight.load(path, every=True)
-    with progress_bar(len(flight.file.arrivals)) as progress:
-        return told, replay.what_if(flight, settings, times, progress=progress)
+    recording = recording if same_blocks else Recording.load(path, whole_blocks=True)
+    with progress_bar(len(recording.file.requests)) as progress:
+        return told, replay.what_if(recording, settings, times, progress=progress)
 
 
 def setup_of(
     model: str, gpu: str, engine: dict[str, Any], num_devices: int = 1, num_replicas: int = 1, cost: Path | None = None
-) -> Setup:
+) -> SimConfig:
     """What the command line describes. Raises `UsageError` or `ModelError` for what does not exist."""
     from octavo.simulate.cost import LinearCost, find_device
     from octavo.simulate.models import find_model
-    from octavo.simulate.simulation import Setup
+    from octavo.simulate.simulation import SimConfig
 
     shape = find_model(model)
     if num_devices < 1 or shape.num_heads % num_devices:
@@ -169,7 +169,7 @@ def setup_of(
         raise ParameterError(f"replicas are {num_replicas}, there must be one at least", param="replicas")
     args = EngineArgs(model=shape.name, **engine)
     measured = None if cost is None else LinearCost.load(cost)
-    setup = Setup(shape, find_device(gpu), args, num_devices, num_replicas, measured)
+    setup = SimConfig(shape, find_device(gpu), args, num_devices, num_replicas, measured)
     setup.num_blocks()  # no room is said before anything runs
     return setup
 
@@ -203,7 +203,7 @@ def arrivals_of(
     lengths = traces.alpaca_like(most, seed) if trace == "alpaca" else traces.sharegpt_like(most, seed)
     if trace == "chat":
         return traces.chat(lengths, times, seed=seed)
-    return traces.of_lengths(lengths, times, prefix=512 if trace == "prefix" else 0)
+    return traces.from_lengths(lengths, times, prefix=512 if trace == "prefix" else 0)
 
 
 @contextlib.contextmanager

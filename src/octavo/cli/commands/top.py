@@ -16,8 +16,8 @@ from octavo.bench.args import is_address
 from octavo.errors import EngineError, ParameterError
 
 if TYPE_CHECKING:
-    from octavo.view.live.state import Picture
-    from octavo.view.live.summary import Glance
+    from octavo.view.live.state import PoolState
+    from octavo.view.live.summary import Summary
 
 RETRY_S = 1.0
 CONNECT_S = 5.0
@@ -44,29 +44,29 @@ def top(
     key = api_key or os.environ.get("OCTAVO_ADMIN_KEY") or os.environ.get("OCTAVO_API_KEY")
     console = Console()
     if once or not console.is_terminal:
-        until, picture = time.monotonic() + LOOK_S, None
-        for seen in pictures(url, key, silence_s=LOOK_S):
-            picture = seen
+        until, state = time.monotonic() + LOOK_S, None
+        for seen in states(url, key, silence_s=LOOK_S):
+            state = seen
             if time.monotonic() > until:
                 break
-        if picture is None:
+        if state is None:
             raise EngineError(f"{url} sent no snapshot; its engine may be starting")
-        console.print(shown(glance_of(picture)))
+        console.print(shown(summary_of(state)))
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            for picture in pictures(url, key):
-                live.update(shown(glance_of(picture)), refresh=True)
+            for state in states(url, key):
+                live.update(shown(summary_of(state)), refresh=True)
             time.sleep(RETRY_S)  # it sent us away, or its engine is gone for the moment
 
 
-def pictures(url: str, key: str | None, *, silence_s: float = SILENCE_S) -> Iterator[Picture]:
+def states(url: str, key: str | None, *, silence_s: float = SILENCE_S) -> Iterator[PoolState]:
     """What the server's stream comes to, frame by frame, until it ends or says nothing for so long. Raises
     `EngineError` if there is none."""
     import http.client
 
-    from octavo.view.live.state import Picture
-    from octavo.view.recording.frames import frames_in
+    from octavo.view.live.state import PoolState
+    from octavo.view.recording.frames import parse_frames
 
     request = urllib.request.Request(url.rstrip("/") + "/view/events")
     if key:
@@ -83,49 +83,49 @@ def pictures(url: str, key: str | None, *, silence_s: float = SILENCE_S) -> Iter
     except http.client.HTTPException as error:
         raise EngineError(f"{url} does not speak HTTP: {str(error)[:80]!r}; is it an Octavo server's port?") from None
     with answer, contextlib.suppress(OSError, http.client.HTTPException):
-        picture = None
-        for frame in frames_in(answer, url):
-            if picture is None:
-                picture = Picture(frame)  # type: ignore[arg-type]  # a snapshot comes first
+        state = None
+        for frame in parse_frames(answer, url):
+            if state is None:
+                state = PoolState(frame)  # type: ignore[arg-type]  # a snapshot comes first
             else:
-                picture.apply(frame)
-            yield picture
+                state.apply(frame)
+            yield state
 
 
-def glance_of(picture: Picture) -> Glance:
-    from octavo.view.live.summary import Glance
+def summary_of(state: PoolState) -> Summary:
+    from octavo.view.live.summary import Summary
 
-    return Glance.of(picture)
+    return Summary.of(state)
 
 
-def shown(glance: Glance) -> Any:
+def shown(summary: Summary) -> Any:
     """As rich draws it."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
-    num_blocks = glance.used + glance.cached + glance.free
+    num_blocks = summary.used + summary.cached + summary.free
     numbers = Table.grid(padding=(0, 3))
     numbers.add_row(
-        f"{glance.output_rate:,.0f} tokens/s",
-        f"{glance.prompt_rate:,.0f} prompt tokens/s",
-        f"{glance.running} running",
-        f"{glance.waiting} waiting",
-        f"{glance.swapped} swapped",
+        f"{summary.output_rate:,.0f} tokens/s",
+        f"{summary.prompt_rate:,.0f} prompt tokens/s",
+        f"{summary.running} running",
+        f"{summary.waiting} waiting",
+        f"{summary.swapped} swapped",
     )
     pool = Table.grid(padding=(0, 2))
     pool.add_row(
-        ProgressBar(total=num_blocks, completed=glance.used, width=40),
-        f"{glance.used:,} of {num_blocks:,} blocks used, {glance.cached:,} cached",
+        ProgressBar(total=num_blocks, completed=summary.used, width=40),
+        f"{summary.used:,} of {num_blocks:,} blocks used, {summary.cached:,} cached",
     )
-    saved = f"{100 * glance.hit_rate:.0f} % of prompts' blocks found, {glance.num_saved:,} saved by sharing, "
+    saved = f"{100 * summary.hit_rate:.0f} % of prompts' blocks found, {summary.num_saved:,} saved by sharing, "
     requests = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("request", "status", "tokens", "blocks", "preempted"):
         requests.add_column(name, justify="left" if name in ("request", "status") else "right", no_wrap=True)
-    for row in glance.rows:
+    for row in summary.requests:
         requests.add_row(
             Text(row.id[:48]), row.status, f"{row.num_tokens:,}", f"{row.num_blocks:,}", str(row.num_preempted)
         )
-    head = Text(glance.head or "nobody waits", style="bold" if glance.head else "dim")
-    return Group(numbers, pool, Text(f"{saved}{glance.num_evicted:,} evicted"), head, Text(""), requests)
+    head = Text(summary.first_waiting or "nobody waits", style="bold" if summary.first_waiting else "dim")
+    return Group(numbers, pool, Text(f"{saved}{summary.num_evicted:,} evicted"), head, Text(""), requests)

@@ -18,7 +18,7 @@ from octavo.config import EngineArgs
 from octavo.errors import OctavoError, ParameterError
 
 if TYPE_CHECKING:
-    from octavo.simulate.simulation import Setup
+    from octavo.simulate.simulation import SimConfig
     from octavo.simulate.traces import Arrival
     from octavo.view.live.messages import Frame
 
@@ -60,9 +60,9 @@ def view(
     from octavo.serve.http.allowed_hosts import is_loopback
     from octavo.serve.http.server import bind
     from octavo.serve.view_routes import View
-    from octavo.view.live.external import Attached
+    from octavo.view.live.external import ExternalPool
     from octavo.view.live.hub import Hub
-    from octavo.view.recording.frames import Replay, frames_of_flight, lines_of, read_frames
+    from octavo.view.recording.frames import Replay, encode_frames, frames_of_recording, read_frames
 
     if not is_loopback(host):
         raise ParameterError(f"host {host} is not of this machine; use `octavo serve` and its keys", param="host")
@@ -86,21 +86,21 @@ def view(
         if save is not None and save.exists() and save.samefile(file):
             raise ParameterError(f"save is {str(save)!r}, which is what is read; choose another name", param="save")
         if file.suffix in FLIGHTS:
-            frames = frames_of_flight(file)
+            frames = frames_of_recording(file)
         elif file.name.endswith(FRAMES):
             frames = read_frames(file)
         else:
             setup = setup_of(model, gpu, engine)
             frames = simulated_frames(setup, arrivals_of(str(file), None, requests))
         if save is not None:
-            write_whole(save, (lines_of([frame]) for frame in frames))
+            write_whole(save, (encode_frames([frame]) for frame in frames))
             return
         replay = Replay(frames)
     with contextlib.ExitStack() as stack:
         hub = None
         if attach is not None:
-            attached = stack.enter_context(contextlib.closing(Attached(attach, metrics, replay=replay_endpoint)))
-            hub = Hub(attached.ask)
+            attached = stack.enter_context(contextlib.closing(ExternalPool(attach, metrics, replay=replay_endpoint)))
+            hub = Hub(attached.view_rpc)
         try:
             sock = stack.enter_context(contextlib.closing(bind(host, port)))
         except OSError as error:
@@ -128,30 +128,30 @@ def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
         os.replace(part, path)
 
 
-def simulated_frames(setup: Setup, arrivals: Iterator[Arrival]) -> Iterator[Frame]:
+def simulated_frames(setup: SimConfig, arrivals: Iterator[Arrival]) -> Iterator[Frame]:
     """What a trace does to the pool of one replica, on the simulator's clock."""
     from octavo.simulate.simulation import Records, Replica
-    from octavo.view.live.publisher import Tap
-    from octavo.view.recording.frames import EVERY_S
+    from octavo.view.live.publisher import Publisher
+    from octavo.view.recording.frames import FRAME_INTERVAL_S
 
-    replica = Replica(setup, Records(), sample_s=float("inf"))
-    tap = Tap(replica.scheduler, clock=replica.clock, begin_s=0.0)
+    replica = Replica(setup, Records(), interval_s=float("inf"))
+    publisher = Publisher(replica.scheduler, clock=replica.clock, begin_s=0.0)
     next_s = 0.0
 
     def frames_until(time_s: float) -> Iterator[Frame]:
         nonlocal next_s
         while next_s < time_s:
             replica.run_until(next_s)
-            if (frame := tap.frame(tap.last)) is not None:
+            if (frame := publisher.frame(publisher.last)) is not None:
                 yield frame
-            next_s = max(next_s + EVERY_S, replica.clock.now if replica.num_requests else time_s)
+            next_s = max(next_s + FRAME_INTERVAL_S, replica.clock.now if replica.num_requests else time_s)
         replica.run_until(time_s)
 
-    with replica.engine.garbage:
+    with replica.engine.gc_pause:
         for index, arrival in enumerate(arrivals):
             yield from frames_until(arrival.time_s)
-            replica.offer(index, arrival)
+            replica.submit(index, arrival)
         while replica.num_requests:
-            yield from frames_until(next_s + EVERY_S)
-    if (frame := tap.frame(tap.last)) is not None:
+            yield from frames_until(next_s + FRAME_INTERVAL_S)
+    if (frame := publisher.frame(publisher.last)) is not None:
         yield frame

@@ -572,15 +572,15 @@ struct Attention {
 };
 
 constexpr long PART_KEYS = 512;  // keys that one task attends to: long contexts are shared among threads
-constexpr int MOST_GROUP = 16, MOST_HEAD_DIM = 256;
+constexpr int MAX_GROUP_SIZE = 16, MAX_HEAD_DIM = 256;
 constexpr int CHUNK = LANES;   // keys at once: a lane each for their scores
-constexpr int MOST_HEADS = 4;  // query heads at once: what is loaded of K and V serves all of them
+constexpr int MAX_HEADS = 4;  // query heads at once: what is loaded of K and V serves all of them
 
 // The query heads that share a K/V head, and their softmax in progress: over the keys so far, the values weighted by
 // exp(score - highest), and the sum of the weights. Rows are as `spread` leaves them.
 struct Heads {
-    alignas(64) float query[MOST_GROUP][MOST_HEAD_DIM], weighted[MOST_GROUP][MOST_HEAD_DIM];
-    float highest[MOST_GROUP], total[MOST_GROUP];
+    alignas(64) float query[MAX_GROUP_SIZE][MAX_HEAD_DIM], weighted[MAX_GROUP_SIZE][MAX_HEAD_DIM];
+    float highest[MAX_GROUP_SIZE], total[MAX_GROUP_SIZE];
 };
 
 // Numbers from i on of a row of `size`, zeros behind its end; WHOLE: the end is not among them.
@@ -640,7 +640,7 @@ void attend_chunk_of(int num_heads, Heads &heads, int first, const T *keys, cons
         case 1: return attend_chunk<1, WHOLE>(heads, first, keys, values, n, size);
         case 2: return attend_chunk<2, WHOLE>(heads, first, keys, values, n, size);
         case 3: return attend_chunk<3, WHOLE>(heads, first, keys, values, n, size);
-        default: return attend_chunk<MOST_HEADS, WHOLE>(heads, first, keys, values, n, size);
+        default: return attend_chunk<MAX_HEADS, WHOLE>(heads, first, keys, values, n, size);
     }
 }
 
@@ -676,8 +676,8 @@ void attend_part(const Attention &a, const T *q, const T *kv_layer, long seq, lo
                 __builtin_prefetch(next + a.num_kv_heads * row_size * sizeof(T) + i, 0, 2);
             }
         }
-        for (int g = 0; g < a.group; g += MOST_HEADS)
-            attend(std::min<int>(MOST_HEADS, a.group - g), heads, g, keys, values, end - begin, a.head_dim);
+        for (int g = 0; g < a.group; g += MAX_HEADS)
+            attend(std::min<int>(MAX_HEADS, a.group - g), heads, g, keys, values, end - begin, a.head_dim);
     }
     for (long g = 0; g < a.group; g++, part += a.head_dim + 2) {
         for (long i = 0; i < a.head_dim; i++) {  // as they were before they were spread
@@ -693,7 +693,7 @@ template <class T>
 void merge_parts(const float *parts, long num_parts, long stride, long head_dim, T *out, float *lse) {
     float highest = -INFINITY, total = 0;
     for (long p = 0; p < num_parts; p++) highest = std::max(highest, parts[p * stride + head_dim]);
-    alignas(64) float weighted[MOST_HEAD_DIM] = {};
+    alignas(64) float weighted[MAX_HEAD_DIM] = {};
     for (long p = 0; p < num_parts; p++) {
         const float *part = parts + p * stride;
         float share = exp_of_negative(part[head_dim] - highest);
@@ -763,7 +763,7 @@ inline float log_wait(uint32_t bits) {
     return std::log(-std::log1p(-std::min(uniform_of(bits), 1.0f - 0x1p-24f)));
 }
 
-struct Race {
+struct Sample {
     const void *logits;        // [num_rows, size]
     const float *temperature;  // [num_rows], each above 0
     const int64_t *keys;       // [num_rows], of the noise
@@ -798,7 +798,7 @@ template <class T> long winner_of(const T *logits, long size, float temperature,
     return winner;
 }
 
-template <class T> void race(const Race &a) {
+template <class T> void sample(const Sample &a) {
     auto *logits = static_cast<const T *>(a.logits);
 #pragma omp parallel for num_threads(a.num_threads) if (a.num_rows > 1)
     for (long row = 0; row < a.num_rows; row++)
@@ -836,7 +836,7 @@ EXPORT quantize_rows(const Quantize *a) {
         a->wide_norm ? rope_kv_write<T, float>(*a) : rope_kv_write<T, T>(*a);       \
     }                                                                               \
     EXPORT decode_attention_##NAME(const Attention *a) { decode_attention<T>(*a); } \
-    EXPORT race_##NAME(const Race *a) { race<T>(*a); }
+    EXPORT sample_##NAME(const Sample *a) { sample<T>(*a); }
 
 EXPORT_FOR(float, f32)
 EXPORT_FOR(bfloat16, bf16)

@@ -1,12 +1,12 @@
-"""`native.cpp`, compiled at first use by the machine's own compiler, and how its functions are called.
+"""Compiles `native.cpp` at first use with the machine's compiler, and calls its functions.
 
-Compiling takes some seconds, once a machine: the library is kept in the cache folder under a digest of its source, the
-compiler and the processor. Where there is no compiler, or OCTAVO_NATIVE=0 is set, `library` gives None and all of
-`kernels.cpu` runs on torch alone, with the same results to rounding. Any other OCTAVO_NATIVE is the compiler's -march,
-e.g. x86-64-v3, which shows how an older processor fares.
+Compiling takes some seconds, once a machine. The library is cached under a digest of its source, the compiler and the
+processor. Without a compiler, or with OCTAVO_NATIVE=0, `library` returns None and `kernels.cpu` runs on torch alone,
+with the same results to rounding. Any other OCTAVO_NATIVE is the compiler's -march: x86-64-v3, for instance, shows the
+speed of an older processor.
 
-Products release Python's lock while they run, for others to go on meanwhile; what takes a few microseconds does not, as
-getting it back may take longer.
+Matrix products release Python's GIL while they run. Functions of a few microseconds keep it: getting it back may take
+longer.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ FLAGS = (
 COMPILE_S = 120.0
 
 SUFFIXES = MappingProxyType({torch.float32: "f32", torch.bfloat16: "bf16"})
-MOST_GROUP, MOST_HEAD_DIM, MOST_BLOCK = 16, 256, 256  # as in native.cpp
+MAX_GROUP_SIZE, MAX_HEAD_DIM, MAX_BLOCK_SIZE = 16, 256, 256  # as in native.cpp
 
 
 def _struct(name: str, *fields: tuple[Any, str]) -> type[ctypes.Structure]:
-    """A struct of native.cpp, from its fields' types and names."""
+    """A struct of native.cpp; fields are pairs of a type and names."""
     return type(name, (ctypes.Structure,), {"_fields_": [(n, kind) for kind, names in fields for n in names.split()]})
 
 
@@ -61,7 +61,7 @@ _Quantize = _struct("Quantize", (POINTER, "x out scale"), (LONG, "num_rows size"
 _Embed = _struct("Embed", (POINTER, "token_ids tiles scale out"), (LONG, "num_tokens size padded"))
 _Norm = _struct(
     "Norm",
-    (POINTER, "x residual weight out stream"),
+    (POINTER, "x residual weight out residual_out"),
     (FLOAT, "eps"),
     (LONG, "num_rows size"),
     (INT, "wide_weight num_threads"),
@@ -83,21 +83,23 @@ _Attention = _struct(
     (POINTER, "q kv_layer out lse"),
     (INT, "num_threads"),
 )
-_Race = _struct("Race", (POINTER, "logits temperature keys token_ids"), (LONG, "num_rows size"), (INT, "num_threads"))
+_Sample = _struct(
+    "Sample", (POINTER, "logits temperature keys token_ids"), (LONG, "num_rows size"), (INT, "num_threads")
+)
 _Call = _struct("Call", (POINTER, "function arguments"))
 
 
-def _at(tensor: Tensor | None) -> int | None:
+def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
 def _weight(tiles: Tensor) -> str:
-    """What native.cpp calls tiles like these: their dtype, and their outputs."""
+    """native.cpp's suffix for tiles: their dtype and their number of outputs."""
     return f"{'int8' if tiles.dtype == torch.int8 else 'bf16'}_{tiles.shape[2]}"
 
 
-class Recording:
-    """Calls of native functions in their order, with all that they read and write."""
+class RecordedCalls:
+    """A sequence of native calls that can be replayed. Keeps the tensors that they read and write alive."""
 
     def __init__(self, replay: Any) -> None:
         self._replay = replay
@@ -110,7 +112,7 @@ class Recording:
         self._kept.append(tensors)
 
     def replay(self) -> None:
-        """Do it all again, on whatever the same memory holds by now. Python's lock is free meanwhile."""
+        """Repeat all calls on the current contents of the same memory. Releases the GIL."""
         if self._calls is None:
             calls = [_Call(address, ctypes.addressof(arguments)) for address, arguments in self._pairs]
             self._calls = (_Call * len(calls))(*calls)
@@ -118,74 +120,74 @@ class Recording:
 
 
 class Library:
-    """The compiled functions, called with tensors on the CPU. What they take is checked by `kernels.cpu`, not here."""
+    """The compiled functions, called with tensors on the CPU. The callers in `kernels.cpu` check their arguments."""
 
-    instructions: dict[str, str]  # what products of each kind are computed with
+    instructions: dict[str, str]  # dtype -> the processor's instructions for its products
 
     def __init__(self, path: Path) -> None:
-        unlocking, locked = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
+        without_gil, with_gil = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         self._functions: dict[tuple[str, torch.dtype | None], tuple[Any, int]] = {}
-        tiled = [f"{what}_{weight}" for what in ("linear", "embed") for weight in ("bf16_32", "bf16_64", "int8_64")]
+        tiled = [f"{name}_{weight}" for name in ("linear", "embed") for weight in ("bf16_32", "bf16_64", "int8_64")]
         for name in (*tiled, "embed_plain", "quantize_rows"):
-            self._functions[name, None] = _function(unlocking if name.startswith("linear") else locked, name)
-        for name in ("add_rms_norm", "silu_mul", "rope_kv_write", "decode_attention", "race"):
+            self._functions[name, None] = _function(without_gil if name.startswith("linear") else with_gil, name)
+        for name in ("add_rms_norm", "silu_mul", "rope_kv_write", "decode_attention", "sample"):
             for dtype, suffix in SUFFIXES.items():
-                self._functions[name, dtype] = _function(locked, f"{name}_{suffix}")
-        words = (ctypes.c_char_p * 3).in_dll(unlocking, "instructions")
+                self._functions[name, dtype] = _function(with_gil, f"{name}_{suffix}")
+        words = (ctypes.c_char_p * 3).in_dll(without_gil, "instructions")
         bfloat16, int8, width = (word.decode() for word in words if word is not None)
         self.instructions = {"bfloat16": f"{bfloat16}, {width}", "int8": f"{int8}, {width}"}
-        self._replay = unlocking.replay
+        self._replay = without_gil.replay
         self._replay.argtypes, self._replay.restype = (POINTER, LONG), None
         self._local = threading.local()
 
     @contextlib.contextmanager
-    def record(self) -> Iterator[Recording]:
-        """Write down what this thread calls, while it is called."""
-        recording = self._local.recording = Recording(self._replay)
+    def record(self) -> Iterator[RecordedCalls]:
+        """Record this thread's calls inside `with`; they also run."""
+        recording = self._local.recording = RecordedCalls(self._replay)
         try:
             yield recording
         finally:
             self._local.recording = None
 
     def _call(self, name: str, dtype: torch.dtype | None, arguments: ctypes.Structure, *tensors: Any) -> None:
-        """tensors: what the arguments point to."""
+        """tensors: all that the arguments point to, to be kept by a recording."""
         function, address = self._functions[name, dtype]
         function(ctypes.byref(arguments))
-        recording: Recording | None = getattr(self._local, "recording", None)
+        recording: RecordedCalls | None = getattr(self._local, "recording", None)
         if recording is not None:
             recording.add(address, arguments, tensors)
 
     def linear(
-        self, tiles: Tensor, scale: Tensor | None, x: Tensor, bias: Tensor | None, num_out: int, *, wide: bool
+        self, tiles: Tensor, scale: Tensor | None, x: Tensor, bias: Tensor | None, num_out: int, *, float32_out: bool
     ) -> Tensor:
-        """x @ w.T + bias; x [num_rows, num_in] bfloat16 -> [num_rows, num_out], bfloat16, or float32 if `wide`.
+        """x @ w.T + bias; x [num_rows, num_in] bfloat16 -> [num_rows, num_out], bfloat16, or float32 if `float32_out`.
 
-        A row's result does not depend on the other rows, to the last bit.
+        The bits of a row's result do not depend on the other rows.
 
-        tiles  w in tiles of outputs, zeros where there are fewer: [num_tiles, padded_in / 2, 32 or 64, 2] bfloat16, or
+        tiles  w in tiles of outputs, padded with zeros: [num_tiles, padded_in / 2, 32 or 64, 2] bfloat16, or
                [num_tiles, padded_in / 4, 64, 4] int8
-        scale  [num_out] float32, of int8: w is tiles * scale, and each row of x is rounded to int8 first
+        scale  [num_out] float32, for int8: w is tiles * scale, and each row of x is rounded to int8 first
         """
         num_rows, num_in = x.shape
-        y = torch.empty(num_rows, num_out, dtype=torch.float32 if wide else torch.bfloat16)
+        y = torch.empty(num_rows, num_out, dtype=torch.float32 if float32_out else torch.bfloat16)
         arguments = _Linear(
             tiles.data_ptr(),
             x.data_ptr(),
-            _at(scale),
-            _at(bias),
+            _pointer(scale),
+            _pointer(bias),
             y.data_ptr(),
             num_rows,
             num_in,
             tiles.shape[1] * tiles.shape[3],
             num_out,
-            wide,
+            float32_out,
             torch.get_num_threads(),
         )
         self._call(f"linear_{_weight(tiles)}", None, arguments, tiles, scale, x, bias, y)
         return y
 
     def quantize_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [num_rows, size] bfloat16 -> int8 of the same shape, and the scales [num_rows] float32 that undo it."""
+        """x [num_rows, size] bfloat16 -> (int8 of the same shape, scales [num_rows] float32), x = int8 * scale."""
         num_rows, size = x.shape
         out, scale = torch.empty(num_rows, size, dtype=torch.int8), torch.empty(num_rows)
         pointers = x.data_ptr(), out.data_ptr(), scale.data_ptr()
@@ -193,33 +195,33 @@ class Library:
         return out, scale
 
     def embed(self, table: Tensor, scale: Tensor | None, token_ids: Tensor, size: int) -> Tensor:
-        """Rows [num_tokens, size] bfloat16 of a weight in tiles, see `linear`, or of a plain one [num_rows, size]."""
+        """Rows [num_tokens, size] bfloat16 of a weight in tiles, as for `linear`, or of a plain weight."""
         out = torch.empty(len(token_ids), size, dtype=torch.bfloat16)
-        pointers = token_ids.data_ptr(), table.data_ptr(), _at(scale), out.data_ptr()
+        pointers = token_ids.data_ptr(), table.data_ptr(), _pointer(scale), out.data_ptr()
         padded = size if table.ndim == 2 else table.shape[1] * table.shape[3]
         name = "embed_plain" if table.ndim == 2 else f"embed_{_weight(table)}"
         self._call(name, None, _Embed(*pointers, len(token_ids), size, padded), token_ids, table, scale, out)
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(normed, stream); without a residual, stream is nothing."""
+        """(normed, x + residual); without a residual, the second is the first."""
         size = x.shape[-1]
         out = torch.empty_like(x)
-        stream = out if residual is None else torch.empty_like(x)
+        residual_out = out if residual is None else torch.empty_like(x)
         arguments = _Norm(
             x.data_ptr(),
-            _at(residual),
+            _pointer(residual),
             weight.data_ptr(),
             out.data_ptr(),
-            stream.data_ptr(),
+            residual_out.data_ptr(),
             eps,
             x.numel() // size,
             size,
             weight.dtype != x.dtype,
             torch.get_num_threads(),
         )
-        self._call("add_rms_norm", x.dtype, arguments, x, residual, weight, out, stream)
-        return out, stream
+        self._call("add_rms_norm", x.dtype, arguments, x, residual, weight, out, residual_out)
+        return out, residual_out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         num_tokens, double = gate_up.shape
@@ -260,8 +262,8 @@ class Library:
             q.data_ptr(),
             k.data_ptr(),
             v.data_ptr(),
-            _at(q_norm),
-            _at(k_norm),
+            _pointer(q_norm),
+            _pointer(k_norm),
             out.data_ptr(),
             kv_layer.data_ptr(),
             q_norm is not None and q_norm.dtype != q.dtype,
@@ -275,20 +277,20 @@ class Library:
         self,
         q: Tensor,
         kv_layer: Tensor,
-        singles: Singles,
+        queries: DecodeQueries,
         out: Tensor,
         lse: Tensor | None,
         *,
         scale: float,
         window: int,
     ) -> None:
-        """Into each single query's row of `out` [num_tokens, num_heads, head_dim] and of `lse`."""
+        """Paged attention of single queries, written to their rows of `out`, shaped as q, and of `lse`."""
         num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
         arguments = _Attention(
-            *singles.pointers,
+            *queries.pointers,
             scale,
-            len(singles.rows),
-            singles.block_tables.shape[1],
+            len(queries.rows),
+            queries.block_tables.shape[1],
             window,
             num_kv_heads,
             q.shape[1] // num_kv_heads,
@@ -298,28 +300,28 @@ class Library:
             q.data_ptr(),
             kv_layer.data_ptr(),
             out.data_ptr(),
-            _at(lse),
+            _pointer(lse),
             torch.get_num_threads(),
         )
-        self._call("decode_attention", q.dtype, arguments, singles, q, kv_layer, out, lse)
+        self._call("decode_attention", q.dtype, arguments, queries, q, kv_layer, out, lse)
 
-    def race(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
-        """Draws from softmax(logits / temperature) by noise of those keys -> [num_rows] int64, as `reference.sample`.
+    def sample(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
+        """Sample from softmax(logits / temperature) as `reference.sample`, without filters -> [num_rows] int64.
 
-        logits [num_rows, vocab_size]; temperature [num_rows] float32, above 0; keys [num_rows] int64.
+        logits [num_rows, vocab_size]; temperature [num_rows] float32, above 0; keys [num_rows] int64, of the noise.
         """
         num_rows, size = logits.shape
         token_ids = torch.empty(num_rows, dtype=torch.int64)
         pointers = logits.data_ptr(), temperature.data_ptr(), keys.data_ptr(), token_ids.data_ptr()
-        arguments = _Race(*pointers, num_rows, size, torch.get_num_threads())
-        self._call("race", logits.dtype, arguments, logits, temperature, keys, token_ids)
+        arguments = _Sample(*pointers, num_rows, size, torch.get_num_threads())
+        self._call("sample", logits.dtype, arguments, logits, temperature, keys, token_ids)
         return token_ids
 
 
-class Singles:
-    """The sequences of a batch that have one query each.
+class DecodeQueries:
+    """The sequences of a batch that have a single query.
 
-    rows          [num_seqs] int64, each sequence's row of q
+    rows          [num_seqs] int64, the row of q of each sequence
     seq_lens      [num_seqs] int32
     block_tables  [num_seqs, max_blocks] int32
     """
@@ -332,38 +334,48 @@ class Singles:
 
 
 def _function(library: ctypes.CDLL, name: str) -> tuple[Any, int]:
-    """A function that takes one pointer, and its address."""
+    """A function of one pointer argument, and its address."""
     function = getattr(library, name)
     function.argtypes, function.restype = (POINTER,), None
     return function, ctypes.cast(function, POINTER).value or 0
 
 
-def takes(x: Tensor) -> bool:
-    """Whether x is of a kind that the library's functions are compiled for."""
+def supports(x: Tensor) -> bool:
+    """True if the library has functions for x's dtype and device."""
     return x.dtype in SUFFIXES and x.device.type == "cpu"
 
 
-def takes_weight(weight: Tensor | None, x: Tensor) -> bool:
-    """Whether a norm's weight is of x's dtype, or float32."""
+def supports_norm_weight(weight: Tensor | None, x: Tensor) -> bool:
+    """True if the library supports the dtype of a norm's weight: x's dtype or float32."""
     return weight is None or weight.dtype in (x.dtype, torch.float32)
 
 
-def takes_heads(q: Tensor, kv_layer: Tensor) -> bool:
-    """Whether q's heads, and the K and V that they meet, have sizes and strides that the library knows."""
+def supports_heads(q: Tensor, kv_layer: Tensor) -> bool:
+    """True if the library supports the sizes and strides of q and of the layer's K and V."""
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
     return (
-        takes(q)
+        supports(q)
         and kv_layer.dtype == q.dtype
         and q.stride()[1:] == (head_dim, 1)
         and kv_layer.stride()[1:] == (num_kv_heads * block_size * head_dim, block_size * head_dim, head_dim, 1)
-        and head_dim <= MOST_HEAD_DIM
-        and block_size <= MOST_BLOCK
-        and q.shape[1] <= num_kv_heads * MOST_GROUP
+        and head_dim <= MAX_HEAD_DIM
+        and block_size <= MAX_BLOCK_SIZE
+        and q.shape[1] <= num_kv_heads * MAX_GROUP_SIZE
     )
 
 
+def library_for(x: Tensor, *others: Tensor) -> Library | None:
+    """The compiled library if it supports these tensors: contiguous, of one dtype."""
+    if not supports(x) or not x.is_contiguous():
+        return None
+    for other in others:
+        if other.dtype != x.dtype or not other.is_contiguous():
+            return None
+    return library()
+
+
 def library() -> Library | None:
-    """The compiled library; None where there can be none. The first call of all compiles it, others wait."""
+    """The compiled library, or None if it cannot be compiled. The first call compiles it; concurrent calls wait."""
     with _compiling:
         return _load()
 
@@ -375,25 +387,25 @@ _compiling = threading.Lock()
 def _load() -> Library | None:
     march = os.environ.get("OCTAVO_NATIVE") or "native"
     if march == "0":
-        logger.info("OCTAVO_NATIVE is 0: kernels.cpu runs on torch alone, several times slower")
+        logger.info("OCTAVO_NATIVE is 0: the CPU's kernels run on torch alone, several times slower")
         return None
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
     if compiler is None:
-        logger.warning("there is no C++ compiler: the CPU computes by torch alone, slower; install g++, or set CXX")
+        logger.warning("no C++ compiler: the CPU's kernels run on torch alone, slower; install g++ or set CXX")
         return None
     try:
-        made = Library(build(compiler, march))
+        compiled = Library(build(compiler, march))
     except (OSError, subprocess.SubprocessError, AttributeError, ValueError) as error:
-        said = getattr(error, "stderr", None) or b""
-        reason = " ".join(f"{error} {said.decode(errors='replace')[:200]}".split())
-        logger.warning("the CPU computes by torch alone, slower: native code does not compile: %s", reason)
+        stderr = getattr(error, "stderr", None) or b""
+        reason = " ".join(f"{error} {stderr.decode(errors='replace')[:200]}".split())
+        logger.warning("native.cpp does not compile: the CPU's kernels run on torch alone, slower: %s", reason)
         return None
-    logger.info("native products: %s", "; ".join(f"{dtype} by {how}" for dtype, how in made.instructions.items()))
-    return made
+    logger.info("native products: %s", "; ".join(f"{dtype} by {how}" for dtype, how in compiled.instructions.items()))
+    return compiled
 
 
 def build(compiler: str, march: str) -> Path:
-    """The library for a processor, compiled if it is not in the cache."""
+    """Path of the library for a processor; compiles it if it is not in the cache."""
     path = cache_dir() / "native" / f"{_digest(compiler, march)}.so"
     if not path.exists():
         _compile(compiler, march, path)
@@ -401,7 +413,7 @@ def build(compiler: str, march: str) -> Path:
 
 
 def _digest(compiler: str, march: str) -> str:
-    """Of all that the library depends on: its source, how it is compiled, and for which processor."""
+    """Digest of the source, the compiler, its flags and the processor."""
     processor = platform.machine()
     with open("/proc/cpuinfo", encoding="utf-8") as lines:
         processor += next((line for line in lines if line.startswith("flags")), "")
@@ -411,10 +423,10 @@ def _digest(compiler: str, march: str) -> str:
 
 
 def _compile(compiler: str, march: str, path: Path) -> None:
-    """Into place as a whole, so that nobody loads half a library; several may compile at once."""
+    """Compile, then move the file into place atomically: several processes may compile at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        command = [compiler, *FLAGS, f"-march={march}", str(SOURCE), "-o", str(made)]
+        compiled = Path(folder) / path.name
+        command = [compiler, *FLAGS, f"-march={march}", str(SOURCE), "-o", str(compiled)]
         subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
-        os.replace(made, path)
+        os.replace(compiled, path)

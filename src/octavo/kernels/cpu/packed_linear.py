@@ -1,19 +1,21 @@
-"""Weights in the layout that the CPU multiplies them fastest in, and who multiplies them.
+"""Linear layers on the CPU: weights packed in the layout of their fastest matrix product.
 
-The first line of this table that a machine has is taken, for bfloat16 and for int8 alike (`choose`):
+Each weight uses the first backend of this table that the machine supports, for bfloat16 and for int8 alike
+(`choose_backend`):
 
-    way                 needs                               up to FEW_ROWS rows     more rows
-    native and oneDNN   a compiler, and AMX in oneDNN       native.cpp              oneDNN
-    native              a compiler                          native.cpp              native.cpp
-    oneDNN              a product of its own for the dtype  oneDNN, FEW_ROWS rows   oneDNN
-    blocks              nothing                             float32, FEW_ROWS rows  float32
+    backend             needs                            up to SMALL_BATCH_ROWS rows       more rows
+    native and oneDNN   a compiler, and AMX in oneDNN    native.cpp                        oneDNN
+    native              a compiler                       native.cpp                        native.cpp
+    oneDNN              oneDNN's product for the dtype   oneDNN, padded to these rows      oneDNN
+    blocks              nothing                          float32, padded to these rows     float32
 
-oneDNN falls back to a reference product, a thousand times slower, for what a processor has no instruction for. So it
-is only used where it is known to have better. float16 is always multiplied in blocks: no processor here has it.
+Where the processor has no instruction for a dtype, oneDNN falls back to a reference product, a thousand times slower.
+So oneDNN is used only where it is known to be fast. float16 always uses blocks: no processor here has instructions
+for it.
 
-Up to FEW_ROWS rows, a row's result has the same bits alone and among others: `native.cpp` adds in one order, and the
-others get so many rows always. All ways but oneDNN's bfloat16 give float32 where `wide` asks for it, so a head, whose
-logits are float32, is multiplied in blocks there (`pack_head`).
+Up to SMALL_BATCH_ROWS rows, the result of a row has the same bits in every batch: `native.cpp` has one order of
+addition, and the other backends always multiply that many rows. All backends but oneDNN's bfloat16 return float32 for
+`float32_out`. The logits of an LM head are float32, so there it uses blocks instead (`pack_head`).
 """
 
 from __future__ import annotations
@@ -36,44 +38,44 @@ from octavo.kernels.cpu import native
 logger = logging.getLogger("octavo.packed")
 
 Quantization = Literal["int8"]
-Way = Literal["native and oneDNN", "native", "oneDNN", "blocks"]
+MatmulBackend = Literal["native and oneDNN", "native", "oneDNN", "blocks"]
 
-FEW_ROWS = 16
-"""Rows of x up to which a row's result does not depend on the others. So many cost little more than one: they are
-computed while the weights are read. On processors without a matrix unit, `native.cpp` is at least as fast as oneDNN
-beyond that, too."""
+SMALL_BATCH_ROWS = 16
+"""Rows of x up to which the result of a row does not depend on the other rows. They cost little more than one row: they
+are computed while the weights are read. On processors without a matrix unit, `native.cpp` is at least as fast as oneDNN
+for more rows, too."""
 
 BLOCK_BYTES = 1 << 20
-"""Of weights, widened to float32 at a time: they stay in the second-level cache until they are multiplied."""
+"""Weights converted to float32 at a time: they stay in the second-level cache until they are multiplied."""
 
 
-class Packed(Protocol):
-    """A weight [num_out, num_in] that can be multiplied with, and no more be seen."""
+class PackedWeight(Protocol):
+    """A weight [num_out, num_in] in the layout of its matrix product."""
 
-    way: Way
+    backend: MatmulBackend
 
-    def __call__(self, x: Tensor, bias: Tensor | None, *, wide: bool = False) -> Tensor:
-        """x @ weight.T + bias, x [num_rows, num_in] in the weight's dtype -> [num_rows, num_out], `wide`: in float32.
+    def __call__(self, x: Tensor, bias: Tensor | None, *, float32_out: bool = False) -> Tensor:
+        """x @ weight.T + bias; x [num_rows, num_in] -> [num_rows, num_out].
 
-        A weight in int8 takes x in bfloat16.
+        x has the weight's dtype, or bfloat16 for an int8 weight. The result has that dtype, float32 if `float32_out`.
         """
         ...
 
 
-class Head(Packed, Protocol):
-    """One whose `wide` results were never narrower, and whose rows can be read back."""
+class PackedHead(PackedWeight, Protocol):
+    """The weight of an LM head: its `float32_out` results are unrounded, and its rows can be read as embeddings."""
 
-    def rows(self, indices: Tensor) -> Tensor:
+    def gather_rows(self, indices: Tensor) -> Tensor:
         """weight[indices], [num_indices, num_in] in x's dtype."""
         ...
 
 
-class Machine(NamedTuple):
-    """What there is to multiply with.
+class CpuFeatures(NamedTuple):
+    """Matrix products that this machine supports.
 
-    native  compiled code
-    oneDNN  a product of oneDNN's for the dtype, which is exact and no reference
-    amx     oneDNN uses a matrix unit
+    native  `native.cpp` is compiled
+    onednn  oneDNN has an exact, fast product for the dtype
+    amx     oneDNN uses the processor's matrix unit
     """
 
     native: bool
@@ -81,39 +83,39 @@ class Machine(NamedTuple):
     amx: bool
 
 
-def choose(machine: Machine) -> Way:
+def choose_backend(machine: CpuFeatures) -> MatmulBackend:
     if machine.native:
         return "native and oneDNN" if machine.amx and machine.onednn else "native"
     return "oneDNN" if machine.onednn else "blocks"
 
 
-def this_machine(quantization: Quantization | None) -> Machine:
-    has_product = has_int8 if quantization == "int8" else has_bfloat16
-    return Machine(native.library() is not None, has_product(), has_amx())
+def detect_features(quantization: Quantization | None) -> CpuFeatures:
+    has_product = has_onednn_int8 if quantization == "int8" else has_onednn_bfloat16
+    return CpuFeatures(native.library() is not None, has_product(), has_amx())
 
 
-def pack(weight: Tensor, quantization: Quantization | None = None) -> Packed | None:
-    """The weight [num_out, num_in] packed; None where plain torch is as fast."""
-    if _is_packed(weight) and _way_for(weight, quantization) == "oneDNN":
-        return OneDNN(*_quantized(weight, quantization))
+def pack(weight: Tensor, quantization: Quantization | None = None) -> PackedWeight | None:
+    """Pack a weight [num_out, num_in]; None where plain torch is as fast."""
+    if _is_packed(weight) and _backend_for(weight, quantization) == "oneDNN":
+        return OneDNNWeight(*_quantized(weight, quantization))
     return pack_head(weight, quantization)
 
 
-def pack_head(weight: Tensor, quantization: Quantization | None = None) -> Head | None:
-    """The same of a head."""
+def pack_head(weight: Tensor, quantization: Quantization | None = None) -> PackedHead | None:
+    """Pack the weight of an LM head; None where plain torch is as fast."""
     if not _is_packed(weight):
         return None
-    way = _way_for(weight, quantization)
+    backend = _backend_for(weight, quantization)
     values, scale = _quantized(weight, quantization)
-    return Tiled(values, scale, way) if way in ("native", "native and oneDNN") else Blocks(values, scale)
+    return BlockwiseWeight(values, scale) if backend in ("oneDNN", "blocks") else TiledWeight(values, scale, backend)
 
 
 def _is_packed(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
 
 
-def _way_for(weight: Tensor, quantization: Quantization | None) -> Way:
-    return choose(this_machine(quantization)) if weight.dtype == torch.bfloat16 else "blocks"
+def _backend_for(weight: Tensor, quantization: Quantization | None) -> MatmulBackend:
+    return choose_backend(detect_features(quantization)) if weight.dtype == torch.bfloat16 else "blocks"
 
 
 def _quantized(weight: Tensor, quantization: Quantization | None) -> tuple[Tensor, Tensor | None]:
@@ -121,29 +123,29 @@ def _quantized(weight: Tensor, quantization: Quantization | None) -> tuple[Tenso
 
 
 def embed(table: Tensor, token_ids: Tensor) -> Tensor:
-    """table[token_ids], table [num_rows, size] not packed."""
+    """table[token_ids], for a table [num_rows, size] that is not packed."""
     if table.dtype == torch.bfloat16 and table.device.type == "cpu" and (library := native.library()) is not None:
         return library.embed(table, None, token_ids.contiguous(), table.shape[1])
     return F.embedding(token_ids, table)
 
 
 def packed_bytes(weight: Tensor, quantization: Quantization | None = None) -> int:
-    """What `pack` makes of a weight, in bytes, beside some padding; the weight may be on "meta"."""
+    """Bytes of a weight after `pack`, without padding; the weight may be on "meta"."""
     if quantization == "int8" and weight.dtype == torch.bfloat16:
-        return weight.numel() + 8 * weight.shape[0]  # a scale, and what oneDNN may keep, for each output
+        return weight.numel() + 8 * weight.shape[0]  # for each output, a scale and what oneDNN may keep
     return weight.nbytes
 
 
 # -- int8 -------------------------------------------------------------------------------------------------------------
 
-# Weights have a scale for each output; x is rounded to int8 too, with a scale for each row (W8A8). Sums are integers,
-# and so the same for everybody; what is made of them in float32 is no worse than bfloat16's last bits.
+# W8A8: weights have a scale for each output, and x is rounded to int8 with a scale for each row. Sums are integers, the
+# same in every backend; their conversion to float32 adds errors no larger than bfloat16's rounding.
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 of the same shape, and the scales [num_out] float32 that undo it."""
-    most = weight.abs().amax(1).float()
-    scale = most / 127
+    """weight [num_out, num_in] -> (int8 of the same shape, scales [num_out] float32), weight = int8 * scale."""
+    max_abs = weight.abs().amax(1).float()
+    scale = max_abs / 127
     return (weight * (1 / scale.clamp(min=1e-30)).unsqueeze(1)).round_().to(torch.int8), scale
 
 
@@ -151,41 +153,41 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """See `native.Library.quantize_rows`."""
     if (library := native.library()) is not None:
         return library.quantize_rows(x.contiguous())
-    most = x.abs().amax(1, keepdim=True).float()
-    inverse = torch.where(most > 0, torch.tensor(127.0) / most, 0.0)  # 127 / most would multiply by a reciprocal
-    return (x * inverse).round_().to(torch.int8), (most / 127).squeeze(1)
+    max_abs = x.abs().amax(1, keepdim=True).float()
+    inverse = torch.where(max_abs > 0, torch.tensor(127.0) / max_abs, 0.0)  # not a product with a reciprocal
+    return (x * inverse).round_().to(torch.int8), (max_abs / 127).squeeze(1)
 
 
-# -- who multiplies ---------------------------------------------------------------------------------------------------
+# -- backends ---------------------------------------------------------------------------------------------------------
 
 
-class Blocks:
-    """A weight as it is, widened to float32 some outputs at a time. x is not rounded."""
+class BlockwiseWeight:
+    """A plain weight that is converted to float32 some outputs at a time. x is not rounded."""
 
-    way: Way = "blocks"
+    backend: MatmulBackend = "blocks"
 
     def __init__(self, weight: Tensor, scale: Tensor | None) -> None:
         self.weight = weight
         self.scale = scale
 
-    def __call__(self, x: Tensor, bias: Tensor | None, *, wide: bool = False) -> Tensor:
-        y = _on_enough_rows(self._product, x)
+    def __call__(self, x: Tensor, bias: Tensor | None, *, float32_out: bool = False) -> Tensor:
+        y = _pad_to_small_batch(self._product, x)
         if self.scale is not None:
             y *= self.scale
         if bias is not None:
             y += bias
-        return y if wide else y.to(x.dtype)
+        return y if float32_out else y.to(x.dtype)
 
     def _product(self, x: Tensor) -> Tensor:
-        return product_in_blocks(x, self.weight)
+        return blockwise_linear(x, self.weight)
 
-    def rows(self, indices: Tensor) -> Tensor:
+    def gather_rows(self, indices: Tensor) -> Tensor:
         rows = self.weight[indices]
         return rows if self.scale is None else (rows * self.scale[indices].unsqueeze(1)).bfloat16()
 
 
-def product_in_blocks(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T in float32, whatever their dtypes."""
+def blockwise_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T in float32, for any dtypes."""
     y = torch.empty(len(x), len(weight))
     x, block = x.float(), max(1, BLOCK_BYTES // (4 * weight.shape[1]))
     for begin in range(0, len(weight), block):
@@ -193,78 +195,78 @@ def product_in_blocks(x: Tensor, weight: Tensor) -> Tensor:
     return y
 
 
-def _on_enough_rows(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """A library may add in another order for other numbers of rows: few become FEW_ROWS."""
+def _pad_to_small_batch(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply the product to at least SMALL_BATCH_ROWS rows: its order of addition may depend on the number of rows."""
     num_rows = len(x)
-    if num_rows >= FEW_ROWS:
+    if num_rows >= SMALL_BATCH_ROWS:
         return product(x)
-    return product(F.pad(x, (0, 0, 0, FEW_ROWS - num_rows)))[:num_rows]
+    return product(F.pad(x, (0, 0, 0, SMALL_BATCH_ROWS - num_rows)))[:num_rows]
 
 
-class OneDNN:
-    """oneDNN's products alone."""
+class OneDNNWeight:
+    """A weight that oneDNN multiplies."""
 
-    way: Way = "oneDNN"
+    backend: MatmulBackend = "oneDNN"
 
     def __init__(self, weight: Tensor, scale: Tensor | None) -> None:
         self.scale = scale
         self.zeros = torch.zeros(len(weight), dtype=torch.int64)
         self.reordered = _reorder(weight)
 
-    def __call__(self, x: Tensor, bias: Tensor | None, *, wide: bool = False) -> Tensor:
+    def __call__(self, x: Tensor, bias: Tensor | None, *, float32_out: bool = False) -> Tensor:
         if self.scale is None:
-            y = _on_enough_rows(lambda x: _multiply_bfloat16(x, self.reordered, bias), x)
-            return y.float() if wide else y
+            y = _pad_to_small_batch(lambda x: _multiply_bfloat16(x, self.reordered, bias), x)
+            return y.float() if float32_out else y
         rounded, x_scale = quantize_rows(x)
         y = _multiply_int8(rounded, self.reordered, self.scale, self.zeros)
         y *= x_scale.unsqueeze(1)
         if bias is not None:
             y += bias
-        return y if wide else y.to(x.dtype)
+        return y if float32_out else y.to(x.dtype)
 
 
-class Tiled:
-    """Tiles that `native.cpp` reads; with AMX they are those of oneDNN, which multiplies many rows by them."""
+class TiledWeight:
+    """A weight in the tiles of `native.cpp`. With AMX, oneDNN shares them and multiplies many rows."""
 
     BFLOAT16_TILES = (32, 64)
-    """Outputs of a tile as oneDNN may lay them out. Our own have the last."""
+    """Outputs of a tile in oneDNN's possible layouts. `make_tiles` uses the last."""
     INT8_TILE = 64
 
-    def __init__(self, weight: Tensor, scale: Tensor | None, way: Way) -> None:
+    def __init__(self, weight: Tensor, scale: Tensor | None, backend: MatmulBackend) -> None:
         self.shape = weight.shape
         self.scale = scale
-        self.way: Way = "native"
-        self.many: OneDNN | None = None
+        self.backend: MatmulBackend = "native"
+        self.onednn: OneDNNWeight | None = None
         inputs, widths = (2, self.BFLOAT16_TILES) if scale is None else (4, (self.INT8_TILE,))
-        if way == "native and oneDNN":
-            self.many = OneDNN(weight, scale)
-            found = (_tiles_of(self.many.reordered, weight, tile, inputs) for tile in widths)
+        if backend == "native and oneDNN":
+            self.onednn = OneDNNWeight(weight, scale)
+            found = (_tiles_of(self.onednn.reordered, weight, tile, inputs) for tile in widths)
             tiles = next((tiles for tiles in found if tiles is not None), None)
             if tiles is not None:
-                self.way, self.tiles = way, tiles
+                self.backend, self.tiles = backend, tiles
                 return
-            logger.info("oneDNN has a layout of its own for %s: native code multiplies alone", tuple(weight.shape))
-            self.many = None
+            logger.info("unknown oneDNN layout for %s: native code multiplies all its batches", tuple(weight.shape))
+            self.onednn = None
         self.tiles = make_tiles(weight, widths[-1], inputs)
 
-    def __call__(self, x: Tensor, bias: Tensor | None, *, wide: bool = False) -> Tensor:
-        # What is wide is a head's: oneDNN would round bfloat16's to bfloat16.
-        if self.many is not None and len(x) > FEW_ROWS and (self.scale is not None or not wide):
-            return self.many(x, bias, wide=wide)
-        return _library().linear(self.tiles, self.scale, x.contiguous(), bias, self.shape[0], wide=wide)
+    def __call__(self, x: Tensor, bias: Tensor | None, *, float32_out: bool = False) -> Tensor:
+        # oneDNN would round a head's float32 logits to bfloat16.
+        if self.onednn is not None and len(x) > SMALL_BATCH_ROWS and (self.scale is not None or not float32_out):
+            return self.onednn(x, bias, float32_out=float32_out)
+        return _library().linear(self.tiles, self.scale, x.contiguous(), bias, self.shape[0], float32_out=float32_out)
 
-    def rows(self, indices: Tensor) -> Tensor:
+    def gather_rows(self, indices: Tensor) -> Tensor:
         return _library().embed(self.tiles, self.scale, indices.contiguous(), self.shape[1])
 
 
 def _library() -> native.Library:
     library = native.library()
-    assert library is not None  # or nothing would have been packed for it
+    assert library is not None  # tiles are packed only where it is there
     return library
 
 
 def make_tiles(weight: Tensor, tile: int, inputs: int) -> Tensor:
-    """[num_tiles, padded_in / inputs, tile, inputs], zeros where there is nothing: what `native.cpp` reads."""
+    """A weight as tiles of `native.cpp`, padded with zeros -> [num_tiles, padded_in / inputs, tile, inputs]."""
     num_out, num_in = weight.shape
     padded = F.pad(weight, (0, -num_in % inputs, 0, -num_out % tile)).contiguous()
     words = padded.view(torch.int32).view(-1, tile, padded.shape[1] // inputs)
@@ -272,15 +274,14 @@ def make_tiles(weight: Tensor, tile: int, inputs: int) -> Tensor:
 
 
 def _tiles_of(reordered: Tensor, weight: Tensor, tile: int, inputs: int) -> Tensor | None:
-    """A view of a reordered weight, as of `make_tiles`; None where its bytes are not that.
+    """View oneDNN's reordered weight as tiles of `make_tiles`; None where its layout differs.
 
-    Rows at the ends and in the middle are compared: a layout that puts all of these where they are expected has no
-    freedom left to put the others elsewhere.
+    Compares rows at the ends and in the middle: a layout that has all of these in place cannot have others elsewhere.
     """
     num_out, num_in = weight.shape
     size = torch.ops.mkldnn._nbytes(reordered)
     num_tiles = cdiv(num_out, tile)
-    for pad in (inputs, 32, 64):  # inputs are padded to as many as a step of the processor's takes
+    for pad in (inputs, 32, 64):  # inputs are padded to those of one instruction
         padded_in = cdiv(num_in, pad) * pad
         num_numbers = num_tiles * tile * padded_in
         if num_numbers * weight.element_size() > size:
@@ -305,7 +306,7 @@ def _rows_of(tiles: Tensor, indices: Tensor, num_in: int) -> Tensor:
 def _reorder(weight: Tensor) -> Tensor:
     if weight.dtype == torch.int8:
         made: Tensor = torch.ops.onednn.qlinear_prepack(weight, None)
-    else:  # tiles for many rows: they are as good for few
+    else:  # tiles for 256 rows serve fewer rows as well
         made = torch.ops.mkldnn._reorder_linear_weight(weight, 256)
     return made
 
@@ -316,7 +317,7 @@ def _multiply_bfloat16(x: Tensor, reordered: Tensor, bias: Tensor | None) -> Ten
 
 
 def _multiply_int8(x: Tensor, reordered: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
-    """x int8. It goes without a sign, with 128 as its zero: with a sign, only AMX has a product for it."""
+    """Multiply int8 x. It is passed as uint8 with zero point 128: only AMX multiplies a signed x."""
     unsigned = x.view(torch.uint8) ^ 128
     y: Tensor = torch.ops.onednn.qlinear_pointwise(
         unsigned, 1.0, 128, reordered, scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
@@ -324,37 +325,37 @@ def _multiply_int8(x: Tensor, reordered: Tensor, scale: Tensor, zeros: Tensor) -
     return y
 
 
-# -- what there is on this machine ------------------------------------------------------------------------------------
+# -- features of this machine -----------------------------------------------------------------------------------------
 
 
-def fast_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16, so that it is faster than float32 and not only smaller."""
-    own = torch.cpu
-    return has_bfloat16() and bool(own._is_avx512_bf16_supported() or own._is_amx_tile_supported())
+def has_fast_bfloat16() -> bool:
+    """True if the processor has bfloat16 instructions, so that bfloat16 is faster than float32 and not only smaller."""
+    has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return has_onednn_bfloat16() and bool(has_instructions)
 
 
 def has_amx() -> bool:
-    """Whether oneDNN multiplies in the processor's matrix unit."""
+    """True if oneDNN uses the processor's matrix unit."""
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "ALL"
     allowed = limit.upper() in ("ALL", "DEFAULT") or "AMX" in limit.upper()
     return allowed and bool(torch.cpu._is_amx_tile_supported())
 
 
 @functools.cache
-def has_bfloat16() -> bool:
-    """Whether oneDNN reorders bfloat16 weights, and multiplies with them, and gets it right."""
-    return _tried(_try_bfloat16)
+def has_onednn_bfloat16() -> bool:
+    """True if oneDNN reorders bfloat16 weights and multiplies correctly with them."""
+    return _succeeds(_try_bfloat16)
 
 
 @functools.cache
-def has_int8() -> bool:
-    """The same of int8. Without VNNI it does not: its sums of two products overflow."""
-    return _tried(_try_int8)
+def has_onednn_int8() -> bool:
+    """True if oneDNN multiplies int8 correctly. Without VNNI it does not: its sums of two products overflow."""
+    return _succeeds(_try_int8)
 
 
-def _tried(product: Callable[[], bool]) -> bool:
-    # In a thread that ends, and its OpenMP workers with it: as soon as there are more of them than cores, those that
-    # compute go to sleep between any two operations, and decoding takes twice as long.
+def _succeeds(product: Callable[[], bool]) -> bool:
+    # The product runs in a thread of its own, so that its OpenMP workers end with it. With more workers than cores,
+    # those that compute sleep between any two operations, and decoding takes twice as long.
     with ThreadPoolExecutor(1) as thread:
         try:
             return thread.submit(product).result()
@@ -370,7 +371,7 @@ def _try_bfloat16() -> bool:
 
 
 def _try_int8() -> bool:
-    """At the ends of the range, which is where sums overflow."""
+    """Multiplies the largest values, whose sums overflow first."""
     weight, x = torch.full((64, 64), 127, dtype=torch.int8), torch.full((32, 64), 127, dtype=torch.int8)
     weight[::3], x[::2] = -127, -127
     scale, zeros = torch.ones(64), torch.zeros(64, dtype=torch.int64)

@@ -1,12 +1,12 @@
-"""The GPU's fast path: `reference`'s functions and signatures, in Triton where that is written, else in torch.
+"""The operations of `reference` on a GPU, with the same signatures: in Triton, or in torch where no kernel exists.
 
-Only a GPU needs this module, and only it needs triton.
+Only this package imports triton, and only a GPU needs it.
 """
 
 from __future__ import annotations
 
 from octavo.kernels.reference import (
-    apply_rules,
+    apply_logits_processors,
     finite_rows,
     layer_norm,
     rope_table,
@@ -16,47 +16,57 @@ from octavo.kernels.triton.attention.paged_attention import paged_attention
 from octavo.kernels.triton.kv.block_copy import block_copy
 from octavo.kernels.triton.kv.swap import swap_in, swap_out
 from octavo.kernels.triton.kv.write import kv_write, rope_kv_write
-from octavo.kernels.triton.linear.skinny import add_linear, begin_stream, max_thin_tokens, norm_linear, project_heads
+from octavo.kernels.triton.linear.skinny import (
+    add_linear,
+    make_normed_residual,
+    max_small_batch_tokens,
+    norm_linear,
+    project_qkv,
+)
 from octavo.kernels.triton.norms import add_rms_norm, rms_norm
-from octavo.kernels.triton.sampling.logits_processors import apply_row_rules, note_tokens, tell_tokens
-from octavo.kernels.triton.sampling.sample import draw, mask_tokens, sample
+from octavo.kernels.triton.sampling.logits_processors import (
+    apply_row_logits_processors,
+    init_token_counts,
+    update_token_counts,
+)
+from octavo.kernels.triton.sampling.sample import apply_token_bitmask, sample, sample_checked
 from octavo.kernels.triton.sampling.step_inputs import (
     commit_sampled_tokens,
     prepare_decode_inputs,
     prepare_prefill_inputs,
 )
-from octavo.kernels.triton.sampling.top_logprobs import best_tokens, token_logprobs, write_logprobs
+from octavo.kernels.triton.sampling.top_logprobs import packed_top_logprobs, token_logprobs, write_logprobs
 
 __all__ = [
     "add_linear",
     "add_rms_norm",
-    "apply_row_rules",
-    "apply_rules",
-    "begin_stream",
-    "best_tokens",
+    "apply_logits_processors",
+    "apply_row_logits_processors",
+    "apply_token_bitmask",
     "block_copy",
     "commit_sampled_tokens",
-    "draw",
     "finite_rows",
     "gelu_mul",
+    "init_token_counts",
     "kv_write",
     "layer_norm",
-    "mask_tokens",
-    "max_thin_tokens",
+    "make_normed_residual",
+    "max_small_batch_tokens",
     "norm_linear",
-    "note_tokens",
+    "packed_top_logprobs",
     "paged_attention",
     "prepare_decode_inputs",
     "prepare_prefill_inputs",
-    "project_heads",
+    "project_qkv",
     "rms_norm",
     "rope_kv_write",
     "rope_table",
     "sample",
+    "sample_checked",
     "silu_mul",
     "swap_in",
     "swap_out",
-    "tell_tokens",
     "token_logprobs",
+    "update_token_counts",
     "write_logprobs",
 ]

@@ -1,4 +1,4 @@
-"""How many blocks fit: the budget of memory, said in numbers when it does not add up."""
+"""Sizes of the KV pool and the swap space, from the free memory. Errors state the numbers and a remedy."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from octavo.config import CPU_KV_BYTES, DEFAULT_SWAP_BYTES, GIB, EngineArgs
+from octavo.config import DEFAULT_CPU_KV_BYTES, DEFAULT_SWAP_BYTES, GIB, EngineArgs
 from octavo.errors import MemoryBudgetError
 from octavo.integers import cdiv
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Blocks and lengths that fit, and what they are made of. Blocks are usable ones; the null block is one more."""
+    """Numbers of blocks and the longest sequence that fit in memory. The null block is not counted: it is one more."""
 
     weight_bytes: int
     bytes_per_block: int
@@ -32,10 +32,10 @@ class MemoryBudget:
         kv, swap = (self.num_blocks + 1) * self.bytes_per_block, self.num_host_blocks * self.bytes_per_block
         free = _gib(self.free_bytes)
         if self.device_bytes is not None:
-            free = f"{_gib(self.device_bytes)}, of the host {free}"
+            free = f"{_gib(self.device_bytes)} on the device and {free} on the host"
         return (
             f"weights {_gib(self.weight_bytes)}, KV pool {_gib(kv)} ({self.num_blocks} blocks of {self.block_size} "
-            f"tokens, {_gib(self.bytes_per_block)} each), swap space {_gib(swap)}, free memory beside the weights "
+            f"tokens, {_gib(self.bytes_per_block)} each), swap space {_gib(swap)}, free memory after the weights "
             f"{free}"
         )
 
@@ -49,31 +49,29 @@ def plan_memory(
     free_bytes: int | None = None,
     device_bytes: int | None = None,
 ) -> MemoryBudget:
-    """Settle the sizes of the pool, the swap space and the longest sequence.
+    """Choose the sizes of the KV pool and the swap space, and the longest sequence.
 
     bytes_per_token   K and V of one token over all layers
-    weight_bytes      the weights, which are not in `free_bytes`
-    model_len         positions that the model knows
-    free_bytes        memory that the weights leave; None: ask the machine, where they are loaded already
-    device_bytes      memory for the pool on a device of its own; then `free_bytes` are the host's, for swap space alone
+    weight_bytes      size of the weights; not part of `free_bytes`
+    model_len         positions of the model
+    free_bytes        memory left by the weights; None: measure it, with the weights already loaded
+    device_bytes      memory for the KV pool on a GPU. `free_bytes` is then the host's, for the swap space only
 
-    Raises `MemoryBudgetError` when no request, or not the `max_model_len` that was asked for, fits.
+    Raises `MemoryBudgetError` if no request fits, or none of the given `max_model_len`.
     """
     free = free_memory() if free_bytes is None else free_bytes
     if free_bytes is not None and free_bytes <= 0:
         raise MemoryBudgetError(
-            f"the weights take {_gib(weight_bytes)}, which is more than the free memory by {_gib(-free_bytes)}; free "
-            f"more than that, choose a smaller model or a dtype of fewer bytes; {doctor_hint(args)}"
+            f"the weights take {_gib(weight_bytes)}, {_gib(-free_bytes)} more than the free memory; free more than "
+            f"that, or choose a smaller model or dtype; {doctor_hint(args)}"
         )
     size = args.block_size
     per_block = bytes_per_token * size
-    asked = args.max_model_len
-    wanted_len = model_len if asked in (None, -1) else min(asked or 0, model_len)
+    given = args.max_model_len
+    wanted_len = model_len if given in (None, -1) else min(given or 0, model_len)
     warnings = []
-    if asked is not None and asked > model_len:
-        warnings.append(
-            f"max_model_len {asked} is more than the {model_len} positions that the model knows; using those"
-        )
+    if given is not None and given > model_len:
+        warnings.append(f"max_model_len {given} exceeds the model's {model_len} positions; using {model_len}")
     if args.num_gpu_blocks_override is not None:
         num_blocks = args.num_gpu_blocks_override
     elif args.kv_cache_memory_bytes is not None:
@@ -81,18 +79,18 @@ def plan_memory(
     elif device_bytes is not None:
         num_blocks = device_bytes // per_block - 1
     else:
-        most = (args.settled("cpu").max_num_seqs or 0) * cdiv(wanted_len, size)
-        pool = min(CPU_KV_BYTES, free // 4)
+        max_blocks = (args.resolved("cpu").max_num_seqs or 0) * cdiv(wanted_len, size)
+        pool = min(DEFAULT_CPU_KV_BYTES, free // 4)
         if args.gpu_memory_utilization is not None:
             pool = int(args.gpu_memory_utilization * (free + weight_bytes)) - weight_bytes
-        num_blocks = min(pool // per_block - 1, most)
-    longest = num_blocks * size + 1  # one sequence alone; its last token takes no slot
-    max_model_len = wanted_len if asked is not None and asked > 0 else min(wanted_len, longest)
-    if asked is None and longest < wanted_len:
-        warnings.append(f"one sequence of {longest} tokens fills the KV pool; max_model_len is that, not {model_len}")
-    if args.swap_space is None:  # a default takes no more than is left
-        beside = 0 if device_bytes is not None else (num_blocks + 1) * per_block
-        host = min(DEFAULT_SWAP_BYTES, max(0, free - beside))
+        num_blocks = min(pool // per_block - 1, max_blocks)
+    longest = num_blocks * size + 1  # of one sequence alone; its last token takes no slot
+    max_model_len = wanted_len if given is not None and given > 0 else min(wanted_len, longest)
+    if given is None and longest < wanted_len:
+        warnings.append(f"the KV pool holds {longest} tokens; max_model_len is {longest} instead of {model_len}")
+    if args.swap_space is None:  # the default takes at most what is left
+        pool_bytes = 0 if device_bytes is not None else (num_blocks + 1) * per_block
+        host = min(DEFAULT_SWAP_BYTES, max(0, free - pool_bytes))
     else:
         host = int(args.swap_space * GIB)
     if args.preemption_mode == "recompute":
@@ -123,44 +121,46 @@ def plan_memory(
 
 
 def doctor_hint(args: EngineArgs) -> str:
-    """For messages, where no value is known that would do."""
-    return f"`octavo doctor {args.model}` names flags that fit"
+    """The remedy of errors without a known value that fits."""
+    return f"run `octavo doctor {args.model}` for flags that fit"
 
 
 def smaller_pool_hint(args: EngineArgs, budget: MemoryBudget, num_bytes: int) -> str:
-    """What makes a pool whose size was said take so many bytes at most: the flag that said it, with a value. "" where
-    none did, or not one block would fit."""
+    """The remedy that cuts a KV pool of a given size to `num_bytes`: its flag and a value.
+
+    "" if no flag gave the size, or if no block fits.
+    """
     num_blocks = num_bytes // budget.bytes_per_block - 1
     if args.num_gpu_blocks_override is not None:
-        told = f"lower num_gpu_blocks_override to {num_blocks}"
+        remedy = f"lower num_gpu_blocks_override to {num_blocks}"
     else:
-        told = f"lower kv_cache_memory_bytes to {(num_blocks + 1) * budget.bytes_per_block}"
+        remedy = f"lower kv_cache_memory_bytes to {(num_blocks + 1) * budget.bytes_per_block}"
     if num_blocks < 1 or (args.num_gpu_blocks_override is None and args.kv_cache_memory_bytes is None):
         return ""
     longest = num_blocks * budget.block_size + 1
     shorter = args.max_model_len not in (None, -1) and budget.max_model_len > longest
-    return f"{told} and max_model_len to {longest}" if shorter else told
+    return f"{remedy} and max_model_len to {longest}" if shorter else remedy
 
 
 def _larger_pool(args: EngineArgs, budget: MemoryBudget, wanted_len: int) -> str:
-    """What would make room for a sequence of `wanted_len`, or for as much of one as there is memory for."""
+    """The remedy that makes room for a sequence of `wanted_len` tokens, or for the longest one that memory allows."""
     if wanted_len < 2:
-        return "raise max_model_len to 2 at least: a prompt and a token"
+        return "raise max_model_len to 2 or more: one prompt token and one output token"
     size, per_block, room = budget.block_size, budget.bytes_per_block, _room(args, budget)
     if room < 2 * per_block:
         return f"free {_gib(2 * per_block - room)} more; {doctor_hint(args)}"
     num_bytes = min(1 + cdiv(wanted_len - 1, size), room // per_block) * per_block
-    told = f"{'set' if args.kv_cache_memory_bytes is None else 'raise'} kv_cache_memory_bytes to {num_bytes}"
+    remedy = f"{'set' if args.kv_cache_memory_bytes is None else 'raise'} kv_cache_memory_bytes to {num_bytes}"
     if args.kv_cache_memory_bytes is None and args.gpu_memory_utilization is not None:
         share = ceil_2((budget.weight_bytes + num_bytes) / (budget.weight_bytes + budget.free_bytes))
-        told = f"raise gpu_memory_utilization to {share:g}"
+        remedy = f"raise gpu_memory_utilization to {share:g}"
     longest = (num_bytes // per_block - 1) * size + 1
     shorter = args.max_model_len not in (None, -1) and longest < wanted_len
-    return f"{told} and lower max_model_len to {longest}" if shorter else told
+    return f"{remedy} and lower max_model_len to {longest}" if shorter else remedy
 
 
 def _smaller_parts(args: EngineArgs, budget: MemoryBudget) -> str:
-    """What would make the pool and swap space fit."""
+    """The remedy that makes the KV pool and the swap space fit."""
     kv_bytes, remedies, left = (budget.num_blocks + 1) * budget.bytes_per_block, [], budget.free_bytes
     if budget.device_bytes is None:
         left -= kv_bytes
@@ -172,30 +172,31 @@ def _smaller_parts(args: EngineArgs, budget: MemoryBudget) -> str:
 
 
 def _room(args: EngineArgs, budget: MemoryBudget) -> int:
-    """Bytes that the pool may take. Where it shares them with swap space, which is no larger than it, half of them."""
+    """Bytes that the KV pool may take. Half of the free memory if it holds a swap space, too: that is no larger."""
     if budget.device_bytes is not None:
         return budget.device_bytes
     return budget.free_bytes // 2 if args.swap_space and args.preemption_mode != "recompute" else budget.free_bytes
 
 
 def ceil_2(number: float) -> float:
-    """To two places, as shares of memory are said."""
+    """Round up to two decimals."""
     return math.ceil(number * 100) / 100
 
 
 def floor_2(number: float) -> float:
+    """Round down to two decimals."""
     return math.floor(number * 100) / 100
 
 
 def time_swaps(move: Callable[[list[tuple[int, int]]], None], num_blocks: int) -> float:
-    """Seconds that a block takes from the device to the host, by moving some; what is in them does not matter yet.
+    """Seconds that a block takes to swap out, measured. Overwrites host blocks.
 
-    move   copies (device block, host block), and returns when they are there
+    move   copies (device block, host block) pairs, and returns after the last copy
     """
-    most = min(num_blocks, 16)
-    pairs = [(i, most + 1 - i) for i in range(1, most + 1)]  # each a move of its own, as most are
+    num = min(num_blocks, 16)
+    pairs = [(i, num + 1 - i) for i in range(1, num + 1)]  # not runs: most swaps move blocks one by one
     times = []
-    for _ in range(4):  # the first writes to memory that nobody has written to
+    for _ in range(4):  # the first one also makes the system allocate host memory
         begin = time.perf_counter()
         move(pairs)
         times.append(time.perf_counter() - begin)
@@ -203,7 +204,7 @@ def time_swaps(move: Callable[[list[tuple[int, int]]], None], num_blocks: int) -
 
 
 def free_memory() -> int:
-    """Bytes that this process may still take: the machine's available memory, or what its cgroup leaves."""
+    """Bytes that this process may still allocate: the machine's available memory, or less if its cgroup limits it."""
     available = 0
     for line in _read("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
@@ -211,7 +212,7 @@ def free_memory() -> int:
     limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
     if limit.isdigit() and used.isdigit():
         available = min(available or int(limit), max(0, int(limit) - int(used)))
-    return available or 4 * GIB  # a machine without /proc: assume little
+    return available or 4 * GIB  # without /proc: a small guess
 
 
 def _read(path: str) -> str:

@@ -1,4 +1,4 @@
-"""How much of a GPU's memory is left for K and V."""
+"""Measures how much of a GPU's memory is left for the KV pool."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-from octavo.config import GIB, GPU_MEMORY_UTILIZATION, EngineArgs
+from octavo.config import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, EngineArgs
 from octavo.errors import MemoryBudgetError
 from octavo.integers import cdiv
 from octavo.kernels.metadata import RaggedBatch, SamplingTensors
@@ -21,49 +21,49 @@ from octavo.runner.recorded_graphs import Model
 Rehearse = Callable[..., None]
 """`kernels.triton.precompile.Precompiler.precompile`."""
 GRAPH_BYTES = 8 << 20
-"""Of device memory for each captured graph: its nodes and their arguments, not the tensors that all of them share."""
+"""Device memory of each captured graph: its nodes and arguments. All graphs share the memory of their tensors."""
 SPARE_BYTES = 256 << 20
-"""Left to what a profile cannot see: cuBLAS workspaces, kernels that are loaded later, fragments."""
+"""Reserve for what a profile cannot measure: cuBLAS workspaces, kernels loaded later, fragmentation."""
 MIN_KV_BYTES = GIB
-"""For K and V, that values in messages leave: they are for engines that serve somebody."""
+"""Smallest KV pool that the values in remedies leave room for: enough to serve requests."""
 MAX_UTILIZATION = 0.99
 MIN_PASS_TOKENS = 64
-"""A step that an advice makes smaller still computes so many."""
+"""Smallest step, in tokens, that a remedy suggests."""
 
 
 @dataclass(frozen=True, slots=True)
 class GPUMemoryProfile:
-    """Where a GPU's memory goes, in bytes.
+    """Use of a GPU's memory, in bytes.
 
-    total       all there is
-    utilization share of it that this engine may have; what others have is not its own
-    foreign     what other processes and the CUDA context hold
-    weights     the model's, and its tables
-    activations the most that one pass takes beside them
-    graphs      what decode steps and small passes take once more, captured
-    libraries   what CUDA's libraries and the kernels took when they were first used
+    total            the GPU's memory
+    utilization      share of `total` that this engine may use; other processes' memory does not count
+    other_processes  memory of other processes and of the CUDA context
+    weights          the model's weights and tables
+    activations      the peak of one pass, in addition to the weights
+    graphs           what captured decode and prefill passes take in addition
+    libraries        what CUDA's libraries and kernels take on first use
     """
 
     total: int
     utilization: float
-    foreign: int
+    other_processes: int
     weights: int
     activations: int
     graphs: int
     libraries: int
 
     @property
-    def left(self) -> int:
-        """For K and V."""
-        return min(int(self.total * self.utilization), self.total - self.foreign) - self._taken
+    def available_kv_bytes(self) -> int:
+        """Bytes for the KV pool."""
+        return min(int(self.total * self.utilization), self.total - self.other_processes) - self._taken
 
     @property
     def _taken(self) -> int:
         return self.weights + self.activations + self.graphs + self.libraries + SPARE_BYTES
 
     def check(self, args: EngineArgs, bytes_per_block: int) -> None:
-        """Raises `MemoryBudgetError`, with values that would do, where less is left than the smallest pool takes."""
-        if self.left < 2 * bytes_per_block:
+        """Raises `MemoryBudgetError`, with values that fit, if less is left than the smallest KV pool takes."""
+        if self.available_kv_bytes < 2 * bytes_per_block:
             remedy = self._remedy(args, max(MIN_KV_BYTES, 2 * bytes_per_block)) or doctor_hint(args)
             raise MemoryBudgetError(
                 f"No available memory for the cache blocks: gpu_memory_utilization {self.utilization:g} of "
@@ -71,53 +71,53 @@ class GPUMemoryProfile:
             )
 
     def _remedy(self, args: EngineArgs, kv_bytes: int) -> str:
-        """What would leave so much for K and V, the smallest change first. "" where nothing does."""
-        needed, others_leave = self._taken + kv_bytes, self.total - self.foreign
+        """The remedy that leaves `kv_bytes` for the KV pool, the smallest change first. "" if there is none."""
+        needed, available = self._taken + kv_bytes, self.total - self.other_processes
         share = ceil_2(needed / self.total)
-        if share <= MAX_UTILIZATION and needed <= others_leave:
+        if share <= MAX_UTILIZATION and needed <= available:
             return f"raise gpu_memory_utilization to {share:g}"
         passes = self.activations + self.graphs
-        fewer = smaller_passes(args, (passes + self.left - kv_bytes) / passes) if passes else ""
+        fewer = smaller_passes(args, (passes + self.available_kv_bytes - kv_bytes) / passes) if passes else ""
         if share > MAX_UTILIZATION:
             return fewer
-        more = f"free {gib(needed - others_leave)} more on the GPU"
+        more = f"free {gib(needed - available)} more on the GPU"
         if self.utilization < share:
             more += f" and raise gpu_memory_utilization to {share:g}"
         return f"{fewer}, or {more}" if fewer else more
 
-    def smaller_pool(self, args: EngineArgs, budget: MemoryBudget, wanting: int) -> str:
-        """What would leave so many bytes more to others than the pool does now, and some to spare."""
-        kv_bytes = (budget.num_blocks + 1) * budget.bytes_per_block - wanting - MIN_KV_BYTES
+    def smaller_pool(self, args: EngineArgs, budget: MemoryBudget, num_missing: int) -> str:
+        """The remedy that shrinks the KV pool by `num_missing` bytes, and some to spare."""
+        kv_bytes = (budget.num_blocks + 1) * budget.bytes_per_block - num_missing - MIN_KV_BYTES
         if args.num_gpu_blocks_override is not None or args.kv_cache_memory_bytes is not None:
             return smaller_pool_hint(args, budget, kv_bytes) or doctor_hint(args)
         share = floor_2((self._taken + kv_bytes) / self.total)
-        if replace(self, utilization=share).left < 2 * budget.bytes_per_block:
+        if replace(self, utilization=share).available_kv_bytes < 2 * budget.bytes_per_block:
             return smaller_passes(args) or doctor_hint(args)
         return f"lower gpu_memory_utilization to {share:g}"
 
     def __str__(self) -> str:
         return (
             f"weights {gib(self.weights)}, activations {gib(self.activations)}, CUDA graphs {gib(self.graphs)} (an "
-            f"estimate), libraries {gib(self.libraries)}; other processes and CUDA itself have {gib(self.foreign)}"
+            f"estimate), libraries {gib(self.libraries)}; CUDA context and other processes {gib(self.other_processes)}"
         )
 
     def table(self, budget: MemoryBudget) -> str:
-        """Lines for the log: what memory goes where, and how many requests that serves at once."""
+        """Log line: the use of memory, and how many requests of some lengths fit at once."""
         tokens = budget.num_blocks * budget.block_size
         kv_bytes = (budget.num_blocks + 1) * budget.bytes_per_block
         lengths = [n for n in (1024, 4096, 16384, 65536) if n < budget.max_model_len] + [budget.max_model_len]
-        at_once = ", ".join(f"{tokens / n:,.1f} of {n:,} tokens" for n in lengths)
+        capacity = ", ".join(f"{tokens / n:,.1f} of {n:,} tokens" for n in lengths)
         return (
             f"GPU memory: {self}; KV pool {gib(kv_bytes)}: {budget.num_blocks:,} blocks of {budget.block_size}, "
-            f"{tokens:,} tokens; requests at once: {at_once}"
+            f"{tokens:,} tokens; requests at once: {capacity}"
         )
 
 
 def smaller_passes(args: EngineArgs, share: float = 0.5) -> str:
-    """What makes the largest pass take this share of the memory that it takes. "" where it cannot be so small."""
+    """The remedy that cuts the largest pass to this share of its memory. "" if that is too small."""
     num_tokens, num_rows = (
-        1 << max(0, int((most or 1) * share)).bit_length() >> 1
-        for most in (args.max_num_batched_tokens, args.max_num_seqs)
+        1 << max(0, int((size or 1) * share)).bit_length() >> 1
+        for size in (args.max_num_batched_tokens, args.max_num_seqs)
     )
     if num_tokens < MIN_PASS_TOKENS or not num_rows:
         return ""
@@ -133,21 +133,22 @@ def measure(
     dtype: torch.dtype,
     rehearse: Rehearse | None = None,
 ) -> GPUMemoryProfile:
-    """Run the largest passes that the engine may ask for, over a pool of one block, and look at what they took. On the
-    way, the kernels of all kinds of passes are compiled, or found in their cache.
+    """Run the largest passes of the engine over a KV pool of one block, and measure their memory.
+
+    This also compiles the kernels of all kinds of passes, or loads them from their cache.
 
     kv_shape  of one block: [num_layers, 2, num_kv_heads, block_size, head_dim]
     """
     num_tokens, num_rows = args.max_num_batched_tokens or 1, args.max_num_seqs or 1
     torch.cuda.reset_peak_memory_stats()
-    before, foreign = torch.cuda.memory_allocated(), _not_torchs()
+    before, other_processes = torch.cuda.memory_allocated(), _outside_torch()
     kv = torch.zeros((2, *kv_shape), dtype=dtype, device="cuda")
     if rehearse is not None:
         rehearse(partial(_pass, model, kv, [64], ops), partial(_largest_passes, model, kv, num_tokens, num_rows, ops))
     _largest_passes(model, kv, num_tokens, num_rows, ops)
     torch.cuda.synchronize()
     activations = torch.cuda.max_memory_reserved() - before
-    # All graphs together live in what the largest pass takes, beside what passes without a graph take.
+    # All graphs together use as much memory as the largest pass, in addition to passes without a graph.
     num_graphs = len(decode_sizes(num_rows)) + len(cascade_sizes(num_rows))
     num_graphs += len(PrefillSizes.TOKENS_OF_FEW) + len(PrefillSizes.TOKENS_OF_MANY)
     graphs = 0 if args.enforce_eager else activations + num_graphs * GRAPH_BYTES
@@ -155,17 +156,17 @@ def measure(
     torch.cuda.empty_cache()
     return GPUMemoryProfile(
         total=torch.cuda.mem_get_info()[1],
-        utilization=args.gpu_memory_utilization or GPU_MEMORY_UTILIZATION,
-        foreign=foreign,
+        utilization=args.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION,
+        other_processes=other_processes,
         weights=before,
         activations=activations,
         graphs=graphs,
-        libraries=max(0, _not_torchs() - foreign),
+        libraries=max(0, _outside_torch() - other_processes),
     )
 
 
-def _not_torchs() -> int:
-    """Bytes in use that torch's allocator does not have."""
+def _outside_torch() -> int:
+    """Bytes in use outside of torch's allocator."""
     free, total = torch.cuda.mem_get_info()
     return max(0, total - free - torch.cuda.memory_reserved())
 
@@ -179,7 +180,7 @@ def _largest_passes(model: Model, kv: torch.Tensor, num_tokens: int, num_rows: i
 
 @torch.inference_mode()
 def _pass(model: Model, kv: torch.Tensor, counts: list[int], ops: ModuleType) -> None:
-    """Of sequences with so many tokens, all in the null block, and a token sampled for each."""
+    """Run a pass of sequences with these token counts, all in the null block, and sample a token for each."""
     num_tokens, num_seqs, block_size = sum(counts), len(counts), kv.shape[4]
     ends = torch.tensor([0, *counts], device="cuda").cumsum(0)
     batch = RaggedBatch(
@@ -193,7 +194,7 @@ def _pass(model: Model, kv: torch.Tensor, counts: list[int], ops: ModuleType) ->
     )
     logits = model.forward(torch.zeros(num_tokens, dtype=torch.int64, device="cuda"), batch, kv, ends[1:] - 1)
     zeros = [0] * num_seqs
-    ops.draw(logits, SamplingTensors.from_lists(*[zeros] * 7, device="cuda"))
+    ops.sample_checked(logits, SamplingTensors.from_lists(*[zeros] * 7, device="cuda"))
 
 
 def gib(num_bytes: float) -> str:

@@ -1,4 +1,4 @@
-"""Masks of grammars, where graphs read them."""
+"""Grammar bitmasks on the device, at addresses that captured graphs read."""
 
 from __future__ import annotations
 
@@ -7,45 +7,48 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from octavo.engine.executor import Masks
+from octavo.engine.executor import GrammarBitmask
 from octavo.integers import cdiv
 from octavo.runner.sampling.sampler import mask_indices
 from octavo.runner.streams import SideStream
 
 
 class BitmaskBuffer:
-    """Memory on the device for the masks of one pass. It stays where it is, because captured graphs read it there.
+    """Device memory for the grammar bitmasks of one pass, at a fixed address.
 
-    which   [num_lines] int32, words [num_lines, num_words] int32: see `reference.mask_tokens`
+    mask_index   [num_lines] int32
+    bitmask      [num_lines, num_words] int32: see `reference.apply_token_bitmask`
     """
 
     def __init__(self, num_lines: int, vocab_size: int, device: torch.device) -> None:
-        # Words begin at 16 bytes: a pointer's alignment makes a kernel's variant.
-        self._head = num_lines + -num_lines % 4
+        # The bitmask is aligned to 16 bytes: kernels are compiled for each pointer alignment.
+        self._bitmask_start = num_lines + -num_lines % 4
         num_words = cdiv(vocab_size, 32)
-        self._all = torch.empty(self._head + num_lines * num_words, dtype=torch.int32, device=device)
-        self.which = self._all[:num_lines]
-        self.words = self._all[self._head :].view(num_lines, num_words)
+        self._buffer = torch.empty(self._bitmask_start + num_lines * num_words, dtype=torch.int32, device=device)
+        self.mask_index = self._buffer[:num_lines]
+        self.bitmask = self._buffer[self._bitmask_start :].view(num_lines, num_words)
         self._copies = SideStream(device)
-        self._is_read = False  # all that was queued and read or wrote masks, but for what `fill` speaks of
-        self._staging = torch.empty_like(self._all, device="cpu", pin_memory=device.type == "cuda")
+        self._has_waited = False  # the side stream has waited for the last `clear`
+        self._staging = torch.empty_like(self._buffer, device="cpu", pin_memory=device.type == "cuda")
 
     def clear(self) -> None:
-        """No draw has a mask; queued with what else is."""
-        self.which.fill_(-1)
-        self._is_read = False
+        """Allow all tokens for all samples; queued on the current stream."""
+        self.mask_index.fill_(-1)
+        self._has_waited = False
 
-    def fill(self, masks: Masks | None, slices: Seq[int]) -> None:
-        """Queue a copy of the masks of draws for these slices, beside the pass that they draw behind. Nothing here
-        waits: who has made them knows the tokens that were drawn behind the last ones, so those have been copied, and
-        read."""
-        numbers, end, num_words = self._staging.numpy(), self._head, self.words.shape[1]
-        numbers[:end] = -1
-        if masks is not None:
-            numbers[: len(slices)] = mask_indices(masks, slices)
-            end += len(masks.slices) * num_words
-            np.copyto(numbers[self._head : end].reshape(-1, num_words), masks.words[:, :num_words])
-        with self._copies.apart() if self._is_read else self._copies:
-            self._all[:end].copy_(self._staging[:end], non_blocking=True)
+    def fill(self, bitmask: GrammarBitmask | None, slices: Seq[int]) -> None:
+        """Queue a copy of the bitmasks of samples for these slices, in parallel with the pass that computes the logits.
+
+        Does not wait for the last bitmasks. A caller has the tokens that were sampled with them, so the device has read
+        them already.
+        """
+        values, end, num_words = self._staging.numpy(), self._bitmask_start, self.bitmask.shape[1]
+        values[:end] = -1
+        if bitmask is not None:
+            values[: len(slices)] = mask_indices(bitmask, slices)
+            end += len(bitmask.slices) * num_words
+            np.copyto(values[self._bitmask_start : end].reshape(-1, num_words), bitmask.bitmask[:, :num_words])
+        with self._copies.without_waiting() if self._has_waited else self._copies:
+            self._buffer[:end].copy_(self._staging[:end], non_blocking=True)
         self._copies.join()
-        self._is_read = True
+        self._has_waited = True

@@ -1,7 +1,8 @@
-"""The way round for requests that ask more of sampling than a row on the device keeps: words that are ruled out, very
-many log-probabilities, beams. A step that holds one of them computes its logits as any other does, and the host draws
-from them, pass by pass, each waiting for its tokens. What the model thought of a prompt is asked for but once, so a
-step that has to tell runs as on a CPU.
+"""Host sampling path, for features without a device kernel: bad_words, more than 20 logprobs, beam candidates.
+
+A step with such a request computes its logits as other steps do. The host then samples from them, pass by pass, and
+waits for the tokens of each pass. Prompt log-probabilities occur once per request, so a step that returns them runs as
+on a CPU.
 """
 
 from __future__ import annotations
@@ -14,24 +15,25 @@ import torch
 from torch import Tensor
 
 from octavo.core.plan import StepPlan, StepResult
-from octavo.engine.executor import Masks
+from octavo.engine.executor import GrammarBitmask
 from octavo.kernels.metadata import RaggedBatch, SamplingTensors
 from octavo.kernels.row_state import RowState
-from octavo.runner.executor import append
+from octavo.runner.executor import append_columns
 from octavo.runner.model_runner import ModelRunner
 from octavo.runner.recorded_graphs import Model
-from octavo.runner.sampling.logits_state import is_for_device
-from octavo.runner.sampling.sampler import NOT_FINITE, Sampler, SampleSpec, to_device
+from octavo.runner.sampling.logits_state import fits_on_device
+from octavo.runner.sampling.sampler import NOT_FINITE, Sampler, SampleSpec
+from octavo.runner.streams import index_tensor, to_device
 
 
-class Logits(NamedTuple):
-    """What a pass has computed, or will have: for each draw that may follow it one line of
+class PassLogits(NamedTuple):
+    """Logits of a pass, which may be computed already or only queued. One line for each sample:
 
-    logits    [num_draws or more, vocab_size] float32
-    rows      [num_draws or more] int64, on the device as the others are
+    logits    [num_samples or more, vocab_size] float32
+    rows      [num_samples or more] int64, on the device like all others
     sampling  likewise
-    indices   [num_draws] int64: which of several draws of its row it is, -1 of a row that goes on with its draw. None:
-              all do
+    indices   [num_samples] int64, index among several samples of a row, -1 for a token that continues its row. None:
+              all tokens continue their rows
     """
 
     logits: Tensor
@@ -39,21 +41,8 @@ class Logits(NamedTuple):
     sampling: SamplingTensors
     indices: Tensor | None = None
 
-    def lines(self, ids: Tensor) -> Logits:
-        return Logits(self.logits[ids], self.rows[ids], self.sampling.rows(ids))
 
-
-class HostSampledColumn(NamedTuple):
-    """A column for the host, and for the rows that go on: which they are, and their tokens and these ones' positions,
-    -1 for a token where something is wrong with a row; all [num_rows] int64 on the device."""
-
-    column: StepResult
-    rows: Tensor
-    tokens: Tensor
-    positions: Tensor
-
-
-class _OnDevice:
+class _InputsToDevice:
     """A model whose inputs come from the host."""
 
     def __init__(self, model: Model, device: torch.device) -> None:
@@ -61,7 +50,7 @@ class _OnDevice:
         self.device = device
 
     def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: Tensor, logits_rows: Tensor | None) -> Tensor:
-        own = RaggedBatch(
+        on_device = RaggedBatch(
             batch.positions.to(self.device),
             batch.slot_mapping.to(self.device),
             batch.query_start.to(self.device),
@@ -71,133 +60,145 @@ class _OnDevice:
             batch.max_seq_len,
         )
         rows = None if logits_rows is None else logits_rows.to(self.device)
-        logits = self.model.forward(token_ids.to(self.device), own, kv, rows)
+        logits = self.model.forward(token_ids.to(self.device), on_device, kv, rows)
         return logits.float()
 
 
 class HostSamplingRunner(ModelRunner):
-    """A `ModelRunner` over the rows of a device. Blocks have been moved, and tables written, by who owns these rows."""
+    """A `ModelRunner` that samples for a `CudaModelRunner`, which moves the blocks and writes the block tables."""
 
     def __init__(self, model: Model, state: RowState, kv: Tensor, *, max_model_len: int, ops: ModuleType) -> None:
         num_rows = state.null_row
         super().__init__(
-            _OnDevice(model, kv.device), kv, kv[:0], num_rows=num_rows, max_model_len=max_model_len, ops=ops
+            _InputsToDevice(model, kv.device), kv, kv[:0], num_rows=num_rows, max_model_len=max_model_len, ops=ops
         )
-        self.sampler = Sampler(num_rows + 1, max_model_len + 1, ops, kv.device)  # one for the null row
+        self.sampler = Sampler(num_rows + 1, max_model_len + 1, ops, kv.device)  # one more for the null row
         self._state = state
-        self._asking: set[int] = set()  # rows whose requests ask for it
-        self.is_behind = False  # the device has computed what this has not seen
+        self._host_rows: set[int] = set()  # rows that need host sampling
+        self.is_stale = False  # the device has run passes since `refresh_done`
 
     def apply(self, plan: StepPlan) -> None:
-        """Of every plan, what has to be known when one wants this way."""
+        """Apply the row setups of a plan. Called for every plan, also for those that the device samples."""
         for setup in plan.row_setups:
-            self.rows.setup[setup.row] = setup
+            self.input_batch.setup[setup.row] = setup
         self.sampler.apply(plan)
         for setup in plan.row_setups:
-            rules = self.sampler.rules[setup.row]
-            if setup.decides or (rules is not None and not is_for_device(rules)):
-                self._asking.add(setup.row)
+            processors = self.sampler.processors[setup.row]
+            if setup.returns_candidates or (processors is not None and not fits_on_device(processors)):
+                self._host_rows.add(setup.row)
             else:
-                self._asking.discard(setup.row)
+                self._host_rows.discard(setup.row)
 
-    def wants(self, plan: StepPlan) -> bool:
-        return not self._asking.isdisjoint(plan.rows) or self.tells_prompts(plan)
+    def is_needed(self, plan: StepPlan) -> bool:
+        return not self._host_rows.isdisjoint(plan.rows) or self.has_prompt_logprobs(plan)
 
-    def tells_prompts(self, plan: StepPlan) -> bool:
-        wanted = self.sampler.num_prompt_logits
-        return any(wanted(plan.rows[i], plan.starts[i], plan.counts[i]) for i in plan.host_tokens)
+    def has_prompt_logprobs(self, plan: StepPlan) -> bool:
+        count = self.sampler.num_prompt_logits
+        return any(count(plan.rows[i], plan.starts[i], plan.counts[i]) for i in plan.host_tokens)
 
-    def draws(self, plan: StepPlan, slices: Seq[int], column: int) -> list[SampleSpec | None]:
-        """What follows the pass that computes this column of these slices, line by line of its logits; None where a row
-        is done. The rows' own word on that was read before the first."""
+    def samples_of(self, plan: StepPlan, slices: Seq[int], column: int) -> list[SampleSpec | None]:
+        """The samples of these slices in a column, one for each line of logits; None for rows that are done.
+
+        Call `refresh_done` before the first column.
+        """
         if not column:
             for i in plan.host_tokens:
-                self.rows.done[plan.rows[i]] = False
-        wanted: list[SampleSpec | None] = []
+                self.input_batch.done[plan.rows[i]] = False
+        specs: list[SampleSpec | None] = []
         for i in slices:
-            if plan.samples[i] <= column:
-                wanted.append(None)
+            if plan.num_sampled[i] <= column:
+                specs.append(None)
                 continue
-            position = plan.starts[i] + plan.counts[i] - plan.samples[i] + column + 1
-            draws = self._draws_of(plan, i, position)
-            wanted += [None] * len(draws) if self.rows.done[plan.rows[i]] else draws
-        return wanted
+            position = plan.starts[i] + plan.counts[i] - plan.num_sampled[i] + column + 1
+            samples = self._slice_samples(plan, i, position)
+            specs += [None] * len(samples) if self.input_batch.done[plan.rows[i]] else samples
+        return specs
 
-    def decides(self, row: int) -> bool:
-        """Whether the host chooses its tokens: a beam's."""
-        return self._setup_of(row).decides
+    def is_beam(self, row: int) -> bool:
+        """True if the host chooses the tokens of this row's sequence."""
+        return self._setup_of(row).returns_candidates
 
-    def candidates_wanted(self, plan: StepPlan) -> int:
-        """How many of the likeliest tokens to find for every slice, where that is all that a decode step is for; else
-        0."""
-        if plan.masked or len(plan.draws) < len(plan.rows):
+    def num_beam_candidates(self, plan: StepPlan) -> int:
+        """Beam candidates per slice, for a decode step of beams without logits processors; 0 for other steps."""
+        if plan.bitmask_slices or len(plan.num_samples) < len(plan.rows):
             return 0
-        free = all(self._setup_of(row).decides and self.sampler.rules[row] is None for row in plan.rows)
-        return max(plan.draws.values()) if free else 0
+        only_beams = all(self.is_beam(row) and self.sampler.processors[row] is None for row in plan.rows)
+        return max(plan.num_samples.values()) if only_beams else 0
 
-    def candidates(self, plan: StepPlan, best: Tensor) -> StepResult:
-        """best [num_slices, 2 + 2 * num]: see `reference.best_tokens`. Waits for it."""
-        words = best.cpu()[: len(plan.rows)]  # graphs draw for padding, too
-        half = 1 + words.shape[1] // 2
-        tokens, logprobs = words[:, 2:half].tolist(), words[:, half:].view(torch.float32).tolist()
-        told = [list(zip(logprobs[i], tokens[i], strict=True))[: plan.draws[i]] for i in range(len(plan.rows))]
-        return StepResult(told, {i: NOT_FINITE for i, rank in enumerate(words[:, 1].tolist()) if not rank})
+    def read_candidates(self, plan: StepPlan, packed: Tensor) -> StepResult:
+        """Read beam candidates; waits for them.
 
-    def read_done(self) -> None:
-        """Which rows are done, if the device has been left alone with them; this waits for what is queued."""
-        if self.is_behind:
-            self.rows.done = self._state.done[:-1].tolist()
-            self.is_behind = False
+        packed   [num_slices, 2 + 2 * num]: see `reference.packed_top_logprobs`
+        """
+        ints = packed.cpu()[: len(plan.rows)]  # without a graph's padding
+        half = 1 + ints.shape[1] // 2
+        tokens, logprobs = ints[:, 2:half].tolist(), ints[:, half:].view(torch.float32).tolist()
+        found = [list(zip(logprobs[i], tokens[i], strict=True))[: plan.num_samples[i]] for i in range(len(plan.rows))]
+        return StepResult(found, {i: NOT_FINITE for i, rank in enumerate(ints[:, 1].tolist()) if not rank})
+
+    def refresh_done(self) -> None:
+        """Read which rows are done, if the device has run passes since the last read. Waits for all queued work."""
+        if self.is_stale:
+            self.input_batch.done = self._state.done[:-1].tolist()
+            self.is_stale = False
 
     def sample(
-        self, plan: StepPlan, made: Logits, wanted: list[SampleSpec | None], masks: Masks | None
-    ) -> HostSampledColumn:
-        """Waits for the logits."""
-        told: list[list[Any]] = [[] for _ in plan.rows]
-        column = StepResult(told)
-        alive = [line for line, draw in enumerate(wanted) if draw is not None]
-        draws = [draw for draw in wanted if draw is not None]
-        device = made.logits.device
-        if len(alive) == len(wanted):
-            n = len(wanted)
-            made = Logits(made.logits[:n], made.rows[:n], made.sampling.first(n))
-        else:
-            made = made.lines(to_device(torch.tensor(alive, dtype=torch.int64), device))
-        if not draws:
-            return HostSampledColumn(column, made.rows, made.rows, made.rows)
-        self._sample(made.logits, draws, masks, told, column, made.sampling)
-        going = [line for line, draw in enumerate(draws) if draw.goes_on]
-        tokens = [-1 if i in column.errors else told[i][-1] for i in (draws[k].slice_index for k in going)]
-        on_device = to_device(torch.tensor([going, tokens], dtype=torch.int64), device)
-        return HostSampledColumn(column, made.rows[on_device[0]], on_device[1], made.sampling.position[on_device[0]])
+        self, plan: StepPlan, logits: PassLogits, specs: list[SampleSpec | None], bitmask: GrammarBitmask | None
+    ) -> tuple[StepResult, Tensor, Tensor, Tensor]:
+        """Sample one column; waits for its logits.
 
-    def went_on(self, plan: StepPlan, columns: list[StepResult]) -> tuple[Tensor, Tensor, Tensor]:
-        """(rows, tokens' positions, tokens) of all that the last of these gave and rows go on with, [num] int64."""
+        Returns (column, rows, tokens, positions): also the rows that continue, with their tokens and the positions of
+        these, [num_rows] int64 on the device. The token of a row with an error is -1.
+        """
+        tokens: list[list[Any]] = [[] for _ in plan.rows]
+        column = StepResult(tokens)
+        active = [line for line, spec in enumerate(specs) if spec is not None]
+        samples = [spec for spec in specs if spec is not None]
+        device = logits.logits.device
+        if len(active) == len(specs):
+            n = len(specs)
+            logits = PassLogits(logits.logits[:n], logits.rows[:n], logits.sampling.first(n))
+        else:
+            ids = index_tensor(active, device)
+            logits = PassLogits(logits.logits[ids], logits.rows[ids], logits.sampling.select(ids))
+        if not samples:
+            return column, logits.rows, logits.rows, logits.rows
+        self._sample(logits.logits, samples, bitmask, tokens, column, logits.sampling)
+        lines = [line for line, sample in enumerate(samples) if sample.continues_row]
+        last = [-1 if i in column.errors else tokens[i][-1] for i in (samples[line].slice_index for line in lines)]
+        on_device = to_device(torch.tensor([lines, last], dtype=torch.int64), device)
+        return column, logits.rows[on_device[0]], on_device[1], logits.sampling.position[on_device[0]]
+
+    def continued_tokens(self, plan: StepPlan, columns: list[StepResult]) -> tuple[Tensor, Tensor, Tensor]:
+        """(rows, positions, tokens) [num] int64: the tokens of the last column that continue their rows."""
         column = columns[-1]
-        noted: list[tuple[int, int, int]] = []
+        lines: list[tuple[int, int, int]] = []
         for i, tokens in enumerate(column.tokens):
-            if tokens and i not in plan.draws and i not in column.errors:
-                position = plan.starts[i] + plan.counts[i] - plan.samples[i] + len(columns)
-                noted.append((plan.rows[i], position, tokens[0]))
-        # Transposed here: kernels take each of the three for contiguous.
-        table = torch.tensor(noted, dtype=torch.int64).reshape(-1, 3).T.contiguous()
-        rows, positions, told = to_device(table, self._state.done.device)
-        return rows, positions, told
+            if tokens and i not in plan.num_samples and i not in column.errors:
+                position = plan.starts[i] + plan.counts[i] - plan.num_sampled[i] + len(columns)
+                lines.append((plan.rows[i], position, tokens[0]))
+        # Transposed on the host: kernels need each of the three to be contiguous.
+        table = torch.tensor(lines, dtype=torch.int64).reshape(-1, 3).T.contiguous()
+        rows, positions, token_ids = to_device(table, self._state.done.device)
+        return rows, positions, token_ids
 
     @torch.inference_mode()
-    def column(self, plan: StepPlan, number: int, masks: Masks | None) -> StepResult:
-        """Of a step that tells of prompts. The rows are read before and written after."""
-        state, rows = self._state, self.rows
-        rows.block_tables = state.block_tables[:-1].cpu()
-        rows.last_token = state.last_token[:-1].tolist()
-        rows.done, self.is_behind = state.done[:-1].tolist(), False
-        landed: list[StepResult] = []
-        if number:
-            self._window_pass(plan, number, landed.append, lambda _: masks)
+    def run_column(self, plan: StepPlan, column: int, bitmask: GrammarBitmask | None) -> StepResult:
+        """Run one column of a step that returns prompt log-probabilities.
+
+        Copies the state of the rows from the device before the pass, and back after it.
+        """
+        state, batch = self._state, self.input_batch
+        batch.block_tables = state.block_tables[:-1].cpu()
+        batch.last_token = state.last_token[:-1].tolist()
+        batch.done, self.is_stale = state.done[:-1].tolist(), False
+        results: list[StepResult] = []
+        if column:
+            self._decode_pass(plan, column, results.append, lambda _: bitmask)
         else:
-            self._first_pass(plan, landed.append, lambda _: masks)
-        for more in landed[1:]:  # the logits of long prompts take several passes
-            append(landed[0], more)
-        state.last_token[:-1] = torch.tensor(rows.last_token, device=state.last_token.device)
-        state.done[:-1] = torch.tensor(rows.done, device=state.done.device)
-        return landed[0]
+            self._first_pass(plan, results.append, lambda _: bitmask)
+        for more in results[1:]:  # many prompt logits take several passes
+            append_columns(results[0], more)
+        state.last_token[:-1] = torch.tensor(batch.last_token, device=state.last_token.device)
+        state.done[:-1] = torch.tensor(batch.done, device=state.done.device)
+        return results[0]

@@ -1,4 +1,4 @@
-"""What the requests of rows ask of their logits, on the device: it needs no host between two of their tokens."""
+"""Logits processors of the rows, kept on the device: sampling needs no host between two tokens."""
 
 from __future__ import annotations
 
@@ -14,163 +14,165 @@ from octavo.core.plan import StepPlan
 from octavo.integers import cdiv
 from octavo.kernels.metadata import SamplingTensors
 from octavo.kernels.row_state import (
-    BIASED,
-    LIMITED,
+    ALLOWED_TOKENS,
+    LOGIT_BIAS,
     MAX_BIAS,
     MAX_LOGPROBS,
     MAX_STOP_IDS,
-    PATIENT,
-    PENALIZED,
+    MIN_TOKENS,
+    PENALTIES,
+    LogitsProcessorState,
     RowState,
-    RuleState,
 )
-from octavo.runner.sampling.sampler import RowLogitsProcessors, Sampler, to_device
+from octavo.runner.sampling.sampler import RowLogitsProcessors, Sampler
+from octavo.runner.streams import index_tensor, to_device
 
-Masked = tuple[Tensor, Tensor]
-"""`which` mask each draw has, and their `words`: see `reference.mask_tokens`."""
-NO_TOKEN = -2
-"""Of a draw for which all tokens were ruled out; see `reference.commit_sampled_tokens`."""
+BitmaskTensors = tuple[Tensor, Tensor]
+"""(mask_index, bitmask): see `reference.apply_token_bitmask`."""
+ALL_MASKED = -2
+"""The token of a sample whose tokens are all masked; see `reference.commit_sampled_tokens`."""
 
 
 class DeviceLogitsProcessors:
-    """`RuleState`, kept up by plans for the rows that ask for anything it has.
+    """Keeps a `LogitsProcessorState` up to date for the rows that use it.
 
     Rows that need more, such as bad words, are sampled on the host: see `host_sampling.HostSamplingRunner`. Their steps
-    may hold rows of this class, whose tokens are then sampled there and counted here.
+    may also hold rows of this class, whose tokens are then sampled there and counted here.
 
-    rows     that ask for what changes their logits
-    telling  row -> of how many of the likeliest tokens it tells beside the one that is drawn; absent: of nothing
+    rows          rows with logits processors
+    num_logprobs  row -> number of top log-probabilities; absent for rows without log-probabilities
     """
 
     def __init__(self, state: RowState, sampler: Sampler, vocab_size: int, ops: ModuleType) -> None:
         self.rows: set[int] = set()
-        self.telling: dict[int, int] = {}
+        self.num_logprobs: dict[int, int] = {}
         self._row_state = state
         self._sampler = sampler
         self._vocab_size = vocab_size
         self._ops = ops
-        self._state: RuleState | None = None
+        self._allocated: LogitsProcessorState | None = None
 
-    def concern(self, plan: StepPlan) -> bool:
+    def applies_to(self, plan: StepPlan) -> bool:
         return bool(self.rows) and not self.rows.isdisjoint(plan.rows)
 
-    def asked_logprobs(self, plan: StepPlan) -> dict[int, int]:
-        """Slice -> of how many tokens, as `telling` says."""
-        if not self.telling:
+    def slice_logprobs(self, plan: StepPlan) -> dict[int, int]:
+        """Slice -> number of top log-probabilities, for slices with log-probabilities."""
+        if not self.num_logprobs:
             return {}
-        return {i: self.telling[row] for i, row in enumerate(plan.rows) if row in self.telling}
+        return {i: self.num_logprobs[row] for i, row in enumerate(plan.rows) if row in self.num_logprobs}
 
     def apply(self, plan: StepPlan) -> None:
-        """Rows change hands, and the host says tokens; `sampler` knows of it already."""
+        """Apply the plan's row setups, and count its host tokens. Call `Sampler.apply` first."""
         setups = {setup.row: setup for setup in plan.row_setups}
-        rules = {row: self._sampler.rules[row] for row in setups}
-        device = {row: r for row, r in rules.items() if r is not None and is_for_device(r) and not setups[row].decides}
-        ours = {row: r for row, r in device.items() if asks_of(r)}
+        found = {row: self._sampler.processors[row] for row in setups}
+        supported = {r: p for r, p in found.items() if p and fits_on_device(p) and not setups[r].returns_candidates}
+        added = {row: p for row, p in supported.items() if enabled_bits(p)}
         for row in setups:
-            self.telling.pop(row, None)
-        for row, r in device.items():
-            if r.num_logprobs is not None:
-                self.telling[row] = min(r.num_logprobs, self._vocab_size)
-        left = self.rows & setups.keys()
-        self.rows = (self.rows - setups.keys()) | ours.keys()
-        if ours or left:
-            self._write({row: ours.get(row) for row in ours.keys() | left})
-        told = {row: (0, setups[row].token_ids) for row, r in ours.items() if r.penalizes}
+            self.num_logprobs.pop(row, None)
+        for row, p in supported.items():
+            if p.num_logprobs is not None:
+                self.num_logprobs[row] = min(p.num_logprobs, self._vocab_size)
+        replaced = self.rows & setups.keys()
+        self.rows = (self.rows - setups.keys()) | added.keys()
+        if added or replaced:
+            self._write({row: added.get(row) for row in added.keys() | replaced})
+        known = {row: (0, setups[row].token_ids) for row, p in added.items() if p.has_penalties}
         for i, token_ids in plan.host_tokens.items():
             row, start = plan.rows[i], plan.starts[i]
-            own = self._sampler.rules[row] if row in self.rows and row not in told else None
-            if own is not None and own.penalizes and start + len(token_ids) > own.num_prompt:
-                told[row] = start, token_ids
-        if told:
-            self._tell(list(told), [start for start, _ in told.values()], [ids or () for _, ids in told.values()])
+            present = self._sampler.processors[row] if row in self.rows and row not in known else None
+            if present is not None and present.has_penalties and start + len(token_ids) > present.num_prompt:
+                known[row] = start, token_ids
+        if known:
+            lists: list[Seq[int]] = [ids or () for _, ids in known.values()]
+            self._init_token_counts(list(known), [start for start, _ in known.values()], lists)
 
     def sample(
-        self,
-        logits: Tensor,
-        rows: Tensor,
-        sampling: SamplingTensors,
-        masked: Masked | None = None,
-        *,
-        keep: bool = False,
+        self, logits: Tensor, rows: Tensor, sampling: SamplingTensors, bitmask: BitmaskTensors | None, keep_logits: bool
     ) -> Tensor:
-        """`reference.draw`, but from what each row's rules leave, too. Changes the logits, if they are float32 and not
-        to be kept. Can be captured."""
+        """`reference.sample_checked` with each row's logits processors. Captures into a graph.
+
+        Changes float32 logits in place unless `keep_logits`.
+        """
         ops = self._ops
-        logits = logits.to(torch.float32, copy=keep)
+        logits = logits.to(torch.float32, copy=keep_logits)
         finite = ops.finite_rows(logits)
         logits.masked_fill_(~finite.unsqueeze(1), 0.0)
-        if masked is not None:
-            ops.mask_tokens(logits, *masked)
-        ops.apply_row_rules(logits, rows, sampling.position, self._row_state, self._made())
+        if bitmask is not None:
+            ops.apply_token_bitmask(logits, *bitmask)
+        ops.apply_row_logits_processors(logits, rows, sampling.position, self._row_state, self._state())
         tokens = ops.sample(logits, sampling)
-        is_left = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) > -torch.inf
-        return torch.where(finite, torch.where(is_left, tokens, NO_TOKEN), -1)
+        is_allowed = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) > -torch.inf
+        return torch.where(finite, torch.where(is_allowed, tokens, ALL_MASKED), -1)
 
-    def note(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
-        """What was sampled; -1 for what does not count. Can be captured."""
-        if self._state is not None:
-            self._ops.note_tokens(self._state, rows, positions, tokens)
+    def update_token_counts(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
+        """Count sampled tokens; -1 for tokens to skip. Captures into a graph."""
+        if self._allocated is not None:
+            self._ops.update_token_counts(self._allocated, rows, positions, tokens)
 
-    def _made(self) -> RuleState:
-        if self._state is None:
-            self._state = RuleState.empty(self._row_state.null_row, self._vocab_size, self._sampler.history)
-        return self._state
+    def _state(self) -> LogitsProcessorState:
+        if self._allocated is None:
+            num_rows, history = self._row_state.null_row, self._sampler.history
+            self._allocated = LogitsProcessorState.empty(num_rows, self._vocab_size, history)
+        return self._allocated
 
-    def _write(self, rules: dict[int, RowLogitsProcessors | None]) -> None:
-        """What these rows ask from now on; None: nothing."""
-        state, device = self._made(), self._row_state.done.device
-        rows = to_device(torch.tensor(list(rules), dtype=torch.int64), device)
-        asks = [0 if r is None else asks_of(r) for r in rules.values()]
-        ints = torch.tensor([asks, *zip(*(_lengths(r) for r in rules.values()), strict=True)], dtype=torch.int32)
-        targets = state.asks, state.num_prompt, state.min_length, state.counted
+    def _write(self, processors: dict[int, RowLogitsProcessors | None]) -> None:
+        """Replace the logits processors of these rows; None: none."""
+        state, device = self._state(), self._row_state.done.device
+        rows = index_tensor(list(processors), device)
+        bits = [0 if p is None else enabled_bits(p) for p in processors.values()]
+        ints = torch.tensor([bits, *zip(*(_lengths(p) for p in processors.values()), strict=True)], dtype=torch.int32)
+        targets = state.enabled, state.num_prompt, state.min_length, state.num_counted
         for target, values in zip(targets, to_device(ints, device), strict=True):
             target.index_copy_(0, rows, values)
-        penalties = torch.tensor([(1.0, 0.0, 0.0) if r is None else r.penalties for r in rules.values()])
+        penalties = torch.tensor([(1.0, 0.0, 0.0) if p is None else p.penalties for p in processors.values()])
         state.penalties.index_copy_(0, rows, to_device(penalties, device))
         state.counts.index_fill_(0, rows, 0)
-        for row, r in rules.items():
-            if r is not None and r.bias is not None and r.bias_values is not None:
-                num = len(r.bias)
-                state.bias_ids[row, :num], state.bias_ids[row, num:] = r.bias.int(), -1
-                state.bias[row, :num] = r.bias_values
-            if r is not None and r.allowed_token_ids is not None:
-                state.allowed[row] = to_device(torch.from_numpy(bits_of(r.allowed_token_ids, self._vocab_size)), device)
+        for row, p in processors.items():
+            if p is not None and p.bias_ids is not None and p.bias_values is not None:
+                num = len(p.bias_ids)
+                state.bias_ids[row, :num], state.bias_ids[row, num:] = p.bias_ids.int(), -1
+                state.bias_values[row, :num] = p.bias_values
+            if p is not None and p.allowed_token_ids is not None:
+                bitmask = pack_bitmask(p.allowed_token_ids, self._vocab_size)
+                state.allowed_bitmask[row] = to_device(torch.from_numpy(bitmask), device)
 
-    def _tell(self, rows: list[int], starts: list[int], token_ids: list[Seq[int]]) -> None:
+    def _init_token_counts(self, rows: list[int], starts: list[int], token_ids: list[Seq[int]]) -> None:
         begins = [0, *accumulate(map(len, token_ids))]
         tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in token_ids])
-        numbers = torch.tensor([*rows, *starts, *begins], dtype=torch.int64)
-        words = to_device(torch.cat([numbers, torch.from_numpy(tokens)]), self._row_state.done.device)
-        parts = torch.split(words, [len(rows), len(rows), len(begins), len(tokens)])
-        self._ops.tell_tokens(self._made(), *parts)
+        ints = torch.tensor([*rows, *starts, *begins], dtype=torch.int64)
+        packed = to_device(torch.cat([ints, torch.from_numpy(tokens)]), self._row_state.done.device)
+        parts = torch.split(packed, [len(rows), len(rows), len(begins), len(tokens)])
+        self._ops.init_token_counts(self._state(), *parts)
 
 
-def is_for_device(rules: RowLogitsProcessors) -> bool:
+def fits_on_device(processors: RowLogitsProcessors) -> bool:
+    """True if `LogitsProcessorState` and `RowState` hold all that the row's request uses."""
     return (
-        (rules.num_logprobs is None or 0 <= rules.num_logprobs <= MAX_LOGPROBS)
-        and rules.words is None
-        and (rules.bias is None or len(rules.bias) <= MAX_BIAS)
-        and (rules.stops is None or len(rules.stops) <= MAX_STOP_IDS)
+        (processors.num_logprobs is None or 0 <= processors.num_logprobs <= MAX_LOGPROBS)
+        and processors.bad_words is None
+        and (processors.bias_ids is None or len(processors.bias_ids) <= MAX_BIAS)
+        and (processors.stop_ids is None or len(processors.stop_ids) <= MAX_STOP_IDS)
     )
 
 
-def asks_of(rules: RowLogitsProcessors) -> int:
+def enabled_bits(processors: RowLogitsProcessors) -> int:
+    """`LogitsProcessorState.enabled` of a row."""
     return (
-        PENALIZED * rules.penalizes
-        + BIASED * (rules.bias is not None)
-        + LIMITED * (rules.allowed_token_ids is not None)
-        + PATIENT * (rules.stops is not None)
+        PENALTIES * processors.has_penalties
+        + LOGIT_BIAS * (processors.bias_ids is not None)
+        + ALLOWED_TOKENS * (processors.allowed_token_ids is not None)
+        + MIN_TOKENS * (processors.stop_ids is not None)
     )
 
 
-def _lengths(rules: RowLogitsProcessors | None) -> tuple[int, int, int]:
-    """num_prompt, min_length, and counted, which is nothing yet."""
-    return (0, 0, 0) if rules is None else (rules.num_prompt, rules.min_length, 0)
+def _lengths(processors: RowLogitsProcessors | None) -> tuple[int, int, int]:
+    """num_prompt, min_length, and num_counted, which is 0 at first."""
+    return (0, 0, 0) if processors is None else (processors.num_prompt, processors.min_length, 0)
 
 
-def bits_of(token_ids: Seq[int], vocab_size: int) -> np.ndarray:
-    """[ceil(vocab_size / 32)] int32: bit t % 32 of word t // 32 is token t's."""
-    octets = np.zeros(cdiv(vocab_size, 32) * 32, dtype=np.bool_)
-    octets[list(token_ids)] = True
-    words: np.ndarray = np.packbits(octets, bitorder="little").view(np.int32)
+def pack_bitmask(token_ids: Seq[int], vocab_size: int) -> np.ndarray:
+    """[ceil(vocab_size / 32)] int32: bit t % 32 of word t // 32 is set for each token t."""
+    flags = np.zeros(cdiv(vocab_size, 32) * 32, dtype=np.bool_)
+    flags[list(token_ids)] = True
+    words: np.ndarray = np.packbits(flags, bitorder="little").view(np.int32)
     return words

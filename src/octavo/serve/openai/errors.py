@@ -13,9 +13,9 @@ import re
 from typing import Any
 
 from octavo.errors import (
-    AnswerError,
     CapacityError,
     EngineError,
+    EngineQueryError,
     ParameterError,
     RequestFailedError,
     TemplateError,
@@ -165,7 +165,7 @@ def to_api_error(error: BaseException, request_id: str) -> ApiError:
         if error.code == RequestFailedError.code:
             return ApiError(500, error.code, "the request's logits are not finite; other requests are not affected")
         return internal_error(request_id)
-    if isinstance(error, EngineError) and not isinstance(error, AnswerError):
+    if isinstance(error, EngineError) and not isinstance(error, EngineQueryError):
         return engine_unavailable()
     return internal_error(request_id)
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-from octavo.engine.engine import MOST_PRIORITY
+from octavo.engine.engine import MAX_PRIORITY
 from octavo.errors import UsageError
-from octavo.frontend.time_slices import BREATH
+from octavo.frontend.cooperative import YIELD_POINT
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import RequestOutputKind, SamplingParams
-from octavo.params.structured_outputs import MOST_CHARS, StructuredOutputsParams
+from octavo.params.structured_outputs import MAX_CHARS, StructuredOutputsParams
 from octavo.params.validation import INT32
 from octavo.serve.http import json_parser
 from octavo.serve.openai.errors import ApiError, bad_request, to_api_error
@@ -33,7 +33,7 @@ MAX_BAD_CHARS = 1 << 16
 """Characters of all bad words together."""
 MAX_CALLS = 4096
 """Tool calls in all messages."""
-MAX_ARGUMENT_CHARS = MOST_CHARS
+MAX_ARGUMENT_CHARS = MAX_CHARS
 """Characters of the arguments of one tool call."""
 MAX_TEMPLATE_KWARGS = 64
 MAX_TOP_LOGPROBS = 20
@@ -385,8 +385,8 @@ class RequestParser:
     def _priority(self, value: int) -> int:
         if value and not self.priority_scheduling:
             raise bad_request("invalid_value", "priority needs --scheduling-policy priority", "priority")
-        if abs(value) > MOST_PRIORITY:
-            text = f"priority is {value}; it must be from {-MOST_PRIORITY} to {MOST_PRIORITY}"
+        if abs(value) > MAX_PRIORITY:
+            text = f"priority is {value}; it must be from {-MAX_PRIORITY} to {MAX_PRIORITY}"
             raise bad_request("invalid_value", text, "priority")
         return value
 
@@ -473,7 +473,7 @@ def parse_messages(value: Any) -> list[dict[str, Any]]:
 
 
 def decode_tool_arguments(body: Mapping[str, Any]) -> Iterator[Any]:
-    """Replaces the argument strings of a body's tool calls by objects, in slices (see `time_slices`). Invalid ones are
+    """Replaces the argument strings of a body's tool calls by objects, in slices (see `cooperative`). Invalid ones are
     left for `parse_messages` to report. Raises `ApiError` for too many calls."""
     num_calls = 0
     for holder, kind in (("messages", "tool_calls"), ("input", "")):
@@ -490,7 +490,7 @@ def decode_tool_arguments(body: Mapping[str, Any]) -> Iterator[Any]:
                     raise bad_request("array_above_max_length", text, holder)
                 with contextlib.suppress(ApiError):
                     function["arguments"] = parse_arguments(function, "")
-                yield BREATH
+                yield YIELD_POINT
 
 
 def parse_message(item: Any, path: str) -> dict[str, Any]:
@@ -627,8 +627,8 @@ def parse_structured_output(given: Mapping[str, Any]) -> dict[str, Any] | None:
 def _check_schema_size(schema: Any, subject: str, param: str) -> None:
     """Checked first, because compiling the schema takes a hundred times as long."""
     with contextlib.suppress(OverflowError):  # integers of more than 64 bits are reported by a later check
-        if (size := len(msgspec.json.encode(schema))) > MOST_CHARS:
-            text = f"{subject} {size} characters; the limit is {MOST_CHARS}; send a smaller schema"
+        if (size := len(msgspec.json.encode(schema))) > MAX_CHARS:
+            text = f"{subject} {size} characters; the limit is {MAX_CHARS}; send a smaller schema"
             raise bad_request("invalid_json_schema", text, param)
 
 

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import msgspec
 
 from octavo.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
-from octavo.frontend.time_slices import BREATH
+from octavo.frontend.cooperative import YIELD_POINT
 from octavo.serve.openai.request import ParsedRequest
 from octavo.text.detokenizer import Detokenizer
-from octavo.text.output_parser import END_THINK, AnswerParser
+from octavo.text.output_parser import END_THINK, OutputParser
 from octavo.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0
@@ -60,7 +60,7 @@ class ResponseBuilder(Protocol):
     usage: Usage
 
     def choices(self, i: int, output: RequestOutput) -> Iterator[Json]:
-        """Yields the choices of the next chunks from a delta of prompt `i`, and `BREATH` (see `time_slices`)."""
+        """Yields the choices of the next chunks from a delta of prompt `i`, and `YIELD_POINT` (see `cooperative`)."""
 
     def chunk(self, choices: list[Json]) -> Json: ...
 
@@ -70,7 +70,7 @@ class ResponseBuilder(Protocol):
         """Adds a choice to the complete response."""
 
     def build(self) -> Iterator[Any]:
-        """Yields `BREATH` any number of times, then the complete response."""
+        """Yields `YIELD_POINT` any number of times, then the complete response."""
 
 
 class _ResponseBuilderBase:
@@ -118,7 +118,7 @@ class _ResponseBuilderBase:
         encoded = []
         for choice in choices:
             encoded.append(_raw(choice))
-            yield BREATH
+            yield YIELD_POINT
         return encoded
 
     def _response(self, choices: list[Any]) -> Json:
@@ -138,7 +138,7 @@ class _ResponseBuilderBase:
             for entries in output.prompt_logprobs:
                 if entries is not None:
                     logprobs.append(_raw({str(t): _prompt_entry(lp) for t, lp in entries.items()}))
-                    yield BREATH
+                    yield YIELD_POINT
                 else:
                     logprobs.append(None)
 
@@ -166,7 +166,7 @@ class CompletionResponseBuilder(_ResponseBuilderBase):
         yield from self._record(i, output)
         for c in output.outputs:
             yield (yield from self._choice(i, c, output))
-            yield BREATH
+            yield YIELD_POINT
 
     def _choice(self, i: int, c: CompletionOutput, output: RequestOutput) -> Generator[Any, None, Json]:
         index = i * self.request.n + c.index
@@ -205,7 +205,7 @@ class CompletionResponseBuilder(_ResponseBuilderBase):
                 text = self._token(token, position[token])
                 logprobs.append(clamp_logprob(position[token].logprob))
                 top.append(_raw({self._token(t, lp): clamp_logprob(lp.logprob) for t, lp in position.items()}))
-                yield BREATH
+                yield YIELD_POINT
             tokens.append(text)
             offsets.append(text_offsets.next(token))
         return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": tokens, "top_logprobs": top}
@@ -272,14 +272,14 @@ class ChatResponseBuilder(_ResponseBuilderBase):
         tokenizer: Tokenizer,
         fingerprint: str,
         *,
-        make_parser: Callable[[], AnswerParser],
+        make_parser: Callable[[], OutputParser],
         has_reasoning: bool,
         new_call_id: Callable[[], str],
     ) -> None:
         super().__init__(request, name, tokenizer, fingerprint)
         self.has_reasoning = has_reasoning
         self._make_parser = make_parser
-        self._parsers: dict[int, AnswerParser] = {}
+        self._parsers: dict[int, OutputParser] = {}
         self._new_call_id = new_call_id
 
     def choices(self, i: int, output: RequestOutput) -> Iterator[Json]:
@@ -291,7 +291,7 @@ class ChatResponseBuilder(_ResponseBuilderBase):
                 if self.request.stream:
                     yield self._choice(c, {"role": "assistant", "content": ""}, None)
             yield from (yield from self._choices_of(c, output, first=first))
-            yield BREATH
+            yield YIELD_POINT
 
     def _choices_of(
         self, c: CompletionOutput, output: RequestOutput, *, first: bool
@@ -353,7 +353,7 @@ class ChatResponseBuilder(_ResponseBuilderBase):
                 logprobs.append(
                     _raw({**entry, "top_logprobs": [self._entry(t, lp) for t, lp in top[: self.request.top_logprobs]]})
                 )
-                yield BREATH
+                yield YIELD_POINT
         return logprobs
 
     def _entry(self, token: int, entry: Logprob) -> Json:

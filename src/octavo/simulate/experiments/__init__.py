@@ -1,4 +1,4 @@
-"""The paper's experiments, one file a figure. `ALL` names them; each `run(paper)` gives a `Figure`."""
+"""The paper's experiments, one file per figure. `ALL` lists them; each module's `run(paper)` returns a `Figure`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ ALL = ("fig2", "fig12", "fig13", "fig14", "fig15", "fig16", "fig17", "fig18", "f
 
 
 def experiment(name: str) -> Callable[[Paper], Figure]:
-    """Imported when it is run."""
+    """The `run` function of a figure, imported on demand."""
     run: Callable[[Paper], Figure] = importlib.import_module(f"octavo.simulate.experiments.{name}").run
     return run

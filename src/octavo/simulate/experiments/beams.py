@@ -1,8 +1,8 @@
-"""What a model says to beams, made up: how much its candidates differ decides on how much beams share.
+"""Synthetic beam search candidates. How much they differ determines how much beams share.
 
-Text is a mixture of places where the next token is all but certain and places where many would do. At a certain one
-every beam goes on by itself; at an open one a beam loses some probability, and may come to be dropped for two heirs of
-another. How many places are open is the one assumption; the search itself is the engine's own.
+Text alternates between positions where the next token is almost certain and open positions with many candidates. At a
+certain position every beam continues alone. At an open one a beam loses probability, and may be dropped in favour of
+two successors of another beam. The share of open positions is the one assumption; the search is the engine's own.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ import random
 from typing import Any
 
 from octavo.core.plan import RowSetup
-from octavo.simulate.executor import ANSWER
+from octavo.simulate.executor import OUTPUT_TOKEN
 
-OPEN = 0.1
-"""Share of the positions at which the next token is open."""
+OPEN_SHARE = 0.1
+"""Share of positions at which the next token is open."""
 APART_NATS = 1.0
-"""There, the mean of the best candidate's log-probability below 0, and of each next one's below the one before."""
-NUM_LISTS, MOST_CANDIDATES = 4096, 64
+"""At an open position, mean gap of log-probability from 0 to the best candidate and between successive candidates."""
+NUM_LISTS, MAX_CANDIDATES = 4096, 64
 
 
 class MadeUpBeams:
-    """`Answers` for beam searches of up to 32 beams."""
+    """`TokenSource` for beam searches of up to 32 beams."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
         self._lists = [self._candidates() for _ in range(NUM_LISTS)]
 
     def _candidates(self) -> list[tuple[float, int]]:
-        if self._random.random() >= OPEN:
-            return [(-12.0 * rank, ANSWER + rank) for rank in range(MOST_CANDIDATES)]
+        if self._random.random() >= OPEN_SHARE:
+            return [(-12.0 * rank, OUTPUT_TOKEN + rank) for rank in range(MAX_CANDIDATES)]
         logprob, found = 0.0, []
-        for rank in range(MOST_CANDIDATES):
+        for rank in range(MAX_CANDIDATES):
             logprob -= self._random.expovariate(1 / APART_NATS)
-            found.append((logprob, ANSWER + rank))
+            found.append((logprob, OUTPUT_TOKEN + rank))
         return found
 
-    def draws(self, setup: RowSetup, position: int, count: int) -> list[Any]:
-        if not setup.decides:
-            return [ANSWER] * count
+    def samples(self, setup: RowSetup, position: int, count: int) -> list[Any]:
+        if not setup.returns_candidates:
+            return [OUTPUT_TOKEN] * count
         return self._lists[self._random.randrange(NUM_LISTS)][:count]
 
     def tokens(self, setup: RowSetup, position: int, count: int) -> list[int]:
-        return [ANSWER] * count
+        return [OUTPUT_TOKEN] * count

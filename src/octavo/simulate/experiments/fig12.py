@@ -1,4 +1,4 @@
-"""Figure 12: latency against the rate of requests, of five systems; and how far the answer depends on constants."""
+"""Figure 12: latency against request rate for five systems, and its sensitivity to constants."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RATES = {  # the paper's, of OPT-13B: ShareGPT, and Alpaca
     FT: ((0.05, 0.1, 0.15, 0.2, 0.25, 0.3), (0.5, 1, 2, 3)),
 }
 SHARES = (0.35, 0.5, 0.8)
-"""Parts of the peak that weights and prompts reach: the middle one is the headline's, the others are the band."""
+"""Shares of the peak that weights and prefill reach: the middle one is the headline, the others the band."""
 RANGES = {ORACLE: "1.7 to 2.7", MAX: "2.7 to 8", FT: "up to 22"}
 
 
@@ -103,7 +103,7 @@ def _compare(
     share: float,
     systems: tuple[str, ...],
 ) -> None:
-    """The rates that each system sustains, and ours over theirs."""
+    """The sustained rates of all systems, and Octavo's relative to the others."""
     alpaca = name.startswith("Alpaca")
     step_ms = era_cost(server, share=share).pass_s * 1e3
     about = f"{name}, step {step_ms:.0f} ms"

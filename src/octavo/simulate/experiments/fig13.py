@@ -1,4 +1,4 @@
-"""Figure 13: how many requests run at a time, at a rate that is too much for most."""
+"""Figure 13: concurrent requests at a rate that overloads most systems."""
 
 from __future__ import annotations
 

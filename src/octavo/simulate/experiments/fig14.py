@@ -1,4 +1,4 @@
-"""Figure 14: the rate that is sustained when requests have several samples or beams."""
+"""Figure 14: sustained rate for requests with several samples or beams."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from octavo.simulate.simulation import simulate
 from octavo.simulate.traces import Lengths
 
 SECONDS = {False: 240.0, True: 60.0}
-CASES = (  # width, beams, and the rates about which to look: ours, theirs
+CASES = (  # width, beam search, and initial guesses of the rates: ours, theirs
     (1, False, 36.0, 20.0),
     (2, False, 22.0, 13.0),
     (4, False, 12.0, 7.0),
@@ -35,7 +35,7 @@ CASES = (  # width, beams, and the rates about which to look: ours, theirs
     (6, True, 9.0, 3.0),
 )
 PAPER = {(1, False): 1.3, (6, True): 2.3}
-"""Section 6.3: our gain over Orca (Oracle) grows from basic sampling to beams of 6."""
+"""Section 6.3: the gain over Orca (Oracle) grows from basic sampling to beam search of width 6."""
 
 
 def run(paper: Paper) -> Figure:
@@ -71,11 +71,10 @@ def run(paper: Paper) -> Figure:
 
 
 def _latency(paper: Paper, system: str, lengths: Lengths, width: int, beams: bool, rate: float) -> float:
-    """Normalised by the length of a sample, of which a request has several at a time."""
+    """Normalised by the length of a sample; a request has several."""
     seconds = SECONDS[beams] * paper.time
     arrivals = poisson_trace(lengths, rate, seconds, seed=paper.seed, n=width, beams=beams)
-    answers = MadeUpBeams(seed=paper.seed) if beams else None
-    records = simulate(
-        setup_for(system, OPT_13B, era_cost(OPT_13B), swap=width > 1), arrivals, answers=answers, sample_s=1e9
-    )
+    tokens = MadeUpBeams(seed=paper.seed) if beams else None
+    setup = setup_for(system, OPT_13B, era_cost(OPT_13B), swap=width > 1)
+    records = simulate(setup, arrivals, token_source=tokens, interval_s=1e9)
     return normalized_latency(records) * width

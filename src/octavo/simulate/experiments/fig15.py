@@ -1,9 +1,9 @@
-"""Figure 15: what sharing saves, in blocks, when a request has several samples or beams."""
+"""Figure 15: blocks saved by sharing, for requests with several samples or beams."""
 
 from __future__ import annotations
 
 from octavo.simulate import traces
-from octavo.simulate.experiments.beams import OPEN, MadeUpBeams
+from octavo.simulate.experiments.beams import OPEN_SHARE, MadeUpBeams
 from octavo.simulate.experiments.paper import (
     OPT_13B,
     OURS,
@@ -39,7 +39,7 @@ def run(paper: Paper) -> Figure:
             OPT_13B,
             cost,
             load=", ".join(f"{name} {rate:g}/s" for name, rate in RATES.items()),
-            beams=f"the next token is open at {OPEN:.0%} of the positions",
+            beams=f"the next token is open at {OPEN_SHARE:.0%} of the positions",
         ),
         notes=[
             "beams: no model is there to rank candidates. How often the next token is open is one number, chosen so "
@@ -62,14 +62,14 @@ def run(paper: Paper) -> Figure:
 
 
 def saving(paper: Paper, name: str, width: int, beams: bool) -> float:
-    """1 - 1 / mean(table entries / blocks in use), as the artifact counts it."""
+    """1 - 1 / mean(block table entries / blocks in use), as in the artifact."""
     begin_s, end_s = (seconds * paper.time for seconds in SECONDS[name])
     rate = RATES[name]
     num = int(rate * end_s * 1.5) + 100
     lengths: Lengths = paper.sharegpt(num) if name == "ShareGPT" else traces.alpaca_like(num, paper.seed)
     arrivals = poisson_trace(lengths, rate, end_s, seed=paper.seed, n=width, beams=beams)
-    answers = MadeUpBeams(seed=paper.seed) if beams else None
+    tokens = MadeUpBeams(seed=paper.seed) if beams else None
     setup = setup_for(OURS, OPT_13B, era_cost(OPT_13B), swap=True)
-    records = simulate(setup, arrivals, until_s=end_s, answers=answers)
+    records = simulate(setup, arrivals, until_s=end_s, token_source=tokens)
     ratios = [(s.num_used + s.num_saved) / s.num_used for s in within(records, begin_s, end_s) if s.num_used]
     return 1 - len(ratios) / sum(ratios)

@@ -1,4 +1,4 @@
-"""Figure 16: translation with a prefix that all requests share, of one example or of five."""
+"""Figure 16: translation with a shared prefix of one example or five."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from octavo.simulate.traces import Lengths
 
 SECONDS = 300.0
 CASES = {"one example": (80, 1.67, 44.0, 28.0), "five examples": (341, 3.58, 44.0, 10.0)}
-"""The prefix's tokens, the paper's gain over Orca (Oracle), and the rates about which to look."""
+"""Prefix tokens, the paper's gain over Orca (Oracle), and initial guesses of the rates."""
 
 
 def run(paper: Paper) -> Figure:
@@ -35,7 +35,7 @@ def run(paper: Paper) -> Figure:
         | {"lengths": "synthetic: sentences and their translations of 38 tokens on average, lognormal"},
         notes=[
             "the paper translates WMT16's English to German; here are only lengths like those of its sentences",
-            "the prefix is found by automatic prefix caching, computed once by whoever comes first",
+            "the prefix is found by automatic prefix caching, computed once, by the first request",
         ],
     )
     lengths = traces.lognormal("wmt-like", 40_000, (3.5, 0.5), (3.5, 0.5), paper.seed)

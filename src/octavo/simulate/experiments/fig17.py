@@ -1,4 +1,4 @@
-"""Figure 17: a chatbot. Every round's prompt is what was said before, up to 1,024 tokens."""
+"""Figure 17: a chatbot whose prompts are the last 1,024 tokens of the conversation."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from octavo.simulate.traces import Lengths
 
 SECONDS = 1800.0
 NEW_CHANCES = (0.5, 0.1, 0.03)
-"""Of a new conversation, for all systems: the artifact's for vLLM; that for the Orcas; and one with which nearly all
-prompts have 1,024 tokens."""
+"""Probability of a new conversation, for all systems: the artifact's for vLLM, the artifact's for the Orcas, and one
+with which nearly all prompts have 1,024 tokens."""
 CACHED = f"{OURS}, prefix caching"
 PAPER_GAIN = 2.0
 SYSTEMS = {OURS: 0.85, CACHED: 0.9, ORACLE: 0.55, POW2: 0.55, MAX: 0.55}

@@ -1,4 +1,4 @@
-"""Figure 18b: latency against the size of a block."""
+"""Figure 18b: latency against block size."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(paper: Paper) -> Figure:
         for size in SIZES:
             paper.progress(f"{name}, blocks of {size}")
             setup = setup_for(OURS, OPT_13B, era_cost(OPT_13B), block_size=size)
-            records = simulate(setup, poisson_trace(lengths, rate, end_s, seed=paper.seed), sample_s=end_s / 500)
+            records = simulate(setup, poisson_trace(lengths, rate, end_s, seed=paper.seed), interval_s=end_s / 500)
             latencies.append(normalized_latency(records))
             figure.rows.append(Row(OURS, f"{name}, blocks of {size}: s/token", None, latencies[-1]))
             figure.rows.append(Row(OURS, f"{name}, blocks of {size}: unfilled %", None, 100 * unfilled(records)))
@@ -53,6 +53,6 @@ def run(paper: Paper) -> Figure:
 
 
 def unfilled(records: Records) -> float:
-    """Slots of used blocks without a token, over all of them, mean over time."""
+    """Mean over time of the unfilled share of the slots in used blocks."""
     ratios = [s.split.internal / (s.split.tokens + s.split.internal) for s in records.samples if s.num_used]
     return sum(ratios) / len(ratios)

@@ -1,4 +1,4 @@
-"""Figure 19: giving way by recomputing, or by swapping to the host and back, against the size of a block."""
+"""Figure 19: preemption by recomputation or by swapping, against block size."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(paper: Paper) -> Figure:
     latencies: dict[str, list[float]] = {"recompute": [], APART: [], WHOLE: []}
     end_s = SECONDS * paper.time
     lengths = paper.sharegpt(int(3 * end_s) + 100)
-    weights_s = model.weight_bytes / (OPT_13B.device.bandwidth * KV_SHARE)  # alone, with no host in between
+    weights_s = model.weight_bytes / (OPT_13B.device.bandwidth * KV_SHARE)  # without host time
     for size in SIZES:
         micro["recompute"].append(max(weights_s, cost.new_s * NUM_TOKENS))
         swaps = {name: move_s(OPT_13B, size, count) for name, count in copies.items()}
@@ -63,7 +63,7 @@ def run(paper: Paper) -> Figure:
             moved = replace(cost, move_s=swaps.get(name, 0.0))
             setup = setup_for(OURS, OPT_13B, moved, block_size=size, swap=name in swaps)
             arrivals = poisson_trace(lengths, RATE, end_s, seed=paper.seed)
-            latencies[name].append(normalized_latency(simulate(setup, arrivals, sample_s=1e9)))
+            latencies[name].append(normalized_latency(simulate(setup, arrivals, interval_s=1e9)))
     for name, values in micro.items():
         for size, value in zip(SIZES, values, strict=True):
             figure.rows.append(Row(name, f"{NUM_TOKENS} tokens, blocks of {size}: ms", None, 1e3 * value))

@@ -1,4 +1,4 @@
-"""Figure 2: what the slots of a KV cache hold when requests queue up, with the rest of the field and with blocks."""
+"""Figure 2: contents of the KV cache's slots under a full queue, for the baselines and for paged blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from octavo.simulate.experiments.paper import (
     within,
 )
 from octavo.simulate.plot import Bars, Chart
-from octavo.simulate.report import shares
+from octavo.simulate.report import memory_shares
 from octavo.simulate.simulation import simulate
 
 RATE = 4.0
@@ -46,7 +46,7 @@ def run(paper: Paper) -> Figure:
         paper.progress(system)
         arrivals = poisson_trace(lengths, RATE, end_s, seed=paper.seed)
         records = simulate(setup_for(system, OPT_13B, cost), arrivals, until_s=end_s)
-        split = shares(within(records, begin_s, end_s))
+        split = memory_shares(within(records, begin_s, end_s))
         internal = 0.0 if system == OURS else split["internal"]
         rest = 1 - split["tokens"] - split["reserved"] - internal
         ours[system] = [100 * float(part) for part in (split["tokens"], split["reserved"], internal, rest)]

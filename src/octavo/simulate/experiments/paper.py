@@ -1,4 +1,4 @@
-"""What the paper's experiments have in common (SOSP'23, section 6.1), and what each of them gives."""
+"""Common parts of the paper's experiments (SOSP'23, section 6.1)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from octavo.config import EngineArgs
-from octavo.core.kv_cache_manager import KVCache
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.plan import StepPlan
 from octavo.simulate import traces
 from octavo.simulate.allocators import BatchCache, ContiguousCache, Estimate, maximum, oracle, pow2
@@ -20,18 +20,18 @@ from octavo.simulate.cost import DEVICES, CostModel, Device, LinearCost
 from octavo.simulate.models import MODELS, ModelShape
 from octavo.simulate.plot import Chart, svg
 from octavo.simulate.report import normalized_latency
-from octavo.simulate.simulation import MakeCache, Records, Sample, Setup, paged, simulate
+from octavo.simulate.simulation import MakeCache, PoolSample, Records, SimConfig, paged, simulate
 from octavo.simulate.traces import Arrival, Lengths
 
 OURS, ORACLE, POW2, MAX, FT = "Octavo", "Orca (Oracle)", "Orca (Pow2)", "Orca (Max)", "FasterTransformer"
 ORCAS: dict[str, Estimate] = {ORACLE: oracle, POW2: pow2, MAX: maximum}
 KNEE_S = 0.5
-"""Seconds a token of output at which throughputs are compared: half way up the paper's plots."""
+"""Seconds per output token at which throughputs are compared: half-way up the paper's plots."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One number, theirs and ours. `paper` None: it has none for this."""
+    """One number of the paper and of the simulation. `paper` is None if the paper has none."""
 
     system: str
     metric: str
@@ -39,7 +39,7 @@ class Row:
     ours: float
 
     def difference(self) -> str:
-        """In points where both are percentages, else in per cent of theirs."""
+        """In points if both are percentages, else in per cent of the paper's number."""
         if self.paper is None:
             return ""
         if self.metric.endswith("%"):
@@ -49,7 +49,7 @@ class Row:
 
 @dataclass(slots=True)
 class Figure:
-    """A figure of the paper, done again. `notes` say what is not as it was there."""
+    """A reproduced figure of the paper. `notes` list the differences from the original experiment."""
 
     name: str
     title: str
@@ -63,7 +63,7 @@ class Figure:
         return {"figure": self.name, "setup": self.setup, "rows": rows, "notes": self.notes}
 
     def write(self, folder: Path) -> list[Path]:
-        """NAME.json and NAME.svg. Returns the files."""
+        """Write NAME.json and NAME.svg; returns the paths."""
         files = {"json": json.dumps(self.as_dict(), indent=1, ensure_ascii=False) + "\n"}
         if self.charts:
             files["svg"] = svg(self.charts)
@@ -73,32 +73,32 @@ class Figure:
         return [folder / f"{self.name}.{kind}" for kind in files]
 
     def lines(self) -> list[str]:
-        """A table for people."""
+        """The figure as a text table."""
         table = [("system", "", "paper", "ours", "")]
         table += [
             (r.system, r.metric, "-" if r.paper is None else f"{r.paper:.4g}", f"{r.ours:.4g}", r.difference())
             for r in self.rows
         ]
         widths = [max(len(row[i]) for row in table) for i in range(5)]
-        shown = []
+        text_lines = []
         for row in table:
             texts = [cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False)]
             numbers = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
-            shown.append("  ".join(texts + numbers).rstrip())
+            text_lines.append("  ".join(texts + numbers).rstrip())
         about = [f"{key}: {value}" for key, value in self.setup.items()]
-        return [f"{self.name}  {self.title}", *about, "", *shown, *(f"note: {note}" for note in self.notes)]
+        return [f"{self.name}  {self.title}", *about, "", *text_lines, *(f"note: {note}" for note in self.notes)]
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A line of the paper's table 1: a model on its GPUs, and the slots that are left for KV there."""
+    """A row of the paper's table 1: a model on its GPUs, and the KV slots left there."""
 
     model: ModelShape
     device: Device
     num_devices: int
     num_slots: int
     batch_sizes: tuple[int, int]
-    """FasterTransformer's, for ShareGPT and for Alpaca."""
+    """FasterTransformer's batch sizes, for ShareGPT and for Alpaca."""
 
 
 OPT_13B = Server(MODELS["opt-13b"], DEVICES["a100-40"], 1, 15_728, (5, 14))
@@ -106,22 +106,23 @@ OPT_175B = Server(MODELS["opt-175b"], DEVICES["a100-80"], 8, 60_096, (24, 80))
 LLAMA_13B = replace(OPT_13B, model=MODELS["llama-13b"])
 
 SEQUENCE_S = 0.1e-3
-"""What each sequence of a step costs on a host of 2023: sampling, and its token's way out."""
+"""Host time per sequence of a step in 2023: sampling and returning its token."""
 PASS_SHARE, PROMPT_SHARE, KV_SHARE = 0.5, 0.7, 0.88
-"""Parts of a GPU's peak: of the bandwidth by weights, with all that the host does between two steps counted in; of the
-operations by prompts, which are large matrix products; of the bandwidth by keys and values."""
+"""Shares of a GPU's peak: of the bandwidth by weights, including the host's work between two steps; of the operations
+by prefill, whose matrix products are large; of the bandwidth by K and V."""
 
 COPY_S = 3.3e-6
-"""Of launching a copy between device and host: then the 40,960 of figure 19 take the 135 ms that it shows."""
+"""Time to launch a copy between device and host: the 40,960 copies of figure 19 then take its 135 ms."""
 LINK = 25e9
-"""Bytes a second of PCIe 4.0, reached."""
+"""Bytes per second of PCIe 4.0, reached."""
 
 
 def era_cost(server: Server, *, share: float = PASS_SHARE) -> LinearCost:
-    """What a step took in 2023: the peaks of the GPUs, and the three shares above.
+    """Step times of 2023: the GPUs' peaks and the three shares above.
 
-    A pass reads the weights and a token of a prompt costs 2 operations a parameter: of OPT-13B 33 ms and 0.12 ms. The
-    first is the assumption on which knees depend most, their ratios less: figure 12 shows it for other shares, too.
+    A forward pass reads the weights, and a prefill token takes 2 operations per parameter: 33 ms and 0.12 ms for
+    OPT-13B. The former is the assumption that affects the knees most, and their ratios less: figure 12 includes other
+    shares.
     """
     bandwidth = server.device.bandwidth * server.num_devices
     flops = server.device.flops * server.num_devices
@@ -136,12 +137,14 @@ def era_cost(server: Server, *, share: float = PASS_SHARE) -> LinearCost:
 
 
 def move_s(server: Server, block_size: int, num_copies: int) -> float:
-    """A block to the host, or back. Where K and V of each layer lie apart, as in the artifact, it takes many copies."""
+    """Time to move a block to the host or back. In the artifact K and V of each layer are separate, which takes many
+    copies."""
     return num_copies * COPY_S + block_size * server.model.kv_bytes_per_token / (LINK * server.num_devices)
 
 
 class PaddedCost:
-    """FasterTransformer's: every prompt of a batch is padded to the longest, and all run until the last is done."""
+    """FasterTransformer's cost: every prompt of a batch is padded to the longest, and all run until the last is
+    done."""
 
     host_s = host_slice_s = host_chunk_s = move_s = 0.0
 
@@ -160,10 +163,10 @@ class PaddedCost:
 
 @dataclass(frozen=True, slots=True)
 class Paper:
-    """How the experiments are run.
+    """Settings of the experiments.
 
-    lengths_file   real lengths of ShareGPT, as an .npz file; None: drawn from the percentiles that are in the code
-    time           multiplies the seconds of each trace: 1 for what stands in the documents, less for a quick look
+    lengths_file   real lengths of ShareGPT, as an .npz file; None: drawn from the percentiles in the code
+    time           multiplies the seconds of each trace: 1 for the published results, less for a quick look
     """
 
     lengths_file: Path | None = None
@@ -180,13 +183,13 @@ class Paper:
         return Lengths("sharegpt", every.prompts[chosen], every.outputs[chosen])
 
     def about(self, server: Server, cost: LinearCost, **more: Any) -> dict[str, Any]:
-        """What stands above a figure's table: everything that a number depends on."""
+        """The header of a figure's table: everything that its numbers depend on."""
         where = f"{server.num_devices} x {server.device.name}, {server.num_slots:,} slots of KV"
         step = f"{cost.pass_s * 1e3:.1f} ms + {cost.new_s * 1e3:.3f} ms a prompt token + {cost.decode_s * 1e3:.2f} ms "
         step += f"a sequence + {cost.kv_s * 1e6:.2f} us a token of context"
-        told: dict[str, Any] = {"server": f"{server.model.name} on {where}", "step": step}
-        told["lengths"] = "18 percentiles of ShareGPT" if self.lengths_file is None else "ShareGPT's"
-        return {**told, "seed": self.seed, **more}
+        setup: dict[str, Any] = {"server": f"{server.model.name} on {where}", "step": step}
+        setup["lengths"] = "18 percentiles of ShareGPT" if self.lengths_file is None else "ShareGPT's"
+        return {**setup, "seed": self.seed, **more}
 
 
 def setup_for(
@@ -198,9 +201,9 @@ def setup_for(
     alpaca: bool = False,
     prefixes: bool = False,
     swap: bool = False,
-) -> Setup:
-    """One of the five systems on a server, with the options of the paper's artifact: 2,560 tokens and 2,048 sequences a
-    step, steps that do not overlap, and for ours 1 % of the blocks left alone by admissions."""
+) -> SimConfig:
+    """One of the five systems on a server, with the options of the paper's artifact: 2,560 tokens and 2,048 sequences
+    per step, no overlap of steps, and for Octavo 1 % of the blocks kept free on admission."""
     num_blocks = server.num_slots // block_size
     args = EngineArgs(
         model=server.model.name,
@@ -217,40 +220,41 @@ def setup_for(
     )
     make: MakeCache = paged
     if system in ORCAS:
-        make = partial(_contiguous, estimate=ORCAS[system], max_len=server.model.max_len)
+        make = partial(_contiguous_cache, estimate=ORCAS[system], max_len=server.model.max_len)
     elif system == FT:
-        make = partial(_batched, batch_size=server.batch_sizes[alpaca], max_len=server.model.max_len)
+        make = partial(_batch_cache, batch_size=server.batch_sizes[alpaca], max_len=server.model.max_len)
         assert isinstance(cost, LinearCost)
         cost = PaddedCost(cost)
-    return Setup(server.model, server.device, args, server.num_devices, cost=cost, make_cache=make)
+    return SimConfig(server.model, server.device, args, server.num_devices, cost=cost, make_cache=make)
 
 
-def _contiguous(
-    num_blocks: int, block_size: int, num_host_blocks: int, num_rows: int, prefixes: bool, **how: Any
-) -> KVCache:
-    return ContiguousCache(num_blocks, block_size, num_rows=num_rows, **how)
+def _contiguous_cache(
+    num_blocks: int, block_size: int, num_host_blocks: int, num_rows: int, prefixes: bool, **options: Any
+) -> KVCacheManager:
+    return ContiguousCache(num_blocks, block_size, num_rows=num_rows, **options)
 
 
-def _batched(
-    num_blocks: int, block_size: int, num_host_blocks: int, num_rows: int, prefixes: bool, **how: Any
-) -> KVCache:
-    return BatchCache(num_blocks, block_size, num_rows=num_rows, **how)
+def _batch_cache(
+    num_blocks: int, block_size: int, num_host_blocks: int, num_rows: int, prefixes: bool, **options: Any
+) -> KVCacheManager:
+    return BatchCache(num_blocks, block_size, num_rows=num_rows, **options)
 
 
 def poisson_trace(
     lengths: Lengths, rate: float, duration_s: float, *, seed: int = 0, n: int = 1, beams: bool = False, prefix: int = 0
 ) -> Iterator[Arrival]:
-    arrivals = traces.of_lengths(lengths, traces.poisson(rate, seed), n=n, beams=beams, prefix=prefix)
+    arrivals = traces.from_lengths(lengths, traces.poisson(rate, seed), n=n, beams=beams, prefix=prefix)
     return traces.first_seconds(arrivals, duration_s)
 
 
-def latency_at(setup: Setup, arrivals: Iterable[Arrival]) -> float:
-    """Normalised latency over all requests of a trace, those included that are served after its end."""
-    return normalized_latency(simulate(setup, arrivals, sample_s=1e9))
+def latency_at(setup: SimConfig, arrivals: Iterable[Arrival]) -> float:
+    """Normalised latency over all requests of a trace, including those finished after its end."""
+    return normalized_latency(simulate(setup, arrivals, interval_s=1e9))
 
 
 def knee(latency: Callable[[float], float], low: float, high: float, *, steps: int) -> float:
-    """The rate at which the latency is `KNEE_S`, bisected on a logarithmic scale; it must lie between the two."""
+    """The rate at which the latency is `KNEE_S`, bisected on a logarithmic scale. `low` and `high` are extended if
+    needed."""
     while latency(high) < KNEE_S:
         low, high = high, high * 2
     while latency(low) > KNEE_S:
@@ -264,5 +268,5 @@ def knee(latency: Callable[[float], float], low: float, high: float, *, steps: i
     return float(np.sqrt(low * high))
 
 
-def within(records: Records, begin_s: float, end_s: float) -> list[Sample]:
+def within(records: Records, begin_s: float, end_s: float) -> list[PoolSample]:
     return [s for s in records.samples if begin_s <= s.time_s <= end_s]

@@ -1,13 +1,13 @@
-"""Viewers of a running engine: one watch on it, however many look, and none while nobody does.
+"""The viewers of a running engine share one connection to it, which exists only while there are viewers.
 
-    engine's tap  <-- what is new? -- Hub --> a queue a viewer --> its stream
-                  ----- a frame ---->  |
-                                    Picture: the snapshot for whoever comes next
+    engine's publisher  <-- next frame? -- Hub --> a queue per viewer --> its stream
+                        ---- a frame --->   |
+                                        PoolState: the snapshot for the next viewer
 
-The engine is asked, a few times a second, and answers between two steps; it never waits for a viewer. A viewer that
-does not read is sent away when its queue is full, and takes a snapshot when it comes back.
+The hub polls the engine a few times a second, and the engine answers between two steps; it never waits for a viewer. A
+viewer that does not read is disconnected when its queue is full, and gets a snapshot when it reconnects.
 
-A viewer that does not see all gets its `Share` of each frame, made once for all viewers of the same reader.
+A viewer with limited access gets its tenant's `TenantView` of each frame, made once for all viewers of that tenant.
 """
 
 from __future__ import annotations
@@ -21,61 +21,61 @@ from typing import Any
 
 import msgspec
 
-from octavo.errors import AnswerError, OctavoError
+from octavo.errors import EngineQueryError, OctavoError
 from octavo.view.live.messages import Frame, Snapshot
 from octavo.view.live.publisher import STOP
-from octavo.view.live.state import FrameLostError, Picture
-from octavo.view.live.tenant_view import Reader, Share
+from octavo.view.live.state import FrameLostError, PoolState
+from octavo.view.live.tenant_view import TenantAccess, TenantView
 
 logger = logging.getLogger("octavo.view")
 
 INTERVAL_S = 0.2
-SHARE = 400
-"""The engine is left alone for so many times as long as its last frame took: so watching costs it 1/4 percent."""
-LONGEST_S = 2.0
-"""But no longer than this."""
+IDLE_RATIO = 400
+"""After a frame the hub waits this many times as long as the frame took: watching costs the engine 1/4 percent."""
+MAX_IDLE_S = 2.0
+"""But at most this long."""
 MAX_LINGER_S = 60.0
-"""The watch outlasts its last viewer for `SHARE` times as long as the snapshot took, this long at most: a viewer that
-comes and goes has no snapshot of its own made each time."""
-MOST_BYTES = 16 << 20
-MOST_QUEUED = 100
-"""Of what a viewer has not read. One message larger than that is let through, when it is the only one."""
+"""After its last viewer left, the hub watches on for `IDLE_RATIO` times as long as the snapshot took, up to this limit:
+a viewer that comes and goes does not cost a snapshot each time."""
+MAX_BYTES = 16 << 20
+MAX_QUEUED = 100
+"""Limits of a viewer's queue. A larger message is accepted if it is the only one."""
 
-Ask = Callable[[str, str], Awaitable[Any]]
-"""Asks the engine one of `tap.questions`, with an argument."""
+ViewRpc = Callable[[str, str], Awaitable[Any]]
+"""Calls one of the engine's `publisher.view_rpc_methods` with an argument."""
 Message = tuple[str, msgspec.Raw]
-"""An event's name, and JSON."""
+"""The name of a server-sent event, and its JSON."""
 
 
 class Viewer:
-    """A queue of messages. `reader`: whose share it gets; None: all. `reason`: why there will be no more."""
+    """A queue of messages. `access` limits what they show; None: everything. `reason`: why the stream ended, or ""."""
 
-    def __init__(self, reader: Reader | None = None) -> None:
-        self.reader = reader
+    def __init__(self, access: TenantAccess | None = None) -> None:
+        self.access = access
         self.reason = ""
         self._messages: deque[Message] = deque()
         self._num_bytes = 0
-        self._news = asyncio.Event()
+        self._has_messages = asyncio.Event()
 
     def put(self, message: Message) -> None:
         size = len(message[1])
-        if self._messages and (len(self._messages) >= MOST_QUEUED or self._num_bytes + size > MOST_BYTES):
+        if self._messages and (len(self._messages) >= MAX_QUEUED or self._num_bytes + size > MAX_BYTES):
             self.end("slow")
             return
         self._messages.append(message)
         self._num_bytes += size
-        self._news.set()
+        self._has_messages.set()
 
     def end(self, reason: str) -> None:
         self._messages.clear()
         self._num_bytes = 0
         self.reason = self.reason or reason
-        self._news.set()
+        self._has_messages.set()
 
     async def messages(self) -> AsyncGenerator[Message, None]:
         while not self.reason:
-            await self._news.wait()
-            self._news.clear()
+            await self._has_messages.wait()
+            self._has_messages.clear()
             while self._messages:
                 message = self._messages.popleft()
                 self._num_bytes -= len(message[1])
@@ -84,34 +84,37 @@ class Viewer:
 
 
 class Hub:
-    """The viewers of one engine; all of it on one event loop. `interval_s`: between two looks at the engine, at least;
-    `share`: see `SHARE`."""
+    """The viewers of one engine, all on one event loop.
 
-    def __init__(self, ask: Ask, *, interval_s: float = INTERVAL_S, share: float = SHARE) -> None:
-        self._ask = ask
-        self._share = share
+    interval_s  seconds between two polls of the engine, at least
+    idle_ratio  see `IDLE_RATIO`
+    """
+
+    def __init__(self, rpc: ViewRpc, *, interval_s: float = INTERVAL_S, idle_ratio: float = IDLE_RATIO) -> None:
+        self._rpc = rpc
+        self._idle_ratio = idle_ratio
         self._interval_s = interval_s
         self._viewers: set[Viewer] = set()
         self._task: asyncio.Task[None] | None = None
-        self._shares: dict[Reader, Share] = {}
-        self._latest: dict[Reader | None, Message] = {}  # snapshots as of the last frame
+        self._tenant_views: dict[TenantAccess, TenantView] = {}
+        self._latest: dict[TenantAccess | None, Message] = {}  # snapshots after the last frame
         self._linger_until = 0.0
-        self.picture: Picture | None = None
-        """As far as it is known; None while nobody looks."""
+        self.state: PoolState | None = None
+        """The state after the last frame; None without viewers."""
 
     @property
     def num_viewers(self) -> int:
         return len(self._viewers)
 
-    async def watch(self, reader: Reader | None = None) -> AsyncGenerator[Message, None]:
-        """One viewer's stream: a snapshot, then what changes, until it is closed or sent away. `reader`: sees its own
-        share alone, unless it sees all; None sees all."""
-        viewer = Viewer(None if reader is None or reader.sees_all else reader)
-        if self.picture is not None:
-            viewer.put(self._snapshot(viewer.reader, self.picture))
+    async def watch(self, access: TenantAccess | None = None) -> AsyncGenerator[Message, None]:
+        """One viewer's stream: a snapshot, then deltas, until it is closed or disconnected. `access` limits what it
+        shows; None: everything."""
+        viewer = Viewer(None if access is None or access.sees_all else access)
+        if self.state is not None:
+            viewer.put(self._snapshot(viewer.access, self.state))
         self._viewers.add(viewer)
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._work())
+            self._task = asyncio.create_task(self._poll_engine())
         try:
             async with contextlib.aclosing(viewer.messages()) as messages:
                 async for message in messages:
@@ -119,79 +122,79 @@ class Hub:
         finally:
             self._viewers.discard(viewer)
 
-    async def _work(self) -> None:
+    async def _poll_engine(self) -> None:
         try:
             while self._viewers or asyncio.get_running_loop().time() < self._linger_until:
                 begin = asyncio.get_running_loop().time()
-                cost_s = await self._look()
+                cost_s = await self._poll()
                 spent_s = asyncio.get_running_loop().time() - begin
-                await asyncio.sleep(max(self._interval_s - spent_s, min(self._share * cost_s, LONGEST_S)))
+                await asyncio.sleep(max(self._interval_s - spent_s, min(self._idle_ratio * cost_s, MAX_IDLE_S)))
         except OctavoError as error:
-            # Whoever looks need not know of the operator's files, which an error may name.
-            self._end("the view failed; see the log" if isinstance(error, AnswerError) else "the engine is gone")
+            # The error may name files of the operator, which viewers need not see.
+            self._end("the view failed; see the log" if isinstance(error, EngineQueryError) else "the engine is gone")
         except Exception:
             logger.exception("the view of the engine failed")
             self._end("the view failed; see the log")
         finally:
-            self._forget()
+            self._reset()
             self._task = None
         with contextlib.suppress(OctavoError):
-            await self._ask("view", STOP)
-        if self._viewers and self._task is None:  # somebody came in this very moment
-            self._task = asyncio.create_task(self._work())
+            await self._rpc("view", STOP)
+        if self._viewers and self._task is None:  # a viewer came meanwhile
+            self._task = asyncio.create_task(self._poll_engine())
 
-    async def _look(self) -> float:
-        """Take in what is new; the seconds that this cost the engine."""
-        picture = self.picture
-        after = "" if picture is None else f"{picture.epoch}:{picture.frame}"
-        answer = await self._ask("view", after)
-        if answer is None:
+    async def _poll(self) -> float:
+        """Apply and send the engine's next frame; returns the seconds that it cost the engine."""
+        state = self.state
+        after = "" if state is None else f"{state.epoch}:{state.frame}"
+        reply = await self._rpc("view", after)
+        if reply is None:
             return 0.0
-        frame: Frame = msgspec.convert(answer, Frame) if isinstance(answer, dict) else answer
+        frame: Frame = msgspec.convert(reply, Frame) if isinstance(reply, dict) else reply
         self._latest.clear()
         if isinstance(frame, Snapshot):
-            picture = self.picture = Picture(frame)
-            lasting_s = min(self._share * frame.cost_s, MAX_LINGER_S)
-            self._linger_until = asyncio.get_running_loop().time() + lasting_s
+            state = self.state = PoolState(frame)
+            linger_s = min(self._idle_ratio * frame.cost_s, MAX_LINGER_S)
+            self._linger_until = asyncio.get_running_loop().time() + linger_s
         else:
-            assert picture is not None
+            assert state is not None
             try:
-                picture.apply(frame)
+                state.apply(frame)
             except FrameLostError:
-                self._forget()
+                self._reset()
                 return 0.0
-        self._send(frame, picture)
+        self._send(frame, state)
         return 0.0 if isinstance(frame, Snapshot) else frame.cost_s
 
-    def _send(self, frame: Frame, picture: Picture) -> None:
-        readers = {viewer.reader for viewer in self._viewers}
-        self._shares = {reader: share for reader, share in self._shares.items() if reader in readers}
-        messages: dict[Reader | None, Message] = {}
-        for reader in readers:
-            if reader is None:
-                messages[reader] = message_of(frame)
+    def _send(self, frame: Frame, state: PoolState) -> None:
+        accesses = {viewer.access for viewer in self._viewers}
+        self._tenant_views = {access: view for access, view in self._tenant_views.items() if access in accesses}
+        messages: dict[TenantAccess | None, Message] = {}
+        for access in accesses:
+            if access is None:
+                messages[access] = encode(frame)
             elif isinstance(frame, Snapshot):
-                messages[reader] = self._snapshot(reader, picture)
+                messages[access] = self._snapshot(access, state)
             else:
-                messages[reader] = message_of(self._shares[reader].delta(frame, picture))
+                messages[access] = encode(self._tenant_views[access].delta(frame, state))
         for viewer in tuple(self._viewers):
-            viewer.put(messages[viewer.reader])
+            viewer.put(messages[viewer.access])
             if viewer.reason:
                 self._viewers.discard(viewer)
 
-    def _snapshot(self, reader: Reader | None, picture: Picture) -> Message:
-        """For a viewer that comes now."""
-        if reader not in self._latest:
-            snapshot = picture.snapshot() if reader is None else self._share_of(reader, picture).snapshot(picture)
-            self._latest[reader] = message_of(snapshot)
-        return self._latest[reader]
+    def _snapshot(self, access: TenantAccess | None, state: PoolState) -> Message:
+        """The snapshot for a new viewer."""
+        if access not in self._latest:
+            snapshot = state.snapshot() if access is None else self._tenant_view(access, state).snapshot(state)
+            self._latest[access] = encode(snapshot)
+        return self._latest[access]
 
-    def _share_of(self, reader: Reader, picture: Picture) -> Share:
-        return self._shares.setdefault(reader, Share(picture, reader))
+    def _tenant_view(self, access: TenantAccess, state: PoolState) -> TenantView:
+        return self._tenant_views.setdefault(access, TenantView(state, access))
 
-    def _forget(self) -> None:
-        self.picture = None
-        self._shares.clear()
+    def _reset(self) -> None:
+        self.state = None
+        self._tenant_views.clear()
         self._latest.clear()
 
     def _end(self, reason: str) -> None:
@@ -199,28 +202,28 @@ class Hub:
             viewer.end(reason)
         self._viewers.clear()
 
-    async def block(self, block: int, reader: Reader | None = None) -> dict[str, Any] | None:
-        """One block in detail, or only its state where it is not the reader's own; None if there is none of that id,
-        or nobody looks."""
-        picture = self.picture
-        if picture is None or not 1 <= block <= picture.num_blocks:
+    async def block(self, block: int, access: TenantAccess | None = None) -> dict[str, Any] | None:
+        """One block in detail, or only its state if `access` does not show the block; None if the id does not exist or
+        there are no viewers."""
+        state = self.state
+        if state is None or not 1 <= block <= state.num_blocks:
             return None
-        content = await self._ask("view_block", str(block))
-        if picture is not self.picture:
+        content = await self._rpc("view_block", str(block))
+        if state is not self.state:
             return None
-        found, shown = picture.block(block), {"name": content["name"], "token_ids": content["token_ids"]}
-        if reader is None or reader.sees_all:
-            return found | shown
-        share = self._shares.get(reader)
-        if share is None or not share.has(block, picture):
-            num_filled = picture.block_size if found["references"] or found["sealed"] else 0
+        found, details = state.block(block), {"name": content["name"], "token_ids": content["token_ids"]}
+        if access is None or access.sees_all:
+            return found | details
+        view = self._tenant_views.get(access)
+        if view is None or not view.has(block, state):
+            num_filled = state.block_size if found["references"] or found["sealed"] else 0
             return found | {"seal_id": 0, "parent_id": 0, "owners": [], "num_filled": num_filled}
-        found["owners"] = [owner for owner in found["owners"] if reader.sees(owner["request_id"])]
-        # The engine is ahead of the picture: by now the block may be another's.
-        now = content.get("epoch"), content.get("seal_id")
-        return found | shown if found["seal_id"] and now == (picture.epoch, found["seal_id"]) else found
+        found["owners"] = [owner for owner in found["owners"] if access.sees(owner["request_id"])]
+        # The engine is ahead of the state: the block may hold another request's content by now.
+        current = content.get("epoch"), content.get("seal_id")
+        return found | details if found["seal_id"] and current == (state.epoch, found["seal_id"]) else found
 
 
-def message_of(frame: Frame) -> Message:
+def encode(frame: Frame) -> Message:
     kind = "snapshot" if isinstance(frame, Snapshot) else "delta"
     return kind, msgspec.Raw(msgspec.json.encode(frame))

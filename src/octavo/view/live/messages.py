@@ -1,4 +1,4 @@
-"""What is told of a pool and its requests: a whole picture, then what has changed. See PROTOCOL.md.
+"""The frames of a pool and its requests: a snapshot, then deltas. See PROTOCOL.md.
 
 Arrays are bytes, little-endian: raw in msgpack, between processes, and base64 in JSON, for browsers and recordings.
 """
@@ -9,16 +9,18 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-SEALED_BIT, MOST_REFS = 0x8000, 0x7FFF
-"""A block's word, 0 if free: bit 15 says that it is sealed, the others are its references, as far as they can."""
-MOST_EVENTS = 256
-"""Of events and of steps, each, that a frame tells."""
-MOST_WAITING = 256
-"""Of those that wait, the first in line that are told."""
+SEALED_BIT, MAX_REFS = 0x8000, 0x7FFF
+"""A block's state word, 0 if free: bit 15 is set if it is sealed, the other bits are its reference count, capped."""
+MAX_EVENTS = 256
+"""Events of a frame, and steps of a frame, at most."""
+MAX_WAITING = 256
+"""Waiting requests in a frame, at most: the first in the queue."""
+RENAMED = {"removed": "gone", "removed_sequences": "gone_sequences", "queues": "lines", "num_omitted": "num_left_out"}
+"""Attributes of a `Delta` whose names in the protocol differ."""
 
 
 class Seals(msgspec.Struct, omit_defaults=True):
-    """Items of the prefix tree: block, its seal id, and that of the block before it (0: none)."""
+    """Nodes of the prefix tree: a block, its seal id, and the seal id of the block before it (0: none)."""
 
     block_ids: bytes = b""  # u32[num]
     seal_ids: bytes = b""  # f64[num]
@@ -26,7 +28,7 @@ class Seals(msgspec.Struct, omit_defaults=True):
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """Why a request waits. The numbers are None where it was said before anybody watched."""
+    """Why a request waits. The numbers are None if the reason was given before the first viewer came."""
 
     reason: str
     needs: int | None = None
@@ -34,7 +36,7 @@ class Wait(msgspec.Struct, frozen=True):
     evictable: int | None = None
 
 
-class RequestView(msgspec.Struct, frozen=True):
+class RequestView(msgspec.Struct, frozen=True, rename={"wait": "waits"}):
     """`status` is running, swapped, waiting or pinned; `sequences` are uids."""
 
     id: str
@@ -45,11 +47,13 @@ class RequestView(msgspec.Struct, frozen=True):
     priority: int
     num_cached: int
     num_preempted: int
-    waits: Wait | None
+    wait: Wait | None
     sequences: tuple[int, ...]
 
 
 class SequenceView(msgspec.Struct):
+    """A sequence and its block table."""
+
     uid: int
     index: int
     num_tokens: int
@@ -58,7 +62,7 @@ class SequenceView(msgspec.Struct):
 
 
 class TableChange(msgspec.Struct):
-    """A table's entries from `start` on, up to its end."""
+    """A block table's entries from `start` to its end."""
 
     uid: int
     start: int
@@ -66,18 +70,22 @@ class TableChange(msgspec.Struct):
 
 
 class BlockChange(msgspec.Struct, omit_defaults=True):
+    """Blocks whose state words have changed."""
+
     ids: bytes = b""  # u32[num]
     words: bytes = b""  # u16[num]
 
 
 class Progress(msgspec.Struct, omit_defaults=True):
+    """Sequences that have grown."""
+
     uids: bytes = b""  # u32[num]
     num_tokens: bytes = b""  # u32[num]
     num_computed: bytes = b""  # u32[num]
 
 
 class Counts(msgspec.Struct):
-    """Requests in the three lines, and tokens computed since the epoch began."""
+    """Requests in each queue, and tokens computed since the epoch began."""
 
     running: int = 0
     waiting: int = 0
@@ -86,8 +94,8 @@ class Counts(msgspec.Struct):
 
 
 class Snapshot(msgspec.Struct, tag_field="kind", tag="snapshot"):
-    """Everything. `epoch` names a run of frames, and `frame` counts within it. Sizes have bounds where they are read: a
-    file may say anything."""
+    """The whole state. `epoch` identifies a series of frames, and `frame` counts within it. Sizes are bounded when they
+    are decoded, since a file may hold anything."""
 
     epoch: str
     frame: int
@@ -96,7 +104,7 @@ class Snapshot(msgspec.Struct, tag_field="kind", tag="snapshot"):
     num_blocks: Annotated[int, msgspec.Meta(ge=1, le=1 << 28)]
     block_size: Annotated[int, msgspec.Meta(ge=1)]
     num_host_blocks: int
-    words: bytes  # u16[num_blocks], of block 1 first
+    words: bytes  # u16[num_blocks], from block 1 on
     seals: Seals
     requests: list[RequestView]
     sequences: list[SequenceView]
@@ -107,8 +115,8 @@ class Snapshot(msgspec.Struct, tag_field="kind", tag="snapshot"):
     cost_s: float = 0.0
 
 
-class Delta(msgspec.Struct, tag_field="kind", tag="delta", omit_defaults=True):
-    """What has changed since the frame before. `cost_s` is what the engine spent on making it."""
+class Delta(msgspec.Struct, tag_field="kind", tag="delta", omit_defaults=True, rename=RENAMED):
+    """The changes since the frame before. `cost_s` is the time the engine spent on making it."""
 
     epoch: str
     frame: int
@@ -121,20 +129,20 @@ class Delta(msgspec.Struct, tag_field="kind", tag="delta", omit_defaults=True):
     sequences: list[SequenceView] = []
     tables: list[TableChange] = []
     progress: Progress | None = None
-    gone: list[str] = []
-    gone_sequences: list[int] = []
-    lines: dict[str, list[str]] = {}
+    removed: list[str] = []
+    removed_sequences: list[int] = []
+    queues: dict[str, list[str]] = {}
     stats: dict[str, Any] = {}
     steps: list[list[int | float]] = []
     events: list[dict[str, Any]] = []
-    num_left_out: int = 0
+    num_omitted: int = 0
     cost_s: float = 0.0
 
     @property
     def is_empty(self) -> bool:
-        """Nothing but time has passed."""
-        told = (self.blocks, self.seals, self.requests, self.sequences, self.tables, self.progress, self.gone)
-        return not any((*told, self.gone_sequences, self.lines, self.stats, self.steps, self.events))
+        """Whether only time has passed."""
+        changes = (self.blocks, self.seals, self.requests, self.sequences, self.tables, self.progress, self.removed)
+        return not any((*changes, self.removed_sequences, self.queues, self.stats, self.steps, self.events))
 
 
 Frame: TypeAlias = Snapshot | Delta

@@ -1,4 +1,4 @@
-"""The other end of a `Tap`: what its frames say, put together again. Whoever comes late is given a snapshot of this."""
+"""The receiving end of a `Publisher`: applies its frames. A viewer that comes late gets a snapshot of this state."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from octavo.errors import EngineError
 from octavo.view.live.messages import (
-    MOST_EVENTS,
-    MOST_REFS,
+    MAX_EVENTS,
+    MAX_REFS,
     SEALED_BIT,
     BlockChange,
     Counts,
@@ -24,8 +24,8 @@ from octavo.view.live.messages import (
     Snapshot,
 )
 
-MOST_SEALS = 65_536
-"""Items of the prefix tree that a snapshot has: twenty bytes each, and more than anybody looks at."""
+MAX_SEALS = 65_536
+"""Nodes of the prefix tree in a snapshot, at most: twenty bytes each, and more than a viewer looks at."""
 
 
 class FrameLostError(EngineError):
@@ -34,7 +34,7 @@ class FrameLostError(EngineError):
 
 @dataclass(slots=True)
 class Table:
-    """A sequence, and its `entries` as they travel: they change with every frame, and are rarely looked at."""
+    """A sequence's block table. `entries` stay encoded: they change with every frame and are rarely read."""
 
     index: int
     num_tokens: int
@@ -47,62 +47,62 @@ class Table:
         return np.frombuffer(self.entries, dtype="<i4")
 
 
-class Picture:
-    """The state of a pool and its requests, as the frames so far tell it. Begins with a snapshot."""
+class PoolState:
+    """The state of a pool and its requests after the frames so far, of which the first is a snapshot."""
 
     epoch: str
     frame: int
     counts: Counts
 
     def __init__(self, snapshot: Snapshot) -> None:
-        self._take(snapshot)
+        self._reset(snapshot)
 
     def apply(self, frame: Frame) -> None:
-        """Take in the next frame. Raises `FrameLostError` for a delta that is not the next one; nothing has changed."""
+        """Apply the next frame. Raises `FrameLostError` for a delta out of order, and then changes nothing."""
         if isinstance(frame, Snapshot):
-            self._take(frame)
+            self._reset(frame)
             return
         if (frame.epoch, frame.frame) != (self.epoch, self.frame + 1):
             raise FrameLostError(
                 f"frame {frame.frame} of {frame.epoch} does not follow {self.frame} of {self.epoch}; take a snapshot"
             )
         self.frame, self.time_s, self.step, self.counts = frame.frame, frame.time_s, frame.step, frame.counts
-        self._take_blocks(frame.blocks, frame.seals)
-        for name in frame.gone:
-            for uid in self.requests.pop(name).sequences:
+        self._update_blocks(frame.blocks, frame.seals)
+        for request_id in frame.removed:
+            for uid in self.requests.pop(request_id).sequences:
                 self.tables.pop(uid, None)
-        for uid in frame.gone_sequences:
+        for uid in frame.removed_sequences:
             self.tables.pop(uid, None)
         for request in frame.requests:
             self.requests[request.id] = request
-        self._take_sequences(frame)
-        self.lines |= frame.lines
+        self._update_sequences(frame)
+        self.queues |= frame.queues
         self.stats |= frame.stats
         self.steps += frame.steps
         self.events += frame.events
 
-    def _take(self, snapshot: Snapshot) -> None:
+    def _reset(self, snapshot: Snapshot) -> None:
         self.epoch, self.frame = snapshot.epoch, snapshot.frame
         self.time_s, self.step = snapshot.time_s, snapshot.step
         self.num_blocks, self.block_size = snapshot.num_blocks, snapshot.block_size
         self.num_host_blocks = snapshot.num_host_blocks
-        self.words = np.zeros(snapshot.num_blocks + 1, dtype=np.uint16)  # the null block's is 0
+        self.words = np.zeros(snapshot.num_blocks + 1, dtype=np.uint16)  # the null block's word is 0
         self.words[1:] = np.frombuffer(snapshot.words, dtype="<u2")
         self.seal_ids = np.zeros(snapshot.num_blocks + 1)
         self.parent_ids = np.zeros(snapshot.num_blocks + 1)
-        self._take_blocks(None, snapshot.seals)
+        self._update_blocks(None, snapshot.seals)
         self.requests: dict[str, RequestView] = {request.id: request for request in snapshot.requests}
         self.tables: dict[int, Table] = {view.uid: _table(view) for view in snapshot.sequences}
-        self.lines: dict[str, list[str]] = {
+        self.queues: dict[str, list[str]] = {
             status: [r.id for r in snapshot.requests if r.status == status]
             for status in ("running", "swapped", "waiting")
         }
         self.stats: dict[str, Any] = dict(snapshot.stats)
         self.counts = snapshot.counts
-        self.steps: deque[list[int | float]] = deque(snapshot.steps, maxlen=MOST_EVENTS)
-        self.events: deque[dict[str, Any]] = deque(snapshot.events, maxlen=MOST_EVENTS)
+        self.steps: deque[list[int | float]] = deque(snapshot.steps, maxlen=MAX_EVENTS)
+        self.events: deque[dict[str, Any]] = deque(snapshot.events, maxlen=MAX_EVENTS)
 
-    def _take_blocks(self, blocks: BlockChange | None, seals: Seals | None) -> None:
+    def _update_blocks(self, blocks: BlockChange | None, seals: Seals | None) -> None:
         if blocks is not None:
             self.words[np.frombuffer(blocks.ids, dtype="<u4")] = np.frombuffer(blocks.words, dtype="<u2")
         if seals is not None:
@@ -110,7 +110,7 @@ class Picture:
             self.seal_ids[ids] = np.frombuffer(seals.seal_ids, dtype="<f8")
             self.parent_ids[ids] = np.frombuffer(seals.parent_ids, dtype="<f8")
 
-    def _take_sequences(self, delta: Delta) -> None:
+    def _update_sequences(self, delta: Delta) -> None:
         for view in delta.sequences:
             self.tables[view.uid] = _table(view)
         for change in delta.tables:
@@ -123,12 +123,12 @@ class Picture:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """For somebody who comes now: the frames that follow for us follow for them."""
+        """A snapshot for a new viewer: the next frames follow it."""
         sealed = np.nonzero((self.words & SEALED_BIT != 0) & (self.seal_ids != 0))[0]
-        if len(sealed) > MOST_SEALS:  # what is in use tells more
-            sealed = np.sort(sealed[np.argsort(self.words[sealed] == SEALED_BIT, kind="stable")[:MOST_SEALS]])
-        lines = [name for status in ("running", "swapped", "waiting") for name in self.lines[status]]
-        names = dict.fromkeys([name for name in lines if name in self.requests]) | dict.fromkeys(self.requests)
+        if len(sealed) > MAX_SEALS:  # blocks in use first
+            sealed = np.sort(sealed[np.argsort(self.words[sealed] == SEALED_BIT, kind="stable")[:MAX_SEALS]])
+        queued = [name for status in ("running", "swapped", "waiting") for name in self.queues[status]]
+        names = dict.fromkeys([name for name in queued if name in self.requests]) | dict.fromkeys(self.requests)
         return Snapshot(
             self.epoch,
             self.frame,
@@ -153,7 +153,7 @@ class Picture:
 
     @property
     def num_used(self) -> int:
-        return int(np.count_nonzero(self.words & MOST_REFS))
+        return int(np.count_nonzero(self.words & MAX_REFS))
 
     @property
     def num_cached(self) -> int:
@@ -164,7 +164,7 @@ class Picture:
         return self.num_blocks - self.num_used - self.num_cached
 
     def block(self, block: int) -> dict[str, Any]:
-        """One block in detail, but for what stands in it: plain data, as in PROTOCOL.md."""
+        """One block in detail, without its content: plain data, as in PROTOCOL.md."""
         owners, num_filled = [], 0
         for request in self.requests.values():
             if request.status == "swapped":
@@ -178,7 +178,7 @@ class Picture:
         sealed = bool(self.words[block] & SEALED_BIT)
         return {
             "id": block,
-            "references": int(self.words[block] & MOST_REFS),
+            "references": int(self.words[block] & MAX_REFS),
             "sealed": sealed,
             "seal_id": int(self.seal_ids[block]) if sealed else 0,
             "parent_id": int(self.parent_ids[block]) if sealed else 0,

@@ -1,18 +1,18 @@
-"""A running server at a glance, for terminals: what of a picture fits into twenty lines."""
+"""A summary of a running server for terminals: twenty lines."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from octavo.view.live.messages import RequestView
-from octavo.view.live.state import Picture
+from octavo.view.live.state import PoolState
 
-MOST_REQUESTS = 10
+MAX_REQUESTS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A request. `num_blocks` are those in its tables, shared ones once."""
+class RequestSummary:
+    """A request. `num_blocks` counts the blocks in its tables, shared ones once."""
 
     id: str
     status: str
@@ -22,9 +22,9 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Glance:
-    """`prompt_rate`, `output_rate`: tokens a second, over the steps that the picture remembers. `head`: why the first
-    in line waits, or ""."""
+class Summary:
+    """A running server. `prompt_rate` and `output_rate` are tokens per second over the steps that the state holds.
+    `first_waiting` says why the first request in the queue waits, or is ""."""
 
     used: int
     cached: int
@@ -37,18 +37,18 @@ class Glance:
     hit_rate: float
     num_saved: int
     num_evicted: int
-    head: str
-    rows: tuple[Row, ...]
+    first_waiting: str
+    requests: tuple[RequestSummary, ...]
 
     @classmethod
-    def of(cls, picture: Picture) -> Glance:
-        counts, stats = picture.counts, picture.stats
-        prompt_rate, output_rate = rates(picture)
-        rows = sorted((_row(picture, r) for r in picture.requests.values()), key=lambda r: (-r.num_blocks, r.id))
+    def of(cls, state: PoolState) -> Summary:
+        counts, stats = state.counts, state.stats
+        prompt_rate, output_rate = token_rates(state)
+        requests = sorted((_summarize(state, r) for r in state.requests.values()), key=lambda r: (-r.num_blocks, r.id))
         return cls(
-            picture.num_used,
-            picture.num_cached,
-            picture.num_free,
+            state.num_used,
+            state.num_cached,
+            state.num_free,
             counts.running,
             counts.waiting,
             counts.swapped,
@@ -57,14 +57,14 @@ class Glance:
             stats.get("hit_rate", 0.0),
             stats.get("num_saved_by_sharing", 0),
             stats.get("num_evicted", 0),
-            head_of(picture),
-            tuple(rows[:MOST_REQUESTS]),
+            describe_first_waiting(state),
+            tuple(requests[:MAX_REQUESTS]),
         )
 
 
-def rates(picture: Picture) -> tuple[float, float]:
-    """Tokens of prompts and of outputs a second. A step's tokens count for the time up to the next one."""
-    steps = list(picture.steps)
+def token_rates(state: PoolState) -> tuple[float, float]:
+    """Prompt and output tokens per second. A step's tokens count for the time until the next step."""
+    steps = list(state.steps)
     if len(steps) < 2 or steps[-1][1] <= steps[0][1]:
         return 0.0, 0.0
     seconds = steps[-1][1] - steps[0][1]
@@ -72,26 +72,24 @@ def rates(picture: Picture) -> tuple[float, float]:
     return (sum(step[2] for step in steps[:-1]) - sampled) / seconds, sampled / seconds
 
 
-def head_of(picture: Picture) -> str:
-    """The first in line, and what it waits for."""
-    name = next(iter(picture.lines["swapped"] or picture.lines["waiting"]), None)
-    if name is None and (num_others := picture.counts.swapped + picture.counts.waiting):
-        return f"waiting requests that this key does not see: {num_others}"
-    request = None if name is None else picture.requests.get(name)
-    if request is None or request.waits is None:
+def describe_first_waiting(state: PoolState) -> str:
+    """The first request in the queue, and what it waits for."""
+    name = next(iter(state.queues["swapped"] or state.queues["waiting"]), None)
+    if name is None and (num_others := state.counts.swapped + state.counts.waiting):
+        return f"waiting requests that are not visible to this key: {num_others}"
+    request = None if name is None else state.requests.get(name)
+    if request is None or request.wait is None:
         return ""
-    waits = request.waits
-    if waits.reason == "blocks" and waits.needs is not None:
-        return f"{request.id} needs {waits.needs} blocks: {waits.free} are free, {waits.evictable} cached"
-    if waits.reason in ("rows", "budget") and waits.needs is not None:
-        return (
-            f"{request.id} needs {waits.needs} {waits.reason.replace('budget', 'tokens of a step')}: {waits.free} left"
-        )
-    return f"{request.id} waits: {waits.reason}"
+    wait = request.wait
+    if wait.reason == "blocks" and wait.needs is not None:
+        return f"{request.id} needs {wait.needs} blocks: {wait.free} are free, {wait.evictable} cached"
+    if wait.reason in ("rows", "budget") and wait.needs is not None:
+        return f"{request.id} needs {wait.needs} {wait.reason.replace('budget', 'tokens of a step')}: {wait.free} left"
+    return f"{request.id} waits: {wait.reason}"
 
 
-def _row(picture: Picture, request: RequestView) -> Row:
-    tables = [picture.tables[uid] for uid in request.sequences]
+def _summarize(state: PoolState, request: RequestView) -> RequestSummary:
+    tables = [state.tables[uid] for uid in request.sequences]
     blocks = {block for table in tables for block in table.block_ids.tolist() if block}
     num_tokens = sum(table.num_tokens for table in tables)
-    return Row(request.id, request.status, num_tokens, len(blocks), request.num_preempted)
+    return RequestSummary(request.id, request.status, num_tokens, len(blocks), request.num_preempted)

@@ -1,4 +1,4 @@
-"""The latest events, kept in case somebody asks what has just happened (`view.flight` can run it again)."""
+"""Keeps the latest events in memory (`view.recording.recorder` keeps what is needed to replay them)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections import deque
 from octavo.core.events import Event
 
 
-class Recorder:
-    """Subscribe it: `events.subscribe(recorder)`, with `blocks=True` for blocks' events too."""
+class EventLog:
+    """A subscriber: `events.subscribe(log)`, with `blocks=True` for the events of blocks too."""
 
     def __init__(self, capacity: int = 65_536) -> None:
         self.events: deque[Event] = deque(maxlen=capacity)

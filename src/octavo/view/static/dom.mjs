@@ -1,4 +1,4 @@
-// A few lines instead of a framework: build elements, and keep a list of them in step with data.
+// A few functions instead of a framework: create elements, and update a list of them from data.
 
 // h("li", { class: "row", onclick: f, "data-id": 3 }, "text", child): one element. Text is only ever set as text.
 export function h(tag, props = {}, ...children) {
@@ -14,15 +14,15 @@ export function h(tag, props = {}, ...children) {
 
 export const $ = (selector, root = document) => root.querySelector(selector);
 
-// Sets a text only when it differs: what does not change is not laid out again, nor read out again.
+// Sets a text only if it differs, so that unchanged text is neither laid out nor read out again.
 export function text(element, value) {
   const string = String(value);
   if (element.textContent !== string) element.textContent = string;
 }
 
-// The children of `parent` become one for each item, in order. What has the same key stays the same element, so that
-// hover, focus and scroll live through a change. `update(element, item)` fills it.
-export function keep(parent, items, key, create, update) {
+// Makes the children of `parent` one element per item, in order. An item keeps the element of its key, so that hover,
+// focus and scroll position survive. `update(element, item)` fills it.
+export function renderList(parent, items, key, create, update) {
   const old = new Map();
   for (const child of parent.children) old.set(child.dataset.key, child);
   let next = parent.firstElementChild;
@@ -38,11 +38,11 @@ export function keep(parent, items, key, create, update) {
     if (element === next) next = next.nextElementSibling;
     else parent.insertBefore(element, next);
   }
-  for (const gone of old.values()) gone.remove();
+  for (const unused of old.values()) unused.remove();
 }
 
 export const count = (number, noun) => `${format(number)} ${noun}${number === 1 ? "" : "s"}`;
 export const format = (number) => Number(number).toLocaleString("en-US");
 export const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)} %` : "–");
 
-export const calm = matchMedia("(prefers-reduced-motion: reduce)");
+export const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");

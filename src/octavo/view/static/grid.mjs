@@ -1,37 +1,36 @@
-// The pool as a grid on a canvas: cells with text where they are large enough, a heat map where they are not.
+// The pool as a grid on a canvas: cells with text if they are large enough, else a heat map.
 //
-// There is one picture for all sizes. Each block is a pixel of an image that is kept up to date, changed pixels only;
-// drawn large, cells are painted over those that are in sight. So a million blocks cost what a thousand do.
+// Each block is a pixel of an image, of which only changed pixels are updated. If cells are large, the visible ones are
+// drawn one by one instead. So a million blocks cost as much as a thousand.
 
 import { css, inkOn, letter, mix, ownerColour, pixel, ramp, readTheme, rgb } from "./colours.mjs";
-import { calm } from "./dom.mjs";
+import { reducedMotion } from "./dom.mjs";
 
 export const MODES = ["state", "owner", "references", "age"];
-const DETAIL_PX = 9; // cells from this size on are painted one by one
-const [FREE, CACHED, USED, OWNER, RAMP] = [0, 1, 2, 3, 11]; // places in the palette
+const DETAIL_PX = 9; // cells from this size on are drawn one by one
+const [FREE, CACHED, USED, OWNER, RAMP] = [0, 1, 2, 3, 11]; // indices of the palette
 const FLASH_MS = 600;
-const MOST_FLASHES = 3000;
+const MAX_FLASHES = 3000;
 const AGES_S = [1, 3, 10, 30, 100, 300, 1000];
-const RECOLOUR_MS = 500; // ages grow by themselves
+const RECOLOUR_MS = 500; // between two updates of ages
 
 export class PoolGrid {
-  // `pool` is what to draw (see pool.mjs). `onPoint(block)` is told what is hovered, `onPick(block)` what is chosen;
-  // 0 is none.
+  // Draws a `Pool` (see pool.mjs). `onPoint(block)` gets the hovered block, `onPick(block)` the selected one; 0: none.
   constructor(canvas, { onPoint = () => {}, onPick = () => {} } = {}) {
     this.canvas = canvas;
     this.context = canvas.getContext("2d");
-    this.image = document.createElement("canvas"); // a pixel a block
-    this.base = document.createElement("canvas"); // what is seen, but for flashes and marks: those move every frame
+    this.image = document.createElement("canvas"); // one pixel per block
+    this.base = document.createElement("canvas"); // the visible part without flashes and marks, which change every frame
     this.mode = "state";
     this.pool = null;
     this.pointed = 0;
     this.picked = 0;
-    this.marked = new Map(); // block -> what is written on it: steps of a copy, a hovered table
+    this.marked = new Map(); // highlighted blocks: of a copy's phase, of a hovered table
     this.arrow = null;
-    this.flashes = new Map(); // block -> when it changed
+    this.flashes = new Map(); // block -> time of its change
     this.onPoint = onPoint;
     this.onPick = onPick;
-    this.view = { x: 0, y: 0, zoom: 1 }; // of the image's top left, in CSS pixels; zoom 1 fits
+    this.view = { x: 0, y: 0, zoom: 1 }; // top left of the image in CSS pixels; zoom 1 fits
     this.retheme();
     this._listen();
     new ResizeObserver(() => this._resize()).observe(canvas);
@@ -64,7 +63,7 @@ export class PoolGrid {
     if (this.pool) this.recolour();
   }
 
-  // Cached blocks are hatched: what is kept for later looks like neither free nor used, without any colour.
+  // Cached blocks are hatched, which distinguishes them from free and used ones without colour.
   _hatch(ground, stroke) {
     const tile = document.createElement("canvas");
     tile.width = tile.height = 8;
@@ -84,11 +83,11 @@ export class PoolGrid {
   // -- colours -------------------------------------------------------------------------------------------------------
 
   colourOf(block) {
-    return this.palette[this._toneOf(block)];
+    return this.palette[this._paletteIndex(block)];
   }
 
-  // An index into the palette, which holds each colour as [r, g, b], and into `paletteImage`, as a pixel.
-  _toneOf(block) {
+  // An index into `palette`, which holds colours as [r, g, b], and into `paletteImage`, which holds them as pixels.
+  _paletteIndex(block) {
     const { pool, mode } = this;
     const refs = pool.refs[block];
     if (!refs && !pool.cached[block]) return FREE;
@@ -109,22 +108,22 @@ export class PoolGrid {
     const { pool, pixels } = this;
     if (!pixels) return;
     const { paletteImage } = this;
-    for (let block = 1; block <= pool.numBlocks; block++) pixels[block - 1] = paletteImage[this._toneOf(block)];
+    for (let block = 1; block <= pool.numBlocks; block++) pixels[block - 1] = paletteImage[this._paletteIndex(block)];
     this.stale = null; // the whole image
     this.recoloured = performance.now();
     this.redraw();
   }
 
-  // These blocks changed; null: any may have. `news` are to catch the eye.
-  touch(blocks, news = []) {
+  // Redraws changed blocks; null: any may have changed. `updated` blocks flash.
+  update(blocks, updated = []) {
     if (!blocks) return this.recolour();
     const now = performance.now();
     for (const block of blocks) {
-      this.pixels[block - 1] = this.paletteImage[this._toneOf(block)];
+      this.pixels[block - 1] = this.paletteImage[this._paletteIndex(block)];
       this.stale?.push(block);
     }
-    if (!calm.matches)
-      for (const block of news.slice(0, MOST_FLASHES - this.flashes.size)) this.flashes.set(block, now);
+    if (!reducedMotion.matches)
+      for (const block of updated.slice(0, MAX_FLASHES - this.flashes.size)) this.flashes.set(block, now);
     this.redraw();
   }
 
@@ -142,7 +141,7 @@ export class PoolGrid {
     const height = parseFloat(getComputedStyle(canvas).maxHeight);
     if (!pool || !width) return;
     const dpr = devicePixelRatio || 1;
-    // The squares' largest size with which all of them fit.
+    // The largest cell size with which all blocks fit.
     let cell = Math.sqrt((width * height) / pool.numBlocks);
     let columns = Math.max(1, Math.floor(width / cell));
     while (Math.ceil(pool.numBlocks / columns) * (width / columns) > height + 0.01) columns++;
@@ -162,7 +161,7 @@ export class PoolGrid {
     this.pixels = new Uint32Array(this.imageData.data.buffer);
     this._clamp();
     this.recolour();
-    this._draw(); // a canvas that is resized is empty: not for a frame
+    this._draw(); // at once: resizing clears the canvas
   }
 
   get cell() {
@@ -171,8 +170,8 @@ export class PoolGrid {
 
   _clamp() {
     const { view, canvas } = this;
-    const most = Math.max(1, 48 / this.fitCell);
-    view.zoom = Math.min(most, Math.max(1, view.zoom));
+    const maxZoom = Math.max(1, 48 / this.fitCell);
+    view.zoom = Math.min(maxZoom, Math.max(1, view.zoom));
     const spareX = canvas.clientWidth - this.columns * this.cell;
     const spareY = canvas.clientHeight - this.rows * this.cell;
     view.x = spareX > 0 ? 0 : Math.min(0, Math.max(spareX, view.x));
@@ -180,13 +179,13 @@ export class PoolGrid {
     canvas.classList.toggle("zoomed", view.zoom > 1);
   }
 
-  // Zooms by `factor`, keeping the point (x, y) where it is.
+  // Zooms by `factor` around the point (x, y).
   zoom(factor, x = this.canvas.clientWidth / 2, y = this.canvas.clientHeight / 2) {
     const { view } = this;
     const before = view.zoom;
     view.zoom *= factor;
-    const most = Math.max(1, 48 / this.fitCell);
-    view.zoom = Math.min(most, Math.max(1, view.zoom));
+    const maxZoom = Math.max(1, 48 / this.fitCell);
+    view.zoom = Math.min(maxZoom, Math.max(1, view.zoom));
     const scale = view.zoom / before;
     view.x = x - (x - view.x) * scale;
     view.y = y - (y - view.y) * scale;
@@ -235,9 +234,9 @@ export class PoolGrid {
   _draw() {
     if (!this.pool || !this.imageData) return;
     const { context: c, canvas, view, cell } = this;
-    const seen = `${view.x} ${view.y} ${view.zoom}`;
-    if (this.stale?.length !== 0 || this.seen !== seen) this._drawBase();
-    this.seen = seen;
+    const drawn = `${view.x} ${view.y} ${view.zoom}`;
+    if (this.stale?.length !== 0 || this.drawn !== drawn) this._drawBase();
+    this.drawn = drawn;
     c.setTransform(1, 0, 0, 1, 0, 0);
     c.clearRect(0, 0, canvas.width, canvas.height);
     c.drawImage(this.base, 0, 0);
@@ -251,21 +250,21 @@ export class PoolGrid {
   }
 
   _drawBase() {
-    this._bringImageUpToDate();
+    this._updateImage();
     const { base, canvas, view, cell } = this;
-    base.width = canvas.width; // empties it, too
+    base.width = canvas.width; // also clears it
     base.height = canvas.height;
     const c = base.getContext("2d");
     const dpr = canvas.width / canvas.clientWidth;
     c.setTransform(dpr, 0, 0, dpr, 0, 0);
     if (cell >= DETAIL_PX) this._drawCells(c);
     else {
-      c.imageSmoothingEnabled = cell * dpr < 1; // many blocks in a pixel: their average
+      c.imageSmoothingEnabled = cell * dpr < 1; // several blocks per pixel are averaged
       c.drawImage(this.image, view.x, view.y, this.columns * cell, this.rows * cell);
     }
   }
 
-  _bringImageUpToDate() {
+  _updateImage() {
     const { stale, imageContext, imageData, columns } = this;
     if (stale === null || stale.length > 400) imageContext.putImageData(imageData, 0, 0);
     else
@@ -276,7 +275,7 @@ export class PoolGrid {
     this.stale = [];
   }
 
-  // Blocks in sight: from the first column and row to the last that touch the canvas.
+  // The visible blocks.
   *_visible() {
     const { view, cell, columns, rows, canvas, pool } = this;
     const left = Math.max(0, Math.floor(-view.x / cell));
@@ -335,7 +334,7 @@ export class PoolGrid {
     if (refs > 1 && this.mode !== "references" && size >= 30) this._badge(c, `×${refs}`, x + size, y, size);
   }
 
-  // A used block is full to the left as far as its slots are: what is pale is waste.
+  // A used block is dark from the left as far as its slots are filled; the pale rest is waste.
   _fill(c, block, x, y, size, colour) {
     const { pool, theme } = this;
     const owners = this.mode === "owner" ? pool.ownersOf(block) : null;
@@ -451,7 +450,7 @@ export class PoolGrid {
     const [tipX, tipY] = [x1 - 0.36 * cell * Math.cos(angle), y1 - 0.36 * cell * Math.sin(angle)];
     c.strokeStyle = c.fillStyle = css(theme.warn);
     c.lineWidth = 2.5;
-    c.setLineDash(calm.matches ? [] : [7, 5]);
+    c.setLineDash(reducedMotion.matches ? [] : [7, 5]);
     c.lineDashOffset = -performance.now() / 30;
     c.beginPath();
     c.moveTo(x0, y0);
@@ -515,7 +514,7 @@ export class PoolGrid {
     canvas.addEventListener(
       "wheel",
       (event) => {
-        // A pool that is seen whole lets the page scroll on; with Ctrl, or once zoomed, the wheel zooms.
+        // If the whole pool is visible, the wheel scrolls the page; with Ctrl, or when zoomed in, it zooms.
         if (!event.ctrlKey && this.view.zoom === 1 && this.fitCell >= DETAIL_PX) return;
         event.preventDefault();
         this.zoom(Math.exp(-event.deltaY * 0.0022), event.offsetX, event.offsetY);

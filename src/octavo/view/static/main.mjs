@@ -1,11 +1,11 @@
-// The page: which use is shown, in which theme, and what the keys do.
+// The page: the current use (playground, live or replay), the theme, and the keys.
 
 import { $, text } from "./dom.mjs";
 import { MODES } from "./grid.mjs";
 import { Live } from "./live.mjs";
 import { Playground } from "./playground.mjs";
 import { Replay } from "./replay.mjs";
-import { ask } from "./server.mjs";
+import { fetchJson } from "./server.mjs";
 import { Stage } from "./stage.mjs";
 
 const THEME = "octavo-view-theme";
@@ -36,14 +36,14 @@ const uses = {};
 let current = null;
 
 // #play, #play=HISTORY, #lesson=ID.STEP, #live, #replay, #replay=SECONDS
-async function follow() {
+async function route() {
   const fragment = location.hash.slice(1);
   const [name, ...rest] = fragment.split("=");
-  const wanted = { play: "playground", lesson: "playground", live: "live", replay: "replay" }[name];
-  const use = wanted in uses ? wanted : Object.keys(uses).at(-1);
+  const requested = { play: "playground", lesson: "playground", live: "live", replay: "replay" }[name];
+  const use = requested in uses ? requested : Object.keys(uses).at(-1);
   const argument = name === "lesson" ? fragment : rest.join("=");
   current?.leave();
-  stage.forget();
+  stage.clear();
   current = uses[use];
   document.body.dataset.use = use;
   for (const link of document.querySelectorAll("nav a")) {
@@ -58,8 +58,8 @@ async function follow() {
 }
 
 document.addEventListener("keydown", (event) => {
-  const busy = event.target.closest("input:not([type=radio]), select, textarea, dialog");
-  if (busy || event.ctrlKey || event.metaKey || event.altKey) return;
+  const isTyping = event.target.closest("input:not([type=radio]), select, textarea, dialog");
+  if (isTyping || event.ctrlKey || event.metaKey || event.altKey) return;
   const mode = MODES[Number(event.key) - 1];
   if (mode) stage.colourBy(mode);
   else if (!current?.onKey?.(event.key, event.target)) return;
@@ -67,23 +67,23 @@ document.addEventListener("keydown", (event) => {
 });
 
 async function begin() {
-  const config = await ask("config");
+  const config = await fetchJson("config");
   stage.onlyOwn = config.only_own;
   $("#only-own").hidden = !config.only_own;
-  const made = {
+  const factories = {
     playground: () => new Playground(stage),
     live: () => new Live(stage, config.title),
     replay: () => new Replay(stage, config.title),
   };
   for (const use of config.uses) {
-    uses[use] = made[use]();
+    uses[use] = factories[use]();
     $(`nav a[data-use=${use}]`).hidden = false;
   }
   if (config.title) document.title = `${config.title.split("/").at(-1)} · Octavo view`;
-  addEventListener("hashchange", follow);
-  await follow();
+  addEventListener("hashchange", route);
+  await route();
 }
 
-// What the browser's tests read.
+// Read by the browser tests.
 globalThis.octavoView = { stage, uses, summary: () => stage.pool?.summary() };
 begin().catch((error) => text($("#connection"), error.message));

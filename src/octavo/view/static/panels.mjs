@@ -1,13 +1,13 @@
-// What stands around the grid: block tables, requests, numbers, a block's details, the prefix tree, and the log.
+// The panels around the grid: block tables, requests, numbers, a block's details, the prefix tree and the log.
 
 import { css, inkOn, letter, mix, ownerColour, rgb, slotOf } from "./colours.mjs";
-import { $, count, format, h, keep, percent, text } from "./dom.mjs";
+import { $, count, format, h, percent, renderList, text } from "./dom.mjs";
 import { shortAge } from "./grid.mjs";
 
-const MOST_ROWS = 60;
-const MOST_CHIPS = 40; // of a table: its first and its last ones
-const MOST_NODES = 150;
-const MOST_LINES = 60;
+const MAX_ROWS = 60;
+const MAX_CHIPS = 40; // of a table: the first and the last ones
+const MAX_NODES = 150;
+const MAX_EVENTS = 60;
 
 export function paint(element, slot) {
   const colour = ownerColour(slot);
@@ -20,31 +20,31 @@ const nameOf = (sequence) => sequence.name ?? letter(sequence.slot);
 // -- block tables -----------------------------------------------------------------------------------------------------
 
 function makeRow() {
-  const who = h("button", { class: "who", type: "button" }, h("span", { class: "owner" }));
-  who.append(h("span", {}, h("span", { class: "name" }), h("small")));
-  return h("li", { class: "row" }, who, h("div", { class: "chips" }));
+  const sequence = h("button", { class: "sequence", type: "button" }, h("span", { class: "owner" }));
+  sequence.append(h("span", {}, h("span", { class: "name" }), h("small")));
+  return h("li", { class: "row" }, sequence, h("div", { class: "chips" }));
 }
 
-// A chip for each entry, or for the first and the last ones: [[i, block], ...] with null where some are left out.
+// The table entries shown as chips, [[i, block], ...]: all, or the first and the last ones with null between them.
 function entries(blocks) {
   const all = blocks.map((block, i) => [i, block]);
-  if (all.length <= MOST_CHIPS) return all;
-  return [...all.slice(0, MOST_CHIPS / 2), null, ...all.slice(-MOST_CHIPS / 2)];
+  if (all.length <= MAX_CHIPS) return all;
+  return [...all.slice(0, MAX_CHIPS / 2), null, ...all.slice(-MAX_CHIPS / 2)];
 }
 
 export function showTables(pool, list, note, title = (sequence) => shorten(sequence.request)) {
   const all = [...pool.sequences.values()].filter((sequence) => sequence.slot >= 0);
-  text(note, all.length > MOST_ROWS ? `the first ${MOST_ROWS} of ${format(all.length)}` : "");
+  text(note, all.length > MAX_ROWS ? `the first ${MAX_ROWS} of ${format(all.length)}` : "");
   if (!all.length)
-    return void keep(
+    return void renderList(
       list,
       [0],
       () => "none",
-      () => h("li", { class: "row empty" }, "No sequence has a block."),
+      () => h("li", { class: "row empty" }, "No sequence has blocks."),
     );
-  keep(
+  renderList(
     list,
-    all.slice(0, MOST_ROWS),
+    all.slice(0, MAX_ROWS),
     (sequence) => sequence.uid,
     makeRow,
     (row, sequence) => {
@@ -52,15 +52,15 @@ export function showTables(pool, list, note, title = (sequence) => shorten(seque
       paint(row, sequence.slot);
       text($(".owner", row), nameOf(sequence));
       text($(".name", row), title(sequence));
-      text($("small", row), count(sequence.num_tokens, "token") + (pool.isSwapped(sequence) ? ", on the host" : ""));
-      keep(
+      text($("small", row), count(sequence.num_tokens, "token") + (pool.isSwapped(sequence) ? ", swapped out" : ""));
+      renderList(
         $(".chips", row),
         entries(sequence.blocks),
         (entry) => entry?.[0] ?? "more",
         makeChip,
         (chip, entry) => {
           if (entry) fillChip(pool, sequence, chip, ...entry);
-          else text(chip, `… ${count(sequence.blocks.length - MOST_CHIPS, "more")} …`);
+          else text(chip, `… ${count(sequence.blocks.length - MAX_CHIPS, "more")} …`);
         },
       );
     },
@@ -79,33 +79,33 @@ function fillChip(pool, sequence, chip, i, block) {
   text(chip.lastChild, refs > 1 ? `×${refs}` : "");
   chip.style.setProperty("--full", `${(100 * filled) / pool.blockSize}%`);
   chip.title =
-    block === 0 ? "given up, behind the attention window" : `entry ${i}, ${filled} of ${pool.blockSize} slots`;
+    block === 0 ? "dropped: outside the attention window" : `entry ${i}, ${filled} of ${pool.blockSize} slots`;
 }
 
 // -- requests ---------------------------------------------------------------------------------------------------------
 
-const REASONS = {
-  blocks: ({ needs, free, evictable }) => `needs ${count(needs, "block")}; ${free} free, ${evictable} cached`,
-  rows: ({ needs, free }) => `needs ${count(needs, "row")}; ${free} left`,
-  budget: ({ needs, free }) => `needs ${count(needs, "token")} of the step's budget; ${free} left`,
-  "in flight": ({ needs }) => `${count(needs, "result")} of it still on the device`,
-  "prefix in flight": () => "its next block is just being computed",
-  "long prefill": () => "another long prompt is being computed; short ones pass it",
+const WAIT_TEXTS = {
+  blocks: ({ needs, free, evictable }) => `needs ${count(needs, "block")}: ${free} free, ${evictable} cached`,
+  rows: ({ needs, free }) => `needs ${count(needs, "row")}: ${free} left`,
+  budget: ({ needs, free }) => `needs ${count(needs, "token")} of the step's token budget: ${free} left`,
+  "in flight": ({ needs }) => `${count(needs, "result")} still on the device`,
+  "prefix in flight": () => "its next block is being computed by another request",
+  "long prefill": () => "another long prompt is in prefill; short prompts go first",
 };
 
-// The numbers are not known where a reason was given before anybody watched.
-export const reason = (waits) =>
-  !waits ? "" : waits.needs == null ? waits.reason : (REASONS[waits.reason]?.(waits) ?? waits.reason);
+// A wait reason as text. The numbers are unknown if the reason was given before the first viewer came.
+export const waitText = (waits) =>
+  !waits ? "" : waits.needs == null ? waits.reason : (WAIT_TEXTS[waits.reason]?.(waits) ?? waits.reason);
 
 export function showQueues(pool, root) {
   for (const status of ["running", "swapped", "waiting"]) {
-    const ids = pool.lines[status] ?? [];
+    const ids = pool.queues[status] ?? [];
     text($(`#num-${status}`, root), format(pool.counts[status] ?? ids.length));
     const requests = ids
-      .slice(0, MOST_ROWS)
+      .slice(0, MAX_ROWS)
       .map((id) => pool.requests.get(id))
       .filter(Boolean);
-    keep(
+    renderList(
       $(`#${status}`, root),
       requests,
       (request) => request.id,
@@ -113,18 +113,18 @@ export function showQueues(pool, root) {
       (item, request) => {
         const sequences = request.sequences.map((uid) => pool.sequences.get(uid)).filter(Boolean);
         const longest = Math.max(0, ...sequences.map((sequence) => sequence.num_tokens));
-        const of = request.width > 1 ? ` × ${request.width}` : "";
-        const again = request.num_preempted ? `, preempted ${request.num_preempted}×` : "";
-        const hits = request.num_cached > 0 ? `, ${format(request.num_cached)} from the cache` : "";
+        const width = request.width > 1 ? ` × ${request.width}` : "";
+        const preempted = request.num_preempted ? `, preempted ${request.num_preempted}×` : "";
+        const hits = request.num_cached > 0 ? `, ${format(request.num_cached)} cached` : "";
         const badge = $(".owner", item);
         const holder = sequences.find((sequence) => sequence.slot >= 0);
         badge.hidden = !holder;
         if (holder) paint(badge, holder.slot);
         text(badge, holder ? nameOf(holder) : "");
         text($(".name", item), shorten(request.id));
-        text($(".length", item), `${format(longest || request.num_prompt)}${of}`);
-        text($("small", item), reason(request.waits) || `prompt of ${format(request.num_prompt)}${hits}${again}`);
-        item.title = `${request.id} ${reason(request.waits)}`;
+        text($(".length", item), `${format(longest || request.num_prompt)}${width}`);
+        text($("small", item), waitText(request.waits) || `prompt of ${format(request.num_prompt)}${hits}${preempted}`);
+        item.title = `${request.id} ${waitText(request.waits)}`;
       },
     );
   }
@@ -135,7 +135,7 @@ function makeRequest() {
   return h("li", {}, h("div", {}, ...line), h("small"));
 }
 
-// As much of an id as tells it from others: chatcmpl-3a66ebe6747a2e2a... -> chatcmpl-3a66ebe6…
+// The beginning of an id: chatcmpl-3a66ebe6747a2e2a... -> chatcmpl-3a66ebe6…
 const shorten = (id) => (id.length > 20 ? `${id.slice(0, 17)}…` : id);
 
 // -- numbers ----------------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ export function showNumbers(pool, root, bar, compare) {
   const { stats } = pool;
   const slots = stats.num_used * pool.blockSize;
   const unshared = stats.num_used + stats.num_saved_by_sharing;
-  // Of a server that is attached to, not all are known.
+  // An attached server has only some of them.
   const row = (name, stat, value = format) => stat in stats && [name, value(stats[stat])];
   const rows = [
     row("used", "num_used", (n) => `${format(n)} of ${format(pool.numBlocks)}`),
@@ -152,14 +152,14 @@ export function showNumbers(pool, root, bar, compare) {
     row("free", "num_free"),
     row("saved by sharing", "num_saved_by_sharing", (n) => (unshared ? `${format(n)} of ${format(unshared)}` : "0")),
     row("unfilled slots", "num_unfilled_slots", (n) => `${format(n)} (${percent(n, slots)})`),
-    row("prefix hits", "num_hits", (n) => `${format(n)} (${percent(n, n + stats.num_misses)})`),
+    row("prefix cache hits", "num_hits", (n) => `${format(n)} (${percent(n, n + stats.num_misses)})`),
     row("evicted", "num_evicted"),
     row("copied on write", "num_copied"),
   ].filter(Boolean);
   if (stats.num_host_blocks)
-    rows.push(["on the host", `${format(stats.num_host_used)} of ${format(stats.num_host_blocks)}`]);
+    rows.push(["host blocks", `${format(stats.num_host_used)} of ${format(stats.num_host_blocks)}`]);
   if (compare) rows.push(["without sharing", format(compare.unshared_blocks)]);
-  keep(
+  renderList(
     root,
     rows,
     ([name]) => name,
@@ -174,22 +174,22 @@ export function showNumbers(pool, root, bar, compare) {
 
 // -- one block --------------------------------------------------------------------------------------------------------
 
-export function sayBlock(pool, block) {
+export function describeBlock(pool, block) {
   const state = pool.stateOf(block);
   const owners = ownersOf(pool, block).join(", ");
   const held = state === "used" ? `, ${count(pool.refs[block], "reference")}, ${owners}` : "";
   return `Block ${block}: ${state}${held}`;
 }
 
-// Names. A block that is used and has no owner here is another key's, where only one's own are shown.
+// The names of a block's owners. If only a key's own requests are shown, a used block without owner is another key's.
 function ownersOf(pool, block) {
   const names = pool.ownersOf(block).map((slot) => nameOf(pool.slots[slot]));
   return !names.length && pool.onlyOwn && pool.refs[block] ? ["another tenant"] : names;
 }
 
-export function showBlock(pool, block, root, { tokens = null, told = null } = {}) {
+export function showBlock(pool, block, root, { tokens = null, details = null } = {}) {
   if (!block || block > pool.numBlocks) {
-    root.replaceChildren(h("p", { class: "note" }, "Point at a block, or choose one, to see what it holds."));
+    root.replaceChildren(h("p", { class: "note" }, "Point at a block or select one to see its details."));
     return;
   }
   const owners = pool.ownersOf(block).map((slot) => pool.slots[slot]);
@@ -206,18 +206,18 @@ export function showBlock(pool, block, root, { tokens = null, told = null } = {}
     ["positions", positions],
     ["owners", ownersOf(pool, block).join(" ") || "–"],
     ["seal", pool.cached[block] ? pool.sealIds[block] || "yes" : "–"],
-    ["content follows", pool.cached[block] && pool.parentIds[block] ? `seal ${pool.parentIds[block]}` : "–"],
+    ["follows", pool.cached[block] && pool.parentIds[block] ? `seal ${pool.parentIds[block]}` : "–"],
     ["changed", Number.isFinite(age) ? `${pool.ageUnit ? count(age, pool.ageUnit) : shortAge(age)} ago` : "before"],
   ];
-  if (told?.name) facts.push(["digest", told.name.slice(0, 16)]);
-  const words = told?.text ?? (tokens && sequence ? tokensIn(pool, sequence, index, tokens) : null);
+  if (details?.name) facts.push(["digest", details.name.slice(0, 16)]);
+  const content = details?.text ?? (tokens && sequence ? tokensIn(pool, sequence, index, tokens) : null);
   root.replaceChildren(
     h(
       "dl",
       { class: "numbers" },
       ...facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, String(value)))),
     ),
-    ...(words ? [h("p", { id: "tokens" }, words)] : []),
+    ...(content ? [h("p", { id: "tokens" }, content)] : []),
   );
 }
 
@@ -230,13 +230,13 @@ function tokensIn(pool, sequence, index, tokens) {
 
 export function showTree(pool, root) {
   const roots = pool.tree();
-  const left = { nodes: MOST_NODES };
-  const say = !roots ? "Too many blocks to draw as a tree." : roots.length ? "" : "No full block yet.";
-  root.replaceChildren(say ? h("p", { class: "note" }, say) : branch(pool, roots, left));
-  if (left.nodes < 0) root.append(h("p", { class: "note" }, `The first ${MOST_NODES} branches.`));
+  const left = { nodes: MAX_NODES };
+  const message = !roots ? "Too many blocks to draw as a tree." : roots.length ? "" : "No sealed block yet.";
+  root.replaceChildren(message ? h("p", { class: "note" }, message) : branch(pool, roots, left));
+  if (left.nodes < 0) root.append(h("p", { class: "note" }, `The first ${MAX_NODES} branches.`));
 }
 
-// A run of blocks in which each has one that follows it is one line.
+// A chain of blocks without branches is one line.
 function branch(pool, nodes, left) {
   const list = h("ul");
   for (const first of nodes) {
@@ -250,8 +250,8 @@ function branch(pool, nodes, left) {
       if (!block) item.append(h("span", { class: "more" }, `… ${blocks.length - 5} …`));
       else {
         const cached = !pool.refs[block];
-        const chip = h("span", { class: cached ? "chip kept" : "chip", "data-block": block }, String(block));
-        if (cached) chip.title = "cached: in no use, findable";
+        const chip = h("span", { class: cached ? "chip cached" : "chip", "data-block": block }, String(block));
+        if (cached) chip.title = "cached: no references, can be found";
         else if (pool.owner[block] >= 0) paint(chip, pool.owner[block]);
         item.append(chip);
       }
@@ -265,28 +265,29 @@ function branch(pool, nodes, left) {
 
 // -- the log ----------------------------------------------------------------------------------------------------------
 
-const SAYINGS = {
-  arrived: (e) => `${e.request_id} came, with a prompt of ${format(e.num_prompt_tokens)}`,
+const EVENT_TEXTS = {
+  arrived: (e) => `${e.request_id} arrived: prompt of ${count(e.num_prompt_tokens, "token")}`,
   admitted: (e) =>
-    `${e.request_id} runs, ${format(e.num_cached_tokens)} of ${format(e.num_tokens)} tokens from the cache`,
-  waiting: (e) => `${e.request_id} waits: ${reason(e)}`,
+    `${e.request_id} admitted: ${format(e.num_cached_tokens)} of ${format(e.num_tokens)} tokens cached`,
+  waiting: (e) => `${e.request_id} waits: ${waitText(e)}`,
   preempted: (e) =>
-    `${e.request_id} gave way to ${e.for_request}, by ${e.how} (${e.why}): ` +
+    `${e.request_id} preempted for ${e.for_request}, by ${e.how} (${e.why}): ` +
     `${count(e.needs, "block")} needed, ${e.free} free, ${e.evictable} cached`,
-  swappedin: (e) => `${e.request_id} is back: ${count(e.num_copied, "block")} copied, ${e.num_kept} still there`,
-  swaplost: (e) => `${e.request_id} lost a block that it had left behind, and is recomputed`,
-  pinned: (e) => `${e.request_id} is pinned, in ${count(e.num_blocks, "block")}`,
-  unpinned: (e) => `${e.request_id} is not pinned any more`,
+  swappedin: (e) =>
+    `${e.request_id} swapped in: ${count(e.num_copied, "block")} copied, ${e.num_kept} still on the device`,
+  swaplost: (e) => `${e.request_id} lost a block while swapped out and is recomputed`,
+  pinned: (e) => `${e.request_id} pinned: ${count(e.num_blocks, "block")}`,
+  unpinned: (e) => `${e.request_id} unpinned`,
   recomputed: (e) => `a step failed; ${e.request_id} is recomputed`,
-  finished: (e) => `${e.request_id} ended (${e.reason}) at ${count(e.num_tokens, "token")}`,
-  copied: (e) => `block ${e.src} was shared and is copied to ${e.dst} for its writer`,
-  evicted: (e) => `block ${e.block_id} was evicted: what was cached there is not found any more`,
+  finished: (e) => `${e.request_id} finished (${e.reason}) at ${count(e.num_tokens, "token")}`,
+  copied: (e) => `shared block ${e.src} copied to ${e.dst} before a write`,
+  evicted: (e) => `block ${e.block_id} evicted from the prefix cache`,
 };
 
 export function showLog(pool, list) {
-  const latest = pool.events.slice(-MOST_LINES).reverse();
+  const latest = pool.events.slice(-MAX_EVENTS).reverse();
   for (const event of latest) event.key ??= showLog.next = (showLog.next ?? 0) + 1;
-  keep(
+  renderList(
     list,
     latest,
     (event) => event.key,
@@ -294,7 +295,7 @@ export function showLog(pool, list) {
       const urgent = event.event === "preempted" || event.event === "swaplost" || event.event === "recomputed";
       const names = { ...event };
       for (const name of ["request_id", "for_request"]) if (event[name]) names[name] = shorten(event[name]);
-      const line = SAYINGS[event.event]?.(names) ?? event.event;
+      const line = EVENT_TEXTS[event.event]?.(names) ?? event.event;
       return h("li", { class: urgent ? "urgent" : "" }, h("small", {}, `${event.time_s.toFixed(1)} s `), line);
     },
   );
@@ -302,7 +303,7 @@ export function showLog(pool, list) {
 
 // -- contiguous reservation -------------------------------------------------------------------------------------------
 
-// The same memory as one line of slots, cell by cell as in the pool; a reservation is a run of cells.
+// The same memory with contiguous reservation: one row of slots, drawn in cells like the pool.
 export function showPieces(pool, canvas, list, grid, { contiguous, compare }) {
   const c = canvas.getContext("2d");
   const width = canvas.clientWidth;
@@ -311,7 +312,7 @@ export function showPieces(pool, canvas, list, grid, { contiguous, compare }) {
   const numCells = Math.ceil(contiguous.num_slots / pool.blockSize);
   let columns = Math.min(numCells, Math.max(1, Math.floor(Math.sqrt((numCells * width) / height))));
   while (Math.ceil(numCells / columns) * Math.min(width / columns, 32) > height) columns++;
-  const perPiece = contiguous.max_len / pool.blockSize; // a reservation is a row, or a part of one, if that can be
+  const perPiece = contiguous.max_len / pool.blockSize; // cells; rows end with a reservation, if possible
   if (Number.isInteger(perPiece) && perPiece <= numCells) columns = Math.ceil(columns / perPiece) * perPiece;
   const numRows = Math.ceil(numCells / columns);
   const cell = Math.min(width / columns, height / numRows, 32);
@@ -354,7 +355,7 @@ export function showPieces(pool, canvas, list, grid, { contiguous, compare }) {
     ["in blocks", `${count(paged, "block")}, ${count(compare.paged_waste_slots, "empty slot")}`],
   ];
   if (contiguous.refused.length) facts.push(["no room for", contiguous.refused.join(" ")]);
-  keep(
+  renderList(
     list,
     facts,
     ([name]) => name,

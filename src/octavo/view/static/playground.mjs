@@ -1,57 +1,57 @@
-// Learn by hand: every deed is done by the server's real core. The history of deeds is the session, and its link.
+// The playground: the server's own core executes every action. The history of actions is the session and its link.
 
-import { $, calm, count, h, keep, text } from "./dom.mjs";
-import { ask, copyLink } from "./server.mjs";
+import { $, count, h, reducedMotion, renderList, text } from "./dom.mjs";
+import { fetchJson, copyLink } from "./server.mjs";
 
 const FIRST_POOL = "64x16";
 const PHASE_MS = 1100;
-const MOST_PHASES = 40;
+const MAX_PHASES = 40;
 
 const number = (selector) => Math.max(0, Math.floor(Number($(selector).value) || 0));
 const typed = () => encodeURIComponent($("#words").value.trim()).replaceAll("'", "%27");
 
-// Button -> the action that it asks for; `one` is the sequence that is chosen.
-const DEEDS = {
+// Button -> the action that it sends; `name` is the selected sequence.
+const ACTIONS = {
   new: () => `new,${number("#new-tokens")}`,
   text: () => `text,${typed()}`,
   share: () => `share,${number("#shared")},${number("#own")}`,
-  append: (one) => `append,${one},${number("#append-tokens")}`,
-  type: (one) => `type,${one},${typed()}`,
-  write: (one) => `write,${one}`,
-  fork: (one) => `fork,${one},${number("#forks")}`,
-  beam: (one) => `beam,${one},${number("#beams")}`,
-  swap: (one) => `preempt,${one},swap`,
-  recompute: (one) => `preempt,${one},recompute`,
-  resume: (one) => `resume,${one}`,
-  free: (one) => `free,${one}`,
+  append: (name) => `append,${name},${number("#append-tokens")}`,
+  type: (name) => `type,${name},${typed()}`,
+  write: (name) => `write,${name}`,
+  fork: (name) => `fork,${name},${number("#forks")}`,
+  beam: (name) => `beam,${name},${number("#beams")}`,
+  swap: (name) => `preempt,${name},swap`,
+  recompute: (name) => `preempt,${name},recompute`,
+  resume: (name) => `resume,${name}`,
+  free: (name) => `free,${name}`,
   fill: () => "fill",
   forget: () => "forget",
 };
 const KEYS = { n: "new", a: "append", f: "fork", w: "write", x: "free", u: "undo" };
-const STARTS_ONE = new Set(["new", "text", "share"]);
+const NEW_SEQUENCE_ACTIONS = new Set(["new", "text", "share"]);
 
 export class Playground {
   constructor(stage) {
     this.stage = stage;
     this.history = FIRST_POOL;
     this.queue = Promise.resolve();
-    for (const name of Object.keys(DEEDS)) $(`#${name}`).onclick = () => this.do(name);
+    for (const name of Object.keys(ACTIONS)) $(`#${name}`).onclick = () => this.do(name);
     $("#undo").onclick = () => this._post(() => this.history.replace(/;[^;]*$/, ""));
-    $("#reset").onclick = () => this._post(() => this.answer?.pool ?? FIRST_POOL);
+    $("#reset").onclick = () => this._post(() => this.reply?.pool ?? FIRST_POOL);
     $("#link").onclick = (event) => copyLink(event.target, `play=${this.history}`);
     $("#pool-form").onsubmit = (event) => {
       event.preventDefault();
-      const longest = number("#max-len");
-      this.go(`${number("#num-blocks")}x${number("#block-size")}${longest ? `x${longest}` : ""}`);
+      const maxLen = number("#max-len");
+      this.go(`${number("#num-blocks")}x${number("#block-size")}${maxLen ? `x${maxLen}` : ""}`);
     };
     $("#sequence").onchange = () => this._mark();
     $("#tables > ul").addEventListener("click", (event) => {
-      const name = this.answer?.names[event.target.closest(".row")?.dataset.uid];
+      const name = this.reply?.names[event.target.closest(".row")?.dataset.uid];
       if (name) $("#sequence").value = name;
       this._mark();
     });
-    $("#lesson-next").onclick = () => this._turn(1);
-    $("#lesson-back").onclick = () => this._turn(-1);
+    $("#lesson-next").onclick = () => this._changeStep(1);
+    $("#lesson-back").onclick = () => this._changeStep(-1);
     $("#lesson-leave").onclick = () => this._closeLesson();
   }
 
@@ -60,9 +60,9 @@ export class Playground {
     this.isShown = true;
     this.stage.onPick = () => {};
     this.stage.title = (sequence) => count(sequence.blocks.length, "block");
-    this.lessons ??= await ask("play/lessons").catch(() => []);
-    if (!this.isShown) return; // somebody has gone on to another use meanwhile
-    keep(
+    this.lessons ??= await fetchJson("play/lessons").catch(() => []);
+    if (!this.isShown) return; // the user left the playground meanwhile
+    renderList(
       $("#lesson-list ol"),
       this.lessons,
       (lesson) => lesson.id,
@@ -92,24 +92,24 @@ export class Playground {
     return true;
   }
 
-  // -- deeds ---------------------------------------------------------------------------------------------------------
+  // -- actions -------------------------------------------------------------------------------------------------------
 
   do(name) {
-    return this._post(() => this.history, DEEDS[name]($("#sequence").value), STARTS_ONE.has(name));
+    return this._post(() => this.history, ACTIONS[name]($("#sequence").value), NEW_SEQUENCE_ACTIONS.has(name));
   }
 
   go(link) {
     return this._post(() => link);
   }
 
-  // One after the other, in the order of the clicks: each builds on the history that the one before has made.
-  _post(from, action = null, startsOne = false) {
+  // Sends one action after the other, in the order of the clicks: each continues the history of the one before.
+  _post(from, action = null, isNew = false) {
     this.queue = this.queue.then(async () => {
       try {
-        const answer = await ask("play", { history: from(), action });
+        const reply = await fetchJson("play", { history: from(), action });
         text($("#error"), "");
-        if (this.isShown) this._show(answer, startsOne, action);
-        else this.history = answer.history; // for when one comes back; the stage is another's by now
+        if (this.isShown) this._show(reply, isNew, action);
+        else this.history = reply.history; // shown when the user comes back
       } catch (error) {
         text($("#error"), error.message);
       }
@@ -117,68 +117,68 @@ export class Playground {
     return this.queue;
   }
 
-  _show(answer, startsOne, action) {
+  _show(reply, isNew, action) {
     const { stage } = this;
-    this.answer = answer;
-    this.history = answer.history;
-    const numDeeds = answer.history.split(";").length - 1;
-    stage.answer = answer;
-    stage.tokens = answer.tokens;
-    stage.show({ ...answer.picture, epoch: answer.pool, time_s: numDeeds }, { names: answer.names, ageUnit: "deed" });
+    this.reply = reply;
+    this.history = reply.history;
+    const numActions = reply.history.split(";").length - 1;
+    stage.reply = reply;
+    stage.tokens = reply.tokens;
+    stage.show({ ...reply.picture, epoch: reply.pool, time_s: numActions }, { names: reply.names, ageUnit: "action" });
     stage.paint();
-    text($("#sentence"), answer.says);
-    text($("#why"), answer.why ?? "");
-    $("#story").dataset.done = answer.done;
-    this._fillSequences(answer, startsOne);
-    this._fillPool(answer);
-    $("#undo").disabled = !numDeeds;
-    $("#reset").disabled = !numDeeds;
-    this._showPhases(answer.phases ?? [], action);
+    text($("#sentence"), reply.says);
+    text($("#why"), reply.why ?? "");
+    $("#story").dataset.done = reply.done;
+    this._fillSequences(reply, isNew);
+    this._fillPool(reply);
+    $("#undo").disabled = !numActions;
+    $("#reset").disabled = !numActions;
+    this._showPhases(reply.phases ?? [], action);
     if (!this.lesson)
-      history.replaceState(null, "", numDeeds || answer.pool !== FIRST_POOL ? `#play=${answer.history}` : "#play");
+      history.replaceState(null, "", numActions || reply.pool !== FIRST_POOL ? `#play=${reply.history}` : "#play");
   }
 
-  _fillSequences(answer, startsOne) {
+  _fillSequences(reply, isNew) {
     const select = $("#sequence");
-    const names = Object.values(answer.names);
+    const names = Object.values(reply.names);
     const before = select.value;
-    keep(
+    renderList(
       select,
       names,
       (name) => name,
       (name) => h("option", { value: name }, name),
     );
-    if (startsOne && answer.done) select.value = names.at(-1);
+    if (isNew && reply.done) select.value = names.at(-1);
     else if (names.includes(before)) select.value = before;
-    for (const button of document.querySelectorAll(".needs-one")) button.disabled = !names.length;
+    for (const button of document.querySelectorAll(".needs-sequence")) button.disabled = !names.length;
     $("#type").disabled = !names.length;
   }
 
-  _fillPool(answer) {
-    const [numBlocks, blockSize, longest = ""] = answer.pool.split("x");
+  _fillPool(reply) {
+    const [numBlocks, blockSize, maxLen = ""] = reply.pool.split("x");
     $("#num-blocks").value = numBlocks;
     $("#block-size").value = blockSize;
-    $("#max-len").value = longest;
-    $("#max-len").placeholder = answer.contiguous.max_len;
+    $("#max-len").value = maxLen;
+    $("#max-len").placeholder = reply.contiguous.max_len;
   }
 
   _mark() {
     const name = $("#sequence").value;
     for (const row of document.querySelectorAll("#tables .row"))
-      row.classList.toggle("chosen", this.answer?.names[row.dataset.uid] === name);
+      row.classList.toggle("chosen", this.reply?.names[row.dataset.uid] === name);
   }
 
-  // -- what happened, step by step -----------------------------------------------------------------------------------
+  // -- phases of an action -------------------------------------------------------------------------------------------
 
-  // Where a block was copied, that is what one came to see: its four steps, and nothing beside them.
+  // If a block was copied, only the four phases of the copy are shown.
   _showPhases(phases, action) {
     this._stopPhases();
     const copy = phases.findIndex((phase) => phase.kind === "copy");
     const isCopy = copy >= 0;
     const from = isCopy ? Math.max(0, copy - 1) : 0;
-    this.phases = action ? phases.slice(from, from + (isCopy ? 4 : MOST_PHASES)) : [];
+    this.phases = action ? phases.slice(from, from + (isCopy ? 4 : MAX_PHASES)) : [];
     const numLeft = phases.length - this.phases.length;
-    keep(
+    renderList(
       $("#phases"),
       this.phases.map((phase, i) => [i, phase]),
       ([i, p]) => `${i}${p.kind}${p.block_id}${p.sequence}`,
@@ -194,23 +194,23 @@ export class Playground {
       },
     );
     if (action && numLeft) $("#phases").append(h("span", { class: "more" }, `and ${numLeft} more`));
-    text($("#phase-says"), "");
+    text($("#phase-text"), "");
     if (isCopy && action) this._phase(0);
     this._mark();
   }
 
-  // Shows phase i, and after a while the next, unless somebody chose this one or does not want things to move.
-  _phase(i, chosen = false) {
+  // Shows phase i, and after a while the next one, unless the user selected it or prefers reduced motion.
+  _phase(i, isSelected = false) {
     clearTimeout(this.timer);
     const phase = this.phases[i];
     [...$("#phases").children].forEach((button, j) => {
       if (i === j) button.setAttribute("aria-current", "step");
       else button.removeAttribute("aria-current");
     });
-    text($("#phase-says"), phase.says);
+    text($("#phase-text"), phase.says);
     const arrow = phase.kind === "copy" && phase.from_block_id ? [phase.from_block_id, phase.block_id] : null;
     this.stage.grid.mark(new Set([phase.block_id].filter(Boolean)), arrow);
-    if (chosen || calm.matches) return;
+    if (isSelected || reducedMotion.matches) return;
     this.timer = setTimeout(() => {
       if (i + 1 < this.phases.length) this._phase(i + 1);
       else this.stage.grid.mark(new Set());
@@ -234,7 +234,7 @@ export class Playground {
     return this._showStep();
   }
 
-  _turn(by) {
+  _changeStep(by) {
     if (this.step + by >= this.lesson.steps.length) {
       const next = this.lessons[this.lessons.indexOf(this.lesson) + 1];
       return next ? this.openLesson(next.id) : this._closeLesson();
@@ -243,7 +243,7 @@ export class Playground {
     return this._showStep();
   }
 
-  // A step whose history continues what is on the screen by one action is done; others are gone to.
+  // Goes to the history before the step's last action and then does that action, so that its phases are shown.
   _showStep() {
     const { steps, id } = this.lesson;
     const step = steps[this.step];
@@ -255,7 +255,7 @@ export class Playground {
     text($("#lesson-next"), isEnd ? "Done" : isLast ? "Next lesson" : "Next step");
     $("#lesson-back").disabled = this.step === 0;
     history.replaceState(null, "", `#lesson=${id}.${this.step + 1}`);
-    if (step.action) return this._post(() => step.history, step.action); // to see it refused
+    if (step.action) return this._post(() => step.history, step.action); // to show that it is refused
     const cut = step.history.lastIndexOf(";");
     if (cut > 0) return this._post(() => step.history.slice(0, cut), step.history.slice(cut + 1));
     return this.go(step.history);

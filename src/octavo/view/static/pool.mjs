@@ -1,13 +1,13 @@
-// The picture of the pool that the server tells of: a snapshot, kept up to date with deltas (PROTOCOL.md).
+// The state of a pool: a snapshot, updated with deltas (PROTOCOL.md).
 
 import { slotOf } from "./colours.mjs";
 
 const SEALED = 0x8000;
-const MOST_STEPS = 2000;
-const MOST_EVENTS = 200;
-const MOST_INDEXED = 50_000; // table entries up to which each block's owners are all known; else the last one is
+const MAX_STEPS = 2000;
+const MAX_EVENTS = 200;
+const MAX_INDEXED = 50_000; // table entries for which all owners of a block are indexed; beyond, only the last is known
 
-const NOBODY = { add() {} }; // is told of a change
+const IGNORE = { add() {} }; // stands for a set of changed blocks that is not needed
 
 function bytes(base64 = "") {
   if (Uint8Array.fromBase64) return Uint8Array.fromBase64(base64);
@@ -22,31 +22,31 @@ const u32 = (base64) => new Uint32Array(bytes(base64).buffer);
 const i32 = (base64) => new Int32Array(bytes(base64).buffer);
 const f64 = (base64) => new Float64Array(bytes(base64).buffer);
 
-// A delta does not follow what is known: take a new snapshot.
-export class OutOfStep extends Error {}
+// A delta does not follow the last frame: a new snapshot is needed.
+export class FrameLost extends Error {}
 
 export class Pool {
-  // `names` (uid -> name) are the playground's; elsewhere a sequence is called after the letter that it is given.
+  // `names` (uid -> name) come from the playground; elsewhere a sequence gets a letter.
   constructor(snapshot, names = null) {
     const { num_blocks: n } = snapshot;
     this.numBlocks = n;
     this.blockSize = snapshot.block_size;
     this.numHostBlocks = snapshot.num_host_blocks;
     this.refs = new Uint16Array(n + 1);
-    this.cached = new Uint8Array(n + 1); // sealed, whether or not in use
-    this.owner = new Int32Array(n + 1).fill(-1); // slot of a sequence that has it
-    this.entry = new Int32Array(n + 1); // and where in its table
-    this.changed = new Float64Array(n + 1); // when, in the picture's time
+    this.cached = new Uint8Array(n + 1); // 1 if sealed, in use or not
+    this.owner = new Int32Array(n + 1).fill(-1); // slot of a sequence that has the block
+    this.entry = new Int32Array(n + 1); // the block's index in that sequence's table
+    this.changed = new Float64Array(n + 1); // time of the last change, in the state's time
     this.sealIds = new Float64Array(n + 1);
     this.parentIds = new Float64Array(n + 1);
     this.replace(snapshot, names);
-    this.changed.fill(-Infinity); // not seen by us
+    this.changed.fill(-Infinity); // before the first frame
   }
 
-  // Takes over a snapshot of a pool of the same size. Returns the blocks that look different now, null if too many.
+  // Replaces the state by a snapshot of a pool of the same size. Returns the blocks that changed; null: too many.
   replace(snapshot, names = null) {
     this.names = names;
-    this.news = [];
+    this.updated = [];
     if (this.epoch !== snapshot.epoch || this.time_s > snapshot.time_s) {
       this.steps = [];
       this.events = [];
@@ -56,7 +56,7 @@ export class Pool {
     this.frame = snapshot.frame;
     this._setTime(snapshot);
     const isFirst = !this.sequences;
-    const touched = isFirst || this.numBlocks > MOST_INDEXED ? NOBODY : new Set();
+    const touched = isFirst || this.numBlocks > MAX_INDEXED ? IGNORE : new Set();
     this.owner.fill(-1);
     this.sequences = new Map();
     this.requests = new Map();
@@ -67,27 +67,30 @@ export class Pool {
     for (let i = 0; i < words.length; i++) if (words[i] !== this._word(i + 1)) this._setWord(i + 1, words[i], touched);
     this.sealIds.fill(0);
     this._setSeals(snapshot.seals);
-    this._take(snapshot, touched);
-    this.lines = { running: [], swapped: [], waiting: [], pinned: [] };
-    for (const request of snapshot.requests) this.lines[request.status].push(request.id);
-    // It tells the last steps and events again, some of which we may have.
-    const [step, at] = [this.steps.at(-1)?.step ?? -1, this.events.at(-1)?.time_s ?? -Infinity];
+    this._addSequences(snapshot, touched);
+    this.queues = { running: [], swapped: [], waiting: [], pinned: [] };
+    for (const request of snapshot.requests) this.queues[request.status].push(request.id);
+    // A snapshot repeats the last steps and events, some of which may be known.
+    const [lastStep, last_s] = [this.steps.at(-1)?.step ?? -1, this.events.at(-1)?.time_s ?? -Infinity];
     const { steps = [], events = [] } = snapshot;
-    this._log({ steps: steps.filter(([each]) => each > step), events: events.filter((each) => each.time_s > at) });
+    this._log({
+      steps: steps.filter(([step]) => step > lastStep),
+      events: events.filter((event) => event.time_s > last_s),
+    });
     this.version = (this.version ?? 0) + 1;
-    return touched === NOBODY ? null : touched;
+    return touched === IGNORE ? null : touched;
   }
 
-  // Returns the blocks that look different now. Throws `OutOfStep`.
+  // Applies a delta. Returns the blocks that look different. Throws `FrameLost`.
   apply(delta) {
-    if (delta.epoch !== this.epoch || delta.frame !== this.frame + 1) throw new OutOfStep();
+    if (delta.epoch !== this.epoch || delta.frame !== this.frame + 1) throw new FrameLost();
     this.frame = delta.frame;
-    this.news = []; // blocks that were taken, shared, released or sealed, and not only filled
+    this.updated = []; // blocks that were allocated, shared, released or sealed; not those that were only filled
     this._setTime(delta);
     const touched = new Set();
-    for (const uid of delta.gone_sequences ?? []) this._forget(uid, touched);
+    for (const uid of delta.gone_sequences ?? []) this._removeSequence(uid, touched);
     for (const id of delta.gone ?? []) {
-      for (const uid of this.requests.get(id)?.sequences ?? []) this._forget(uid, touched);
+      for (const uid of this.requests.get(id)?.sequences ?? []) this._removeSequence(uid, touched);
       this.requests.delete(id);
     }
     if (delta.blocks) {
@@ -96,16 +99,16 @@ export class Pool {
       ids.forEach((block, i) => this._setWord(block, words[i], touched));
     }
     if (delta.seals) this._setSeals(delta.seals);
-    this._take(delta, touched);
+    this._addSequences(delta, touched);
     for (const { uid, start, block_ids } of delta.tables ?? []) {
       const sequence = this.sequences.get(uid);
-      this._disown(sequence, start, touched);
+      this._removeOwner(sequence, start, touched);
       sequence.blocks = sequence.blocks.slice(0, start).concat([...i32(block_ids)]);
-      this._own(sequence, start, touched);
+      this._addOwner(sequence, start, touched);
     }
-    this._advance(delta.progress, touched);
-    this._adopt(touched);
-    Object.assign(this.lines, delta.lines);
+    this._updateProgress(delta.progress, touched);
+    this._reassignOrphans(touched);
+    Object.assign(this.queues, delta.lines);
     Object.assign(this.stats, delta.stats);
     if (delta.counts) this.counts = delta.counts;
     this._log(delta);
@@ -128,26 +131,26 @@ export class Pool {
     this.cached[block] = word & SEALED ? 1 : 0;
     if (!(word & SEALED)) this.sealIds[block] = 0;
     this.changed[block] = this.time_s;
-    if (touched !== NOBODY) this.news.push(block);
+    if (touched !== IGNORE) this.updated.push(block);
     touched.add(block);
   }
 
   _setSeals(seals) {
     if (!seals) return;
-    const [ids, own, parents] = [u32(seals.block_ids), f64(seals.seal_ids), f64(seals.parent_ids)];
+    const [ids, sealIds, parentIds] = [u32(seals.block_ids), f64(seals.seal_ids), f64(seals.parent_ids)];
     ids.forEach((block, i) => {
-      this.sealIds[block] = own[i];
-      this.parentIds[block] = parents[i];
+      this.sealIds[block] = sealIds[i];
+      this.parentIds[block] = parentIds[i];
     });
   }
 
-  // New and changed requests, and new sequences. Those that are swapped out own nothing: their tables hold other ids,
-  // and are told anew when they go and when they come.
-  _take({ requests = [], sequences = [] }, touched) {
-    for (const told of sequences) {
-      const sequence = { ...told, blocks: [...i32(told.block_ids)], request: null, slot: -1 };
-      sequence.name = this.names?.[told.uid] ?? null;
-      this.sequences.set(told.uid, sequence);
+  // New and changed requests, and new sequences. Swapped sequences own no blocks: their tables hold host ids, and are
+  // sent again at each swap.
+  _addSequences({ requests = [], sequences = [] }, touched) {
+    for (const view of sequences) {
+      const sequence = { ...view, blocks: [...i32(view.block_ids)], request: null, slot: -1 };
+      sequence.name = this.names?.[view.uid] ?? null;
+      this.sequences.set(view.uid, sequence);
       if (sequence.name) this._giveSlot(sequence);
     }
     for (const request of requests) {
@@ -156,14 +159,14 @@ export class Pool {
         const sequence = this.sequences.get(uid);
         if (!sequence || sequence.request) continue;
         sequence.request = request.id;
-        this._own(sequence, 0, touched);
+        this._addOwner(sequence, 0, touched);
       }
     }
   }
 
-  // Its place among those that have blocks: a colour and a letter. A name of its own says which.
+  // Assigns a slot, which gives the sequence a colour and a letter. A sequence with a name gets the slot of its name.
   _giveSlot(sequence) {
-    const free = this.slots.findIndex((each) => !each);
+    const free = this.slots.findIndex((slot) => !slot);
     sequence.slot = sequence.name ? slotOf(sequence.name) : free < 0 ? this.slots.length : free;
     this.slots[sequence.slot] = sequence;
   }
@@ -172,7 +175,7 @@ export class Pool {
     return this.requests.get(sequence.request)?.status === "swapped";
   }
 
-  _own(sequence, start, touched) {
+  _addOwner(sequence, start, touched) {
     if (this.isSwapped(sequence)) return;
     if (sequence.slot < 0 && sequence.blocks.length) this._giveSlot(sequence);
     for (let i = start; i < sequence.blocks.length; i++) {
@@ -184,7 +187,7 @@ export class Pool {
     }
   }
 
-  _disown(sequence, start, touched) {
+  _removeOwner(sequence, start, touched) {
     this.orphans ??= new Set();
     for (let i = start; i < sequence.blocks.length; i++) {
       const block = sequence.blocks[i];
@@ -196,32 +199,32 @@ export class Pool {
     }
   }
 
-  // Blocks that lost the owner we knew, and are in use: somebody else has them too.
-  _adopt(touched) {
+  // Finds another owner for blocks that lost theirs but are still in use.
+  _reassignOrphans(touched) {
     const { orphans } = this;
     this.orphans = null;
     for (const block of orphans ?? []) if (!this.refs[block] || this.owner[block] >= 0) orphans.delete(block);
     if (!orphans?.size) return;
     for (const sequence of this.sequences.values())
-      if (sequence.blocks.some((block) => orphans.has(block))) this._own(sequence, 0, touched);
+      if (sequence.blocks.some((block) => orphans.has(block))) this._addOwner(sequence, 0, touched);
   }
 
-  _forget(uid, touched) {
+  _removeSequence(uid, touched) {
     const sequence = this.sequences.get(uid);
     if (!sequence) return;
-    this._disown(sequence, 0, touched);
+    this._removeOwner(sequence, 0, touched);
     this.sequences.delete(uid);
     if (sequence.slot >= 0) this.slots[sequence.slot] = undefined;
   }
 
-  _advance(progress, touched) {
+  _updateProgress(progress, touched) {
     if (!progress) return;
-    const [uids, known, computed] = [u32(progress.uids), u32(progress.num_tokens), u32(progress.num_computed)];
+    const [uids, numTokens, numComputed] = [u32(progress.uids), u32(progress.num_tokens), u32(progress.num_computed)];
     uids.forEach((uid, i) => {
       const sequence = this.sequences.get(uid);
       if (!sequence) return;
-      sequence.num_tokens = known[i];
-      sequence.num_computed = computed[i];
+      sequence.num_tokens = numTokens[i];
+      sequence.num_computed = numComputed[i];
       const tail = sequence.blocks.at(-1);
       if (tail > 0 && !this.isSwapped(sequence)) touched.add(tail);
     });
@@ -230,8 +233,8 @@ export class Pool {
   _log({ steps = [], events = [] }) {
     for (const [step, time_s, num_tokens, num_sampled, running, waiting, swapped, used, cached, free] of steps) {
       const decode = Math.min(num_sampled, num_tokens);
-      const at = { step, time_s, prefill: num_tokens - decode, decode, running, waiting, swapped, used, cached, free };
-      this.steps.push({ ...at, num_blocks: this.numBlocks, numPreempted: 0, numSwaps: 0 });
+      const row = { step, time_s, prefill: num_tokens - decode, decode, running, waiting, swapped, used, cached, free };
+      this.steps.push({ ...row, num_blocks: this.numBlocks, numPreempted: 0, numSwaps: 0 });
     }
     for (const event of events) {
       this.events.push(event);
@@ -240,11 +243,11 @@ export class Pool {
       const step = this.steps.findLast((each) => each.time_s <= event.time_s) ?? this.steps.at(-1);
       if (step) step[swaps ? "numSwaps" : "numPreempted"]++;
     }
-    if (this.steps.length > MOST_STEPS) this.steps.splice(0, this.steps.length - MOST_STEPS);
-    if (this.events.length > MOST_EVENTS) this.events.splice(0, this.events.length - MOST_EVENTS);
+    if (this.steps.length > MAX_STEPS) this.steps.splice(0, this.steps.length - MAX_STEPS);
+    if (this.events.length > MAX_EVENTS) this.events.splice(0, this.events.length - MAX_EVENTS);
   }
 
-  // -- questions -----------------------------------------------------------------------------------------------------
+  // -- reading -------------------------------------------------------------------------------------------------------
 
   ageOf(block) {
     return Math.max(0, this.time_s - this.changed[block]);
@@ -265,13 +268,13 @@ export class Pool {
     return this.cached[block] ? "cached" : "free";
   }
 
-  // Slots of the sequences that have it.
+  // Slots of the sequences that have a block.
   ownersOf(block) {
     if (this.indexed !== this.version) {
       this.indexed = this.version;
       const owners = [...this.sequences.values()].filter((sequence) => !this.isSwapped(sequence));
       const size = owners.reduce((sum, sequence) => sum + sequence.blocks.length, 0);
-      this.index = size > MOST_INDEXED ? null : new Map();
+      this.index = size > MAX_INDEXED ? null : new Map();
       if (this.index)
         for (const { blocks, slot } of owners)
           for (const each of blocks) if (each > 0) this.index.set(each, [...(this.index.get(each) ?? []), slot]);
@@ -279,12 +282,12 @@ export class Pool {
     return this.index?.get(block) ?? (this.owner[block] < 0 ? [] : [this.owner[block]]);
   }
 
-  // The prefix tree, [{ block, children }]: a block's children continue its content. null: too large to draw.
-  tree(most = 20_000) {
+  // The prefix tree, [{ block, children }]: children continue a block's content. null: too large to draw.
+  tree(maxNodes = 20_000) {
     const nodes = new Map();
     for (let block = 1; block <= this.numBlocks; block++) {
       if (!this.sealIds[block]) continue;
-      if (nodes.size === most) return null;
+      if (nodes.size === maxNodes) return null;
       nodes.set(this.sealIds[block], { block, children: [] });
     }
     const roots = [];
@@ -292,7 +295,7 @@ export class Pool {
     return roots;
   }
 
-  // Everything there is to know, as a test compares it with the real pool.
+  // The whole state, which tests compare with the real pool.
   summary() {
     const blocks = Array.from({ length: this.numBlocks }, (_, i) => i + 1);
     const row = (id, { num_tokens, num_computed, blocks }) => [id, num_tokens, num_computed, blocks];
@@ -308,7 +311,7 @@ export class Pool {
       filled: blocks.map((block) => this.filledOf(block)),
       tables,
       numTables: this.sequences.size,
-      lines: this.lines,
+      queues: this.queues,
       stats: this.stats,
     };
   }

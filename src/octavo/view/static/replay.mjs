@@ -1,13 +1,13 @@
-// A recording: play it, scrub through it, jump to what matters.
+// A recording: play it, scrub through it, jump to preemptions.
 
 import { css, mix, readTheme } from "./colours.mjs";
 import { $, h, text } from "./dom.mjs";
-import { OutOfStep } from "./pool.mjs";
-import { ask, copyLink } from "./server.mjs";
+import { FrameLost } from "./pool.mjs";
+import { fetchJson, copyLink } from "./server.mjs";
 
 const SPEEDS = [0.1, 0.5, 1, 2, 5, 20, 100];
-const AHEAD_S = 4; // of playing, fetched at once
-const LEAD_S = 0.05; // a jump ends this long before what it goes to
+const PREFETCH_S = 4; // seconds of playing fetched at once
+const JUMP_LEAD_S = 0.05; // a jump ends this long before its target
 
 export class Replay {
   constructor(stage, title) {
@@ -30,12 +30,12 @@ export class Replay {
   async enter(moment) {
     this.isShown = true;
     this.stage.onPick = async (block) => {
-      const told = await ask(`blocks/${block}?time_s=${this.now_s}`).catch(() => null);
-      if (told) this.stage.tell(told);
+      const details = await fetchJson(`blocks/${block}?time_s=${this.now_s}`).catch(() => null);
+      if (details) this.stage.showDetails(details);
     };
     text($("#connection"), this.title);
-    this.about ??= await ask("replay");
-    $("#scrub").max = this.about.duration_s;
+    this.summary ??= await fetchJson("replay");
+    $("#scrub").max = this.summary.duration_s;
     $("#trace").href = "replay/trace";
     $("#jump").disabled = !this._preemptions().length;
     this.drawOverview();
@@ -43,7 +43,7 @@ export class Replay {
   }
 
   leave() {
-    this.isShown = false; // the address is another's
+    this.isShown = false; // the address bar belongs to another use
     this.pause();
     text($("#connection"), "");
   }
@@ -60,14 +60,14 @@ export class Replay {
   }
 
   _preemptions() {
-    return this.about.marks.filter((mark) => mark.event === "preempted");
+    return this.summary.marks.filter((mark) => mark.event === "preempted");
   }
 
-  // -- where we are --------------------------------------------------------------------------------------------------
+  // -- seeking -------------------------------------------------------------------------------------------------------
 
-  // Of many calls that come while one is on its way, only the last is carried out.
+  // Of the calls that come while a request is under way, only the last one is executed.
   async seek(time_s) {
-    this._at(Math.min(Math.max(0, time_s), this.about.duration_s));
+    this._setTime(Math.min(Math.max(0, time_s), this.summary.duration_s));
     this.frames = [];
     this.fetched_s = null;
     if (this.seeking) return void (this.next_s = this.now_s);
@@ -75,38 +75,38 @@ export class Replay {
     try {
       do {
         this.next_s = null;
-        const told = await ask(`replay/at?time_s=${this.now_s}`);
-        if (this.isShown) this.stage.show(told); // else the stage is another's by now
+        const snapshot = await fetchJson(`replay/at?time_s=${this.now_s}`);
+        if (this.isShown) this.stage.show(snapshot); // else another use is shown by now
       } while (this.next_s !== null);
     } finally {
       this.seeking = false;
     }
-    this._keepMoment();
+    this._updateLink();
   }
 
   get link() {
     return `replay=${this.now_s.toFixed(3)}`;
   }
 
-  // The address says where we are, so that it can be passed on; not while it plays.
-  _keepMoment() {
+  // Writes the moment into the address bar, so that the link can be shared; not while playing.
+  _updateLink() {
     if (this.isShown) history.replaceState(null, "", `#${this.link}`);
   }
 
-  _at(time_s) {
+  _setTime(time_s) {
     this.now_s = time_s;
     $("#scrub").value = time_s;
     $("#scrub").setAttribute("aria-valuetext", `${time_s.toFixed(1)} seconds`);
-    text($("#moment"), `${time_s.toFixed(2)} of ${this.about.duration_s.toFixed(1)} s`);
-    $("#export").href = `replay/export?from_s=${time_s}&to_s=${this.about.duration_s}`;
+    text($("#moment"), `${time_s.toFixed(2)} of ${this.summary.duration_s.toFixed(1)} s`);
+    $("#export").href = `replay/export?from_s=${time_s}&to_s=${this.summary.duration_s}`;
     this.drawOverview();
   }
 
-  // To just before the next preemption, so that one sees it happen; after the last, to the first.
+  // Jumps to just before the next preemption; after the last one, to the first.
   async jump() {
     const times = this._preemptions().map((mark) => mark.time_s);
-    const next = times.find((time_s) => time_s > this.now_s + 2 * LEAD_S) ?? times[0];
-    if (next !== undefined) await this.seek(next - LEAD_S);
+    const next = times.find((time_s) => time_s > this.now_s + 2 * JUMP_LEAD_S) ?? times[0];
+    if (next !== undefined) await this.seek(next - JUMP_LEAD_S);
   }
 
   // -- playing -------------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ export class Replay {
   }
 
   async play() {
-    if (this.now_s >= this.about.duration_s) await this.seek(0);
+    if (this.now_s >= this.summary.duration_s) await this.seek(0);
     if (!this.isShown) return;
     this.playing = true;
     text($("#connection"), this.title);
@@ -127,7 +127,7 @@ export class Replay {
   }
 
   pause() {
-    if (this.playing) this._keepMoment();
+    if (this.playing) this._updateLink();
     this.playing = false;
     $("#run").textContent = "Play";
   }
@@ -138,10 +138,10 @@ export class Replay {
     if (!this.seeking) {
       this._fetch();
       const target = this.now_s + ((now - this.tick) / 1000) * this.speed;
-      // Never past what has been fetched: time waits for the network.
-      this._at(Math.min(target, this.fetched_s ?? this.now_s, this.about.duration_s));
+      // Never past the fetched frames: playing waits for the network.
+      this._setTime(Math.min(target, this.fetched_s ?? this.now_s, this.summary.duration_s));
       this._apply();
-      if (this.now_s >= this.about.duration_s) this.pause();
+      if (this.now_s >= this.summary.duration_s) this.pause();
     }
     this.tick = now;
     requestAnimationFrame(() => this._play());
@@ -151,49 +151,49 @@ export class Replay {
     try {
       while (this.frames.length && this.frames[0].time_s <= this.now_s) this.stage.apply(this.frames.shift());
     } catch (error) {
-      if (!(error instanceof OutOfStep)) throw error;
+      if (!(error instanceof FrameLost)) throw error;
       this.seek(this.now_s);
     }
   }
 
   async _fetch() {
-    const ahead_s = AHEAD_S * this.speed;
+    const ahead_s = PREFETCH_S * this.speed;
     const from_s = this.fetched_s ?? this.stage.pool.time_s;
-    if (this.fetching || from_s >= this.about.duration_s || from_s - this.now_s > ahead_s / 2) return;
+    if (this.fetching || from_s >= this.summary.duration_s || from_s - this.now_s > ahead_s / 2) return;
     this.fetching = true;
     try {
-      const told = await ask(`replay/frames?from_s=${from_s}&to_s=${from_s + ahead_s}`);
-      // A jump meanwhile makes this an answer to another question.
+      const reply = await fetchJson(`replay/frames?from_s=${from_s}&to_s=${from_s + ahead_s}`);
+      // After a jump meanwhile, these frames belong to another moment.
       if (!this.isShown || this.seeking || (this.fetched_s ?? this.stage.pool.time_s) !== from_s) return;
-      this.frames.push(...told.frames);
-      this.fetched_s = told.end_s;
+      this.frames.push(...reply.frames);
+      this.fetched_s = reply.end_s;
     } catch (error) {
-      this.pause(); // or it would be asked for again with every picture
+      this.pause(); // else it would be requested again with every animation frame
       if (this.isShown) text($("#connection"), error.message);
     } finally {
       this.fetching = false;
     }
   }
 
-  // -- the curve over the slider -------------------------------------------------------------------------------------
+  // -- the curve above the scrubber ----------------------------------------------------------------------------------
 
   drawOverview() {
     const canvas = $("#overview");
     const { clientWidth: width, clientHeight: height } = canvas;
-    if (!this.about || !width) return;
+    if (!this.summary || !width) return;
     const dpr = devicePixelRatio || 1;
     const c = canvas.getContext("2d");
     canvas.width = Math.round(width * dpr);
     canvas.height = Math.round(height * dpr);
     c.scale(dpr, dpr);
     const theme = readTheme();
-    const x = (time_s) => 8 + (time_s / Math.max(1e-9, this.about.duration_s)) * (width - 16); // as the slider's thumb
+    const x = (time_s) => 8 + (time_s / Math.max(1e-9, this.summary.duration_s)) * (width - 16); // as the thumb
     const curve = (value, colour) => {
       c.beginPath();
       c.moveTo(x(0), height);
-      for (const row of this.about.used)
-        c.lineTo(x(row[0]), height - (value(row) / this.about.num_blocks) * (height - 10));
-      c.lineTo(x(this.about.used.at(-1)?.[0] ?? 0), height);
+      for (const row of this.summary.used)
+        c.lineTo(x(row[0]), height - (value(row) / this.summary.num_blocks) * (height - 10));
+      c.lineTo(x(this.summary.used.at(-1)?.[0] ?? 0), height);
       c.fillStyle = css(colour);
       c.fill();
     };

@@ -1,7 +1,7 @@
-// Asking the server. Paths are relative to where the page lies: a proxy may have put a prefix before it.
+// Requests to the server. Paths are relative to the page, since a proxy may have put a prefix before it.
 
-// Throws an `Error` with the server's own words.
-export async function ask(path, body) {
+// Throws an `Error` with the server's message.
+export async function fetchJson(path, body) {
   const options = body && {
     method: "POST",
     headers: { "Content-Type": "application/json" },
@@ -11,21 +11,21 @@ export async function ask(path, body) {
   try {
     response = await fetch(path, options);
   } catch {
-    throw new Error("The server does not answer.");
+    throw new Error("The server does not respond.");
   }
-  const answer = await response.json().catch(() => null);
-  if (!response.ok) throw new Error(answer?.error?.message ?? `The server answered with ${response.status}.`);
-  return answer;
+  const reply = await response.json().catch(() => null);
+  if (!response.ok) throw new Error(reply?.error?.message ?? `The server returned status ${response.status}.`);
+  return reply;
 }
 
 export async function copyLink(button, fragment) {
   const link = new URL(`#${fragment}`, location.href).href;
-  const label = (button.dataset.label ??= button.textContent); // it may say something else yet, from the last time
+  const label = (button.dataset.label ??= button.textContent); // the text may still be that of the last click
   try {
     await navigator.clipboard.writeText(link);
     button.textContent = "Copied";
   } catch {
-    // Not allowed here (no https, say): the address bar has it.
+    // Not allowed, for example without https: put the link into the address bar.
     history.replaceState(null, "", link);
     button.textContent = "See the address";
   }

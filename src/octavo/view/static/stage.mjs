@@ -1,34 +1,34 @@
-// The picture on the screen: one pool, and all that shows it. Playground, live and replay only feed it.
+// One pool and everything that shows it. Playground, live and replay feed it.
 
 import { css, mix } from "./colours.mjs";
-import { $, format, h, keep, text } from "./dom.mjs";
+import { $, format, h, renderList, text } from "./dom.mjs";
 import { MODES, PoolGrid } from "./grid.mjs";
 import * as panels from "./panels.mjs";
 import { Pool } from "./pool.mjs";
 import { Timeline } from "./timeline.mjs";
 
-const PANELS_MS = 120; // text changes no faster than one can read
+const PANELS_MS = 120; // between two updates of the text
 
 const LEGENDS = {
   state: [
-    ["used", "full to the left as far as its slots are"],
-    ["cached", "in no use, findable"],
+    ["used", "filled slots are darker"],
+    ["cached", "no references, can be found"],
     ["free", ""],
   ],
   owner: [
-    ["used", "a colour and a letter a sequence; bands where several share"],
+    ["used", "one colour and letter per sequence; shared blocks have several bands"],
     ["cached", ""],
     ["free", ""],
   ],
   references: [
     ["few", "1 reference"],
-    ["many", "4 and more"],
+    ["many", "4 or more"],
     ["cached", ""],
     ["free", ""],
   ],
   age: [
-    ["many", "changed just now"],
-    ["few", "long ago"],
+    ["many", "just changed"],
+    ["few", "changed long ago"],
     ["free", ""],
   ],
 };
@@ -36,13 +36,13 @@ const LEGENDS = {
 export class Stage {
   constructor() {
     this.pool = null;
-    this.tokens = null; // of the playground's sequences
-    this.answer = null; // the playground's last
-    this.title = undefined; // what is beside a table
-    this.onlyOwn = false; // requests of other keys are not shown, though their blocks are
-    this.onPick = () => {}; // asks the server for more about a block
+    this.tokens = null; // uid -> tokens of the playground's sequences
+    this.reply = null; // the playground's last one
+    this.title = undefined; // sequence -> the text next to its table
+    this.onlyOwn = false; // requests of other keys are hidden, though their blocks are shown
+    this.onPick = () => {}; // fetches details of a block
     this.grid = new PoolGrid($("#grid"), { onPoint: (b) => this._point(b), onPick: (b) => this._pick(b) });
-    this.timeline = new Timeline($("#steps"), (step) => this._sayStep(step));
+    this.timeline = new Timeline($("#steps"), (step) => this._describeStep(step));
     this._makeModes();
     $("#zoom-in").onclick = () => this.grid.zoom(1.6);
     $("#zoom-out").onclick = () => this.grid.zoom(1 / 1.6);
@@ -51,13 +51,13 @@ export class Stage {
     new ResizeObserver(() => this._drawPieces()).observe($("#pieces"));
   }
 
-  // -- what is shown -------------------------------------------------------------------------------------------------
+  // -- state ---------------------------------------------------------------------------------------------------------
 
-  // A snapshot. What differs from the picture before is marked as changed, if it is the same pool.
+  // Shows a snapshot. If the pool has the same size, blocks that differ are marked as changed.
   show(snapshot, { names = null, ageUnit = "" } = {}) {
     const { pool } = this;
     const same = pool && pool.numBlocks === snapshot.num_blocks && pool.blockSize === snapshot.block_size;
-    if (same && ageUnit === pool.ageUnit) this.grid.touch(pool.replace(snapshot, names), pool.news);
+    if (same && ageUnit === pool.ageUnit) this.grid.update(pool.replace(snapshot, names), pool.updated);
     else {
       this.pool = new Pool(snapshot, names);
       this.pool.ageUnit = ageUnit;
@@ -65,17 +65,17 @@ export class Stage {
       this.grid.show(this.pool);
     }
     this._refresh();
-    this.told = null;
+    this.details = null;
   }
 
-  // A delta; throws `OutOfStep`.
+  // Applies a delta. Throws `FrameLost`.
   apply(delta) {
-    this.grid.touch(this.pool.apply(delta), this.pool.news);
+    this.grid.update(this.pool.apply(delta), this.pool.updated);
     this._refresh();
   }
 
-  forget() {
-    this.pool = this.answer = this.tokens = null;
+  clear() {
+    this.pool = this.reply = this.tokens = null;
   }
 
   _refresh() {
@@ -93,57 +93,57 @@ export class Stage {
     if (!pool) return;
     this.painted = performance.now();
     text($("#pool-title"), `${format(pool.numBlocks)} blocks of ${pool.blockSize}`);
-    panels.showNumbers(pool, $("#numbers"), $("#shares"), this.answer?.compare);
+    panels.showNumbers(pool, $("#numbers"), $("#shares"), this.reply?.compare);
     panels.showTables(pool, $("#tables > ul"), $("#tables-note"), this.title);
-    if (this.answer) this._drawPieces();
+    if (this.reply) this._drawPieces();
     else {
       panels.showQueues(pool, $("#queues"));
-      panels.showLog(pool, $("#happened"));
+      panels.showLog(pool, $("#events"));
       this.timeline.show(pool.steps);
     }
-    // A tree of thousands costs more to make than all the rest: less often.
-    if (pool.numBlocks <= 4096 || this.painted - (this.planted ?? 0) > 1000) {
+    // A large tree costs more than all other panels, so it is updated less often.
+    if (pool.numBlocks <= 4096 || this.painted - (this.treePainted ?? 0) > 1000) {
       panels.showTree(pool, $("#tree"));
-      this.planted = this.painted;
+      this.treePainted = this.painted;
     }
-    this._details();
+    this._showDetails();
     this._mark();
   }
 
   _drawPieces() {
-    if (this.answer && this.pool) panels.showPieces(this.pool, $("#pieces"), $("#contrast"), this.grid, this.answer);
+    if (this.reply && this.pool) panels.showPieces(this.pool, $("#pieces"), $("#contrast"), this.grid, this.reply);
   }
 
   // -- one block -----------------------------------------------------------------------------------------------------
 
   _point(block) {
-    this._details();
+    this._showDetails();
     this._mark();
-    this.grid.canvas.title = block && this.pool ? panels.sayBlock(this.pool, block) : "";
+    this.grid.canvas.title = block && this.pool ? panels.describeBlock(this.pool, block) : "";
   }
 
   _pick(block) {
-    this.told = null;
-    text($("#picked"), block && this.pool ? panels.sayBlock(this.pool, block) : "");
-    this._details();
+    this.details = null;
+    text($("#picked"), block && this.pool ? panels.describeBlock(this.pool, block) : "");
+    this._showDetails();
     this._mark();
     if (block && this.pool) this.onPick(block);
   }
 
-  // What the server says of a block that was chosen.
-  tell(told) {
-    this.told = told;
-    this._details();
+  // Details of the selected block, from the server.
+  showDetails(details) {
+    this.details = details;
+    this._showDetails();
   }
 
   get block() {
     return this.grid.pointed || this.grid.picked;
   }
 
-  _details() {
+  _showDetails() {
     if (!this.pool) return;
-    const told = this.told?.id === this.block ? this.told : null;
-    panels.showBlock(this.pool, this.block, $("#facts"), { tokens: this.tokens, told });
+    const details = this.details?.id === this.block ? this.details : null;
+    panels.showBlock(this.pool, this.block, $("#facts"), { tokens: this.tokens, details });
   }
 
   _mark() {
@@ -152,7 +152,7 @@ export class Stage {
     if (block) for (const chip of document.querySelectorAll(`.chip[data-block="${block}"]`)) chip.classList.add("on");
   }
 
-  // Hovering a chip points at its block; hovering a row marks all of its blocks.
+  // Hovering a chip highlights its block; hovering a row highlights all of its blocks.
   _link(panel) {
     panel.addEventListener("pointerover", (event) => {
       const chip = event.target.closest(".chip");
@@ -180,11 +180,11 @@ export class Stage {
     this.grid.mark(new Set(blocks.filter((block) => block > 0)), this.grid.arrow);
   }
 
-  _sayStep(step) {
-    if (!step) return text($("#step-says"), "");
+  _describeStep(step) {
+    if (!step) return text($("#step-text"), "");
     const { prefill, decode, running, waiting, swapped } = step;
-    const tokens = `${prefill} prompt and ${decode} decoded tokens`;
-    text($("#step-says"), `step ${step.step}: ${tokens}; ${running} running, ${waiting} waiting, ${swapped} swapped`);
+    const tokens = `${prefill} prefill and ${decode} decode tokens`;
+    text($("#step-text"), `step ${step.step}: ${tokens}; ${running} running, ${waiting} waiting, ${swapped} swapped`);
   }
 
   // -- colours -------------------------------------------------------------------------------------------------------
@@ -202,10 +202,10 @@ export class Stage {
     $(`#modes input[value=${mode}]`).checked = true;
     this.grid.colourBy(mode);
     const key = ([kind]) => `${mode} ${kind}`;
-    keep($("#legend"), LEGENDS[mode], key, ([kind, says]) => {
+    renderList($("#legend"), LEGENDS[mode], key, ([kind, description]) => {
       const sample = h("canvas", { width: 28, height: 28, "aria-hidden": "true" });
       const name = { few: "", many: "" }[kind] ?? kind;
-      return h("li", {}, sample, [name, says].filter(Boolean).join(": "));
+      return h("li", {}, sample, [name, description].filter(Boolean).join(": "));
     });
     this._drawLegend();
   }

@@ -1,4 +1,4 @@
-// The last steps on a canvas: tokens computed as bars, how full the pool was as a line, preemptions and swaps as marks.
+// The last steps on a canvas: computed tokens as bars, blocks used as a line, preemptions and swaps as marks.
 
 import { css, mix, readTheme } from "./colours.mjs";
 
@@ -7,8 +7,8 @@ const FOOT_PX = 16; // for the marks
 const HEAD_PX = 14;
 
 export class Timeline {
-  // A step: { step, prefill, decode, used, num_blocks, numPreempted, numSwaps }. `onPoint(step or null)` is told
-  // what is hovered.
+  // A step: { step, prefill, decode, used, num_blocks, numPreempted, numSwaps }. `onPoint` is called with
+  // the hovered step or null.
   constructor(canvas, onPoint = () => {}) {
     this.canvas = canvas;
     this.context = canvas.getContext("2d");
@@ -36,12 +36,12 @@ export class Timeline {
     });
   }
 
-  _inSight() {
+  _visibleSteps() {
     return this.steps.slice(-Math.floor(this.canvas.clientWidth / BAR_PX));
   }
 
   _at(x) {
-    const shown = this._inSight();
+    const shown = this._visibleSteps();
     return shown[Math.floor((x - (this.canvas.clientWidth - shown.length * BAR_PX)) / BAR_PX)] ?? null;
   }
 
@@ -56,22 +56,22 @@ export class Timeline {
     }
     c.setTransform(dpr, 0, 0, dpr, 0, 0);
     c.clearRect(0, 0, width, height);
-    const shown = this._inSight();
+    const shown = this._visibleSteps();
     const floor = height - FOOT_PX;
-    const most = Math.max(1, ...shown.map((step) => step.prefill + step.decode));
-    const scale = (floor - HEAD_PX) / most;
+    const maxTokens = Math.max(1, ...shown.map((step) => step.prefill + step.decode));
+    const scale = (floor - HEAD_PX) / maxTokens;
     c.font = "11px ui-sans-serif, system-ui, sans-serif";
     c.fillStyle = c.strokeStyle = css(theme.line);
     c.fillRect(0, floor, width, 1);
     const left = width - shown.length * BAR_PX;
     shown.forEach((step, i) => this._bar(step, left + i * BAR_PX, floor, scale));
-    this._fullness(shown, left, floor);
+    this._drawBlocksUsed(shown, left, floor);
     c.fillStyle = css(theme.muted);
     c.textAlign = "left";
-    c.fillText(shown.length ? `${most} tokens` : "No step yet.", 0, HEAD_PX - 4);
+    c.fillText(shown.length ? `${maxTokens} tokens` : "No step yet.", 0, HEAD_PX - 4);
   }
 
-  // Decoded tokens are solid and stand below; prefilled ones are paler.
+  // Decode tokens are solid, at the bottom; prefill tokens are paler.
   _bar(step, x, floor, scale) {
     const { context: c, theme } = this;
     const decode = step.decode * scale;
@@ -92,7 +92,7 @@ export class Timeline {
     c.fill();
   }
 
-  _fullness(shown, left, floor) {
+  _drawBlocksUsed(shown, left, floor) {
     const { context: c, theme } = this;
     c.beginPath();
     shown.forEach((step, i) => {

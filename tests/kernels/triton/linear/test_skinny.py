@@ -9,18 +9,18 @@ import torch
 
 from octavo.kernels import reference
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.reference import Stream
+from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton import ops as cuda
-from octavo.kernels.triton.linear.skinny import ThinTuning
+from octavo.kernels.triton.linear.skinny import SkinnyTuning
 from tests.kernels.pool import relative_error
 from tests.kernels.triton.device import DEVICE
 
 
-def wide(stream: Stream) -> Stream:
-    return Stream(stream.x.double(), stream.weighted.double(), stream.squares.double())
+def wide(stream: NormedResidual) -> NormedResidual:
+    return NormedResidual(stream.x.double(), stream.weighted.double(), stream.squares.double())
 
 
-def check_stream(mine: Stream, expected: Stream, num_tokens: int) -> None:
+def check_stream(mine: NormedResidual, expected: NormedResidual, num_tokens: int) -> None:
     assert relative_error(mine.x, expected.x) < 1e-3
     assert relative_error(mine.weighted, expected.weighted) < 2e-3  # of a rounded x
     assert relative_error(mine.squares.sum(0)[:num_tokens], expected.squares.sum(0)) < 1e-3
@@ -33,9 +33,12 @@ def test_products_of_few_tokens(num_tokens: int, size: int, num_in: int, splits:
     x = torch.randn(num_tokens, num_in + 8, device=DEVICE).half()[:, :num_in]
     weight, bias = torch.randn(size, num_in, device=DEVICE).half() / 16, torch.randn(size, device=DEVICE).half()
     norm = torch.rand(size, device=DEVICE).half()
-    tuning = ThinTuning(rows=16, columns=128, splits=splits, num_warps=2, num_stages=3)
+    tuning = SkinnyTuning(rows=16, columns=128, splits=splits, num_warps=2, num_stages=3)
     begin = torch.randn(num_tokens, size, device=DEVICE).half()
-    stream, expected = cuda.begin_stream(begin, norm), reference.begin_stream(begin.double(), norm.double())
+    stream, expected = (
+        cuda.make_normed_residual(begin, norm),
+        reference.make_normed_residual(begin.double(), norm.double()),
+    )
     check_stream(stream, expected, num_tokens)
     for b in (None, bias, bias):
         wide_bias = None if b is None else b.double()
@@ -52,7 +55,7 @@ def test_a_gate_in_its_product(gate: Any, biased: bool) -> None:
     """With a norm's weight that is wider than the rest."""
     x, weight = torch.randn(5, 96, device=DEVICE).half(), torch.randn(2 * 40, 96, device=DEVICE).half() / 4
     norm, bias = torch.rand(96, device=DEVICE), torch.randn(2 * 40, device=DEVICE).half() if biased else None
-    stream = cuda.begin_stream(x, norm)
+    stream = cuda.make_normed_residual(x, norm)
     wide_bias = None if bias is None else bias.double()
     expected = reference.norm_linear(wide(stream), 1e-5, weight.double(), wide_bias, gate)
     assert relative_error(cuda.norm_linear(stream, 1e-5, weight, bias, gate), expected) < 2e-3
@@ -66,11 +69,13 @@ def test_heads_of_few_tokens_are_projected_turned_and_written() -> None:
     norms = [torch.rand(head_dim, device=DEVICE).half() for _ in range(2)]
     batch = RaggedBatch.from_lists([1] * 5, [3, 30, 17, 1, 9], [[4, 7], [1, 5], [3, 6], [2], [8]], 16, device=DEVICE)
     table = reference.rope_table(head_dim, 64, 10000.0, device=DEVICE)
-    stream = cuda.begin_stream(torch.randn(5, size, device=DEVICE).half(), torch.rand(size, device=DEVICE).half())
+    stream = cuda.make_normed_residual(
+        torch.randn(5, size, device=DEVICE).half(), torch.rand(size, device=DEVICE).half()
+    )
     kv = torch.zeros(9, 2, num_kv_heads, 16, head_dim, device=DEVICE, dtype=torch.float16)
     wide_kv = kv.double()
-    q = cuda.project_heads(stream, 0.5, weight, bias, kv, batch, table, q_norm=norms[0], k_norm=norms[1], norm_eps=0.1)
-    expected = reference.project_heads(
+    q = cuda.project_qkv(stream, 0.5, weight, bias, kv, batch, table, q_norm=norms[0], k_norm=norms[1], norm_eps=0.1)
+    expected = reference.project_qkv(
         wide(stream), 0.5, weight.double(), bias.double(), wide_kv, batch, table.double(),
         q_norm=norms[0].double(), k_norm=norms[1].double(), norm_eps=0.1,
     )  # fmt: skip

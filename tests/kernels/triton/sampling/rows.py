@@ -17,10 +17,10 @@ def make_state() -> RowState:
     state.block_tables[:-1] = torch.arange(1, NUM_ROWS * MAX_BLOCKS + 1, dtype=torch.int32).view(NUM_ROWS, MAX_BLOCKS)
     state.last_token[:] = torch.randint(0, 50, (NUM_ROWS + 1,))
     state.done[2] = True
-    state.setup.random_(-(1 << 62), 1 << 62)
-    state.setup[:, 3] = torch.arange(NUM_ROWS + 1)  # top_k
-    state.setup.view(torch.float64)[:, [TEMPERATURE, TOP_P, MIN_P]] = torch.rand(NUM_ROWS + 1, 3).double()
-    state.setup[:, FIRST_STOP_ID:] = torch.randint(0, 50, (NUM_ROWS + 1, NUM_COLUMNS - FIRST_STOP_ID))
+    state.sampling_params.random_(-(1 << 62), 1 << 62)
+    state.sampling_params[:, 3] = torch.arange(NUM_ROWS + 1)  # top_k
+    state.sampling_params.view(torch.float64)[:, [TEMPERATURE, TOP_P, MIN_P]] = torch.rand(NUM_ROWS + 1, 3).double()
+    state.sampling_params[:, FIRST_STOP_ID:] = torch.randint(0, 50, (NUM_ROWS + 1, NUM_COLUMNS - FIRST_STOP_ID))
     return state
 
 

@@ -66,8 +66,8 @@ def test_a_row_that_is_not_finite_is_marked_and_no_other() -> None:
     for row, (column, value) in {1: (5002, math.nan), 3: (0, math.inf), 5: (2500, -math.inf)}.items():
         logits[row, column] = value
     expected[[1, 3, 5]] = -1
-    assert torch.equal(cuda.draw(logits.to(DEVICE), params).cpu(), expected)
-    assert torch.equal(reference.draw(logits, on_cpu(params)), expected)
+    assert torch.equal(cuda.sample_checked(logits.to(DEVICE), params).cpu(), expected)
+    assert torch.equal(reference.sample_checked(logits, on_cpu(params)), expected)
 
 
 @pytest.mark.parametrize("num_left", [1, 3, 400])
@@ -75,16 +75,16 @@ def test_masked_tokens_are_never_drawn(num_left: int) -> None:
     """Of a vocabulary in several pieces, some of which have no token left; two of the rows have no mask."""
     vocab = 9003
     logits, params = torch.randn(8, vocab), make_params()
-    which = torch.tensor([1, -1, 5, 2, -1, 3, 0, 3], dtype=torch.int32)  # two share one, one is nobody's
-    words = torch.zeros(6, -(-vocab // 32), dtype=torch.int32)
-    for line in range(len(words)):
+    mask_index = torch.tensor([1, -1, 5, 2, -1, 3, 0, 3], dtype=torch.int32)  # two share one, one is nobody's
+    bitmask = torch.zeros(6, -(-vocab // 32), dtype=torch.int32)
+    for line in range(len(bitmask)):
         for token in torch.randperm(vocab)[:num_left].tolist():
-            words[line, token // 32] |= (1 << token % 32) - ((1 << 32) if token % 32 == 31 else 0)
+            bitmask[line, token // 32] |= (1 << token % 32) - ((1 << 32) if token % 32 == 31 else 0)
     masked, mine = logits.clone(), logits.to(DEVICE)
-    reference.mask_tokens(masked, which, words)
-    cuda.mask_tokens(mine, which.to(DEVICE), words.to(DEVICE))
+    reference.apply_token_bitmask(masked, mask_index, bitmask)
+    cuda.apply_token_bitmask(mine, mask_index.to(DEVICE), bitmask.to(DEVICE))
     assert torch.equal(mine.cpu(), masked)
-    assert (masked > -math.inf).sum(1).tolist() == [vocab if i < 0 else num_left for i in which.tolist()]
+    assert (masked > -math.inf).sum(1).tolist() == [vocab if i < 0 else num_left for i in mask_index.tolist()]
     assert torch.equal(cuda.sample(mine, params).cpu(), reference.sample(masked, on_cpu(params)))
 
 
@@ -93,19 +93,19 @@ def test_draws_behind_masks(num_left: int) -> None:
     """One mask leaves nothing; a row that is not finite says so, also where the number is masked."""
     vocab = 9003
     logits, params = torch.randn(8, vocab), make_params()
-    which = torch.tensor([1, -1, 0, 2, 4, 3, 0, 3], dtype=torch.int32)
-    words = torch.zeros(5, -(-vocab // 32), dtype=torch.int32)
+    mask_index = torch.tensor([1, -1, 0, 2, 4, 3, 0, 3], dtype=torch.int32)
+    bitmask = torch.zeros(5, -(-vocab // 32), dtype=torch.int32)
     for line in range(4):
         for token in torch.randperm(vocab)[:num_left].tolist():
-            words[line, token // 32] |= (1 << token % 32) - ((1 << 32) if token % 32 == 31 else 0)
+            bitmask[line, token // 32] |= (1 << token % 32) - ((1 << 32) if token % 32 == 31 else 0)
     masked = logits.clone()
-    reference.mask_tokens(masked, which, words)
+    reference.apply_token_bitmask(masked, mask_index, bitmask)
     expected = reference.sample(masked, on_cpu(params))
     logits[5, int((masked[5] == -math.inf).nonzero()[7])] = math.nan
     expected[4], expected[5] = -2, -1
-    for draw, device in ((reference.draw, "cpu"), (cuda.draw, DEVICE)):
+    for draw, device in ((reference.sample_checked, "cpu"), (cuda.sample_checked, DEVICE)):
         mine = logits.to(device, copy=True)
-        found = draw(mine, params if device == DEVICE else on_cpu(params), (which.to(device), words.to(device)))
+        found = draw(mine, params if device == DEVICE else on_cpu(params), (mask_index.to(device), bitmask.to(device)))
         assert torch.equal(found.cpu(), expected)
         good = [0, 1, 2, 3, 4, 6, 7]
         assert torch.equal(mine.cpu()[good], masked[good])
@@ -136,7 +136,7 @@ def test_draws_follow_the_filtered_distribution() -> None:
         device=DEVICE,
     )
     tokens = cuda.sample(logits.to(DEVICE), params).cpu()
-    probs = reference.filtered_logits(logits[:1], on_cpu(params).rows(torch.tensor([0]))).softmax(-1)[0]
+    probs = reference.filtered_logits(logits[:1], on_cpu(params).select(torch.tensor([0]))).softmax(-1)[0]
     counts = torch.bincount(tokens, minlength=40)
     assert not counts[probs == 0].any()
     kept = probs > 0

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import reference
-from octavo.kernels.metadata import PER_ROW, RaggedBatch
-from octavo.kernels.row_state import FIRST_STOP_ID, DecodeStep, RowState
+from octavo.kernels.metadata import PER_ROW_FIELDS, RaggedBatch
+from octavo.kernels.row_state import FIRST_STOP_ID, DecodeInputs, RowState
 from octavo.kernels.triton import ops as cuda
 from tests.kernels.triton.device import DEVICE
 from tests.kernels.triton.sampling.rows import BLOCK_SIZE, MAX_BLOCKS, NUM_ROWS, make_state, moved
@@ -26,7 +26,7 @@ def test_prepare_decode_inputs() -> None:
     state, steps = make_state(), []
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
         tensors = [x.to(device) for x in (step_counter, rows, starts, ends)]
-        step = DecodeStep.over(*tensors, max_blocks=MAX_BLOCKS, block_size=BLOCK_SIZE).first(5)
+        step = DecodeInputs.allocate(*tensors, max_blocks=MAX_BLOCKS, block_size=BLOCK_SIZE).first(5)
         ops.prepare_decode_inputs(state if ops is reference else moved(state), step, BLOCK_SIZE)
         steps.append(step)
     expected, mine = steps
@@ -37,7 +37,7 @@ def test_prepare_decode_inputs() -> None:
         assert torch.equal(getattr(mine, name).cpu(), getattr(expected, name)), name
     for name in ("positions", "slot_mapping", "seq_lens"):
         assert torch.equal(getattr(mine.batch, name).cpu(), getattr(expected.batch, name)), name
-    for name in PER_ROW:
+    for name in PER_ROW_FIELDS:
         assert torch.equal(getattr(mine.sampling, name).cpu(), getattr(expected.sampling, name)), name
     for table, wanted, length in zip(
         mine.batch.block_tables, expected.batch.block_tables, [1102, 0, 0, 0, 2], strict=True
@@ -80,7 +80,11 @@ def test_commit_sampled_tokens() -> None:
     """A token, a stop token, none, what was no number, a row that was done, and two draws of one row, both heard."""
     state = make_state()
     rows, tokens = torch.tensor([0, 1, NUM_ROWS, 3, 2, 4, 4]), torch.tensor([60, -5, 61, -1, 62, -5, -5])
-    tokens[1], tokens[5], tokens[6] = state.setup[1, FIRST_STOP_ID], state.setup[4, -1], state.setup[4, -1]
+    tokens[1], tokens[5], tokens[6] = (
+        state.sampling_params[1, FIRST_STOP_ID],
+        state.sampling_params[4, -1],
+        state.sampling_params[4, -1],
+    )
     results = []
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
         own = moved(state) if ops is cuda else RowState(*(getattr(state, f.name).clone() for f in fields(RowState)))
@@ -110,13 +114,16 @@ def test_a_step_finds_what_neighbours_have_in_common() -> None:
     found = []
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
         tensors = [x.to(device) for x in (step_counter, rows, starts, ends)]
-        step = DecodeStep.over(*tensors, max_blocks=max_blocks, block_size=block_size).first(8, cascade=True)
+        step = DecodeInputs.allocate(*tensors, max_blocks=max_blocks, block_size=block_size).first(8, cascade=True)
         own = RowState(
-            *(x.to(device, copy=True) for x in (state.block_tables, state.last_token, state.done, state.setup))
+            *(
+                x.to(device, copy=True)
+                for x in (state.block_tables, state.last_token, state.done, state.sampling_params)
+            )
         )
         ops.prepare_decode_inputs(own, step, block_size)
-        assert step.batch.common_lens is not None
-        found.append(step.batch.common_lens.tolist())
+        assert step.batch.common_prefix_lens is not None
+        found.append(step.batch.common_prefix_lens.tolist())
     # The last token of either is its own, even in a block of both. Row 3 begins with two blocks of row 2; rows 4 and 5
     # have nothing to do; row 1 stands alone behind those.
     assert found[0] == found[1] == [0, 1000, 1200, 8, 0, 0, 0, 0]

@@ -39,8 +39,8 @@ def test_the_best_tokens_of_each_row(vocab: int, num: int, dtype: torch.dtype) -
     logits = logits.to(dtype)
     logits[3, vocab - 1] = math.nan
     logits[4, 0] = math.inf
-    expected = reference.best_tokens(logits, num)
-    found = cuda.best_tokens(logits.to(DEVICE), num).cpu()
+    expected = reference.packed_top_logprobs(logits, num)
+    found = cuda.packed_top_logprobs(logits.to(DEVICE), num).cpu()
     ids = slice(2, 2 + num)
     assert found[:, 1].tolist() == expected[:, 1].tolist() == [1, 1, 1, 0, 0]
     assert torch.equal(found[:3, ids], expected[:3, ids])
@@ -61,7 +61,7 @@ def test_what_the_model_thought_of_tokens(vocab: int, dtype: torch.dtype) -> Non
     logits[5, 1:] = -0.0
     logits = logits.to(dtype)
     state, asked = make_state(), (20, 0, 3, 1, -1, 7, -1)
-    state.setup[:, NUM_LOGPROBS] = torch.tensor(asked)
+    state.sampling_params[:, NUM_LOGPROBS] = torch.tensor(asked)
     rows = torch.tensor([0, 1, 5, 2, 4, 0, 3])
     tokens = torch.tensor([4, vocab - 1, 6, 5, 3, vocab // 2, -1])
     step_counter = torch.tensor([1, 3])

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from octavo.kernels import reference
 from octavo.kernels.cpu import ops as cpu
-from octavo.kernels.metadata import LogitRules, SamplingTensors, TokenHistory
+from octavo.kernels.cpu.sampling import NUM_CANDIDATES
+from octavo.kernels.metadata import LogitsProcessorParams, SamplingTensors, TokenHistory
 
 BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
 VOCAB = 300
@@ -54,26 +55,26 @@ def test_repetition_is_transformers(ops: ModuleType, penalty: float) -> None:
     logits[0, sequences[0][0]] = -math.inf
     wanted = processed(RepetitionPenaltyLogitsProcessor(penalty), sequences, logits)
     zeros = torch.zeros(6)
-    rules = LogitRules(
+    rules = LogitsProcessorParams(
         history=history_of(sequences, [rng.randint(1, len(s)) for s in sequences], list(range(6))),
         repetition=zeros + penalty,
         presence=zeros,
         frequency=zeros,
     )
-    ops.apply_rules(logits, rules)
+    ops.apply_logits_processors(logits, rules)
     assert torch.equal(logits, wanted)
 
 
 @BOTH
 def test_presence_counts_once_and_frequency_every_time_and_only_in_the_output(ops: ModuleType) -> None:
     logits = torch.zeros(3, VOCAB)
-    rules = LogitRules(
+    rules = LogitsProcessorParams(
         history=history_of([[5, 6, 7, 5, 5, 8], [9, 9]], [2, 2], [2, 0]),
         repetition=torch.ones(2),
         presence=torch.tensor([0.5, 0.5]),
         frequency=torch.tensor([0.25, -1.0]),
     )
-    ops.apply_rules(logits, rules)
+    ops.apply_logits_processors(logits, rules)
     assert {t: float(logits[2, t]) for t in (5, 6, 7, 8, 9, 13)} == {5: -1.0, 6: 0.0, 7: -0.75, 8: -0.75, 9: 0, 13: 0}
     assert not logits[:2].any()  # the second has no output yet, and no rule is for the row between
 
@@ -97,14 +98,14 @@ def test_penalties_of_many_rows_are_a_loop_over_tokens(ops: ModuleType, dtype: t
             mine[t] = mine[t] / repetition[i] if mine[t] > 0 else mine[t] * repetition[i]
         for t in set(output):
             mine[t] -= frequency[i] * output.count(t) + presence[i]
-    rules = LogitRules(
+    rules = LogitsProcessorParams(
         history=history_of([[t % 9 for t in s] for s in sequences], prompts, rows),
         repetition=torch.tensor(repetition),
         presence=torch.tensor(presence),
         frequency=torch.tensor(frequency),
     )
     rules.history.token_ids.clamp_(max=8)  # type: ignore[union-attr]
-    ops.apply_rules(logits, rules)
+    ops.apply_logits_processors(logits, rules)
     torch.testing.assert_close(logits, torch.tensor(wanted, dtype=dtype), rtol=1e-6, atol=1e-6)
 
 
@@ -128,12 +129,12 @@ def test_bad_words_are_transformers(ops: ModuleType) -> None:
         ]
     )
     longest = max(len(w) for mine in words for w in mine)
-    rules = LogitRules(
+    rules = LogitsProcessorParams(
         history=history_of(sequences, [1] * 12, list(range(12))),
-        words=torch.tensor([[-1] * (longest - len(w)) + w for mine in words for w in mine]),
-        word_rows=torch.tensor([i for i, mine in enumerate(words) for _ in mine]),
+        bad_words=torch.tensor([[-1] * (longest - len(w)) + w for mine in words for w in mine]),
+        bad_word_rows=torch.tensor([i for i, mine in enumerate(words) for _ in mine]),
     )
-    ops.apply_rules(logits, rules)
+    ops.apply_logits_processors(logits, rules)
     assert torch.equal(logits, wanted)
     assert wanted[1, 4] == -math.inf and (wanted == -math.inf).sum() > 12
 
@@ -147,14 +148,14 @@ def test_tokens_allowed_banned_and_biased(ops: ModuleType) -> None:
     before = logits.clone()
     allowed, bias = [3, 299, 17], {17: 2.5, 4: -100.0, 0: 100.0}
     suppressed = [t for t in range(VOCAB) if t not in allowed]
-    rules = LogitRules(
-        limited=torch.tensor([2]),
-        allowed=(torch.tensor([2, 2, 2]), torch.tensor(allowed)),
-        banned=(torch.tensor([2, 0]), torch.tensor([3, 299])),
-        bias=(torch.tensor([2] * 3 + [1] * 3), torch.tensor(list(bias) * 2)),
+    rules = LogitsProcessorParams(
+        allowed_rows=torch.tensor([2]),
+        allowed_tokens=(torch.tensor([2, 2, 2]), torch.tensor(allowed)),
+        banned_tokens=(torch.tensor([2, 0]), torch.tensor([3, 299])),
+        bias_tokens=(torch.tensor([2] * 3 + [1] * 3), torch.tensor(list(bias) * 2)),
         bias_values=torch.tensor(list(bias.values()) * 2),
     )
-    ops.apply_rules(logits, rules)
+    ops.apply_logits_processors(logits, rules)
     biased = SequenceBiasLogitsProcessor({(t,): b for t, b in bias.items()})
     only = processed(SuppressTokensLogitsProcessor(suppressed), [[1]], before[2:3])
     only[0, 3] = -math.inf
@@ -214,7 +215,7 @@ def test_the_fast_logprobs_over_a_large_vocabulary() -> None:
     """Rounded to bfloat16 as a model's are: many equals, also at the edge of the top."""
     logits = (torch.randn(8, 50_000, generator=torch.Generator().manual_seed(0)) * 2).bfloat16().float()
     token_ids = torch.arange(8) * 1000
-    for num_top in (1, 5, 20, cpu.CANDIDATES + 1):
+    for num_top in (1, 5, 20, NUM_CANDIDATES + 1):
         fast, slow = (ops.token_logprobs(logits, token_ids, num_top) for ops in (cpu, reference))
         assert torch.equal(fast[1], slow[1]) and torch.equal(fast[2], slow[2])
         torch.testing.assert_close(fast[0], slow[0], rtol=0, atol=1e-5)
@@ -224,7 +225,7 @@ def test_the_fast_logprobs_over_a_large_vocabulary() -> None:
 @BOTH
 def test_a_row_with_few_tokens_left_is_filtered_all_the_same(ops: ModuleType) -> None:
     """Fewer than top_k, and than the fast path looks at; none of the others is ever drawn."""
-    logits = torch.full((400, 5 * cpu.CANDIDATES), -torch.inf)
+    logits = torch.full((400, 5 * NUM_CANDIDATES), -torch.inf)
     logits[:, [3, 700]] = torch.tensor([0.0, 1.0])
     num = len(logits)
     params = SamplingTensors.from_lists(

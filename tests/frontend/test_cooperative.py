@@ -13,8 +13,8 @@ import pytest
 
 from octavo.engine.process import ipc
 from octavo.engine.process.ipc import Channel, endpoint_in
-from octavo.frontend import time_slices as slices
-from octavo.frontend.time_slices import BREATH, done, sliced
+from octavo.frontend import cooperative as slices
+from octavo.frontend.cooperative import YIELD_POINT, iter_cooperatively, run_cooperatively
 from tests.serve.event_loop import run
 
 
@@ -43,7 +43,7 @@ class Log(list[Any]):
 def work(num_items: int) -> Iterator[Any]:
     for i in range(num_items):
         yield i
-        yield BREATH
+        yield YIELD_POINT
 
 
 @pytest.mark.parametrize(("slice_s", "num_turns"), [(-1.0, 10), (1e6, 0)])
@@ -55,11 +55,11 @@ def test_results_keep_their_order_and_others_run_between_slices(
     async def main() -> None:
         log = Log()
         async with log.with_another_task():
-            async for item in sliced(work(10)):
+            async for item in iter_cooperatively(work(10)):
                 log.append(item)
             assert log.own == list(range(10))
             assert log.count("other") == num_turns  # one between any two slices; none within one
-        assert await done(work(5)) == [0, 1, 2, 3, 4]
+        assert await run_cooperatively(work(5)) == [0, 1, 2, 3, 4]
 
     run(main())
 
@@ -67,12 +67,12 @@ def test_results_keep_their_order_and_others_run_between_slices(
 def test_what_a_slice_raises_reaches_the_caller() -> None:
     def failing() -> Iterator[Any]:
         yield 1
-        yield BREATH
+        yield YIELD_POINT
         raise ValueError("no")
 
     async def main() -> None:
         with pytest.raises(ValueError, match="no"):
-            await done(failing())
+            await run_cooperatively(failing())
 
     run(main())
 

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 
 from octavo.kernels import reference
 from octavo.kernels.cpu import ops as cpu
+from octavo.kernels.cpu import sampling as cpu_sampling
+from octavo.kernels.cpu.sampling import NUM_CANDIDATES
 from octavo.kernels.metadata import SamplingTensors
+from octavo.kernels.reference import sampling
 
 BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
 
@@ -167,12 +170,12 @@ def test_top_p_of_one_keeps_what_float32_rounds_away() -> None:
 @given(data=st.data())
 def test_the_fast_path_draws_the_references_tokens(data: st.DataObject) -> None:
     """Rows of every kind in one batch, over a vocabulary larger than the fast path's first look."""
-    num_rows, vocab_size = 24, 2 * cpu.CANDIDATES
+    num_rows, vocab_size = 24, 2 * NUM_CANDIDATES
     rows = [
         data.draw(
             st.tuples(
                 st.sampled_from([0.0, 0.5, 1.0, 1.5]),
-                st.sampled_from([0, 0, 1, 7, cpu.CANDIDATES - 1, cpu.CANDIDATES, vocab_size + 5]),
+                st.sampled_from([0, 0, 1, 7, NUM_CANDIDATES - 1, NUM_CANDIDATES, vocab_size + 5]),
                 st.sampled_from([1.0, 0.1, 0.9, 0.9999]),
                 st.sampled_from([0.0, 0.0, 0.02, 1.0]),
             )
@@ -197,9 +200,9 @@ def test_a_draw_does_not_depend_on_its_batch(ops: ModuleType, filters: dict[str,
     params = settings_of(num_rows, seed=list(range(100, 100 + num_rows)), position=[3] * num_rows, **filters)  # type: ignore[arg-type]
     together = ops.sample(logits, params)
     for row in range(num_rows):
-        assert ops.sample(logits[row : row + 1], params.rows(torch.tensor([row]))) == together[row]
+        assert ops.sample(logits[row : row + 1], params.select(torch.tensor([row]))) == together[row]
     order = torch.randperm(num_rows)
-    assert torch.equal(ops.sample(logits[order], params.rows(order)), together[order])
+    assert torch.equal(ops.sample(logits[order], params.select(order)), together[order])
 
 
 @BOTH
@@ -262,9 +265,9 @@ def test_noise_known_by_its_figures() -> None:
 @BOTH
 def test_the_highest_noise_does_not_lose_the_only_token(ops: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest 32 bits round to 1 in float32; infinite noise would drop the one token that filters left."""
-    for module in (reference, cpu):
+    for module in (sampling, cpu_sampling):
         monkeypatch.setattr(module, "noise_keys", lambda seed, *_: torch.zeros_like(seed))
-    monkeypatch.setattr(reference, "_mix_high", lambda x: torch.full_like(x, -1))
+    monkeypatch.setattr(sampling, "_mix_high", lambda x: torch.full_like(x, -1))
     assert bool(reference.exponential_noise(torch.zeros(1, dtype=torch.int64), torch.arange(3)).isfinite().all())
     logits = torch.tensor([[0.0, 1.0, 3.0, 2.0]])
     assert ops.sample(logits, settings_of(1, top_k=1)).tolist() == [2]

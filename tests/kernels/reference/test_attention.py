@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.kernels import reference
+from octavo.kernels.cpu import attention
 from octavo.kernels.cpu import ops as cpu
 from octavo.kernels.metadata import RaggedBatch
 from tests.kernels.pool import Case, make_case, naive_attention, relative_error
@@ -127,8 +128,8 @@ def test_decoding_together_equals_decoding_alone(ops: ModuleType) -> None:
     ],
 )
 def test_contexts_of_similar_length_are_attended_to_together(lengths: list[int], groups: list[list[int]]) -> None:
-    spans = [cpu._Span(s, s, s + 1, 0, n, 0, n) for s, n in enumerate(lengths)]
-    assert [[span.num_blocks for span in g] for g in cpu._of_similar_length(spans, block_bytes=24 << 10)] == groups
+    spans = [attention._Span(s, s, s + 1, 0, n, 0, n) for s, n in enumerate(lengths)]
+    assert [[span.num_blocks for span in g] for g in attention._group_by_length(spans, block_bytes=24 << 10)] == groups
 
 
 @BOTH

@@ -1,8 +1,8 @@
-"""Other processors, as far as this one can show them: what packs and multiplies a weight, by name.
+"""Runs the CPU's linear layers with another backend, or with the instructions of another processor.
 
-native       compiled for this processor, and for the older ones in `MARCHES` that it can be
+native       native.cpp compiled for this processor, or for an older one of `MARCHES`
 oneDNN       no compiler
-blocks       no compiler, and nothing fast in oneDNN
+blocks       no compiler, and no fast product in oneDNN
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ INSTRUCTIONS = {
     "skylake-avx512": {"bfloat16": "float32, 512 bits", "int8": "int16, 512 bits"},
     "cascadelake": {"bfloat16": "float32, 512 bits", "int8": "vpdpbusd, 512 bits"},
 }
-"""What a library for each multiplies with."""
-WAYS = ["native", *MARCHES, "oneDNN", "blocks"]
+"""`Library.instructions` of a library for each."""
+BACKENDS = ["native", *MARCHES, "oneDNN", "blocks"]
 
 
 @functools.cache
-def _built(march: str) -> native.Library | None:
-    """Compiled in a hurry, once a process."""
+def _compiled(march: str) -> native.Library | None:
+    """native.cpp for a processor, compiled with -O1 once a process; None where this processor cannot run it."""
     compiler = shutil.which("c++") or shutil.which("g++")
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split() if Path("/proc/cpuinfo").exists() else []
     if compiler is None or MARCHES[march] not in flags:
@@ -47,24 +47,24 @@ def _built(march: str) -> native.Library | None:
         return native.Library(path)
 
 
-def become(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have this process compute as one of `WAYS`; skips where it cannot."""
-    if way in MARCHES or way == "native":
-        library = native.library() if way == "native" else _built(way)
+def use_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this process use one of `BACKENDS`; skips the test if it cannot."""
+    if name in MARCHES or name == "native":
+        library = native.library() if name == "native" else _compiled(name)
         if library is None:
-            pytest.skip(f"this processor is no {way}, or there is no C++ compiler")
+            pytest.skip(f"this processor is no {name}, or there is no C++ compiler")
         monkeypatch.setattr(native, "library", lambda: library)
         return
     monkeypatch.setattr(native, "library", lambda: None)
-    if way == "blocks":
-        monkeypatch.setattr(packed, "has_bfloat16", lambda: False)
-        monkeypatch.setattr(packed, "has_int8", lambda: False)
+    if name == "blocks":
+        monkeypatch.setattr(packed, "has_onednn_bfloat16", lambda: False)
+        monkeypatch.setattr(packed, "has_onednn_int8", lambda: False)
 
 
-def way_of(way: str, quantization: packed.Quantization | None) -> str:
-    """Which of `packed`'s ways that is, on this machine."""
-    if way == "native" or way in MARCHES:
-        return "native and oneDNN" if packed.has_amx() and packed.this_machine(quantization).onednn else "native"
-    if way == "oneDNN" and not packed.this_machine(quantization).onednn:
+def expected_backend(name: str, quantization: packed.Quantization | None) -> str:
+    """The `MatmulBackend` that one of `BACKENDS` results in on this machine."""
+    if name == "native" or name in MARCHES:
+        return "native and oneDNN" if packed.has_amx() and packed.detect_features(quantization).onednn else "native"
+    if name == "oneDNN" and not packed.detect_features(quantization).onednn:
         return "blocks"
-    return way
+    return name

@@ -1,0 +1,174 @@
+"""Sampling on the CPU: logits processors, filters, the exponential race, log-probabilities.
+
+numpy replaces torch where it is faster on a CPU: bit masks, sorting, argmax.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.kernels import reference
+from octavo.kernels.cpu import native
+from octavo.kernels.metadata import LogitsProcessorParams, SamplingTensors
+from octavo.kernels.reference.sampling import GOLDEN, MIX_1, MIX_2, noise_keys
+
+NUM_CANDIDATES = 256
+"""Top tokens that filters look at first. They nearly always suffice; sorting a vocabulary costs 20 times as much."""
+
+
+def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
+    """See `reference.sample`. The algorithm depends on the row only: argmax for greedy, the top tokens for filtered
+    rows, a sorted vocabulary only for rows whose filters keep more than these.
+    """
+    if params.all_greedy:
+        return argmax(logits)
+    warm = params.temperature > 0
+    filtered = warm & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    for sampler, selected in ((_sample_greedy, ~warm), (_sample_all, warm & ~filtered), (_sample_filtered, filtered)):
+        rows = selected.nonzero().squeeze(1)
+        if len(rows) == len(logits):
+            return sampler(logits, params)
+        if len(rows):
+            tokens[rows] = sampler(logits[rows], params.select(rows))
+    return tokens
+
+
+def _sample_greedy(logits: Tensor, params: SamplingTensors) -> Tensor:
+    return argmax(logits)
+
+
+def _sample_all(logits: Tensor, params: SamplingTensors) -> Tensor:
+    """Rows with a temperature and no filter. torch computes one at a time: its integers stay in the caches."""
+    keys = noise_keys(params.seed, params.sample_index, params.position)
+    if (library := native.library_for(logits)) is not None:
+        return library.sample(logits, params.temperature.float().contiguous(), keys.contiguous())
+    wide = reference.accumulation_dtype(logits.dtype)
+    counters = torch.arange(1, logits.shape[1] + 1).mul_(GOLDEN)
+    bits, scratch = torch.empty_like(counters), torch.empty_like(counters)
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    for row, key in enumerate(keys):
+        noise = _exponential_noise(key, counters, bits, scratch)
+        scores = logits[row].to(wide) / params.temperature[row]
+        tokens[row] = argmax(scores.sub_(noise.log_()))
+    return tokens
+
+
+def _exponential_noise(key: Tensor, counters: Tensor, bits: Tensor, scratch: Tensor) -> Tensor:
+    """`reference.exponential_noise` of one key, computed in place; counters are (token_id + 1) * GOLDEN."""
+    torch.add(counters, key, out=bits)
+    for shift, factor in ((30, MIX_1), (27, MIX_2)):
+        torch.bitwise_right_shift(bits, shift, out=scratch)
+        bits.bitwise_xor_(scratch.bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
+    upper = bits.bitwise_right_shift_(32).bitwise_and_((1 << 32) - 1)
+    uniform = upper.float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_()
+
+
+def _sample_filtered(logits: Tensor, params: SamplingTensors) -> Tensor:
+    """Rows with a temperature and a filter."""
+    if logits.shape[1] <= NUM_CANDIDATES:
+        return reference.sample(logits, params)
+    scaled = logits.to(reference.accumulation_dtype(logits.dtype)) / params.temperature.unsqueeze(1)
+    token_ids = scaled.topk(NUM_CANDIDATES, sorted=False).indices.sort().values  # equals in the order of ids
+    top_logits, order = scaled.gather(1, token_ids).sort(descending=True, stable=True)
+    token_ids = token_ids.gather(1, order)
+    keep = reference.keep_mask(
+        top_logits, params.top_k, params.top_p, params.min_p, log_total=scaled.logsumexp(1, keepdim=True)
+    )
+    keys = noise_keys(params.seed, params.sample_index, params.position)
+    noise = reference.exponential_noise(keys.unsqueeze(1), token_ids)
+    scores = (top_logits - noise.log_()).masked_fill_(~keep, -math.inf)
+    tokens = token_ids.gather(1, scores.argmax(1, keepdim=True)).squeeze(1)
+    # No other token has a higher logit than the last candidate. A row is complete if the last candidate is removed by a
+    # filter, with a logit below all kept ones, and if top_k keeps only candidates.
+    last = top_logits[:, -1]
+    last_of_top_k = top_logits.gather(1, params.top_k.long().clamp(1, NUM_CANDIDATES).sub_(1).unsqueeze(1)).squeeze(1)
+    complete = (last < top_logits.masked_fill(~keep, math.inf).amin(1)) & ((params.top_k <= 0) | (last < last_of_top_k))
+    complete |= last == -math.inf  # masks left fewer tokens than candidates
+    if not bool(complete.all()):
+        rows = (~complete).nonzero().squeeze(1)
+        tokens[rows] = reference.sample(logits[rows], params.select(rows))
+    return tokens
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """argmax over the last dimension, the first of equals -> int64. numpy's has memory speed, torch's a tenth."""
+    wide = logits.to(reference.accumulation_dtype(logits.dtype))
+    return torch.as_tensor(wide.numpy(force=True).argmax(-1))
+
+
+def finite_rows(logits: Tensor) -> Tensor:
+    """See `reference.finite_rows`. Checks sums of rows first, and each number only where a sum is not finite: a sum of
+    finite numbers may overflow."""
+    finite = logits.sum(-1).isfinite()
+    if not bool(finite.all()):
+        rows = (~finite).nonzero().squeeze(1)
+        finite[rows] = reference.finite_rows(logits[rows])
+    return finite
+
+
+# -- logits processors and log-probabilities ---------------------------------------------------------------------------
+
+
+def apply_token_bitmask(logits: Tensor, mask_index: Tensor, bitmask: Tensor) -> None:
+    """See `reference.apply_token_bitmask`. numpy unpacks bits."""
+    octets = bitmask.numpy().view(np.uint8)
+    forbidden = np.unpackbits(~octets, axis=1, count=logits.shape[1], bitorder="little").view(np.bool_)
+    for row, mask in zip(logits, mask_index.tolist(), strict=True):
+        if mask >= 0:
+            row.masked_fill_(torch.from_numpy(forbidden[mask]), -torch.inf)
+
+
+def apply_logits_processors(logits: Tensor, params: LogitsProcessorParams) -> None:
+    """See `reference.apply_logits_processors`. Penalties are computed only for tokens that occurred before."""
+    reference.apply_logits_processors(logits, replace(params, repetition=None))
+    if params.repetition is not None:
+        _apply_penalties(logits, params)
+
+
+def _apply_penalties(logits: Tensor, params: LogitsProcessorParams) -> None:
+    """Sort the (row, token) pairs of the history. numpy sorts and indexes ten times as fast as torch."""
+    history, repetition, presence, frequency = params.history, params.repetition, params.presence, params.frequency
+    assert history is not None and repetition is not None and presence is not None and frequency is not None
+    vocab_size, table = logits.shape[1], logits.numpy()  # the same memory
+    token_ids = history.token_ids.numpy()  # [num, max_len]
+    positions = np.arange(token_ids.shape[1])
+    known = positions < history.num_tokens.numpy()[:, None]
+    output = positions >= history.num_prompt.numpy()[:, None]
+    first_cell = np.arange(len(token_ids), dtype=np.int64)[:, None] * vocab_size
+    keys = ((token_ids + first_cell) * 2 + output)[known]  # [num_known]: logit * 2, + 1 in the output
+    keys.sort()
+    cells = keys >> 1
+    starts = np.flatnonzero(np.diff(cells, prepend=-1))
+    num_output = np.add.reduceat(keys & 1, starts).astype(table.dtype)  # [num_cells]
+    history_row, token = np.divmod(cells[starts], vocab_size)
+    row = history.rows.numpy()[history_row]
+    chosen, penalty = table[row, token], repetition.numpy().astype(table.dtype)[history_row]
+    chosen = np.where(chosen > 0, chosen / penalty, chosen * penalty)
+    chosen -= frequency.numpy().astype(table.dtype)[history_row] * num_output
+    chosen -= presence.numpy().astype(table.dtype)[history_row] * (num_output > 0)
+    table[row, token] = chosen
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `reference.token_logprobs`. Sorts only tokens with at least the logit of the last top token."""
+    if num_top > NUM_CANDIDATES or num_top > logits.shape[1]:
+        return reference.token_logprobs(logits, token_ids, num_top)
+    wide = logits.to(reference.accumulation_dtype(logits.dtype))
+    chosen = wide.gather(1, token_ids.unsqueeze(1))
+    last = wide.topk(num_top, sorted=False).values.amin(1) if num_top else chosen
+    ranks, top_ids = [], []
+    for row, own_logit, bound in zip(wide.numpy(), chosen.numpy(), last.numpy(), strict=True):  # numpy counts faster
+        ranks.append(np.count_nonzero(row > own_logit) + 1)
+        if num_top:
+            ids = np.flatnonzero(row >= bound)
+            top_ids.append(ids[np.argsort(-row[ids], kind="stable")[:num_top]])
+    best = torch.from_numpy(np.array(top_ids, dtype=np.int64).reshape(len(wide), num_top))
+    log_total = wide.logsumexp(1, keepdim=True)
+    return (chosen - log_total).squeeze(1), torch.tensor(ranks), best, wide.gather(1, best) - log_total

@@ -1,0 +1,92 @@
+"""Writes, copies and swaps of K and V in the paged pool."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.reference.norms import NormedResidual, norm_linear, rms_norm
+from octavo.kernels.reference.rope import apply_rope
+
+
+def kv_write(k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+    """Write K and V of each token to its slot; k, v [num_tokens, num_kv_heads, head_dim], slot_mapping [num_tokens].
+
+    Padding tokens have slots of the null block. Runs before attention: a token attends to itself.
+    """
+    block_size = kv_layer.shape[3]
+    block_ids, offsets = slot_mapping // block_size, slot_mapping % block_size
+    kv_layer[block_ids, 0, :, offsets] = k.to(kv_layer.dtype)
+    kv_layer[block_ids, 1, :, offsets] = v.to(kv_layer.dtype)
+
+
+def rope_kv_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    kv_layer: Tensor,
+    slot_mapping: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Fused operations between the QKV projection and attention -> q, rotated.
+
+    `rms_norm` of q's and k's heads if q_norm and k_norm [head_dim] are given, then `apply_rope` and `kv_write`. Shapes
+    as there.
+    """
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
+    q, k = apply_rope(q, k, positions, cos_sin)
+    kv_write(k, v, kv_layer, slot_mapping)
+    return q
+
+
+def split_heads(projected: Tensor, kv_layer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Split [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] into q, k and v for `rope_kv_write`."""
+    num_kv_heads, _, head_dim = kv_layer.shape[2:]
+    heads = projected.view(len(projected), -1, head_dim)
+    q, k, v = torch.split(heads, [heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+    return q, k, v
+
+
+def project_qkv(
+    residual: NormedResidual,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    kv_layer: Tensor,
+    batch: RaggedBatch,
+    cos_sin: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 0.0,
+) -> Tensor:
+    """All operations before attention: `norm_linear` with the QKV weight, then `rope_kv_write` -> q, rotated.
+
+    weight [(num_heads + 2 * num_kv_heads) * head_dim, size], bias [(num_heads + 2 * num_kv_heads) * head_dim]
+    """
+    q, k, v = split_heads(norm_linear(residual, eps, weight, bias), kv_layer)
+    return rope_kv_write(
+        q, k, v, batch.positions, cos_sin, kv_layer, batch.slot_mapping, q_norm=q_norm, k_norm=k_norm, eps=norm_eps
+    )
+
+
+def block_copy(kv: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
+    """Copy whole blocks of all layers, for copy-on-write. All sources are read before any target is written."""
+    kv.index_copy_(0, dst_ids, kv.index_select(0, src_ids))
+
+
+def swap_out(kv: Tensor, host_kv: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
+    """Copy device blocks `src_ids` to host blocks `dst_ids`. The pools differ in their number of blocks only."""
+    host_kv.index_copy_(0, dst_ids.to(host_kv.device), kv.index_select(0, src_ids).to(host_kv.device))
+
+
+def swap_in(host_kv: Tensor, kv: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
+    """Copy host blocks `src_ids` to device blocks `dst_ids`."""
+    kv.index_copy_(0, dst_ids, host_kv.index_select(0, src_ids.to(host_kv.device)).to(kv.device))

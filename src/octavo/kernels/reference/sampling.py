@@ -1,0 +1,214 @@
+"""Sampling: logits processors, filters, the exponential race, log-probabilities."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.metadata import LogitsProcessorParams, SamplingTensors
+from octavo.kernels.reference.norms import accumulation_dtype
+
+
+def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
+    """Sample one token a row -> [num_rows] int64; logits [num_rows, vocab_size].
+
+    Greedy rows take the argmax, the lowest id of equals. Other rows sample from softmax(filtered_logits) by the
+    exponential race: Exp(1) waiting times are divided by the tokens' probabilities, and token t's is the shortest with
+    probability p(t). The noise is a function of (seed, sample_index, position, token) only, so a sample does not
+    depend on its row, on the batch, or on preemptions.
+    """
+    greedy = logits.to(accumulation_dtype(logits.dtype)).argmax(-1)
+    if params.all_greedy:
+        return greedy
+    scores = filtered_logits(logits, params)
+    token_ids = torch.arange(logits.shape[-1], device=logits.device)
+    noise = exponential_noise(noise_keys(params.seed, params.sample_index, params.position).unsqueeze(-1), token_ids)
+    sampled = (scores.log_softmax(-1) - noise.log()).argmax(-1)
+    return torch.where(params.temperature > 0, sampled, greedy)
+
+
+def filtered_logits(logits: Tensor, params: SamplingTensors) -> Tensor:
+    """logits / temperature, with -inf for tokens that top_k, top_p and min_p, in that order, remove.
+
+    top_k   keeps the k most probable tokens, and all with the same probability as the last of these
+    top_p   keeps the smallest set of top tokens, of those left by top_k, with at least this mass; equals by id
+    min_p   keeps the tokens, of those left by top_p, with at least min_p times the highest probability
+
+    Each filter keeps the most probable token for any value. A greedy row (temperature 0) is divided by 1.
+    """
+    temperature = torch.where(params.temperature > 0, params.temperature, 1.0)
+    scaled = logits.to(accumulation_dtype(logits.dtype)) / temperature.unsqueeze(-1)
+    if not params.any_filter:
+        return scaled
+    ordered, token_ids = scaled.sort(dim=-1, descending=True, stable=True)
+    keep = keep_mask(ordered, params.top_k, params.top_p, params.min_p)
+    return scaled.masked_fill(torch.empty_like(keep).scatter_(-1, token_ids, ~keep), -math.inf)
+
+
+def keep_mask(ordered: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, log_total: Tensor | None = None) -> Tensor:
+    """Tokens that `filtered_logits` keeps, of logits in descending order -> [num_rows, num_logits] bool.
+
+    log_total [num_rows, 1] is the log-sum-exp of all logits, needed if `ordered` has only the highest of them.
+    """
+    num_logits = ordered.shape[-1]
+    k = torch.where(top_k > 0, top_k, num_logits).clamp(max=num_logits).long().unsqueeze(-1)
+    keep = ordered >= ordered.gather(-1, k - 1)
+    left = ordered.masked_fill(~keep, -math.inf)
+    log_mass = left.logsumexp(-1, keepdim=True)
+    if log_total is not None:
+        log_mass = torch.where(top_k.unsqueeze(-1) > 0, log_mass, log_total)
+    probs = (left - log_mass).exp()
+    mass_before = probs.cumsum(-1) - probs
+    # A rounded sum may reach 1 before the last token: top_p = 1 keeps everything without arithmetic.
+    keep &= (mass_before < top_p.unsqueeze(-1)) | (top_p >= 1).unsqueeze(-1)
+    keep &= probs >= min_p.unsqueeze(-1) * probs[:, :1]
+    keep[:, 0] = True
+    return keep
+
+
+def finite_rows(logits: Tensor) -> Tensor:
+    """Rows without NaN and infinity -> [num_rows] bool. Must precede masks, which write -inf."""
+    low, high = logits.aminmax(dim=-1)  # both are NaN where any element is
+    return (low > -math.inf) & (high < math.inf)
+
+
+# The noise is counter-based: SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA
+# 2014), whose n-th output is a mix of key + n * GOLDEN. Integers are int64 and wrap around.
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+GOLDEN = _signed(0x9E3779B97F4A7C15)
+MIX_1 = _signed(0xBF58476D1CE4E5B9)
+MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift: torch's shift is arithmetic."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = _mix_high(x)
+    return x ^ _shift_right(x, 31)
+
+
+def _mix_high(x: Tensor) -> Tensor:
+    """`_mix` without its last step, which mainly mixes the low bits: it changes one of the upper 32."""
+    x = (x ^ _shift_right(x, 30)) * MIX_1
+    return (x ^ _shift_right(x, 27)) * MIX_2
+
+
+def noise_keys(seed: Tensor, sample_index: Tensor, position: Tensor) -> Tensor:
+    """The key of each row's noise; all [num_rows] int64."""
+    key = _mix(seed + GOLDEN)
+    key = _mix(key + sample_index + GOLDEN)
+    return _mix(key + position + GOLDEN)
+
+
+def exponential_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Exp(1) noise, float32, of keys and token ids: the inverse of the distribution function at 32 random bits."""
+    bits = _shift_right(_mix_high(keys + (token_ids + 1) * GOLDEN), 32)
+    # float32 rounds the highest of these to 1. The noise would be infinite, and the only token left impossible.
+    uniform = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    return -torch.log1p(-uniform)
+
+
+# -- logits processors and log-probabilities ---------------------------------------------------------------------------
+
+
+def apply_token_bitmask(logits: Tensor, mask_index: Tensor, bitmask: Tensor) -> None:
+    """Set logits of forbidden tokens to -inf, in place.
+
+    Token t of row i is forbidden where bit t % 32 of bitmask[mask_index[i], t // 32] is 0. A mask_index of -1 forbids
+    nothing.
+
+    logits [num_rows, vocab_size], mask_index [num_rows] int32, bitmask [num_masks, ceil(vocab_size / 32)] int32
+    """
+    bits = (bitmask.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=bitmask.device)) & 1
+    forbidden = bits.flatten(1)[:, : logits.shape[1]] == 0
+    rows = torch.nonzero(mask_index >= 0).squeeze(1)
+    logits[rows] = logits[rows].masked_fill(forbidden[mask_index[rows].long()], -math.inf)
+
+
+def packed_top_logprobs(logits: Tensor, num: int) -> Tensor:
+    """Packed `token_logprobs` of each row's top token; logits [num_rows, vocab_size] -> [num_rows, 2 + 2 * num] int32.
+
+    The words are: the bits of its log-probability as float32; its rank, 1, or 0 for non-finite logits; the top tokens;
+    the bits of their log-probabilities. num is at most vocab_size.
+    """
+    best, ids = logits.float().log_softmax(-1).sort(dim=-1, descending=True, stable=True)
+    best, ids = best[:, :num].contiguous().view(torch.int32), ids[:, :num].int()
+    return torch.cat([best[:, :1], finite_rows(logits).int().unsqueeze(1), ids, best], 1)
+
+
+def apply_logits_processors(logits: Tensor, params: LogitsProcessorParams) -> None:
+    """Apply logits processors to logits [num_rows, vocab_size], in place: masks (-inf), then biases, then penalties."""
+    if params.allowed_rows is not None and params.allowed_tokens is not None:
+        kept = logits[params.allowed_tokens]
+        logits[params.allowed_rows] = -math.inf
+        logits[params.allowed_tokens] = kept
+    if params.banned_tokens is not None:
+        logits[params.banned_tokens] = -math.inf
+    if params.bad_words is not None:
+        logits[find_banned_words(params)] = -math.inf
+    if params.bias_tokens is not None and params.bias_values is not None:
+        logits[params.bias_tokens] += params.bias_values.to(logits.dtype)
+    if params.repetition is not None:
+        apply_penalties(logits, params)
+
+
+def find_banned_words(params: LogitsProcessorParams) -> tuple[Tensor, Tensor]:
+    """(row of logits, last token) of each bad word whose other tokens are the last ones of its sequence."""
+    history, words, word_rows = params.history, params.bad_words, params.bad_word_rows
+    assert history is not None and words is not None and word_rows is not None
+    num_before = words.shape[1] - 1
+    offsets = torch.arange(-num_before, 0, device=words.device)  # of a word's tokens, from its last one
+    positions = history.num_tokens[word_rows].unsqueeze(1) + offsets  # [num_words, num_before]
+    before = history.token_ids[word_rows.unsqueeze(1), positions.clamp(min=0)]
+    same = (before == words[:, :-1]) & (positions >= 0)
+    hits = (same | (words[:, :-1] < 0)).all(1)
+    return history.rows[word_rows[hits]], words[hits, -1]
+
+
+def apply_penalties(logits: Tensor, params: LogitsProcessorParams) -> None:
+    """Apply penalties to the rows of `params.history`, in place, by the tokens that occurred before:
+
+    repetition   in prompt or output: a positive logit is divided by it, another multiplied (arXiv 1909.05858, 4.1)
+    frequency    subtracted for each occurrence in the output
+    presence     subtracted once if the token is in the output
+    """
+    history, repetition, presence, frequency = params.history, params.repetition, params.presence, params.frequency
+    assert history is not None and repetition is not None and presence is not None and frequency is not None
+    token_ids, dtype = history.token_ids.long(), logits.dtype
+    positions = torch.arange(token_ids.shape[1], device=logits.device)
+    known = positions < history.num_tokens.unsqueeze(1)  # [num, max_len]
+    output = known & (positions >= history.num_prompt.unsqueeze(1))
+    token_ids = token_ids.where(known, 0)
+    chosen = logits[history.rows]  # [num, vocab_size]
+    num_seen = torch.zeros_like(chosen).scatter_add_(1, token_ids, known.to(dtype))
+    num_output = torch.zeros_like(chosen).scatter_add_(1, token_ids, output.to(dtype))
+    penalty = repetition.to(dtype).unsqueeze(1)
+    repeated = torch.where(chosen > 0, chosen / penalty, chosen * penalty)
+    chosen = torch.where(num_seen > 0, repeated, chosen)
+    chosen -= frequency.to(dtype).unsqueeze(1) * num_output
+    chosen -= presence.to(dtype).unsqueeze(1) * (num_output > 0)
+    logits[history.rows] = chosen
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probability and rank of one token a row, and the top tokens of each row.
+
+    logits [num_rows, vocab_size], token_ids [num_rows] int64 -> (log-probabilities [num_rows], ranks [num_rows] int64
+    from 1, top tokens [num_rows, num_top] int64 in descending order and equals by id, their log-probabilities
+    [num_rows, num_top]). Equally probable tokens have the same rank.
+    """
+    logprobs = logits.to(accumulation_dtype(logits.dtype)).log_softmax(-1)
+    chosen = logprobs.gather(1, token_ids.unsqueeze(1))
+    ranks = (logprobs > chosen).sum(1) + 1
+    top, top_ids = logprobs.sort(dim=1, descending=True, stable=True)
+    return chosen.squeeze(1), ranks, top_ids[:, :num_top], top[:, :num_top]
