@@ -389,7 +389,7 @@ def test_decode_windows_of_constrained_requests(talking: Path, overlap: bool, mo
 
 
 def test_first_column_that_arrives_in_parts(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a prompt's logits take several passes, its first token arrives after others' of the same step. The masks of the
+    """If a prompt's logits take several passes, its first token arrives after others' of the same step. Masks of the
     second column wait for it."""
     monkeypatch.setattr(runner, "MAX_PROMPT_LOGITS", 1)
     one_pass = runner.ModelRunner._pass

@@ -34,7 +34,7 @@ LEFT_S = 2.0
 """A server that is told to leave has left so long after its time, or after the second time it was told."""
 START_S = 60.0
 SHARE, SLO_S, RECOVERED_S = 0.9, 4.0, 5.0
-"""Of the best rate of good reference_outputs, what must be left of it under any load; one is good whose first token came in time.
+"""Of the best rate of good answers, what must be left of it under any load; one is good whose first token came in time.
 And how long after the load a request may be refused."""
 MEMORY_BYTES = 2 << 30
 
@@ -456,7 +456,7 @@ class Crush:
             self.num_refused += 1
 
     def rate(self, since: float, to: float) -> float:
-        """Good reference_outputs a second."""
+        """Good answers a second."""
         return sum(since < at <= to for at in self.good_at) / (to - since)
 
     def close(self) -> None:
@@ -465,13 +465,13 @@ class Crush:
 
 
 async def overload(tally: Tally, world: World) -> None:
-    """As many good reference_outputs a second as at best, however many are asked for; the rest gets 429 at once."""
+    """As many good answers a second as at best, however many are asked for; the rest gets 429 at once."""
     seconds = max(5.0, 60.0 * world.scale)
     options = ["--max-num-seqs", str(ROWS), "--num-gpu-blocks-override", "2000"]
     options += ["--max-num-queued-reqs", str(WAITING)]
     async with serving(tally, world, *options, faults={"step_s": STEP_S}) as server:
         peak = await closed_loop(tally, server.port, max(5.0, 20.0 * world.scale))
-        said = [f"{peak:.1f} good reference_outputs/s at best"]
+        said = [f"{peak:.1f} good answers/s at best"]
         for times in (2, 5, 10):
             crush = Crush(tally, server.port)
             got, offered = await open_loop(crush, times * peak, seconds)
@@ -486,9 +486,7 @@ async def overload(tally: Tally, world: World) -> None:
             if not crush.num_refused:
                 tally.miss(f"nobody was refused when it was asked for {offered:.0f}/s")
             if got < SHARE * peak:
-                tally.miss(
-                    f"{got:.1f} good reference_outputs/s, where {peak:.1f}/s are possible, when asked for {offered:.0f}/s"
-                )
+                tally.miss(f"{got:.1f} good answers/s, where {peak:.1f}/s are possible, when asked for {offered:.0f}/s")
             said.append(
                 f"{got:.1f} when asked for {offered:.0f}/s ({crush.num_refused:,} refused, first token within "
                 f"{p99_s:.1f} s for 99 %)"
@@ -511,7 +509,7 @@ async def closed_loop(tally: Tally, port: int, seconds: float) -> float:
 
 
 async def open_loop(crush: Crush, rate: float, seconds: float) -> tuple[float, float]:
-    """Requests that come at random, and do not mind how the others fare. Good reference_outputs, and requests, a second."""
+    """Requests that come at random, and do not mind how the others fare. Good answers, and requests, a second."""
     chance, begin, tasks = random.Random(4), time.monotonic(), set()
     due = begin
     num_sent = 0
@@ -568,7 +566,7 @@ BAD: tuple[tuple[str, Any], ...] = (
 
 
 async def no_asserts(tally: Tally, world: World) -> None:
-    """`python -O`: the reference_outputs are those of the engine in this process, refusals are those of a server with asserts,
+    """`python -O`: the answers are those of the engine in this process, refusals are those of a server with asserts,
     a killed engine costs a pause, and the official client's tests pass."""
     options = ["--dtype", "float32", "--num-gpu-blocks-override", "200", "--max-num-seqs", "16"]
     refusals: list[list[tuple[int, str | None]]] = []
