@@ -34,9 +34,7 @@ CASES: dict[str, SamplingParams | BeamSearchParams] = {
     "bias": SamplingParams(seed=6, logit_bias={5: 4.0, 6: -100.0}, allowed_token_ids=list(range(3, 60)), **LENGTH),
     "echo": SamplingParams(temperature=0, echo=True, logprobs=1, max_tokens=8),
     "prompt only": SamplingParams(echo=True, logprobs=1, max_tokens=0),
-    "structured outputs": SamplingParams(
-        seed=9, n=2, structured_outputs={"regex": "[a-c]{3,30}[x-z]{9}"}, max_tokens=60
-    ),  # type: ignore[arg-type]
+    "regex": SamplingParams(seed=9, n=2, structured_outputs={"regex": "[a-c]{3,30}[x-z]{9}"}, max_tokens=60),  # type: ignore[arg-type]
     "eos": SamplingParams(seed=8, max_tokens=60, logit_bias={2: 4.0}),
     "beams": BeamSearchParams(beam_width=3, max_tokens=30, logprobs=2),
     "beams that stop": BeamSearchParams(beam_width=4, n=2, max_tokens=30, stop=["3", "H"], length_penalty=0.5),
@@ -54,7 +52,7 @@ def wanted(model: str) -> dict[str, RequestOutput]:
 
 
 def check(got: RequestOutput, want: RequestOutput, *, cached: bool = True) -> None:
-    """Equal except for times; log-probabilities up to the summation order. `cached`: the prefix cache found as many tokens."""
+    """Equal except for times, log-probabilities up to the summation order. `cached`: also the cached tokens."""
     assert len(got.outputs) == len(want.outputs)
     for a, b in zip(got.outputs, want.outputs, strict=True):
         assert plain(a) == plain(b)
