@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 BUDGETS: dict[str, int] = {
     "(top)": 620,  # public names, EngineArgs, exceptions, logging, `octavo doctor`
-    "params": 300,  # sampling, beam search and structured output parameters, with their validation
+    "params": 345,  # sampling, beam search and structured output parameters, with their validation
     "core": 2240,  # blocks, prefix cache, scheduler, policy, events, snapshots
     "checkpoint": 680,  # where a model's files are and what their headers say
-    "engine": 2720,  # the step loop, outputs, beam search, and the engine process with its supervisor
+    "engine": 2660,  # the step loop, outputs, beam search, and the engine process with its supervisor
     "frontend": 1780,  # LLM, AsyncLLM, the engine process's client, text input
     "text": 1580,  # tokenizers, chat templates, detokenizer, grammars, tool and reasoning parser
     "kernels": 6110,  # reference, CPU (torch and C++) and Triton, Hopper variants included

@@ -87,12 +87,12 @@ def test_freed_blocks_come_back_last_in_first_out() -> None:
     assert [pool.allocate() for _ in range(4)] == [2, 4, 1, 3]
 
 
-def test_taking_from_an_empty_pool_is_our_own_bug() -> None:
+def test_allocating_from_an_empty_pool_fails_an_assertion() -> None:
     pool, host = BlockPool(1), SwapSpace(1)
     pool.allocate(), host.allocate()
-    with pytest.raises(AssertionError, match="empty pool"):
+    with pytest.raises(AssertionError, match="pool is empty"):
         pool.allocate()
-    with pytest.raises(AssertionError, match="full swap space"):
+    with pytest.raises(AssertionError, match="swap space is full"):
         host.allocate()
 
 

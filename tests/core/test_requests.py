@@ -35,7 +35,7 @@ from tests.proof import oracle as o
         ("min_p", 1.01, "from 0 to 1"),
         ("min_p", -1, "from 0 to 1"),
         ("top_k", -2, "top_k is -2, it must be from -1"),
-        ("max_tokens", 0, "max_tokens is 0, it must be from 1"),
+        ("max_tokens", 0, "max_tokens is 0, it must be at least 1"),
         ("max_tokens", -5, "from 0"),
         ("seed", 1 << 63, "from -9223372036854775808 to 9223372036854775807"),
         ("seed", -(1 << 63) - 1, "seed is"),

@@ -246,7 +246,7 @@ def test_the_same_tokens_whatever_happens(
         prompts, params = zip(*mixture(), strict=True)
         found: dict[str, RequestOutput] = {}
         for i, (prompt, request) in enumerate(mixture()):
-            llm.engine.add_request(str(i), prompt, request, grammar=llm._prompts.compile_grammar(request))
+            llm.engine.add_request(str(i), prompt, request, grammar=llm._input_processor.compile_grammar(request))
         while llm.engine.has_work:
             found.update((o.request_id, o) for o in llm.engine.step())
         assert [tokens_of(found[str(i)]) for i in range(len(prompts))] == expected

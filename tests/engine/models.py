@@ -1,4 +1,4 @@
-"""A tiny model that speaks: one token a character, so that texts and stop strings can be told from tokens by eye."""
+"""A tiny model with one token per character, so that texts and stop strings are readable as tokens."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def make_talking_checkpoint(directory: Path, *, seed: int = 0, **sizes: Any) -> 
 
 
 class WrappedModel:
-    """The engine's model, with something done before or after some of its passes.
+    """Wraps an engine's model: calls hooks before and after each forward pass.
 
-    before   called with the pass's number (from 0) and its tokens; what it raises fails the step
-    after    called with the pass's number, its tokens and the logits, which it may change
+    before   called with the pass number (from 0) and its tokens; an exception fails the step
+    after    called with the pass number, its tokens and the logits, which it may change
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The search alone, fed by Transformers' own logits: the same sequences and scores as its `generate`."""
+"""`BeamSearch` on logits from Transformers: the same sequences and scores as its `generate`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from octavo.core.request import Request, Sequence
-from octavo.engine.beam_search import BeamSearch, Candidate
+from octavo.engine.beam_search import BeamCandidate, BeamSearch
 from octavo.errors import ParameterError, UnknownOptionError
 from octavo.params.beam_search_params import MAX_LENGTH_PENALTY, BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
@@ -31,19 +31,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @torch.inference_mode()
-def by_hand(model: Any, prompt: list[int], search: BeamSearch, candidates: Callable[..., Any]) -> None:
-    """What the engine does, with no cache at all."""
+def run_search(model: Any, prompt: list[int], search: BeamSearch, candidates: Callable[..., Any]) -> None:
+    """Run the search as the engine does, without a KV cache."""
     request = Request("r", prompt, SamplingParams(), max_tokens=1)
     live = [Sequence(request, 0, array("i", prompt), 1 << 20)]
     while live:
         parents = [(seq, candidates(model, seq.token_ids.tolist(), search.num_candidates)) for seq in live]
-        chosen = search.select_beams(parents)
-        live = [Sequence(request, i, seq.token_ids + array("i", [t]), 1 << 20) for i, (seq, t) in enumerate(chosen)]
+        beams = search.select_beams(parents)
+        live = [Sequence(request, i, seq.token_ids + array("i", [t]), 1 << 20) for i, (seq, t) in enumerate(beams)]
 
 
-def likeliest(model: Any, token_ids: list[int], num: int) -> list[Candidate]:
+def top_candidates(model: Any, token_ids: list[int], num: int) -> list[BeamCandidate]:
     logprobs = model(torch.tensor([token_ids])).logits[0, -1].log_softmax(-1).topk(num)
-    return [Candidate(*c) for c in zip(logprobs.values.tolist(), logprobs.indices.tolist(), strict=True)]
+    return [BeamCandidate(*c) for c in zip(logprobs.values.tolist(), logprobs.indices.tolist(), strict=True)]
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
@@ -57,8 +57,8 @@ def test_same_sequences_and_scores_as_transformers(
             beam_width=width, max_tokens=10, length_penalty=length_penalty, early_stopping=early_stopping
         )
         search = BeamSearch(params, len(prompt), STOPS)
-        by_hand(model, prompt, search, likeliest)
-        if width == 1:  # `generate` has no beam search of one: it is greedy
+        run_search(model, prompt, search, top_candidates)
+        if width == 1:  # with one beam `generate` decodes greedily
             expected = model.generate(
                 torch.tensor([prompt]),
                 attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
@@ -86,60 +86,60 @@ def test_same_sequences_and_scores_as_transformers(
         for hypothesis, sequence, score in zip(
             search.hypotheses, expected.sequences, expected.sequences_scores.tolist(), strict=True
         ):
-            answer = sequence[len(prompt) :].tolist()
-            ends = next((i + 1 for i, t in enumerate(answer) if t in STOPS), len(answer))
-            assert hypothesis.token_ids == answer[:ends]
+            output = sequence[len(prompt) :].tolist()
+            length = next((i + 1 for i, t in enumerate(output) if t in STOPS), len(output))
+            assert hypothesis.token_ids == output[:length]
             assert hypothesis.score == pytest.approx(score, abs=1e-4)
-            assert hypothesis.finish_reason == ("stop" if answer[ends - 1] in STOPS else "length")
+            assert hypothesis.finish_reason == ("stop" if output[length - 1] in STOPS else "length")
 
 
-def test_a_beam_of_one_is_greedy(model: Any) -> None:
+def test_beam_width_one_is_greedy(model: Any) -> None:
     (prompt,) = random_prompts(6, seed=3)
     search = BeamSearch(BeamSearchParams(beam_width=1, max_tokens=12), len(prompt), frozenset())
-    by_hand(model, prompt, search, likeliest)
+    run_search(model, prompt, search, top_candidates)
     expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12, eos_token_id=None)
     assert [h.token_ids for h in search.hypotheses] == [expected[0, len(prompt) :].tolist()]
 
 
-def test_the_search_goes_on_though_all_the_best_end(model: Any) -> None:
-    """Three stop tokens, the likeliest three of every sequence: the fourth goes on."""
+def test_search_continues_when_all_top_tokens_stop(model: Any) -> None:
+    """The top three tokens of every sequence are stop tokens; the fourth continues."""
 
-    def always(_: Any, token_ids: list[int], num: int) -> list[Candidate]:
+    def always(_: Any, token_ids: list[int], num: int) -> list[BeamCandidate]:
         order = [*sorted(STOPS), *(t for t in range(200) if t not in STOPS)]
-        return [Candidate(-0.1 * i, t) for i, t in enumerate(order[:num])]
+        return [BeamCandidate(-0.1 * i, t) for i, t in enumerate(order[:num])]
 
     params = BeamSearchParams(beam_width=2, max_tokens=4, length_penalty=2.0, early_stopping="never")
     search = BeamSearch(params, 1, STOPS)
     assert search.num_candidates == 8
-    by_hand(model, [1], search, always)
+    run_search(model, [1], search, always)
     assert len(search.hypotheses) == 2
 
 
-def test_a_stop_string_ends_a_hypothesis(model: Any) -> None:
+def test_stop_string_ends_a_hypothesis(model: Any) -> None:
     (prompt,) = random_prompts(6, seed=3)
     free = BeamSearch(BeamSearchParams(beam_width=2, max_tokens=8), len(prompt), frozenset())
-    by_hand(model, prompt, free, likeliest)
+    run_search(model, prompt, free, top_candidates)
     third = free.hypotheses[0].token_ids[:3]
     search = BeamSearch(
         BeamSearchParams(beam_width=2, max_tokens=8, length_penalty=-5.0),
         len(prompt),
         frozenset(),
-        ends=lambda output: output[-3:] == third,
+        ends_in_stop_string=lambda output: output[-3:] == third,
     )
-    by_hand(model, prompt, search, likeliest)
+    run_search(model, prompt, search, top_candidates)
     stopped = [h for h in search.hypotheses if h.token_ids == third]
     assert stopped and stopped[0].finish_reason == "stop"
 
 
-def test_what_lives_when_a_request_is_given_up_counts_as_it_is(model: Any) -> None:
+def test_aborted_search_turns_live_sequences_into_hypotheses(model: Any) -> None:
     search = BeamSearch(BeamSearchParams(beam_width=2, max_tokens=8), 1, frozenset())
     request = Request("r", [1], SamplingParams(), max_tokens=1)
     root = Sequence(request, 0, array("i", [1]), 99)
-    chosen = search.select_beams(
-        [(root, [Candidate(-1.0, 4), Candidate(-2.0, 6), Candidate(-3.0, 7), Candidate(-9.0, 8)])]
+    beams = search.select_beams(
+        [(root, [BeamCandidate(-1.0, 4), BeamCandidate(-2.0, 6), BeamCandidate(-3.0, 7), BeamCandidate(-9.0, 8)])]
     )
-    assert chosen == [(root, 4), (root, 6)]
-    search.give_up([Sequence(request, i, array("i", [1, t]), 99) for i, (_, t) in enumerate(chosen)], "abort")
+    assert beams == [(root, 4), (root, 6)]
+    search.finish([Sequence(request, i, array("i", [1, t]), 99) for i, (_, t) in enumerate(beams)], "abort")
     assert [(h.logprob, h.token_ids, h.finish_reason) for h in search.hypotheses] == [
         (-1.0, [4], "abort"),
         (-2.0, [6], "abort"),
@@ -163,20 +163,20 @@ def test_what_lives_when_a_request_is_given_up_counts_as_it_is(model: Any) -> No
         ({"length_penalty": float("nan")}, "length_penalty"),
     ],
 )
-def test_what_is_out_of_range_is_refused(options: dict[str, Any], param: str) -> None:
+def test_parameter_out_of_range_is_rejected(options: dict[str, Any], param: str) -> None:
     with pytest.raises(ParameterError) as error:
         BeamSearchParams(**({"beam_width": 4, "max_tokens": 8} | options))
     assert error.value.param == param
 
 
 @pytest.mark.parametrize("penalty", [-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY])
-def test_every_length_has_a_score(penalty: float) -> None:
+def test_every_length_has_a_finite_score(penalty: float) -> None:
     params = BeamSearchParams(beam_width=1, max_tokens=INT32, length_penalty=penalty)
     search = BeamSearch(params, 1, frozenset())
     for length in (0, 1, 2, 1000, 1 << 20, INT32):
         assert -math.inf < search._score(-20.0 * length - 0.05, length) < 0
 
 
-def test_an_unknown_name_is_refused() -> None:
+def test_unknown_parameter_is_rejected() -> None:
     with pytest.raises(UnknownOptionError, match="length_penalty"):
         BeamSearchParams(beam_width=2, max_tokens=2, lenght_penalty=1.0)  # type: ignore[call-arg]

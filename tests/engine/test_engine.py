@@ -1,4 +1,4 @@
-"""The engine's loop over the oracle: random requests through `add`, `step` and `abort`, on a device without tensors."""
+"""The engine loop on the oracle executor: random requests through `add_request`, `step` and `abort`, no tensors."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from octavo.core.plan import StepPlan, StepResult, TokenLogprobs
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence
 from octavo.core.scheduler import Scheduler
-from octavo.engine import oom_backoff as step_limit
+from octavo.engine import oom_backoff
 from octavo.engine.engine import MAX_PRIORITY, Engine
 from octavo.engine.executor import GrammarBitmask
-from octavo.engine.oom_backoff import OOMBackoff, pass_size
-from octavo.engine.outputs import RequestOutput, RequestState, request_failed_error
-from octavo.engine.timeline import describe_kv
+from octavo.engine.oom_backoff import OOMBackoff, first_pass_size
+from octavo.engine.output_processor import RequestState
+from octavo.engine.outputs import RequestOutput, request_failed_error
 from octavo.errors import ContextLengthError, EngineError, ParameterError, PromptError, StepError, StepMemoryError
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
@@ -34,7 +34,7 @@ EOS = 4
 
 
 class Letters:
-    """A detokenizer: token 0 is "a", token 1 is "b", and so on. One stop string at most."""
+    """A detokenizer: token 0 is "a", token 1 is "b", and so on. Supports one stop string."""
 
     def __init__(self, request: Request) -> None:
         self.stop = request.sampling_params.stop_strings
@@ -57,19 +57,19 @@ class Letters:
         return ""
 
 
-class Counting:
-    """A grammar, and a place in it, that allows everything; its masks say which tokens they are of."""
+class CountingGrammar:
+    """A grammar and matcher that allows everything; its bitmasks encode the tokens that the matcher accepted."""
 
     is_accepting, error = True, ""
 
     def __init__(self, tokens: tuple[int, ...] = ()) -> None:
         self.tokens = tokens
 
-    def start(self) -> Counting:
-        return Counting()
+    def start(self) -> CountingGrammar:
+        return CountingGrammar()
 
-    def fork(self) -> Counting:
-        return Counting(self.tokens)
+    def fork(self) -> CountingGrammar:
+        return CountingGrammar(self.tokens)
 
     def accept_tokens(self, token_ids: Any) -> None:
         self.tokens += tuple(token_ids)
@@ -79,10 +79,12 @@ class Counting:
 
     @staticmethod
     def words(seq: Sequence) -> list[int]:
-        """Of a sequence, in the model's end's absence: where it ends nothing, grammars do not hear of it."""
+        """The expected bitmask of a sequence; an ignored end-of-sequence token never reaches the grammar."""
         request = seq.request
         ignored = {EOS} - request.stop_ids
-        return Counting._words(tuple(t for t in seq.token_ids[len(request.prompt_token_ids) :] if t not in ignored))
+        return CountingGrammar._words(
+            tuple(t for t in seq.token_ids[len(request.prompt_token_ids) :] if t not in ignored)
+        )
 
     @staticmethod
     def _words(tokens: tuple[int, ...]) -> list[int]:
@@ -90,9 +92,9 @@ class Counting:
 
 
 class FlakyOracle:
-    """The oracle as an executor whose steps fail now and then, and with a step all behind it.
+    """The oracle as an executor whose steps fail at random; a failed step fails all steps after it.
 
-    room   of a plan, how many positions its largest pass has memory for
+    room   returns the number of positions for which a plan's first pass has memory
     """
 
     def __init__(
@@ -101,68 +103,72 @@ class FlakyOracle:
         self.oracle, self.random, self.failing = oracle, rng, failing
         self.room = room or (lambda plan: 1 << 30)
         self.too_large: list[int] = []
-        self.queued: deque[_Flaky] = deque()
+        self.queued: deque[_FlakyHandle] = deque()
         self.closed = 0
 
-    def submit(self, plan: StepPlan) -> _Flaky:
-        assert all(r.num_put == r.plan.num_bitmask_columns for r in self.queued), "a plan after a masked one"
-        running = _Flaky(self, plan, self.oracle.submit(plan))
-        self.queued.append(running)
-        return running
+    def submit(self, plan: StepPlan) -> _FlakyHandle:
+        assert all(r.num_bitmasks == r.plan.num_bitmask_columns for r in self.queued), (
+            "a plan was submitted while an earlier one waits for a bitmask"
+        )
+        handle = _FlakyHandle(self, plan, self.oracle.submit(plan))
+        self.queued.append(handle)
+        return handle
 
     def close(self) -> None:
         self.closed += 1
 
 
-class _Flaky:
-    def __init__(self, executor: FlakyOracle, plan: StepPlan, running: Any) -> None:
-        self.executor, self.plan, self.running = executor, plan, running
-        self.num_put, self.num_given, self.fails = 0, 0, False
+class _FlakyHandle:
+    def __init__(self, executor: FlakyOracle, plan: StepPlan, handle: Any) -> None:
+        self.executor, self.plan, self.handle = executor, plan, handle
+        self.num_bitmasks, self.num_columns, self.fails = 0, 0, False
 
     @property
     def done(self) -> bool:
-        return self.fails or (self.num_put == self.plan.num_bitmask_columns and bool(self.running.done))
+        return self.fails or (self.num_bitmasks == self.plan.num_bitmask_columns and bool(self.handle.done))
 
     def poll(self, timeout_s: float = 0.0) -> StepResult | None:
-        assert self.num_given < self.num_put or self.num_given >= self.plan.num_bitmask_columns, "no masks"
+        assert self.num_columns < self.num_bitmasks or self.num_columns >= self.plan.num_bitmask_columns, (
+            "a column arrived without its bitmask"
+        )
         self.fails = self.executor.random.random() < self.executor.failing / 4
-        if self.fails or (result := self.running.poll(timeout_s)) is None:
+        if self.fails or (result := self.handle.poll(timeout_s)) is None:
             return None
-        self.num_given += 1
+        self.num_columns += 1
         return cast("StepResult", result)
 
     def put_bitmask(self, masks: GrammarBitmask | None) -> None:
-        """Of exactly who lives and has a token in the next column, each of all its tokens before that."""
-        plan, column = self.plan, self.num_put
+        """Check: one mask per live slice with a token in the next column, computed from all its earlier tokens."""
+        plan, column = self.plan, self.num_bitmasks
         assert self.executor.queued[0] is self and column < plan.num_bitmask_columns
         live = [i for i in plan.bitmask_slices if plan.num_sampled[i] > column and not plan.sequences[i].finish_reason]
         assert (list(masks.slices) if masks is not None else []) == live
         for line, i in enumerate(live):
             seq = plan.sequences[i]
             assert len(seq.token_ids) == plan.starts[i] + plan.counts[i] - plan.num_sampled[i] + 1 + column
-            assert masks is not None and masks.bitmask[line].tolist()[1:] == Counting.words(seq)
-        self.num_put += 1
+            assert masks is not None and masks.bitmask[line].tolist()[1:] == CountingGrammar.words(seq)
+        self.num_bitmasks += 1
 
     def result(self) -> StepResult:
         executor = self.executor
-        assert executor.queued[0] is self, "results are asked for in order"
-        assert self.fails or self.num_put == self.plan.num_bitmask_columns
+        assert executor.queued[0] is self, "results are read in order"
+        assert self.fails or self.num_bitmasks == self.plan.num_bitmask_columns
         if self.fails or executor.random.random() < executor.failing:
             executor.oracle.fail([r.plan for r in executor.queued])
             executor.queued.clear()
             raise StepError("planted")
-        if (size := pass_size(self.plan)) > executor.room(self.plan):
+        if (size := first_pass_size(self.plan)) > executor.room(self.plan):
             executor.too_large.append(size)
             executor.oracle.fail([r.plan for r in executor.queued])
             executor.queued.clear()
-            raise StepMemoryError(f"no room for {size}")
+            raise StepMemoryError(f"no memory for {size} positions")
         executor.queued.popleft()
-        result: StepResult = self.running.result()
+        result: StepResult = self.handle.result()
         return result
 
 
 class World:
-    """One engine over one oracle, and requests to come."""
+    """One engine on one oracle, with random requests."""
 
     def __init__(self, seed: int, *, overlap: bool, failing: float = 0.0) -> None:
         self.random = rng = random.Random(seed)
@@ -193,33 +199,33 @@ class World:
         self.streams: dict[str, list[RequestOutput]] = {}
         self.finished: dict[str, RequestOutput] = {}
         self.seen: Counter[str] = Counter()
-        self.scheduler.events.subscribe(self._listen)
+        self.scheduler.events.subscribe(self._on_event)
 
     def _tick(self) -> float:
         self.clock += 1.0
         return self.clock
 
-    def _listen(self, event: ev.Event) -> None:
+    def _on_event(self, event: ev.Event) -> None:
         self.seen[type(event).__name__ + (f" {event.how}" if isinstance(event, ev.Preempted) else "")] += 1
         if isinstance(event, ev.Recomputed) and event.why == "out of memory":
             self.limits.append(event)
 
     def run(self, num_requests: int) -> None:
-        to_come, turns = list(range(num_requests)), 0
-        while to_come or self.engine.has_work:
+        pending, turns = list(range(num_requests)), 0
+        while pending or self.engine.has_work:
             turns += 1
             assert turns < 5000, "livelock"
-            while to_come and (self.random.random() < 0.8 or not self.engine.has_work):
-                self._add(f"r{to_come.pop()}")
+            while pending and (self.random.random() < 0.8 or not self.engine.has_work):
+                self._add(f"r{pending.pop()}")
             if self.random.random() < 0.03 and self.wanted:
                 self._abort(self.random.choice(list(self.wanted)))
             for output in self.engine.step():
-                self._take(output)
+                self._collect(output)
             o.check(self.scheduler)
         assert self.cache.stats().num_used == self.cache.stats().num_host_used == 0
         assert not self.scheduler.has_work and not self.engine.num_requests
         assert self.engine.drain() == []
-        assert not self.engine._num_incremental  # with nobody to tell, nobody polls
+        assert not self.engine._num_incremental  # no request streams any more
         for name in self.wanted:
             self._compare(name)
 
@@ -243,7 +249,7 @@ class World:
             return
         self.engine.add_request(
             name, prompt, params, priority=rng.choice([0, 0, 1]), make_detokenizer=Letters,
-            stream=rng.random() < 0.5, grammar=Counting() if rng.random() < 0.3 else None,
+            stream=rng.random() < 0.5, grammar=CountingGrammar() if rng.random() < 0.3 else None,
         )  # fmt: skip
         request = self.scheduler.requests[name]
         self.wanted[name] = request, o.reference(request)
@@ -255,7 +261,7 @@ class World:
             assert output.finished
             self.aborted[name] = output
 
-    def _take(self, output: RequestOutput) -> None:
+    def _collect(self, output: RequestOutput) -> None:
         name = output.request_id
         assert name not in self.aborted and name not in self.finished
         if output.finished:
@@ -308,30 +314,30 @@ def test_outputs_equal_the_reference(overlap: bool) -> None:
         assert stats.num_finished == world.seen["Finished"]
         assert stats.num_preemptions == world.seen["Preempted swap"] + world.seen["Preempted recompute"]
         assert stats.num_swap_preemptions == world.seen["Preempted swap"]
-    for what in ("Preempted swap", "Preempted recompute", "SwappedIn", "aborted", "streamed", "Finished"):
-        assert seen[what] > 20, (what, seen)
+    for event in ("Preempted swap", "Preempted recompute", "SwappedIn", "aborted", "streamed", "Finished"):
+        assert seen[event] > 20, (event, seen)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_steps_that_fail_lose_no_token(overlap: bool) -> None:
-    num_given_up = num_failed = num_finished = 0
+def test_failed_steps_lose_no_tokens(overlap: bool) -> None:
+    num_errors = num_failed = num_finished = 0
     for seed in range(200):
         world = World(seed + 1000, overlap=overlap, failing=0.08)
         world.run(num_requests=world.random.randint(2, 10))
         num_failed += world.engine.stats.num_failed_steps
         num_finished += len(world.finished)
-        num_given_up += sum(
+        num_errors += sum(
             any(c.finish_reason == "error" and c.stop_reason == "planted" for c in x.outputs)
             for x in world.finished.values()
         )
     assert num_failed > 50
-    assert 0 < num_given_up < num_finished // 4  # only those whose steps failed twice without a token between
+    assert 0 < num_errors < num_finished // 4  # only requests whose steps failed twice without a new token
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_steps_without_memory_lose_no_token_and_no_request(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory comes and goes; there is always room for the samples of one request."""
-    monkeypatch.setattr(step_limit, "FIRST_PATIENCE", 4)
+def test_out_of_memory_steps_lose_no_tokens_and_no_requests(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The free memory varies; the samples of one request always fit."""
+    monkeypatch.setattr(oom_backoff, "INITIAL_PATIENCE", 4)
     num_short = num_grown = 0
     for seed in range(120):
         world = World(seed + 2000, overlap=overlap, failing=0.01 if seed % 4 == 0 else 0.0)
@@ -345,51 +351,53 @@ def test_steps_without_memory_lose_no_token_and_no_request(overlap: bool, monkey
 
         world.executor.room = has_room
         world.run(num_requests=world.random.randint(2, 12))
-        given_up = [c.stop_reason for x in world.finished.values() for c in x.outputs if c.finish_reason == "error"]
-        assert set(given_up) <= {"planted"} and (not given_up or seed % 4 == 0)
+        errors = [c.stop_reason for x in world.finished.values() for c in x.outputs if c.finish_reason == "error"]
+        assert set(errors) <= {"planted"} and (not errors or seed % 4 == 0)
         num_short += len(world.executor.too_large)
         limits = [event.limit for event in world.limits]
         assert all(event.limit < event.num_tokens for event in world.limits)
-        num_grown += any(later > before for before, later in itertools.pairwise(limits))  # and were too large again
+        num_grown += any(
+            later > before for before, later in itertools.pairwise(limits)
+        )  # the limit grew and was too large again
         assert world.executor.too_large or not limits
     assert num_short > 100 and num_grown > 1
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_who_does_not_fit_alone_is_given_up_and_nobody_else(overlap: bool) -> None:
-    num_given_up = 0
+def test_only_a_request_that_does_not_fit_alone_fails(overlap: bool) -> None:
+    num_errors = 0
     for seed in range(60):
         world = World(seed + 3000, overlap=overlap)
-        monster = "r1"
+        oversized = "r1"
 
-        def has_room(plan: StepPlan, monster: str = monster) -> int:
-            return 0 if any(seq.request.request_id == monster for seq in plan.sequences) else 1 << 30
+        def has_room(plan: StepPlan, oversized: str = oversized) -> int:
+            return 0 if any(seq.request.request_id == oversized for seq in plan.sequences) else 1 << 30
 
         world.executor.room = has_room
         world.run(num_requests=6)
-        if monster not in world.finished:
+        if oversized not in world.finished:
             continue
         for name, output in world.finished.items():
             reasons = {c.finish_reason for c in output.outputs}
-            if name != monster:
+            if name != oversized:
                 assert "error" not in reasons
                 continue
-            if "error" not in reasons:  # all of it had landed before its last step was found to have failed
+            if "error" not in reasons:  # all its tokens arrived before its last step failed
                 assert world.executor.oracle.habits.splits
                 continue
             error = request_failed_error(output)
             assert error.code == "out_of_memory"
             assert "lower --gpu-memory-utilization or --max-num-batched-tokens" in str(error)
-            num_given_up += 1
+            num_errors += 1
             assert world.scheduler.max_num_scheduled_tokens == world.scheduler.max_num_batched_tokens
-    assert num_given_up > 30
+    assert num_errors > 30
 
 
-def test_steps_are_halved_until_they_fit_and_grow_again() -> None:
-    """Four requests decode in windows; then there is room for one position only, and in the end for all again."""
+def test_step_limit_halves_until_steps_fit_and_grows_again() -> None:
+    """Four requests decode in windows; memory shrinks to one position, then all of it returns."""
     engine, executor = make_engine(overlap=True, decode_window=2, max_num_batched_tokens=64)
-    told: list[Any] = []
-    engine.scheduler.events.subscribe(told.append)
+    events: list[Any] = []
+    engine.scheduler.events.subscribe(events.append)
     for name in "abcd":
         engine.add_request(name, [1, 2, 3], SamplingParams(max_tokens=12, ignore_eos=True))
     wanted = {name: o.reference(request) for name, request in engine.scheduler.requests.items()}
@@ -408,16 +416,16 @@ def test_steps_are_halved_until_they_fit_and_grow_again() -> None:
         outputs |= {output.request_id: output for output in engine.step()}
     for name, output in outputs.items():
         assert [(c.index, [1, 2, 3, *c.token_ids]) for c in output.outputs] == wanted[name]
-    recomputed = [event for event in told if isinstance(event, ev.Recomputed)]
+    recomputed = [event for event in events if isinstance(event, ev.Recomputed)]
     assert {(e.why, e.limit) for e in recomputed} == {("out of memory", 2), ("out of memory", 1)}
-    waits = [event for event in told if isinstance(event, ev.Waiting) and event.reason == "budget"]
+    waits = [event for event in events if isinstance(event, ev.Waiting) and event.reason == "budget"]
     assert {event.request_id for event in waits} >= {"b", "c", "d"}
     assert engine.stats.num_failed_steps == 2
 
 
-def test_patience_grows_with_tries_that_fail() -> None:
+def test_patience_doubles_after_failed_growth() -> None:
     engine, _ = make_engine(max_num_batched_tokens=64)
-    scheduler, limit = engine.scheduler, OOMBackoff(engine.scheduler)
+    scheduler, backoff = engine.scheduler, OOMBackoff(engine.scheduler)
     plan = StepPlan()
     plan.rows, plan.counts, plan.num_sampled = [0, 1, 2], [30, 8, 4], [0, 8, 1]
     plan.sequences = [type("S", (), {"request": i})() for i in range(3)]
@@ -425,32 +433,34 @@ def test_patience_grows_with_tries_that_fail() -> None:
     def steps_until_it_grows() -> int:
         before, num = scheduler.max_num_scheduled_tokens, 0
         while scheduler.max_num_scheduled_tokens == before:
-            limit.went_well()
+            backoff.record_success()
             num += 1
         return num
 
-    assert pass_size(plan) == 35
+    assert first_pass_size(plan) == 35
     for wanted in (17, 8, 4):
-        scheduler.max_num_scheduled_tokens = limit.below(plan)
+        scheduler.max_num_scheduled_tokens = backoff.smaller_limit(plan)
         assert scheduler.max_num_scheduled_tokens == wanted or wanted < 17
         scheduler.max_num_scheduled_tokens = wanted
     assert [steps_until_it_grows() for _ in range(2)] == [32, 32] and scheduler.max_num_scheduled_tokens == 16
-    scheduler.max_num_scheduled_tokens = limit.below(plan)
+    scheduler.max_num_scheduled_tokens = backoff.smaller_limit(plan)
     assert [steps_until_it_grows() for _ in range(3)] == [64] * 3 and scheduler.max_num_scheduled_tokens == 64
-    limit.went_well()
-    scheduler.max_num_scheduled_tokens = limit.below(plan)
-    assert steps_until_it_grows() == 32  # it had its full size
+    backoff.record_success()
+    scheduler.max_num_scheduled_tokens = backoff.smaller_limit(plan)
+    assert steps_until_it_grows() == 32  # it reached full size before
 
 
 def make_engine(**options: Any) -> tuple[Engine, FlakyOracle]:
     cache = KVCacheManager(20, 4, 0, num_rows=4)
     executor = FlakyOracle(o.Oracle(cache), random.Random(0), 0.0)
-    words = {name: options.pop(name) for name in ("decode_window", "max_num_batched_tokens") if name in options}
-    scheduler = Scheduler(cache, **words)
+    scheduler_options = {
+        name: options.pop(name) for name in ("decode_window", "max_num_batched_tokens") if name in options
+    }
+    scheduler = Scheduler(cache, **scheduler_options)
     return Engine(scheduler, executor, vocab_size=o.VOCAB, max_model_len=MAX_MODEL_LEN, **options), executor
 
 
-def test_the_door() -> None:
+def test_add_request_validates_its_arguments() -> None:
     engine, _ = make_engine()
     params = SamplingParams(max_tokens=4)
     engine.add_request("a", [1, 2], params)
@@ -476,17 +486,17 @@ def test_overlap_plans_ahead_by_one_step() -> None:
         while engine.has_work:
             engine.step()
             deepest = max(deepest, len(executor.queued))
-        assert deepest == (1 if overlap else 0)  # what is still out when a step returns
+        assert deepest == (1 if overlap else 0)  # steps in flight when `step` returns
 
 
-def test_a_failed_step_after_draws_have_landed() -> None:
-    """The samples of one request land with the first column of another's window, and then the step fails: what was
-    told already is not pending any more, and only once."""
+def test_step_that_fails_after_its_first_samples_arrived() -> None:
+    """Samples of one request arrive with the first column of another's decode window, and then the step fails: tokens
+    that arrived are not pending any more, and are output once."""
     engine, executor = make_engine(overlap=False, decode_window=6, max_num_batched_tokens=8)
     inner = executor.oracle.submit
 
-    class Landed:
-        """A device that gives the first column of every slice, then fails."""
+    class PartialHandle:
+        """Returns the first column of every slice, then fails."""
 
         def __init__(self, plan: StepPlan) -> None:
             whole = inner(plan).result().tokens
@@ -516,7 +526,7 @@ def test_a_failed_step_after_draws_have_landed() -> None:
         nonlocal num_failed
         if plan.num_samples and max(plan.num_sampled) > 1 and not num_failed:
             num_failed += 1
-            return Landed(plan)
+            return PartialHandle(plan)
         return plain(plan)
 
     executor.submit = submit  # type: ignore[method-assign,assignment]
@@ -534,7 +544,7 @@ def test_a_failed_step_after_draws_have_landed() -> None:
         assert got == [(i, tokens[num_prompt:]) for i, tokens in wanted[request.request_id]]
 
 
-def test_a_closed_engine() -> None:
+def test_closed_engine_rejects_calls() -> None:
     engine, executor = make_engine()
     engine.add_request("a", [1, 2], SamplingParams(max_tokens=8))
     engine.step()
@@ -542,13 +552,13 @@ def test_a_closed_engine() -> None:
     engine.close()
     assert executor.closed == 1 and not engine.num_requests
     assert engine.scheduler.stats().num_used == 0
-    for ask in (engine.step, lambda: engine.add_request("b", [1], SamplingParams())):
+    for call in (engine.step, lambda: engine.add_request("b", [1], SamplingParams())):
         with pytest.raises(EngineError, match="closed"):
-            ask()
+            call()
 
 
 class Scripted:
-    """An executor that gives what a function makes of each plan, at once; `clock` is its time, in seconds."""
+    """An executor that returns the result of a function for each plan, at once; `clock` is its time, in seconds."""
 
     def __init__(self, give: Callable[[StepPlan], StepResult]) -> None:
         self.give, self.clock = give, 0.0
@@ -577,7 +587,7 @@ def scripted(give: Callable[[StepPlan], StepResult], *, window: int = 1, budget:
     return engine
 
 
-def to_the_end(engine: Engine) -> list[RequestOutput]:
+def run_to_end(engine: Engine) -> list[RequestOutput]:
     outputs = []
     while engine.has_work:
         outputs += engine.step()
@@ -591,7 +601,7 @@ def ones(plan: StepPlan) -> StepResult:
 
 
 def beams(plan: StepPlan, fails_at: int) -> StepResult:
-    """Token 5, which stops, is the likeliest at first, and then all that lives fails at some length."""
+    """The stop token 5 is the top token at first; later all live sequences fail at length `fails_at`."""
     tokens: list[Any] = []
     errors: dict[int, str] = {}
     for i, seq in enumerate(plan.sequences):
@@ -605,13 +615,13 @@ def beams(plan: StepPlan, fails_at: int) -> StepResult:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_beam_search_that_fails_is_no_success_though_it_had_found_something(n: int) -> None:
-    """The best hypothesis is complete; a likelier one may have been lost."""
+def test_failed_beam_search_returns_an_error_despite_a_hypothesis(n: int) -> None:
+    """The best hypothesis is complete, but a better one may have been lost."""
     params = BeamSearchParams(beam_width=2, n=n, max_tokens=8, stop_token_ids=[5], early_stopping="never")
     for fails_at in (6, 99):
         engine = scripted(lambda plan, at=fails_at: beams(plan, at))  # type: ignore[misc]
         engine.add_request("b", [1, 2, 3, 4], params)
-        output = to_the_end(engine)[-1]
+        output = run_to_end(engine)[-1]
         assert len(output.outputs) == n and output.outputs[0].token_ids == [10, 5]
         reasons = {(c.finish_reason, c.stop_reason) for c in output.outputs}
         if fails_at == 6:
@@ -621,7 +631,7 @@ def test_a_beam_search_that_fails_is_no_success_though_it_had_found_something(n:
             assert ("stop", 5) in reasons and reasons <= {("stop", 5), ("length", None)}
 
 
-def test_a_request_for_the_best_that_fails_is_no_success_though_the_best_was_there() -> None:
+def test_failed_best_of_returns_an_error_despite_a_finished_sample() -> None:
     def give(plan: StepPlan) -> StepResult:
         entries = [TokenLogprobs(-0.1, 1, [], []), TokenLogprobs(-2.0, 1, [], [])]
         if 0 in plan.num_samples:  # the first sample ends at once
@@ -630,35 +640,35 @@ def test_a_request_for_the_best_that_fails_is_no_success_though_the_best_was_the
 
     engine = scripted(give)
     engine.add_request("b", [1, 2, 3], SamplingParams(n=1, best_of=2, max_tokens=8, stop_token_ids=[5], logprobs=0))
-    (output,) = to_the_end(engine)
+    (output,) = run_to_end(engine)
     assert [(c.finish_reason, c.stop_reason, c.token_ids) for c in output.outputs] == [("error", "NaN", [5])]
 
 
 @pytest.mark.parametrize("penalty", [-30.0, 30.0])
-def test_beam_searches_of_the_largest_penalties_end(penalty: float) -> None:
+def test_beam_search_with_extreme_length_penalty_finishes(penalty: float) -> None:
     engine = scripted(lambda plan: beams(plan, -1))
     params = BeamSearchParams(
         beam_width=2, max_tokens=1500, length_penalty=penalty, stop_token_ids=[5], early_stopping="never"
     )
     engine.add_request("b", [1, 2, 3, 4], params)
-    output = to_the_end(engine)[-1]
+    output = run_to_end(engine)[-1]
     assert all(c.score is not None and -1e308 < c.score <= 0 for c in output.outputs)
 
 
-def test_the_tokens_of_a_beam_search_are_counted() -> None:
-    """What lived to the end, though its sequences were given up when it was over."""
+def test_beam_search_counts_its_output_tokens() -> None:
+    """Also those of sequences that were freed when the search finished."""
     engine = scripted(lambda plan: beams(plan, 99))
-    told: list[Any] = []
-    engine.scheduler.events.subscribe(told.append)
+    events: list[Any] = []
+    engine.scheduler.events.subscribe(events.append)
     engine.add_request("b", [1, 2, 3, 4], BeamSearchParams(beam_width=2, max_tokens=8))
-    (output,) = to_the_end(engine)
+    (output,) = run_to_end(engine)
     assert output.metrics.num_generation_tokens == 16
-    assert engine.stats.num_generation_tokens == told[-1].num_tokens == 16 and told[-1].reason == "stop"
+    assert engine.stats.num_generation_tokens == events[-1].num_tokens == 16 and events[-1].reason == "stop"
 
 
 @pytest.mark.parametrize("window", [1, 4, 8])
-def test_a_linear_cost_is_learnt_whatever_the_window(window: int) -> None:
-    """A pass takes 1 ms, and 10 us a position of a prompt beside it; prompts are computed beside one that decodes."""
+def test_step_cost_is_estimated_for_any_decode_window(window: int) -> None:
+    """A pass takes 1 ms plus 10 us per prompt position; a prefill runs next to a decoding request."""
 
     def give(plan: StepPlan) -> StepResult:
         num_prompt = sum(map(len, plan.host_tokens.values()))
@@ -681,10 +691,10 @@ def test_a_linear_cost_is_learnt_whatever_the_window(window: int) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_samples_are_read_once_a_step(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_sample_is_detokenized_once_per_step(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
-    inner = RequestState.read
-    monkeypatch.setattr(RequestState, "read", lambda state, seq: (reads.append(seq.index), inner(state, seq))[1])
+    inner = RequestState.detokenize
+    monkeypatch.setattr(RequestState, "detokenize", lambda state, seq: (reads.append(seq.index), inner(state, seq))[1])
     engine = scripted(ones, rows=32)
     engine.add_request(
         "a", [2, 3], SamplingParams(n=32, max_tokens=9, stop=["zz"]), make_detokenizer=Letters, stream=stream
@@ -696,20 +706,20 @@ def test_samples_are_read_once_a_step(stream: bool, monkeypatch: pytest.MonkeyPa
     assert sorted(reads) == list(range(32))
 
 
-def test_a_beam_search_asks_for_no_more_logprobs_than_there_are() -> None:
+def test_beam_search_logprobs_are_limited() -> None:
     engine, _ = make_engine(max_logprobs=2)
     for num in (2, 3):
         params = BeamSearchParams(beam_width=2, max_tokens=3, logprobs=num)
         if num == 2:
             engine.add_request("fine", [1], params)
             continue
-        with pytest.raises(ParameterError, match="logprobs is 3, at most 2 are given") as caught:
+        with pytest.raises(ParameterError, match="logprobs is 3, and the limit is 2") as caught:
             engine.add_request("b", [1], params)
         assert caught.value.param == "logprobs" and engine.num_requests == 1
 
 
 @pytest.mark.parametrize("priority", [MAX_PRIORITY + 1, -MAX_PRIORITY - 1, 1 << 80, 0.5, "1", True])
-def test_priorities_are_bounded(priority: Any) -> None:
+def test_priority_out_of_range_is_rejected(priority: Any) -> None:
     engine, _ = make_engine()
     with pytest.raises(ParameterError, match=r"priority is .*, it must be an integer from -2147483648") as caught:
         engine.add_request("a", [1], SamplingParams(max_tokens=1), priority=priority)
@@ -717,11 +727,11 @@ def test_priorities_are_bounded(priority: Any) -> None:
     engine.add_request("a", [1], SamplingParams(max_tokens=1), priority=-MAX_PRIORITY)
 
 
-def test_pins_that_come_and_go_leave_no_timeline() -> None:
+def test_unpinned_prefixes_leave_no_live_timeline() -> None:
     engine = scripted(ones)
     for name in ("a", "b"):
         engine.pin(name, [2] * 9)
-        to_the_end(engine)
+        run_to_end(engine)
         engine.unpin(name)
     assert not engine.timelines._live
     assert [entry["event"] for entry in engine.timelines.of("pin:b")][-2:] == ["finished", "unpinned"]
@@ -729,7 +739,7 @@ def test_pins_that_come_and_go_leave_no_timeline() -> None:
     assert not engine.timelines._live and engine.timelines.of("forgotten") == []
 
 
-def test_what_a_request_holds_is_of_its_tier_and_no_null_block() -> None:
+def test_describe_kv_counts_blocks_per_tier_without_null_blocks() -> None:
     cache = KVCacheManager(12, 4, 12, num_rows=4, attention_window=8)
     scheduler = Scheduler(cache, policy=Policy(mode=PreemptionMode.SWAP))
     engine = Engine(scheduler, o.Oracle(cache), vocab_size=o.VOCAB, max_model_len=64, overlap=False)
@@ -738,17 +748,17 @@ def test_what_a_request_holds_is_of_its_tier_and_no_null_block() -> None:
         engine.step()
     (seq,) = scheduler.requests["w"].sequences
     assert 0 in seq.block_ids
-    held = describe_kv(engine)
+    held = engine.describe_kv()
     assert held["requests"] == {"w": {"status": "running", "num_blocks": held["num_used"], "num_host_blocks": 0}}
     plan = StepPlan()
     scheduler._preempt(seq.request, seq.request, 0, plan)
-    held = describe_kv(engine)
+    held = engine.describe_kv()
     assert held["requests"] == {"w": {"status": "swapped", "num_blocks": 0, "num_host_blocks": held["num_host_used"]}}
     assert held["num_host_used"] == len(plan.swap_outs) > 0
 
 
-def test_an_end_that_the_model_has_no_logits_for_is_none() -> None:
-    """Files name them where a token was added and the table never resized; `min_tokens` would rule out its logit."""
+def test_eos_token_without_logits_is_ignored() -> None:
+    """A checkpoint may name an added token without an embedding; `min_tokens` would mask its missing logit."""
     engine, _ = make_engine(eos_token_ids=[EOS, o.VOCAB, o.VOCAB + 7])
     engine.add_request("a", [1, 2], SamplingParams(max_tokens=4, min_tokens=2))
     assert engine.eos_token_ids == (EOS,)

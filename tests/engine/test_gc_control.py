@@ -1,4 +1,4 @@
-"""While an engine works, the collector looks at young objects alone: what a request was must die by reference count."""
+"""Objects of finished requests are freed by reference count: while an engine works, only young ones are collected."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from octavo.core.request import Request, Sequence
 from octavo.engine.beam_search import BeamSearch
 from octavo.engine.engine import Engine
 from octavo.engine.gc_control import GCPause
-from octavo.engine.outputs import RequestState
-from octavo.engine.process.ipc import AbortRequest, AddRequest, CloseEngine, Command, pack, params_to_wire
+from octavo.engine.output_processor import RequestState
+from octavo.engine.process.ipc import AbortRequest, AddRequest, CloseEngine, Command, pack_tokens, params_to_wire
 from octavo.engine.process.server import EngineServer
-from octavo.engine.structured_output import Constraint
+from octavo.engine.structured_output import RequestGrammar
 from octavo.errors import RequestFailedError
 from octavo.frontend.build import build
 from octavo.frontend.client_request import ClientRequest
@@ -33,7 +33,7 @@ from tests.engine.models import WrappedModel
 from tests.engine.process.engines import last_of, oracle_client, own_directory, run, serving  # noqa: F401
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 8}
-KINDS = (Request, Sequence, RequestState, BeamSearch, Constraint, ClientRequest)
+KINDS = (Request, Sequence, RequestState, BeamSearch, RequestGrammar, ClientRequest)
 LENGTH: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "seed": 3}
 CASES: dict[str, SamplingParams | BeamSearchParams] = {
     "plain": SamplingParams(**LENGTH),
@@ -49,8 +49,8 @@ CASES: dict[str, SamplingParams | BeamSearchParams] = {
 
 
 @contextlib.contextmanager
-def by_reference_count() -> Iterator[Callable[[], Counter[str]]]:
-    """Nothing is collected. Gives a function that counts what lives of requests that has come to be since."""
+def without_collection() -> Iterator[Callable[[], Counter[str]]]:
+    """Disable collection; yields a function that counts the request objects created since then and still alive."""
     gc.collect()
     before = {id(o) for o in gc.get_objects() if type(o) in KINDS}
     gc.disable()
@@ -60,44 +60,46 @@ def by_reference_count() -> Iterator[Callable[[], Counter[str]]]:
         gc.enable()
 
 
-def spoil(number: int, tokens: list[int], logits: Any) -> None:
+def make_logits_nan(number: int, tokens: list[int], logits: Any) -> None:
     if number == 3:
         logits[:, 7] = math.nan
 
 
-def dawdle(number: int, tokens: list[int]) -> None:
+def slow_down(number: int, tokens: list[int]) -> None:
     time.sleep(0.01)
 
 
-class Has:
+class EngineHolder:
+    """Has an `engine`, which is all that `WrappedModel` needs of an `LLM`."""
+
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
 
-def holds_at_most_the_last(left: Counter[str]) -> bool:
-    """The device's thread has the last plan in its hand until there is another."""
+def only_last_plan_left(left: Counter[str]) -> bool:
+    """True if at most the last plan's objects are left, which the device thread holds until the next plan."""
     return left["Request"] <= 1 and left.keys() <= {"Request", "Sequence", "BeamSearch"}
 
 
-@pytest.mark.parametrize("how", ["to its end", "failed"])
+@pytest.mark.parametrize("how", ["finished", "failed"])
 @pytest.mark.parametrize("case", CASES)
-def test_an_llm_keeps_nothing_of_a_request(model: str, case: str, how: str) -> None:
+def test_llm_releases_finished_requests(model: str, case: str, how: str) -> None:
     params = CASES[case]
-    with LLM(model, **OPTIONS) as llm, by_reference_count() as left:
+    with LLM(model, **OPTIONS) as llm, without_collection() as left:
         for _ in range(3):
             if how == "failed":
-                WrappedModel(llm, after=spoil)
+                WrappedModel(llm, after=make_logits_nan)
             if isinstance(params, BeamSearchParams):
                 (output,) = llm.beam_search(["abc"], params, use_tqdm=False)
             else:
                 (output,) = llm.generate(["abc"], params, use_tqdm=False)
             assert ("error" in {c.finish_reason for c in output.outputs}) == (how == "failed")
         llm.engine.drain()
-        assert holds_at_most_the_last(left())
+        assert only_last_plan_left(left())
 
 
-def test_an_llm_keeps_nothing_of_streams_that_are_left_and_of_pins_that_are_given_up(model: str) -> None:
-    with LLM(model, **OPTIONS) as llm, by_reference_count() as left:
+def test_llm_releases_closed_streams_and_unpinned_prefixes(model: str) -> None:
+    with LLM(model, **OPTIONS) as llm, without_collection() as left:
         for _ in range(3):
             stream = llm.stream(["abc"], SamplingParams(**LENGTH))
             next(stream)
@@ -105,44 +107,44 @@ def test_an_llm_keeps_nothing_of_streams_that_are_left_and_of_pins_that_are_give
             llm.unpin_prefix(llm.pin_prefix("abcdefgh"))
         del stream
         llm.engine.drain()
-        assert holds_at_most_the_last(left())
+        assert only_last_plan_left(left())
 
 
-@pytest.mark.parametrize("how", ["to its end", "aborted", "failed"])
+@pytest.mark.parametrize("how", ["finished", "aborted", "failed"])
 @pytest.mark.parametrize("case", ["plain", "samples", "beams with stop strings"])
-def test_an_async_engine_keeps_nothing_of_a_request(model: str, case: str, how: str) -> None:
+def test_async_llm_releases_requests(model: str, case: str, how: str) -> None:
     async def main() -> None:
         built = build(EngineArgs(model=model, **OPTIONS))
         async with AsyncLLM(built.engine, built.tokenizer) as engine:
 
-            async def ask() -> None:
+            async def read_all() -> None:
                 async for _ in engine.generate("abc", CASES[case], "it"):
                     pass
 
-            async def ask_so() -> None:
+            async def run_request() -> None:
                 if how == "failed":
-                    WrappedModel(Has(built.engine), after=spoil)  # type: ignore[arg-type]
+                    WrappedModel(EngineHolder(built.engine), after=make_logits_nan)  # type: ignore[arg-type]
                     with pytest.raises(RequestFailedError):
-                        await ask()
+                        await read_all()
                     return
-                task = asyncio.ensure_future(ask())
+                task = asyncio.ensure_future(read_all())
                 while how == "aborted" and not await engine.abort("it"):
                     await asyncio.sleep(0.005)
                 await task
 
             if how == "aborted":
-                WrappedModel(Has(built.engine), before=dawdle)  # type: ignore[arg-type]
-            with by_reference_count() as left:
+                WrappedModel(EngineHolder(built.engine), before=slow_down)  # type: ignore[arg-type]
+            with without_collection() as left:
                 for _ in range(3):
-                    await ask_so()
-                await engine.kv_stats()  # the engine's thread has come by
-                assert holds_at_most_the_last(left())
+                    await run_request()
+                await engine.kv_stats()  # the engine thread has passed its next step
+                assert only_last_plan_left(left())
 
     asyncio.run(main())
 
 
-class Wire:
-    """What the engine's host needs of a channel: one message after the other; one that is `None` waits for a step."""
+class FakeChannel:
+    """A channel with given messages; None in place of a message means: run a step first."""
 
     def __init__(self, *messages: list[Command] | None) -> None:
         self.messages = deque(messages)
@@ -157,55 +159,55 @@ class Wire:
         pass
 
 
-class NoPulse:
+class NoHeartbeats:
     def __call__(self, *_: Any) -> None:
         pass
 
-    enter = work = rest = advanced = __call__
+    enter = begin_work = rest = advance = __call__
 
 
-@pytest.mark.parametrize("how", ["to its end", "aborted", "failed"])
+@pytest.mark.parametrize("how", ["finished", "aborted", "failed"])
 @pytest.mark.parametrize("case", ["plain", "samples", "a form", "beams with stop strings"])
-def test_an_engines_host_keeps_nothing_of_a_request(model: str, case: str, how: str) -> None:
+def test_engine_server_releases_requests(model: str, case: str, how: str) -> None:
     params = CASES[case]
     built = build(EngineArgs(model=model, **OPTIONS))
     engine = built.engine
     if how == "failed":
-        WrappedModel(Has(engine), after=spoil)  # type: ignore[arg-type]
+        WrappedModel(EngineHolder(engine), after=make_logits_nan)  # type: ignore[arg-type]
     prompts = InputProcessor(built.tokenizer, engine.vocab_size, engine.max_model_len)
-    add = AddRequest("it", pack([5, 6, 7]), params_to_wire(params), isinstance(params, BeamSearchParams), 3)
+    add = AddRequest("it", pack_tokens([5, 6, 7]), params_to_wire(params), isinstance(params, BeamSearchParams), 3)
     ended: list[list[str]] = []
-    with by_reference_count() as left:
+    with without_collection() as left:
         rest: list[list[Command] | None] = [None, None, [AbortRequest("it")]] if how == "aborted" else []
-        wire = Wire([add], *rest, [CloseEngine()])
-        host = EngineServer(engine, wire, NoPulse(), prompts, {})  # type: ignore[arg-type]
-        inner = host._tell
+        channel = FakeChannel([add], *rest, [CloseEngine()])
+        server = EngineServer(engine, channel, NoHeartbeats(), prompts, {})  # type: ignore[arg-type]
+        send_update = server._send_update
 
-        def tell(state: RequestState) -> None:
+        def record_end(state: RequestState) -> None:
             if not state.request.sequences:
                 ended.append([s.finish_reason for s in state.request.finished_sequences])
-            inner(state)
+            send_update(state)
 
-        host._tell = tell  # type: ignore[method-assign]
-        host.serve()
-        reason = {"to its end": "length", "aborted": "abort", "failed": "error"}[how]
+        server._send_update = record_end  # type: ignore[method-assign]
+        server.serve()
+        reason = {"finished": "length", "aborted": "abort", "failed": "error"}[how]
         assert len(ended) == 1 and (reason in ended[0] or "beams" in case)
         assert not left()
     prompts.close()
 
 
-@pytest.mark.parametrize("how", ["to its end", "aborted", "left"])
+@pytest.mark.parametrize("how", ["finished", "aborted", "closed"])
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_client_keeps_nothing_of_a_request(model: str, n: int, how: str) -> None:
+def test_engine_client_releases_requests(model: str, n: int, how: str) -> None:
     async def main() -> None:
         params = SamplingParams(n=n, **LENGTH)
         async with serving(oracle_client(model, step_s=0.002)) as client:
-            with by_reference_count() as left:
-                if how == "to its end":
+            with without_collection() as left:
+                if how == "finished":
                     await last_of(client, [1, 2, 3], params)
                 else:
                     async for output in client.generate([1, 2, 3], params, "it"):
-                        if how == "left":
+                        if how == "closed":
                             break
                         if not output.finished:
                             await client.abort("it")
@@ -216,11 +218,11 @@ def test_a_client_keeps_nothing_of_a_request(model: str, n: int, how: str) -> No
     run(main())
 
 
-def test_it_may_be_entered_again_inside_and_collects_as_before_when_it_is_left() -> None:
-    garbage = GCPause()
+def test_gc_pause_is_reentrant_and_restores_collection() -> None:
+    pause = GCPause()
     assert gc.isenabled()
-    with garbage:
-        with garbage:
+    with pause:
+        with pause:
             assert not gc.isenabled() and gc.get_freeze_count()
         assert not gc.isenabled()
     assert gc.isenabled() and not gc.get_freeze_count()

@@ -1,4 +1,4 @@
-"""What is told of cached blocks, put together again by whoever listens: it must be what the pool has."""
+"""Published KV cache events, assembled by a subscriber, equal the content of the pool."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from octavo.core.block_hash import block_hashes
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler
-from octavo.engine.kv_events import END, KVEventPublisher, Ledger, Told
+from octavo.engine.kv_events import END_SEQUENCE, KVCacheEvent, KVEventPublisher, KVEventTranslator
 from octavo.errors import ParameterError, UnknownOptionError
 from tests.engine.process.engines import last_of, nothing_left, oracle_client, own_directory, run, until  # noqa: F401
 from tests.proof.oracle import Oracle
@@ -35,12 +35,12 @@ from tests.proof.workloads import KINDS, World
 LONG_MS = 20_000
 
 
-def numbers_of(tokens: Any, block_size: int, salt: bytes = b"") -> list[int]:
-    return [int.from_bytes(name[-8:], "big") for name in block_hashes(tokens, block_size, salt=salt)]
+def hashes_of(tokens: Any, block_size: int, salt: bytes = b"") -> list[int]:
+    return [int.from_bytes(digest[-8:], "big") for digest in block_hashes(tokens, block_size, salt=salt)]
 
 
 class Router:
-    """Knows what it is told, as MessagePack without any types: block -> the block before it, and its tokens."""
+    """A router's view from decoded events: block hash -> its parent's hash, and its tokens."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, tuple[int | None, list[int]]] = {}
@@ -55,22 +55,22 @@ class Router:
                 self.blocks.clear()
             elif kind == "BlockRemoved":
                 assert set(event) == {"block_hashes", "medium"}
-                for name in event["block_hashes"]:
-                    del self.blocks[name]
+                for block in event["block_hashes"]:
+                    del self.blocks[block]
             else:
                 assert set(event) == {
                     "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"
                 }  # fmt: skip
                 size, parent = event["block_size"], event["parent_block_hash"]
                 assert len(event["token_ids"]) == size * len(event["block_hashes"])
-                for i, name in enumerate(event["block_hashes"]):
-                    assert name not in self.blocks and (parent is None or parent in self.blocks)
-                    self.blocks[name] = parent, event["token_ids"][i * size : (i + 1) * size]
-                    parent = name
+                for i, block in enumerate(event["block_hashes"]):
+                    assert block not in self.blocks and (parent is None or parent in self.blocks)
+                    self.blocks[block] = parent, event["token_ids"][i * size : (i + 1) * size]
+                    parent = block
 
 
 class Contents:
-    """What the pool has, worked out from whole prompts: seal id -> salt, and all tokens up to the block's end."""
+    """The pool's content, computed from whole prompts: seal id -> salt, and all tokens up to the block's end."""
 
     def __init__(self, cache: KVCacheManager) -> None:
         self.cache = cache
@@ -90,21 +90,21 @@ class Contents:
             self.of.pop(event.seal_id, None)
 
     def blocks(self) -> dict[int, tuple[int | None, list[int]]]:
-        """As a `Router` has them."""
+        """The blocks in the form of `Router.blocks`."""
         size, found = self.cache.block_size, {}
         for salt, tokens in (self.of[seal] for seal in self.cache.pool.seal_id if seal in self.of):
-            *_, parent, number = [None, *numbers_of(tokens, size, salt)]
+            *_, parent, number = [None, *hashes_of(tokens, size, salt)]
             assert number is not None
             found[number] = parent, tokens[-size:]
         return found
 
 
 @contextlib.contextmanager
-def by_hand(cache: KVCacheManager, **options: Any) -> Iterator[KVEventPublisher]:
-    """No thread tells anything; the test does."""
+def unthreaded(cache: KVCacheManager, **options: Any) -> Iterator[KVEventPublisher]:
+    """A publisher without its thread: the test processes the events."""
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KVEventPublisher, "_work", lambda self: None)
-        endpoint = f"ipc://{directory}/told"
+        patch.setattr(KVEventPublisher, "_run", lambda self: None)
+        endpoint = f"ipc://{directory}/events"
         events = KVEventPublisher(cache, KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint, **options))
         try:
             yield events
@@ -113,14 +113,14 @@ def by_hand(cache: KVCacheManager, **options: Any) -> Iterator[KVEventPublisher]
             events._context.destroy(linger=0)
 
 
-def settle(events: KVEventPublisher, router: Router) -> None:
-    told: list[Told] = events._ledger.digest(list(events._happened))
-    router.take(msgspec.msgpack.decode(msgspec.msgpack.encode(told)))
-    events._happened.clear()
+def deliver(events: KVEventPublisher, router: Router) -> None:
+    kv_events: list[KVCacheEvent] = events._translator.translate(list(events._core_events))
+    router.take(msgspec.msgpack.decode(msgspec.msgpack.encode(kv_events)))
+    events._core_events.clear()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_router_knows_the_pool_at_every_step(kind: str) -> None:
+def test_router_view_equals_the_pool_at_every_step(kind: str) -> None:
     totals: Counter[str] = Counter()
     for seed in range(10):
         world = World(seed, Counter(), kind=kind, listen=True)
@@ -131,12 +131,12 @@ def test_a_router_knows_the_pool_at_every_step(kind: str) -> None:
 def _follow(world: World, cache: KVCacheManager) -> Counter[str]:
     router, contents = Router(), Contents(cache)
     cache.events.subscribe(contents, blocks=True)
-    with by_hand(cache) as events:
+    with unthreaded(cache) as events:
 
         def compare(event: ev.Event | None = None) -> None:
             if event is None or isinstance(event, ev.Step):
                 assert event is None or events._wake.is_set()
-                settle(events, router)
+                deliver(events, router)
                 assert router.blocks == contents.blocks()
                 router.seen["blocks"] += len(router.blocks)
 
@@ -149,22 +149,24 @@ def _follow(world: World, cache: KVCacheManager) -> Counter[str]:
     return router.seen
 
 
-def test_equal_blocks_are_told_of_once() -> None:
-    """The second is sealed behind one whose seal was lost and made anew; the first stays, unreachable, and goes."""
-    ledger, tokens = Ledger(2), array("i", [1, 2]).tobytes()
+def test_equal_blocks_are_published_once() -> None:
+    """A parent is evicted and sealed again, then its child; the old child stays, unreachable, until it is evicted."""
+    translator, tokens = KVEventTranslator(2), array("i", [1, 2]).tobytes()
     again = array("i", [3, 4]).tobytes()
-    a, b = numbers_of([1, 2, 3, 4], 2)
+    a, b = hashes_of([1, 2, 3, 4], 2)
 
-    def told(*events: ev.Sealed | ev.Evicted) -> list[Any]:
-        raw: list[Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(ledger.digest([(e, b"") for e in events])))
+    def published(*events: ev.Sealed | ev.Evicted) -> list[Any]:
+        raw: list[Any] = msgspec.msgpack.decode(
+            msgspec.msgpack.encode(translator.translate([(e, b"") for e in events]))
+        )
         return [(e["type"], e["block_hashes"]) for e in raw]
 
-    assert told(ev.Sealed(1, 1, 0, tokens), ev.Sealed(2, 2, 1, again)) == [("BlockStored", [a, b])]
-    assert told(ev.Evicted(1, 1, "room", 0)) == [("BlockRemoved", [a])]
-    assert told(ev.Sealed(3, 3, 0, tokens), ev.Sealed(4, 4, 3, again)) == [("BlockStored", [a])]
-    assert told(ev.Evicted(2, 2, "room", 0)) == []
-    assert told(ev.Sealed(5, 5, 2, again)) == []  # nothing leads there
-    assert told(ev.Evicted(4, 4, "room", 0), ev.Evicted(5, 5, "room", 0)) == [("BlockRemoved", [b])]
+    assert published(ev.Sealed(1, 1, 0, tokens), ev.Sealed(2, 2, 1, again)) == [("BlockStored", [a, b])]
+    assert published(ev.Evicted(1, 1, "room", 0)) == [("BlockRemoved", [a])]
+    assert published(ev.Sealed(3, 3, 0, tokens), ev.Sealed(4, 4, 3, again)) == [("BlockStored", [a])]
+    assert published(ev.Evicted(2, 2, "room", 0)) == []
+    assert published(ev.Sealed(5, 5, 2, again)) == []  # its parent is evicted
+    assert published(ev.Evicted(4, 4, "room", 0), ev.Evicted(5, 5, "room", 0)) == [("BlockRemoved", [b])]
 
 
 class Subscriber:
@@ -182,19 +184,19 @@ class Subscriber:
         self.last = -1
 
     def take(self, sequence: bytes, payload: bytes) -> None:
-        assert int.from_bytes(sequence, "big") == self.last + 1, "something is missing"
+        assert int.from_bytes(sequence, "big") == self.last + 1, "a message is missing"
         self.last += 1
         at, events, rank = msgspec.msgpack.decode(payload)
         assert at > 1e9 and rank == 0
         self.router.take(events)
 
     def read(self, socket: Any) -> list[bytes]:
-        assert socket.poll(LONG_MS), "nothing came"
+        assert socket.poll(LONG_MS), "no message arrived"
         frames: list[bytes] = socket.recv_multipart()
         return frames
 
     def until(self, numbers: set[int]) -> None:
-        """Take in what comes, until these are known. A replay may have had some of it already."""
+        """Read messages until exactly these blocks are known; skips messages that a replay contained already."""
         while set(self.router.blocks) != numbers:
             topic, sequence, payload = self.read(self.socket)
             assert topic == b"kv@here"
@@ -202,13 +204,13 @@ class Subscriber:
                 self.take(sequence, payload)
 
     def catch_up(self) -> int:
-        """Take in what a replay has of what was missed; how many messages that are."""
+        """Read missed messages from a replay; returns their number."""
         self.replay.send_multipart((b"", (self.last + 1).to_bytes(8, "big")))
         begin = self.last
-        while (frames := self.read(self.replay))[2] != END:
+        while (frames := self.read(self.replay))[2] != END_SEQUENCE:
             assert frames[0] == b"" and frames[1].startswith(self.topic)
             self.take(*frames[2:])
-        assert frames == [b"", b"", END, b""]
+        assert frames == [b"", b"", END_SEQUENCE, b""]
         return self.last - begin
 
 
@@ -222,7 +224,7 @@ def subscribed(endpoint: str, **options: str) -> Iterator[Subscriber]:
 
 
 def engine_of(cache: KVCacheManager) -> Callable[..., None]:
-    """Call it with prompts."""
+    """A function that completes prompts on the oracle."""
     scheduler, oracle, numbers = Scheduler(cache), Oracle(cache), itertools.count()
 
     def complete(*prompts: list[int]) -> None:
@@ -238,25 +240,25 @@ def engine_of(cache: KVCacheManager) -> Callable[..., None]:
 PROMPTS = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 9, 9], [7, 7, 7]]
 
 
-def test_subscribers_and_those_who_missed_something(tmp_path: Path) -> None:
-    told, replay = f"ipc://{tmp_path}/told", f"ipc://{tmp_path}/replay"
+def test_subscriber_catches_up_by_replay(tmp_path: Path) -> None:
+    endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
     cache = KVCacheManager(40, 2, num_rows=8)
     complete, contents = engine_of(cache), Contents(cache)
     detach = cache.events.subscribe(contents, blocks=True)
-    on: dict[str, Any] = {"enable_kv_cache_events": True, "topic": "kv@here", "endpoint": told}
+    on: dict[str, Any] = {"enable_kv_cache_events": True, "topic": "kv@here", "endpoint": endpoint}
     events = KVEventPublisher(cache, KVEventsConfig(**on, replay_endpoint=replay))
-    with subscribed(told, topic="kv@", replay=replay) as one, subscribed(told, topic="other") as other:
+    with subscribed(endpoint, topic="kv@", replay=replay) as one, subscribed(endpoint, topic="other") as other:
         complete(*PROMPTS)
         wanted = set(contents.blocks())
-        assert {n for prompt in PROMPTS for n in numbers_of(prompt, 2)} <= wanted
+        assert {n for prompt in PROMPTS for n in hashes_of(prompt, 2)} <= wanted
         while set(one.router.blocks) != wanted:
             one.catch_up()
         assert one.router.seen["AllBlocksCleared"] == 1
-        assert one.router.blocks[numbers_of([1, 2, 3, 4], 2)[1]] == (numbers_of([1, 2], 2)[0], [3, 4])
+        assert one.router.blocks[hashes_of([1, 2, 3, 4], 2)[1]] == (hashes_of([1, 2], 2)[0], [3, 4])
         one.replay.send_multipart((b"what?",))
-        assert one.catch_up() == 0  # nothing but the end
+        assert one.catch_up() == 0  # no message but the end
         number = 10
-        while not one.socket.poll(100):  # who has come late has missed all until then
+        while not one.socket.poll(100):  # a late subscriber has missed earlier messages
             complete([number] * 3)
             number += 1
         one.catch_up()
@@ -273,26 +275,26 @@ def test_subscribers_and_those_who_missed_something(tmp_path: Path) -> None:
     KVEventPublisher(cache, KVEventsConfig(**on)).close()  # the address is free again
 
 
-def test_who_cannot_keep_up_says_less_and_nothing_false() -> None:
+def test_queue_overflow_drops_blocks_but_publishes_nothing_false() -> None:
     cache, router = KVCacheManager(40, 2, num_rows=8), Router()
     complete, contents = engine_of(cache), Contents(cache)
     cache.events.subscribe(contents, blocks=True)
-    with by_hand(cache, max_queue_size=3) as events:
-        settle(events, router)
+    with unthreaded(cache, max_queue_size=3) as events:
+        deliver(events, router)
         for prompts in (PROMPTS[:1], PROMPTS, [[n] * 5 for n in range(10, 20)]):
             complete(*prompts)
-            assert len(events._happened) <= 3
-            settle(events, router)
+            assert len(events._core_events) <= 3
+            deliver(events, router)
             assert set(router.blocks) <= set(contents.blocks())
     assert router.seen["AllBlocksCleared"] >= 2
 
 
-def test_an_engine_that_is_started_again_says_so(model: str, tmp_path: Path) -> None:
-    told = f"ipc://{tmp_path}/told"
-    config = {"enable_kv_cache_events": True, "endpoint": told, "replay_endpoint": f"ipc://{tmp_path}/replay"}
+def test_restarted_engine_publishes_a_clear(model: str, tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/events"
+    config = {"enable_kv_cache_events": True, "endpoint": endpoint, "replay_endpoint": f"ipc://{tmp_path}/replay"}
 
     def known() -> Router:
-        with subscribed(told, replay=str(config["replay_endpoint"])) as subscriber:
+        with subscribed(endpoint, replay=str(config["replay_endpoint"])) as subscriber:
             subscriber.catch_up()
             return subscriber.router
 
@@ -301,7 +303,7 @@ def test_an_engine_that_is_started_again_says_so(model: str, tmp_path: Path) -> 
             async with oracle_client(model, options={"kv_events_config": config}) as client:
                 for prompt in (list(range(1, 10)), list(range(20, 30))):
                     await last_of(client, {"prompt_token_ids": prompt}, SamplingParams(max_tokens=2))
-                    while not set(numbers_of(prompt, 4)) <= set((router := await asyncio.to_thread(known)).blocks):
+                    while not set(hashes_of(prompt, 4)) <= set((router := await asyncio.to_thread(known)).blocks):
                         pass
                     assert router.seen["AllBlocksCleared"] == 1
                     first = client.pid
@@ -314,7 +316,7 @@ def test_an_engine_that_is_started_again_says_so(model: str, tmp_path: Path) -> 
     run(main())
 
 
-def test_an_address_that_is_taken_is_a_mistake(model: str) -> None:
+def test_unusable_address_is_rejected(model: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -330,7 +332,7 @@ def test_an_address_that_is_taken_is_a_mistake(model: str) -> None:
             assert caught.value.param == "kv_events_config"
 
 
-def test_a_whole_engine_tells(model: str, tmp_path: Path) -> None:
+def test_llm_publishes_its_blocks(model: str, tmp_path: Path) -> None:
     config = {
         "enable_kv_cache_events": True,
         "endpoint": f"ipc://{tmp_path}/a",
@@ -340,14 +342,14 @@ def test_a_whole_engine_tells(model: str, tmp_path: Path) -> None:
     with LLM(model, **options, kv_events_config=config) as llm:
         llm.generate([{"prompt_token_ids": [3, 4, 5, 6, 7]}], SamplingParams(max_tokens=1), use_tqdm=False)
         with subscribed(config["endpoint"], replay=str(config["replay_endpoint"])) as subscriber:
-            while set(subscriber.router.blocks) != set(numbers_of([3, 4, 5, 6], 4)):
+            while set(subscriber.router.blocks) != set(hashes_of([3, 4, 5, 6], 4)):
                 subscriber.catch_up()
     with LLM(model, **options, kv_events_config={"endpoint": config["endpoint"]}) as llm:
         assert not llm.engine.on_close and not llm.engine.scheduler.events.blocks
 
 
 @pytest.mark.parametrize(
-    ("config", "error", "says"),
+    ("config", "error", "message"),
     [
         ({"enabled": True}, UnknownOptionError, "enabled"),
         ({"publisher": "kafka"}, ParameterError, "zmq, null"),
@@ -357,12 +359,12 @@ def test_a_whole_engine_tells(model: str, tmp_path: Path) -> None:
         ("zmq", ParameterError, "mapping"),
     ],
 )
-def test_what_cannot_be_is_refused(config: Any, error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=says):
+def test_invalid_config_is_rejected(config: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         EngineArgs(model="m", kv_events_config=config)
 
 
-def test_whose_the_address_is() -> None:
+def test_config_binds_local_addresses_only() -> None:
     ours = ["tcp://*:5557", "tcp://127.0.0.1:1", "tcp://localhost:1", "tcp://0.0.0.0:1", "tcp://[::]:1", "ipc:///tmp/a"]
     assert all(KVEventsConfig(endpoint=endpoint).binds for endpoint in ours)
     assert not KVEventsConfig(endpoint="tcp://router:5557").binds

@@ -17,7 +17,7 @@ from octavo import LLM, AsyncLLM, BeamSearchParams, RequestOutput, SamplingParam
 from octavo.core.plan import StepPlan
 from octavo.core.request import Request
 from octavo.engine.executor import GrammarBitmask
-from octavo.engine.structured_output import Constraint, Wanted, work_out
+from octavo.engine.structured_output import BitmaskRow, RequestGrammar, compute_bitmask
 from octavo.errors import ParameterError, RequestFailedError
 from octavo.runner import model_runner as runner
 from octavo.runner.executor import LocalExecutor, LocalStepHandle
@@ -250,15 +250,15 @@ def test_ends_in_masks() -> None:
     request = Request("x", [1, 1, 1], SamplingParams())
     request.begin(0, (0, 0), 9)
     (sequence,) = request.sequences
-    stopped = Constraint(Word([5, 30, 2, 6]), 3, {2, 31, 1000})
-    ignored = Constraint(Word([5, 30, 6]), 3, {31}, {2, 31})
-    filled = Constraint(Word([5, 30, 6]), 3, (), {2, 8})
+    stopped = RequestGrammar(Word([5, 30, 2, 6]), 3, {2, 31, 1000})
+    ignored = RequestGrammar(Word([5, 30, 6]), 3, {31}, {2, 31})
+    filled = RequestGrammar(Word([5, 30, 6]), 3, (), {2, 8})
     expected = [({5}, {5}, {5}), ({30}, {30}, {30}), (set(), {6}, {6}), (None, {31}, {2, 8}), (None, None, {2, 8})]
     for known, wanted in zip(([], [5], [30], [6], [2]), expected, strict=True):
         sequence.token_ids.extend(known)
-        for constraint, allowed in zip((stopped, ignored, filled), wanted, strict=True):
+        for constrained, allowed in zip((stopped, ignored, filled), wanted, strict=True):
             if allowed is not None:
-                masks, errors = work_out([Wanted(7, sequence, constraint)])
+                masks, errors = compute_bitmask([BitmaskRow(7, sequence, constrained)])
                 assert masks is not None and masks.slices == [7] and not errors
                 assert {i for i in range(32) if masks.bitmask[0, 0] >> i & 1} == allowed
 
@@ -309,7 +309,7 @@ def test_one_batch_of_everything(talking: Path) -> None:
         with open_llm(talking) as llm:
             solo.append(answers(one(llm, prompt, request)))
     with open_llm(talking, decode_window=4) as llm:
-        prompts_of = llm._prompts
+        prompts_of = llm._input_processor
         for i, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
             llm.engine.add_request(
                 str(i),
@@ -416,7 +416,7 @@ def test_who_is_aborted_needs_no_mask(llm: LLM) -> None:
     expected = one(llm, "x", asked[1]).outputs[0].token_ids
     for i, request in enumerate(asked):
         engine.add_request(
-            str(i), llm.get_tokenizer().encode("x"), request, grammar=llm._prompts.compile_grammar(request)
+            str(i), llm.get_tokenizer().encode("x"), request, grammar=llm._input_processor.compile_grammar(request)
         )
     told: list[RequestOutput] = []
     for step in range(60):
@@ -452,8 +452,8 @@ def test_no_token_left_is_that_requests_end(llm: LLM) -> None:
 
 def test_a_grammar_that_breaks_on_the_way_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one does that becomes too complex; in its mask, or while a token is taken in."""
-    calls = {"finish": 0, "accept_tokens": 0}
-    for owner, name in ((Constraint, "finish"), (Matcher, "accept_tokens")):
+    calls = {"apply_stop_tokens": 0, "accept_tokens": 0}
+    for owner, name in ((RequestGrammar, "apply_stop_tokens"), (Matcher, "accept_tokens")):
         inner = getattr(owner, name)
 
         def broken(self: Any, *args: Any, name: str = name, inner: Any = inner) -> Any:
@@ -480,18 +480,18 @@ def test_a_grammar_that_breaks_on_the_way_fails_alone(llm: LLM, monkeypatch: pyt
 
 def test_who_is_given_up_is_told_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when a token of it came in the same turn, of which a stream would have been told."""
-    finish, calls = Constraint.finish, []
+    finish, calls = RequestGrammar.apply_stop_tokens, []
 
-    def broken(self: Constraint, matcher: Any, mask: memoryview) -> None:
+    def broken(self: RequestGrammar, matcher: Any, mask: memoryview) -> None:
         calls.append(mask)
         if len(calls) == 4:
             raise ValueError("too complex")
         finish(self, matcher, mask)
 
-    monkeypatch.setattr(Constraint, "finish", broken)
+    monkeypatch.setattr(RequestGrammar, "apply_stop_tokens", broken)
     monkeypatch.setattr(LocalStepHandle, "done", True)  # tokens come with the end of their step, never before it
     asked = params({"regex": "[ab]{9}"})
-    llm.engine.add_request("a", [5, 6, 7], asked, grammar=llm._prompts.compile_grammar(asked), stream=True)
+    llm.engine.add_request("a", [5, 6, 7], asked, grammar=llm._input_processor.compile_grammar(asked), stream=True)
     told: list[RequestOutput] = []
     while llm.engine.has_work:
         told += llm.engine.step()
@@ -540,23 +540,23 @@ def test_it_takes_a_tokenizer(talking: Path) -> None:
         pytest.raises(ParameterError, match="no tokenizer"),
     ):
         llm.generate([[3, 4]], params({"regex": "a"}), use_tqdm=False)
-    with open_llm(talking) as llm, pytest.raises(ParameterError, match="take a tokenizer"):
+    with open_llm(talking) as llm, pytest.raises(ParameterError, match="need a tokenizer"):
         llm.engine.add_request("x", [3, 4], params({"regex": "a"}))
 
 
 def test_matchers_go_with_their_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[Constraint] = []
-    init = Constraint.__init__
+    kept: list[RequestGrammar] = []
+    init = RequestGrammar.__init__
 
-    def spied(self: Constraint, *args: Any) -> None:
+    def spied(self: RequestGrammar, *args: Any) -> None:
         kept.append(self)
         init(self, *args)
 
-    monkeypatch.setattr(Constraint, "__init__", spied)
+    monkeypatch.setattr(RequestGrammar, "__init__", spied)
     run = llm.stream(["abc"], params({"regex": "[ab]{30}"}, n=3))
     for _ in range(4):
         next(run)
-    assert len(kept[0]._places) == 3
+    assert len(kept[0]._matchers) == 3
     states = llm.engine._states
     run.close()  # type: ignore[attr-defined]
     assert not states

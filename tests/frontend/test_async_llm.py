@@ -17,8 +17,8 @@ import pytest
 import octavo
 from octavo import LLM, AsyncLLM, CompletionOutput, RequestOutput, SamplingParams
 from octavo.config import EngineArgs
-from octavo.engine.outputs import RequestMetrics, request_failed_error
-from octavo.engine.process.thread import OutputQueue, joined
+from octavo.engine.outputs import RequestMetrics, merge_outputs, request_failed_error
+from octavo.engine.process.thread import OutputQueue
 from octavo.errors import EngineError, ParameterError, PromptError, RequestFailedError, TemplateError, UsageError
 from octavo.frontend.build import BuiltEngine, build
 from octavo.params.sampling_params import RequestOutputKind
@@ -58,7 +58,7 @@ async def serving(built: BuiltEngine) -> AsyncIterator[AsyncLLM]:
         yield engine
         if engine.is_running:
             assert (await engine.kv_stats()).num_used == 0
-            assert not engine._thread._mail
+            assert not engine._thread._queues
 
 
 async def last_of(engine: AsyncLLM, prompt: Any, params: SamplingParams = GREEDY, **options: Any) -> RequestOutput:
@@ -181,18 +181,18 @@ def part(text: str, ids: list[int], *, index: int = 0, finished: bool = False) -
 
 def test_deltas_that_were_not_read_are_joined() -> None:
     async def main() -> None:
-        mail = OutputQueue("r", joins=True)
-        assert [mail.put(p) for p in (part("a", [1]), part("b", [2, 3]), part("c", [4], finished=True))] == [
+        queue = OutputQueue("r", merge=True)
+        assert [queue.put(p) for p in (part("a", [1]), part("b", [2, 3]), part("c", [4], finished=True))] == [
             True, False, False,
         ]  # fmt: skip
-        output = await mail.read()
+        output = await queue.get()
         assert (output.outputs[0].text, output.outputs[0].token_ids) == ("abc", [1, 2, 3, 4])
         assert output.finished and output.outputs[0].finish_reason == "length"
-        assert mail.put(part("d", [5]))  # what was read is not told again
-        assert (await mail.read()).outputs[0].text == "d"
+        assert queue.put(part("d", [5]))  # what was read is not told again
+        assert (await queue.get()).outputs[0].text == "d"
 
     run(main())
-    both = joined(part("a", [1], index=1), part("b", [2], index=0))
+    both = merge_outputs(part("a", [1], index=1), part("b", [2], index=0))
     assert [(c.index, c.text) for c in both.outputs] == [(0, "b"), (1, "a")]
     both.outputs[0].token_ids.append(9)
     assert both.outputs[1].token_ids == [1]
@@ -200,13 +200,13 @@ def test_deltas_that_were_not_read_are_joined() -> None:
 
 def test_what_was_told_before_the_end_is_read_before_it() -> None:
     async def main() -> None:
-        mail = OutputQueue("r", joins=False)
-        mail.put(part("a", [1]))
-        mail.fail(EngineError("gone"))
-        assert (await mail.read()).outputs[0].text == "a"
+        queue = OutputQueue("r", merge=False)
+        queue.put(part("a", [1]))
+        queue.fail(EngineError("gone"))
+        assert (await queue.get()).outputs[0].text == "a"
         for _ in range(2):
             with pytest.raises(EngineError, match="gone"):
-                await mail.read()
+                await queue.get()
 
     run(main())
 
@@ -254,7 +254,7 @@ def test_an_iterator_that_was_never_begun_asks_for_nothing(built: BuiltEngine) -
         async with serving(built) as engine:
             stream = engine.generate("Hello", LONG, "name")
             del stream
-            assert not engine._thread._mail
+            assert not engine._thread._queues
             await last_of(engine, "Hello", request_id="name")
 
     run(main())
@@ -510,7 +510,7 @@ def test_a_pinned_prefix(built: BuiltEngine, wanted: dict[str, str]) -> None:
             with pytest.raises(ParameterError, match="is pinned already"):
                 await engine.pin_prefix("tell", name)
             assert await engine.unpin_prefix(name) == -(-num_pinned // 4)
-            with pytest.raises(ParameterError, match="nothing of the name"):
+            with pytest.raises(ParameterError, match="no prefix is pinned under the name"):
                 await engine.unpin_prefix(name)
 
     run(main())
@@ -520,13 +520,13 @@ def test_a_pin_whose_caller_leaves_when_it_is_computed_does_not_stay(built: Buil
     async def main() -> None:
         async with serving(built) as engine:
             opened: list[str] = []
-            open_mail = engine._thread.open
+            open_queue = engine._thread.open_queue
 
-            def told(request_id: str) -> Any:  # its mail itself may be gone again when the loop looks
+            def told(request_id: str) -> Any:  # its queue itself may be gone again when the loop looks
                 opened.append(request_id)
-                return open_mail(request_id)
+                return open_queue(request_id)
 
-            engine._thread.open = told  # type: ignore[method-assign]
+            engine._thread.open_queue = told  # type: ignore[method-assign]
             for wait_s in (0.0, 0.5):  # before, and after
                 opened.clear()
                 pinning = asyncio.ensure_future(engine.pin_prefix("tell-me-a-story"))

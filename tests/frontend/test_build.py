@@ -70,7 +70,7 @@ def test_int8_halves_the_weights_and_answers(halves: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_int8_beside_another_dtype_is_refused(halves: Path, dtype: str) -> None:
-    with pytest.raises(ParameterError, match=f"'int8' computes beside it in bfloat16, not in {dtype}; use dtype auto"):
+    with pytest.raises(ParameterError, match=f"'int8' needs bfloat16 for the other layers, not {dtype}"):
         open_llm(halves, quantization="int8", dtype=dtype)
 
 
@@ -113,7 +113,7 @@ def test_float16_is_computed_as_it_is_said(halves: Path) -> None:
 def test_a_folder_for_dumps_is_tried_at_once(halves: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for taken in ("file", "file/below"):
-        with pytest.raises(ParameterError, match=r"flight_recorder is .* cannot be written to: .*; name a folder"):
+        with pytest.raises(ParameterError, match=r"flight_recorder is .* is not writable: .*; use another folder"):
             open_llm(halves, flight_recorder=str(tmp_path / taken))
     with open_llm(halves, flight_recorder=str(tmp_path / "new" / "folder")):
         assert list((tmp_path / "new" / "folder").iterdir()) == []

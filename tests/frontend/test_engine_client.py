@@ -116,7 +116,7 @@ def test_answers_are_those_of_an_llm(model: str, wanted: dict[str, RequestOutput
             assert caught.value.code == "invalid_grammar"
             stream = client.generate("y", BeamSearchParams(beam_width=2, max_tokens=100), "more beams")
             first = asyncio.ensure_future(anext(stream))
-            await until(lambda: "more beams" in client._streams)
+            await until(lambda: "more beams" in client._handles)
             await asyncio.sleep(0.02)
             assert await client.abort("more beams")
             assert [c.finish_reason for c in (await first).outputs] == ["abort", "abort"]
@@ -131,7 +131,7 @@ def test_answers_are_the_same_though_the_engine_is_killed(model: str, wanted: di
         async with serving(real_client(model)) as client:
 
             async def kill() -> None:
-                await until(lambda: max(map(num_told, client._streams.values()), default=0) >= 8)
+                await until(lambda: max(map(num_told, client._handles.values()), default=0) >= 8)
                 os.kill(client.pid or 0, signal.SIGKILL)
 
             killing = asyncio.ensure_future(kill())

@@ -55,7 +55,7 @@ def test_a_special_token_spelled_in_a_prompt_is_text_unless_it_is_meant(
     llm: LLM, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = "<s>Hello</s>"
-    llm._prompts._warned = False
+    llm._input_processor._warned = False
     with caplog.at_level(logging.WARNING, logger="octavo"):
         plain = ids_of(llm, text)
         assert ids_of(llm, {"prompt": text}) == plain

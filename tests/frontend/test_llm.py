@@ -63,7 +63,7 @@ def at_rest(llm: LLM) -> None:
     stats = llm.kv_stats()
     assert stats.num_used == stats.num_host_used == 0
     assert not llm.engine.num_requests and not llm.engine.has_work and not llm.engine.scheduler.has_work
-    assert not llm._mail
+    assert not llm._unread
     assert llm.engine.scheduler.cache.rows.num_free == llm.config.args.max_num_seqs
 
 
@@ -231,7 +231,7 @@ def test_leaving_takes_in_what_others_wait_for(llm: LLM) -> None:
             break
     assert llm.engine.num_requests == 2
     second.close()  # type: ignore[attr-defined]
-    assert llm.engine.num_requests == 0 and len(llm._mail) == 1  # else the next line would wait for ever
+    assert llm.engine.num_requests == 0 and len(llm._unread) == 1  # else the next line would wait for ever
     assert texts_of(list(first)) == [wanted]
 
 
@@ -390,7 +390,7 @@ def test_a_pool_too_small_says_what_fits(model: str) -> None:
 
 
 def test_stop_token_ids_beyond_the_vocabulary(llm: LLM) -> None:
-    with pytest.raises(ParameterError, match=r"stop_token_ids has 97, the vocabulary ends at 96"):
+    with pytest.raises(ParameterError, match=r"stop_token_ids has token 97, and the largest token id is 96"):
         generate(llm, "a", SamplingParams(stop_token_ids=[97]))
 
 

@@ -73,23 +73,23 @@ def same(ours: Any, wanted: Any) -> bool:
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"stop_token_ids": [97]}, "invalid_token_id", "stop_token_ids has 97, the vocabulary ends at 96"),
+    ({"stop_token_ids": [97]}, "invalid_token_id", "stop_token_ids has token 97, and the largest token id is 96"),
     ({"allowed_token_ids": [5, 1 << 30]}, "invalid_token_id", "allowed_token_ids has 1073741824, "),
     ({"bad_words_token_ids": [[5], [6, 97]]}, "invalid_token_id", "bad_words_token_ids has 97, "),
-    ({"logit_bias": {97: 1}}, "invalid_logit_bias", "logit_bias has 97, the vocabulary ends at 96"),
-    ({"logprobs": 21}, "invalid_value", "logprobs is 21, at most 20 are given; raise max_logprobs"),
-    ({"logprobs": -1}, "invalid_value", "logprobs is -1, at most 20 are given; raise max_logprobs"),
-    ({"prompt_logprobs": 21}, "invalid_value", "prompt_logprobs is 21, at most 20"),
-    ({"max_tokens": None, "min_tokens": 200}, "invalid_value", "min_tokens is 200, and there is room for 123"),
+    ({"logit_bias": {97: 1}}, "invalid_logit_bias", "logit_bias has token 97, and the largest token id is 96"),
+    ({"logprobs": 21}, "invalid_value", "logprobs is 21, and the limit is 20; raise max_logprobs"),
+    ({"logprobs": -1}, "invalid_value", "logprobs is -1, and the limit is 20; raise max_logprobs"),
+    ({"prompt_logprobs": 21}, "invalid_value", "prompt_logprobs is 21, and the limit is 20"),
+    ({"max_tokens": None, "min_tokens": 200}, "invalid_value", "min_tokens is 200, and the output has at most 123"),
     (
         {"allowed_token_ids": [5, 6], "bad_words_token_ids": [[6], [5], [5, 7]]},
         "no_allowed_token",
-        "rule out all of allowed_token_ids",
+        "forbid all of allowed_token_ids",
     ),
     (
         {"allowed_token_ids": [EOS, 9], "stop_token_ids": [9], "min_tokens": 1, "ignore_eos": False},
         "no_allowed_token",
-        "rule out all of allowed_token_ids",
+        "forbid all of allowed_token_ids",
     ),
 ]
 
@@ -166,7 +166,7 @@ def test_bad_words_do_not_come_up_with_or_without_a_space(llm: LLM, monkeypatch:
     assert text != plain and not any(word in text for word in words)
     tokenizer = llm.get_tokenizer()
     monkeypatch.setattr(tokenizer, "encode", lambda text, add_special_tokens=True: [1000 + len(text)])
-    ready = llm._prompts.prepare_params(asked(bad_words=[" to", "be"], bad_words_token_ids=[[3, 4]]))
+    ready = llm._input_processor.prepare_params(asked(bad_words=[" to", "be"], bad_words_token_ids=[[3, 4]]))
     assert ready.bad_words_token_ids == ((3, 4), (1002,), (1003,))  # "to" and " to", as "be" and " be"
 
 

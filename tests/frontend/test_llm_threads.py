@@ -57,7 +57,7 @@ def test_threads_share_a_batch(llm: LLM) -> None:
     jobs = [lambda p=prompt: [generate(llm, [p])[0] for _ in range(4)] for prompt in PROMPTS]
     assert in_threads(*jobs) == [[tokens] * 4 for tokens in want]
     assert llm.stats().num_steps - steps < 4 * steps  # alone, they would have taken as many
-    assert llm.kv_stats().num_used == 0 and llm._mail == {}
+    assert llm.kv_stats().num_used == 0 and llm._unread == {}
 
 
 def test_streams_pins_and_questions_beside_generate(llm: LLM) -> None:
@@ -164,7 +164,7 @@ def test_a_stream_that_is_collected_within_a_step_ends_behind_it(llm: LLM) -> No
 
     llm.engine.scheduler.schedule = forgetful_schedule  # type: ignore[method-assign]
     assert generate(llm, PROMPTS) == want
-    assert not llm.engine.scheduler.requests and not llm._mail and llm.kv_stats().num_used == 0
+    assert not llm.engine.scheduler.requests and not llm._unread and llm.kv_stats().num_used == 0
 
 
 def test_closing_ends_the_runs_of_other_threads(model: str) -> None:

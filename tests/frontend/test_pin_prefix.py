@@ -55,7 +55,7 @@ def test_a_pin_is_refused_with_a_remedy(llm: LLM) -> None:
         llm.pin_prefix(ids(PREFIX), "system")
     with pytest.raises(CapacityError, match="at most half of the pool's 12"):
         llm.pin_prefix(ids([9] * 127))
-    with pytest.raises(ParameterError, match="nothing of the name 'other' is pinned"):
+    with pytest.raises(ParameterError, match="no prefix is pinned under the name 'other'"):
         llm.unpin_prefix("other")
     assert llm.kv_stats().num_pinned == 3
     llm.unpin_prefix("system")

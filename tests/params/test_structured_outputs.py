@@ -23,7 +23,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "nothing": ({}, "invalid_value", "it has none"),
     "two": ({"regex": "a", "json_object": True}, "invalid_value", "it has regex and json_object"),
     "json_object false": ({"json_object": False}, "invalid_value", "it has none"),
-    "a schema that is a list": ({"json": "[1]"}, "invalid_json_schema", "no JSON object"),
+    "a schema that is a list": ({"json": "[1]"}, "invalid_json_schema", "not a JSON object"),
     "a schema that is no JSON": ({"json": "{'a'"}, "invalid_json_schema", "Expecting"),
     "a schema with a set": ({"json": {"enum": {1}}}, "invalid_json_schema", "serializable"),
     "a schema with NaN": ({"json": {"minimum": float("nan")}}, "invalid_json_schema", "not JSON compliant"),
@@ -34,7 +34,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
         "invalid_json_schema",
         f"at most {MAX_CHARS}",
     ),
-    "a schema that is a number": ({"json": 7}, "invalid_json_schema", "no JSON object"),
+    "a schema that is a number": ({"json": 7}, "invalid_json_schema", "not a JSON object"),
     "an empty regex": ({"regex": ""}, "invalid_grammar", "1 to"),
     "a long regex": (
         {"regex": "a" * (MAX_CHARS + 1)},
@@ -48,7 +48,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "an empty choice": ({"choice": ["a", ""]}, "invalid_grammar", "non-empty"),
     "a choice that is a string": ({"choice": "abc"}, "invalid_grammar", "a list"),
     "many choices": ({"choice": ["a"] * (MAX_CHOICES + 1)}, "invalid_grammar", f"at most {MAX_CHOICES}"),
-    "white space in a regex": ({"regex": "a", "whitespace_pattern": " "}, "invalid_value", "regex has no use for"),
+    "white space in a regex": ({"regex": "a", "whitespace_pattern": " "}, "invalid_value", "no effect on regex"),
     "a flag that is a number": ({"json_object": 1}, "invalid_type", "True or False"),
 }
 

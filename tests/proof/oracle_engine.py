@@ -46,9 +46,9 @@ HOOKS = (
     "oracle.finish",
     "engine.add_request",
     "engine.step_states",
-    "server._emit_step",
+    "server._send_update",
     "server._report",
-    "server._obey",
+    "server._read_commands",
 )
 PHASES = ("loading the model", "warming up")
 HELD_STEP = 1

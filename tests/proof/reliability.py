@@ -66,7 +66,7 @@ async def at_rest(tally: Tally, client: EngineClient) -> AsyncIterator[EngineCli
     async with client:
         yield client
         stats = await client.kv_stats()
-        tally.leaked += bool(stats.num_used or client._streams)
+        tally.leaked += bool(stats.num_used or client._handles)
     tally.leaked += bool(residue() - before)
 
 
@@ -82,7 +82,7 @@ async def strike(tally: Tally, client: EngineClient, number: int, noticed_s: flo
     tally.back_s = max(tally.back_s, back)
 
 
-async def streams_under_fire(tally: Tally, world: World, number: int, times: int, limits: EngineTimeouts) -> None:
+async def streams_under_fire(tally: Tally, world: World, number: int, times: int, timeouts: EngineTimeouts) -> None:
     """16 streams without end, and a signal every now and then."""
     chance, over = random.Random(0), asyncio.Event()
 
@@ -90,7 +90,7 @@ async def streams_under_fire(tally: Tally, world: World, number: int, times: int
         while not over.is_set():
             await tally.check(told(client, prompt, params_of(prompt)), world.wanted[prompt])
 
-    async with at_rest(tally, real_client(world.model, limits=limits)) as client:
+    async with at_rest(tally, real_client(world.model, timeouts=timeouts)) as client:
         streams = [asyncio.ensure_future(stream(client, prompt)) for prompt in PROMPTS]
         for _ in range(times):
             before = num_told(client)
@@ -106,7 +106,7 @@ def num_told(client: EngineClient) -> int:
     """Tokens of the requests that run, or have ended."""
     ended = client._past.num_generation_tokens + client._stats.engine.num_generation_tokens
     return ended + sum(
-        s.mirror.num_known - len(s.mirror.state.request.prompt_token_ids) for s in client._streams.values()
+        s.request.num_known - len(s.request.state.request.prompt_token_ids) for s in client._handles.values()
     )
 
 
@@ -159,7 +159,7 @@ async def leaving(tally: Tally, world: World) -> None:
 
     async with at_rest(tally, oracle_client(world.model)) as client:
         await asyncio.gather(*[one(client, number) for number in range(world.times(10_000))])
-        while client._streams:
+        while client._handles:
             await asyncio.sleep(0.01)
 
 

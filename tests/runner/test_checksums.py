@@ -93,7 +93,7 @@ def test_a_flipped_bit_gives_no_wrong_token(
         assert stats.num_swapped_in > 0 and stats.num_corrupt > 0
         assert stats.num_corrupt == llm.stats().num_corrupt_blocks <= len(flipper.blocks)
         assert stats.num_used == stats.num_host_used == 0
-    assert "swapped blocks came back with another content" in caplog.text
+    assert "swapped blocks came back corrupted" in caplog.text
 
 
 def test_without_a_flipped_bit_nothing_is_recomputed(model: str, expected: list[Any]) -> None:

@@ -17,7 +17,7 @@ from octavo.kernels.cpu.packed_linear import SMALL_BATCH_ROWS
 from octavo.kernels.metadata import RaggedBatch
 from octavo.models.decoder import Decoder
 from octavo.runner.recorded_graphs import MIN_TABLE_WIDTH, RecordedModel
-from tests.models.tiny import make_tiny_checkpoint, read_decoder
+from tests.models.tiny import load_tiny, make_tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
 BLOCK_SIZE, NUM_BLOCKS = 2, 6 * MIN_TABLE_WIDTH
@@ -26,7 +26,7 @@ BLOCK_SIZE, NUM_BLOCKS = 2, 6 * MIN_TABLE_WIDTH
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     folder: Path = make_tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
-    return read_decoder(folder, cpu, torch.bfloat16, finish=methodcaller("pack"), max_len=4 * MIN_TABLE_WIDTH)
+    return load_tiny(folder, cpu, torch.bfloat16, finish=methodcaller("pack"), max_len=4 * MIN_TABLE_WIDTH)
 
 
 class Counting:
@@ -132,7 +132,7 @@ def test_what_is_not_recorded_is_found_out(decoder: Decoder, what: str) -> None:
 
 
 def test_unpacked_models_are_computed_as_ever(tmp_path: Path) -> None:
-    decoder = read_decoder(make_tiny_checkpoint("llama", tmp_path), cpu, torch.float32, max_len=64)
+    decoder = load_tiny(make_tiny_checkpoint("llama", tmp_path), cpu, torch.float32, max_len=64)
     rng = random.Random(0)
     model = Counting(decoder)
     replays, kv = RecordedModel(model), pool(decoder).float()

@@ -228,7 +228,7 @@ def test_who_waits_for_an_engine_does_not_wait_for_room(model: str, tmp_path: Pa
         metrics = Metrics("m", 128)
         async with oracle_client(model, hold=str(hold)) as client:
             first = asyncio.ensure_future(last_of(client, [1, 2], SamplingParams(max_tokens=20)))
-            while not any(stream.sent for stream in client._streams.values()):
+            while not any(stream.sent for stream in client._handles.values()):
                 await asyncio.sleep(0.002)
             assert client.pid is not None
             os.kill(client.pid, signal.SIGKILL)

@@ -85,18 +85,18 @@ def test_a_pin_that_kills_engines_is_given_up(model: str, caplog: pytest.LogCapt
             await until(lambda: "pin:bad" not in client._pins)
             outputs = await running
             assert [tokens_of(o) for o in outputs] == [answers([i] * 9, PARAMS) for i in range(3)]
-            await until(lambda: not client._streams)
+            await until(lambda: not client._handles)
             num_restarts = client.health().num_restarts
             assert num_restarts <= 8 and not client._suspects
             assert await cached(client, PROMPT) == len(PREFIX)
             assert (await client.kv_stats()).num_pinned == 3
             assert client.health().num_restarts == num_restarts
             assert await client.unpin_prefix("good") == 3
-            with pytest.raises(ParameterError, match="nothing of the name 'bad' is pinned"):
+            with pytest.raises(ParameterError, match="no prefix is pinned under the name 'bad'"):
                 await client.unpin_prefix("bad")
 
     run(main())
-    assert "pin:bad is not pinned any more: " in caplog.text and "engines died over it" in caplog.text
+    assert "pin:bad is not pinned any more: " in caplog.text and "engines died while they ran it" in caplog.text
 
 
 def test_a_pin_may_be_given_up_while_it_is_computed_again(model: str) -> None:
@@ -105,10 +105,10 @@ def test_a_pin_may_be_given_up_while_it_is_computed_again(model: str) -> None:
             await client.pin_prefix(ids(PREFIX), "early")
             await client.pin_prefix(ids(PROMPT), "late")
             os.kill(client.pid or 0, signal.SIGKILL)
-            await until(lambda: client.health().num_restarts == 1 and "pin:late" in client._streams)
+            await until(lambda: client.health().num_restarts == 1 and "pin:late" in client._handles)
             await client.unpin_prefix("late")
-            assert "pin:late" not in client._streams
-            await until(lambda: not client._streams)
+            assert "pin:late" not in client._handles
+            await until(lambda: not client._handles)
             assert await client.unpin_prefix("early") == 3
             assert (await client.kv_stats()).num_pinned == 0
 
@@ -122,7 +122,7 @@ def test_a_pin_that_the_next_engine_refuses_leaves_nothing(model: str, caplog: p
             client._pins["pin:larger"] = _Pin([2] * 250, b"")
             os.kill(client.pid or 0, signal.SIGKILL)
             await until(lambda: len(client._pins) == 1)
-            await until(lambda: not client._streams)
+            await until(lambda: not client._handles)
             assert (await client.kv_stats()).num_pinned == 63
             assert await client.unpin_prefix("large") == 63
 
@@ -142,15 +142,15 @@ def test_a_pin_that_is_refused_or_given_up_leaves_nothing(model: str) -> None:
                 await client.pin_prefix(ids([first] * 50))
             with pytest.raises(CapacityError, match="at most half of the pool's 200"):  # 94 are pinned
                 await client.pin_prefix(ids([9] * 50))
-            with pytest.raises(ParameterError, match="nothing of the name 'other' is pinned"):
+            with pytest.raises(ParameterError, match="no prefix is pinned under the name 'other'"):
                 await client.unpin_prefix("other")
             before = (await client.kv_stats()).num_pinned
             pinning = asyncio.ensure_future(client.pin_prefix(ids([3] * 9), "left"))
-            while "pin:left" not in client._streams:
+            while "pin:left" not in client._handles:
                 await asyncio.sleep(0)
             pinning.cancel()
             await asyncio.gather(pinning, return_exceptions=True)
-            assert (await client.kv_stats()).num_pinned == before and not client._streams
+            assert (await client.kv_stats()).num_pinned == before and not client._handles
 
     run(main())
 

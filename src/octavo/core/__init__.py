@@ -1,1 +1,1 @@
-"""Memory and scheduling, in the standard library alone. Every engine, simulator and oracle runs this same core."""
+"""KV cache memory and scheduling, with the standard library only. Engine, simulator and oracle all run this code."""

@@ -23,16 +23,16 @@ def block_hashes(
     parent: bytes | None = None,
     digest: Callable[[bytes], bytes] = _sha256,
 ) -> Iterator[bytes]:
-    """The names of the full blocks of `token_ids`: digest(name of the parent + tokens as little-endian int32).
+    """Yield the hash of each full block of `token_ids`: digest(hash of the parent + tokens as little-endian int32).
 
-    The root's name is digest(salt), so that names of different tenants never meet. Blocks that go on behind another
-    have that one's name as `parent`. Fixed-width tokens: [1, 23] and [12, 3] differ. `digest` may be any 16-byte or
-    longer hash, such as `xxhash.xxh3_128_digest` for speed.
+    The root's hash is digest(salt), so tenants with different salts have no hash in common. `parent` is the hash of the
+    block before the first one, None at the start of a sequence. Tokens have fixed width, so [1, 23] and [12, 3] differ.
+    `digest` may be any hash of 16 bytes or more, such as `xxhash.xxh3_128_digest` for speed.
     """
-    name = digest(salt) if parent is None else parent
+    block_hash = digest(salt) if parent is None else parent
     for end in range(block_size, len(token_ids) + 1, block_size):
-        name = digest(name + _int32(token_ids[end - block_size : end]))
-        yield name
+        block_hash = digest(block_hash + _int32(token_ids[end - block_size : end]))
+        yield block_hash
 
 
 def _int32(tokens: Sequence[int]) -> bytes:

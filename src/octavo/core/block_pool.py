@@ -1,16 +1,16 @@
-"""The device's blocks: who uses them, which of them are cached, and where content is to be found.
+"""The pool of device blocks: reference counts, the LRU queue of cached blocks, and the prefix index.
 
-Three states partition the pool:
+Every block is in one of three states:
 
     used    refs > 0
-    cached  refs == 0, sealed: findable, in order of release, the oldest evicted first
+    cached  refs == 0, sealed: in the index, evicted in order of release, the oldest first
     free    refs == 0, no content
 
-Flat arrays and O(1) operations; no object a block. Free blocks are a stack and a high-water mark, so that starting with
-a million of them fills nothing. The links of the cached blocks lie in two arrays with the null block as sentinel.
+All state is in flat arrays with O(1) operations, without an object per block. Free blocks are a stack and a high-water
+mark, so a new pool of a million blocks fills no list. The LRU links are two arrays with the null block as sentinel.
 
-The index is many small dicts, keyed by bytes. One large one would stop everything for 50 ms when it grows past half a
-million entries; and tuples as keys would have the garbage collector look at every entry now and then, another 30 ms.
+The index is split into many small dicts with bytes as keys. A single dict would pause everything for 50 ms when it
+grows past half a million entries. Tuples as keys would make the garbage collector visit every entry: another 30 ms.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ from octavo.core.events import Allocated, EventStream, Evicted, Released, Sealed
 from octavo.core.types import NULL_BLOCK, BlockId, SealId
 
 Key: TypeAlias = tuple[SealId | bytes, bytes]
-"""The content of a block: the seal id of the block before it, or the salt where there is none, and its tokens as int32.
-Exact, no digest."""
+"""The content of a block: the seal id of the previous block, or the salt for a first block; and its tokens as int32.
+It is exact, not a digest."""
 
 BLOCKS_PER_SHARD = 4096
-"""Blocks for each dict of the index. Growing one of this size takes about 0.2 ms."""
+"""Blocks per dict of the index. Growing a dict of this size takes about 0.2 ms."""
 
 
 class BlockPool:
-    """`num_blocks` usable blocks, ids 1 to num_blocks. A misuse (double release, an id out of range) is our own bug."""
+    """`num_blocks` usable blocks with the ids 1 to num_blocks.
+
+    Misuse, such as a double release or an id out of range, is a bug of the core and fails an assertion.
+    """
 
     __slots__ = (
         "_freed",
@@ -62,21 +65,21 @@ class BlockPool:
         self._packed_of: list[bytes | None] = [None] * n
         num_shards = 1 << (num_blocks // BLOCKS_PER_SHARD).bit_length()
         self._shards: list[dict[bytes, BlockId]] = [{} for _ in range(num_shards)]
-        self._untouched = 1  # ids from here on were never used
+        self._untouched = 1  # high-water mark: ids from here on were never allocated
         self._freed: list[BlockId] = []
         self.num_free, self.num_cached = num_blocks, 0
-        self.num_refs = 0  # references over all blocks: minus `num_used`, the blocks that sharing saves
+        self.num_refs = 0  # references to all blocks; num_refs - num_used is the number of blocks that sharing saves
         self.last_seal_id = 0
         self.num_sealed, self.num_evicted = 0, 0
 
     @property
     def num_available(self) -> int:
-        """What `take` can give: free, then cached."""
+        """Blocks that `allocate` can return: free and cached ones."""
         return self.num_free + self.num_cached
 
     @property
     def num_indexed(self) -> int:
-        """Blocks that the index knows."""
+        """Blocks in the index."""
         return sum(map(len, self._shards))
 
     @property
@@ -86,7 +89,7 @@ class BlockPool:
     # -- references ----------------------------------------------------------------------------------------------------
 
     def allocate(self) -> BlockId:
-        """A block of one's own: a free one, else the oldest cached one, which is evicted."""
+        """Return a block with one reference: a free one, else the oldest cached one, which is evicted."""
         if self.num_free:
             self.num_free -= 1
             if self._freed:
@@ -96,7 +99,7 @@ class BlockPool:
                 self._untouched = block + 1
         else:
             block = self._next[NULL_BLOCK]
-            assert block, "taking from an empty pool: room is checked first"
+            assert block, "the pool is empty: callers check `num_available` first"
             self._unlink(block)
             self._evict(block, "room")
         self.refs[block] = 1
@@ -106,6 +109,7 @@ class BlockPool:
         return block
 
     def share(self, block: BlockId) -> None:
+        """Add a reference. A cached block leaves the LRU queue."""
         assert 0 < block <= self.num_blocks, block
         if not self.refs[block]:
             self._unlink(block)
@@ -115,7 +119,7 @@ class BlockPool:
             self.events.emit_block(Shared(block, self.refs[block]))
 
     def release(self, block: BlockId) -> None:
-        """One reference fewer. The last one leaves a sealed block cached, the newest in line, and frees another."""
+        """Remove a reference. Without references a sealed block becomes the newest cached one, any other block free."""
         refs = self.refs[block] - 1
         assert refs >= 0, f"block {block} released more often than shared"
         self.refs[block] = refs
@@ -133,12 +137,12 @@ class BlockPool:
     # -- content -------------------------------------------------------------------------------------------------------
 
     def find(self, key: Key) -> BlockId:
-        """The block with this content, `NULL_BLOCK` if there is none."""
+        """Return the block with this content, `NULL_BLOCK` if there is none."""
         packed = _pack(key)
         return self._shard(packed).get(packed, NULL_BLOCK)
 
     def key_of(self, block: BlockId) -> Key | None:
-        """The content that a block is sealed under."""
+        """Return the content that the block is sealed with, None if it is not sealed."""
         packed = self._packed_of[block]
         return None if packed is None else _unpack(packed)
 
@@ -146,11 +150,12 @@ class BlockPool:
         return self._shards[hash(packed) & (len(self._shards) - 1)]
 
     def seal(self, block: BlockId, key: Key) -> SealId:
-        """Make a full block findable. Returns the canonical seal id of its content.
+        """Add a full block to the index and return the canonical seal id of its content.
 
-        That is the id of an older equal block, if there is one: then this block is not indexed, becomes free when it
-        is released, and its sequence's chain goes on under the older one's id. A block that is sealed already (left
-        on the device by a swap, its parent evicted and sealed anew) keeps its seal: it is indexed once.
+        If an older block has the same content, its id is returned and this block is not indexed: it becomes free when
+        it is released, and the chain of its sequence continues with the older id. A block that is already sealed keeps
+        its seal and its one index entry. That happens to a block that a swap left on the device, when its parent was
+        evicted and sealed again.
         """
         packed = _pack(key)
         index = self._shard(packed)
@@ -167,7 +172,7 @@ class BlockPool:
         return seal_id
 
     def unseal(self, block: BlockId, why: str = "void") -> None:
-        """Take back a seal: the content is not what it was to be (a failed step). A cached block becomes free."""
+        """Remove a block from the index, for example because its step failed. A cached block becomes free."""
         if not self.refs[block]:
             self._unlink(block)
             self._freed.append(block)
@@ -175,7 +180,7 @@ class BlockPool:
         self._evict(block, why)
 
     def sealed_after(self, mark: SealId) -> list[BlockId]:
-        """Blocks whose seal is younger than `mark`. Looks at every block: for rare occasions."""
+        """Return the blocks whose seal id is greater than `mark`. Scans the whole pool: for rare events only."""
         return [b for b, seal in enumerate(self.seal_id) if seal > mark]
 
     def evict_all_cached(self) -> None:
@@ -184,7 +189,7 @@ class BlockPool:
             self.unseal(block, "reset")
 
     def cached(self) -> Iterator[BlockId]:
-        """The cached blocks, the next to be evicted first."""
+        """Yield the cached blocks in order of eviction."""
         block = self._next[NULL_BLOCK]
         while block:
             yield block
@@ -212,7 +217,10 @@ class BlockPool:
 
 
 def _pack(key: Key) -> bytes:
-    """Eight bytes that are the parent, or below 0 and tell the length of the salt behind them; then the tokens."""
+    """A key as bytes: eight bytes for the parent, then the tokens.
+
+    For a first block the eight bytes are -1 - len(salt), and the salt stands between them and the tokens.
+    """
     parent, tokens = key
     if isinstance(parent, bytes):
         return (-1 - len(parent)).to_bytes(8, "little", signed=True) + parent + tokens

@@ -1,7 +1,7 @@
-"""The one event stream. Viewer, metrics, recorder and "why is my request slow?" only read it.
+"""Events of the core, for the live view, metrics, the flight recorder and request timelines.
 
-Requests' and steps' events are always built while anybody listens; blocks' events only while somebody asked for them,
-because there are many. Counters belong to `KVCacheManager`; a `Step` event carries how much they grew.
+Events of requests and steps are built while there is a listener; events of blocks only while a listener subscribed to
+them, because they are many. `KVCacheManager` keeps the counters; a `Step` event carries their increase.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Arrived(NamedTuple):
 
 
 class Admitted(NamedTuple):
-    """From waiting to running. `num_cached_tokens` of it were found in the prefix cache."""
+    """A waiting request runs. `num_cached_tokens` of its tokens were found in the prefix cache."""
 
     request_id: str
     num_cached_tokens: int
@@ -32,15 +32,15 @@ class Admitted(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """Why a request does not run; emitted when the reason changes, not once a step. `reason` is one of
+    """The reason why a request does not run, emitted when it changes and not once per step. `reason` is one of
 
-    blocks                    `needs` blocks; there are `free` and `evictable` ones (less the watermark)
-    rows                      `needs` rows; `free` are left
-    budget                    `needs` tokens of a step's budget; `free` are left
-    in flight                 `needs` results of it are still on the device
-    prefix in flight          a step being planned writes the block that it would look up next
-    long prefill              another long prompt of its tenant computes; `needs` positions are due. Short ones pass it
-    behind a swapped request  nobody new comes in before all that was swapped out is back
+    blocks                    it needs `needs` blocks; `free` and `evictable` ones are available (less the watermark)
+    rows                      it needs `needs` rows; `free` are left
+    budget                    it needs `needs` tokens of a step's budget; `free` are left
+    in flight                 `needs` of its results are still on the device
+    prefix in flight          the step being planned computes the next block of its prefix
+    long prefill              other long prefills of its tenant run; `needs` positions are due. Short ones pass it
+    behind a swapped request  no request is admitted while another one is swapped
     """
 
     request_id: str
@@ -51,11 +51,12 @@ class Waiting(NamedTuple):
 
 
 class Preempted(NamedTuple):
-    """Taken off the device, by `how` ("recompute" or "swap"), because `for_request` needed blocks.
+    """A request was preempted because `for_request` needed blocks.
 
-    why         of `how`: "forced"; "cheaper" than the other; "rule", the paper's; "no host room" to swap; a "pin",
-                which is not swapped
-    num_blocks  go with it: to the host and back, or to be computed again, with `num_positions` in them
+    how         "recompute" or "swap"
+    why         reason for `how`: "forced"; "cheaper" than the other; "rule" of the paper; "no host room" to swap;
+                "pin", which is never swapped
+    num_blocks  blocks that are swapped or recomputed, with `num_positions` in them
     """
 
     request_id: str
@@ -70,26 +71,28 @@ class Preempted(NamedTuple):
 
 
 class SwappedIn(NamedTuple):
+    """A request is back on the device: `num_copied` blocks from the host and `num_kept` ones shared on the device."""
+
     request_id: str
     num_copied: int
     num_kept: int
 
 
 class SwapLost(NamedTuple):
-    """A block that a swapped request had left behind was evicted meanwhile: it gives up its copy and is recomputed."""
+    """A block that a swapped request shared on the device was evicted. Its host copy is dropped; it is recomputed."""
 
     request_id: str
 
 
 class Corrupt(NamedTuple):
-    """Blocks of a swapped request came back with another content than they left with. It is recomputed."""
+    """The content of `num_blocks` swapped blocks of a request had changed on the host. It is recomputed."""
 
     request_id: str
     num_blocks: int
 
 
 class Pinned(NamedTuple):
-    """A prompt is computed, and its blocks are kept for those that begin with it."""
+    """A prompt is computed, and its blocks are kept for requests that begin with it."""
 
     request_id: str
     num_tokens: int
@@ -102,11 +105,11 @@ class Unpinned(NamedTuple):
 
 
 class Recomputed(NamedTuple):
-    """What this request had in a step and after it is computed again.
+    """A request is recomputed from `step` on.
 
-    why   "failed": the step did; "out of memory": it had `num_tokens`, and those from now on have at most `limit`;
-          "corrupt": this request, or one whose blocks it may have begun with, came back to it with corrupt blocks;
-          "confined": it was in no failed step, and waits while those that were are tried
+    why   "failed": the step failed; "out of memory": the step had `num_tokens`, later ones have at most `limit`;
+          "corrupt": swapped-in blocks of this request, or of one whose blocks it may have begun with, were corrupt;
+          "confined": it was in no failed step, and waits while the requests of that step are retried
     """
 
     request_id: str
@@ -117,10 +120,10 @@ class Recomputed(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """For a `reason` that is the `finish_reason` of what lived last.
+    """A request finished. `reason` is the `finish_reason` of its last sequence.
 
-    num_tokens  generated, prompts not counted, over all sequences but those that a beam search gave up on its way; one
-                whose tokens reached it only when it was over counts with them
+    num_tokens  output tokens of all sequences except pruned beams. A sequence whose tokens arrive after the end of a
+                beam search counts too
     """
 
     request_id: str
@@ -132,7 +135,7 @@ class Finished(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A plan was made. The last seven count what it did to blocks, and what was looked up, since the `Step` before."""
+    """A plan was made. The last seven fields are increases of the cache's counters since the previous `Step`."""
 
     step: int
     num_slices: int
@@ -152,7 +155,7 @@ class Step(NamedTuple):
     sealed: int
 
 
-# -- blocks: only for those who ask -----------------------------------------------------------------------------------
+# -- blocks: only for listeners that subscribe to them -----------------------------------------------------------------
 
 
 class Allocated(NamedTuple):
@@ -165,7 +168,7 @@ class Shared(NamedTuple):
 
 
 class Released(NamedTuple):
-    """One reference fewer. At 0 the block is cached if it is sealed, else free."""
+    """A reference was removed. At 0 references a sealed block is cached and any other block is free."""
 
     block_id: BlockId
     refs: int
@@ -187,11 +190,11 @@ class Sealed(NamedTuple):
 
 
 class Evicted(NamedTuple):
-    """A block is not found any more.
+    """A block left the index.
 
-    why         "room": no block is free, and this was used longest ago; "reset": the cache is told to forget; "void":
-                it does not hold what it was to hold (a step or a request failed)
-    num_cached  blocks that are still kept for whoever comes
+    why         "room": no block was free, and this was the least recently used; "reset": the prefix cache was reset;
+                "void": its content is invalid, because a step or a request failed
+    num_cached  cached blocks that remain
     """
 
     block_id: BlockId
@@ -201,7 +204,7 @@ class Evicted(NamedTuple):
 
 
 class TableChanged(NamedTuple):
-    """A row's table was written from `start` on (see `plan.TableWrite`), for this sequence of this request."""
+    """A row's table was written from `start` on, for this sequence of this request. See `plan.TableWrite`."""
 
     request_id: str
     sequence_index: int
@@ -229,10 +232,10 @@ Listener: TypeAlias = Callable[[Event], None]
 
 
 class EventStream:
-    """Calls its listeners, in the order in which they came, for each event.
+    """Calls its listeners for each event, in order of subscription.
 
-    `active` and `blocks` say whether anybody listens at all, and to blocks: ask before building an event. A listener
-    must not raise and must not call back into the core.
+    Check `active` (any listener) or `blocks` (a listener of block events) before building an event. A listener must not
+    raise and must not call back into the core.
     """
 
     __slots__ = ("_block_listeners", "_listeners", "active", "blocks")
@@ -244,7 +247,7 @@ class EventStream:
         self.blocks = False
 
     def subscribe(self, listener: Listener, *, blocks: bool = False) -> Callable[[], None]:
-        """Start to listen; `blocks` asks for blocks' events too. Returns a function that ends it."""
+        """Add a listener, with `blocks` also to block events. Returns a function that removes it."""
         self._listeners.append(listener)
         if blocks:
             self._block_listeners.append(listener)

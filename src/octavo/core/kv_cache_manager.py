@@ -1,7 +1,7 @@
-"""Everything that a sequence does to blocks: the one facade over the pool, the swap space and the rows.
+"""The KV cache manager: all operations of sequences on blocks, over the block pool, the swap space and the rows.
 
-The scheduler asks first whether there is room (`blocks_needed`, `blocks_to_admit`, `find_swap_in_blocks`), then acts. A
-question changes nothing, and an action that was asked about cannot fail: all or nothing.
+The scheduler first queries whether there is room (`blocks_needed`, `blocks_to_admit`, `find_swap_in_blocks`) and then
+acts. A query changes no state. An action after a successful query cannot fail.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from octavo.core.request import Request, Sequence, Status
 from octavo.core.row_table import RowTable
 from octavo.core.swap_space import SwapSpace
 from octavo.core.types import NULL_BLOCK, BlockId, HostBlockId, SealId
+from octavo.integers import cdiv
 
 NEVER = 1 << 62
 """`Sequence.seal_at` where nothing is sealed."""
 
 
 class Prefix(NamedTuple):
-    """Blocks that hold the beginning of a sequence, the seal ids of those that are sealed, and how long it is: the last
-    block is full, but for that of a pin."""
+    """A computed prefix of a sequence: its blocks, the seal ids of the sealed ones, and its length.
+
+    The last block is full, except where the prefix comes from a pin.
+    """
 
     block_ids: list[BlockId]
     seal_ids: list[SealId]
@@ -33,24 +36,24 @@ class Prefix(NamedTuple):
 
 
 class SwapInBlocks(NamedTuple):
-    """What bringing a request back takes."""
+    """The blocks that swapping a request in takes."""
 
-    shared_on_device: list[BlockId]  # still on the device, to be shared again
-    host_ids: list[HostBlockId]  # to be copied back
-    num_needed: int  # blocks: those copied, and those left behind that are in no use now
+    shared_on_device: list[BlockId]  # stayed on the device; shared again
+    host_ids: list[HostBlockId]  # copied back
+    num_needed: int  # device blocks: the copied ones, and the shared ones that have no user now
 
 
 @dataclass(frozen=True, slots=True)
 class KVStats:
-    """The state of the cache, in blocks unless a name says otherwise.
+    """Statistics of the KV cache, in blocks unless the name states otherwise.
 
-    num_hits, num_misses   blocks of prompts found in the prefix cache at first admission, and not found
-    hit_rate               hits / (hits + misses), 0 when nothing was looked up
-    num_saved_by_sharing   table entries beyond the first of each used block: what a copy for everybody would take more
-    num_unfilled_slots     slots of used blocks that hold no token (yet); fewer than block_size a sequence
-    num_corrupt            came back from the host with another content than they left with, and were recomputed
-    num_dropped            given up by sequences that run on, behind the attention window
-    num_pinned             kept by pins, or for those that are being computed
+    num_hits, num_misses   prompt blocks found, or not found, in the prefix cache at a request's first admission
+    hit_rate               hits / (hits + misses), 0 before the first lookup
+    num_saved_by_sharing   block table entries beyond the first of each used block: blocks that copies would take
+    num_unfilled_slots     slots of used blocks without a token; fewer than block_size per sequence
+    num_corrupt            swapped-in blocks whose content had changed on the host; they were recomputed
+    num_dropped            released by running sequences because they left the attention window
+    num_pinned             kept by pins, or reserved for pins that are being computed
     """
 
     num_blocks: int
@@ -81,7 +84,7 @@ class KVStats:
 
 
 def common_prefix_length(a: array[int], b: array[int]) -> int:
-    """How many tokens they have in common at the beginning."""
+    """Return the number of equal tokens at the start of `a` and `b`."""
     num = min(len(a), len(b))
     if a[:num] == b[:num]:
         return num
@@ -89,10 +92,12 @@ def common_prefix_length(a: array[int], b: array[int]) -> int:
 
 
 class KVCacheManager:
-    """Blocks of `block_size` tokens: `num_blocks` on the device, `num_host_blocks` in the swap space.
+    """Manages blocks of `block_size` tokens: `num_blocks` on the device, `num_host_blocks` in the swap space.
 
-    `num_rows` are the lines of the device's tables. `attention_window` is the number of keys that a query sees at most,
-    its own included, in the layer that sees the most; 0: all. Counters of what happened are kept here and nowhere else.
+    num_rows          rows of the device's block tables
+    attention_window  most keys that a query attends to, its own included, in the layer that attends to the most; 0: all
+
+    All counters of cache events are kept here.
     """
 
     def __init__(
@@ -106,7 +111,7 @@ class KVCacheManager:
         attention_window: int = 0,
     ) -> None:
         assert num_blocks > 0 and block_size > 0, (num_blocks, block_size)
-        assert 0 <= num_host_blocks <= num_blocks, "the swap space is never larger than the pool"
+        assert 0 <= num_host_blocks <= num_blocks, "the swap space is at most as large as the pool"
         self.events = EventStream()
         self.block_size = block_size
         self.pool = BlockPool(num_blocks, self.events)
@@ -117,37 +122,39 @@ class KVCacheManager:
         self.num_hits = self.num_misses = 0
         self.num_hit_tokens = self.num_queried_tokens = 0
         self.num_copied = self.num_dropped = self.num_swapped_out = self.num_swapped_in = self.num_corrupt = 0
-        self.pins: dict[str, Sequence] = {}  # parked: their prompts are computed, and their blocks stay
-        self.num_pinned = 0  # blocks of pins, and of those to come
+        self.pins: dict[str, Sequence] = {}  # pinned prompts by name: computed, blocks kept
+        self.num_pinned = 0  # blocks of pins, and blocks reserved for pins that are being computed
         self._holders: dict[Sequence, None] = {}  # sequences with blocks on the device
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
     def blocks_for(self, num_positions: int) -> int:
-        return -(-num_positions // self.block_size)
+        return cdiv(num_positions, self.block_size)
 
     def blocks_at_max_length(self, num_prompt: int, max_tokens: int, width: int = 1) -> int:
-        """Blocks of a request alone at its longest. Its sequences share the prompt's full blocks and no more; the last
-        token is never computed."""
+        """Return the blocks that a request holds at its maximum length.
+
+        Its sequences share the full blocks of the prompt and no others. The last token is never computed.
+        """
         shared = num_prompt // self.block_size
         return shared + width * (self.blocks_for(num_prompt + max_tokens - 1) - shared)
 
     @property
     def num_unpinned_blocks(self) -> int:
-        """Blocks that a request may have when it is alone."""
+        """Blocks available to a request that runs alone."""
         return self.pool.num_blocks - self.num_pinned
 
     def max_output_tokens(self, num_prompt: int, width: int = 1) -> int:
-        """The largest `max_tokens` that fits: the inverse of `blocks_at_max_length`. Below 1 when nothing does."""
+        """Return the largest `max_tokens` that fits: the inverse of `blocks_at_max_length`. Below 1 if none fits."""
         shared = num_prompt // self.block_size
         return (shared + (self.num_unpinned_blocks - shared) // width) * self.block_size - num_prompt + 1
 
-    # -- prefixes ------------------------------------------------------------------------------------------------------
+    # -- prefix cache and pins -----------------------------------------------------------------------------------------
 
     def lookup(self, sequence: Sequence) -> Prefix:
-        """The longest run of sealed blocks from the start, or what a pin has of it if that is longer.
+        """Return the longest cached prefix: a run of sealed blocks from the start, or a pin's if that is longer.
 
-        It leaves at least one token to compute, for its logits.
+        It excludes the last token, which must be computed for its logits.
         """
         if not self._uses_prefix_cache(sequence):
             return self._extend_by_pin(sequence, Prefix([], [], 0))
@@ -155,7 +162,7 @@ class KVCacheManager:
         return self._extend_by_pin(sequence, self._find_sealed_prefix(sequence, num_blocks))
 
     def _find_sealed_prefix(self, sequence: Sequence, num_blocks: int) -> Prefix:
-        """The longest run of sealed blocks from the start, so many at most."""
+        """Return the longest run of sealed blocks from the start, at most `num_blocks`."""
         block_ids: list[BlockId] = []
         seal_ids: list[SealId] = []
         find, seal_id = self.pool.find, self.pool.seal_id
@@ -170,19 +177,18 @@ class KVCacheManager:
         return Prefix(block_ids, seal_ids, len(block_ids) * self.block_size)
 
     def _extend_by_pin(self, sequence: Sequence, found: Prefix) -> Prefix:
-        """What a pin has of it, the partial tail included, or what was found if that is no less.
+        """Return the prefix that a pin has of the sequence, partial tail included, or `found` if no pin has more.
 
-        pin       | full | full | tail . . |      Where they part within the tail, the sequence gets a copy of it, to
-        sequence  | same | same | same x y | ...  write on from there; of a full block never: that is computed anew.
+        pin       | full | full | tail . . |      Where they differ within the tail, the sequence gets a copy of the
+        sequence  | same | same | same x y | ...  tail to continue from. A full block is not copied but recomputed.
         """
         size, request, best = self.block_size, sequence.request, found
         if request.sampling_params.skip_reading_prefix_cache:
             return found
         for pin in self.pins.values():
             if pin.request.salt == request.salt:
-                num = min(
-                    common_prefix_length(pin.request.prompt_token_ids, sequence.token_ids), len(sequence.token_ids) - 1
-                )
+                num = common_prefix_length(pin.request.prompt_token_ids, sequence.token_ids)
+                num = min(num, len(sequence.token_ids) - 1)
                 if num < pin.num_computed // size * size:
                     num = num // size * size
                 if num > best.num_positions:
@@ -190,16 +196,16 @@ class KVCacheManager:
         return best
 
     def _uses_prefix_cache(self, sequence: Sequence) -> bool:
-        """Whether it may begin with blocks found in the index."""
+        """True if the sequence may begin with blocks found in the index."""
         return self.enable_prefix_caching and not sequence.request.sampling_params.skip_reading_prefix_cache
 
     def next_key(self, sequence: Sequence, seal_ids: list[SealId]) -> Key:
-        """The content of the block after those of `seal_ids`; the known tokens fill it."""
+        """Return the key of the block after those of `seal_ids`. The known tokens must fill it."""
         parent = seal_ids[-1] if seal_ids else sequence.request.salt
         return parent, self._tokens_of(sequence, len(seal_ids))
 
     def is_next_block_in(self, keys: Container[Key], sequence: Sequence, prefix: Prefix) -> bool:
-        """Whether the block that a lookup missed first is among these."""
+        """True if the first block that `lookup` did not find is in `keys`."""
         found = len(prefix.seal_ids)
         return (
             self._uses_prefix_cache(sequence)
@@ -208,33 +214,36 @@ class KVCacheManager:
         )
 
     def sibling_prefix(self, sequence: Sequence) -> Prefix:
-        """The longest run of full blocks that an earlier sequence of the same request has computed and this one shares.
+        """Return the longest run of full blocks that an earlier sequence of the same request has in common with this.
 
-        A request of several sequences is rebuilt one by one with these, straight from the sibling: through the index
-        it would find nothing with the prefix cache off, or where an equal block elsewhere is the canonical one.
+        A preempted group is recomputed one sequence at a time and takes these blocks from the sibling itself. The index
+        has none of them when prefix caching is off, or where an equal block elsewhere is the canonical one.
         """
         size, tokens = self.block_size, sequence.token_ids
         best = Prefix([], [], 0)
         for sibling in sequence.request.sequences:
             if sibling is sequence:
                 break
-            most = min(sibling.num_computed, len(tokens) - 1) // size
+            max_blocks = min(sibling.num_computed, len(tokens) - 1) // size
             n = 0
-            while n < most and sibling.token_ids[n * size : (n + 1) * size] == tokens[n * size : (n + 1) * size]:
+            while n < max_blocks and sibling.token_ids[n * size : (n + 1) * size] == tokens[n * size : (n + 1) * size]:
                 n += 1
             if n > len(best.block_ids):
                 best = Prefix(sibling.block_ids[:n], sibling.seal_ids[:n], n * size)
         return best
 
     def blocks_to_admit(self, sequence: Sequence, prefix: Prefix) -> int:
-        """Blocks for all its known tokens, less the hits, plus those hits that are in no use now, and the copy of a
-        tail that it shares."""
+        """Return the free or cached blocks that admission takes.
+
+        These are the blocks of all known tokens less the hits, the hits that leave the LRU queue, and a copy of a
+        shared tail.
+        """
         revived = sum(not self.pool.refs[b] for b in prefix.block_ids)
         copied = prefix.num_positions < len(prefix.block_ids) * self.block_size
         return self.blocks_for(len(sequence.token_ids)) - len(prefix.block_ids) + revived + copied
 
     def attach(self, sequence: Sequence, prefix: Prefix) -> None:
-        """Begin a table with blocks that others computed."""
+        """Start the sequence's block table with a prefix that is already computed."""
         assert not sequence.block_ids
         for block in prefix.block_ids:
             self.pool.share(block)
@@ -254,9 +263,9 @@ class KVCacheManager:
     # -- growing and sealing -------------------------------------------------------------------------------------------
 
     def blocks_needed(self, growth: Iterable[tuple[Sequence, int]], *, swapped: bool = False) -> int:
-        """Blocks that computing so many more positions of these sequences takes, all of them together.
+        """Return the blocks that these sequences together need to compute `count` more positions each.
 
-        A tail that several of them share is copied for each but the last, so the references are counted down.
+        A tail that several of them share is copied for each but the last, so references are counted down.
         """
         refs = self.swap_space.refs if swapped else self.pool.refs
         total = 0
@@ -273,7 +282,7 @@ class KVCacheManager:
         return total
 
     def grow(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
-        """Make room to write `count` more positions, the tail included: a shared one is copied first.
+        """Extend the sequence's block table for `count` more positions. A shared tail block is copied first.
 
         blocks  | full | full | tail . . |  new  |  new  |
                                 ^ num_computed        ^ num_computed + count
@@ -290,7 +299,7 @@ class KVCacheManager:
             self.rows.write(sequence, held, new, plan)
 
     def _copy_on_write(self, sequence: Sequence, index: int, src: BlockId, plan: StepPlan) -> None:
-        """A writer gets its own copy of a shared tail. The last sharer writes in place: it finds refs at 1."""
+        """Copy a shared tail block for its writer. The last sharer writes in place, because it finds refs at 1."""
         dst = sequence.block_ids[index] = self.pool.allocate()
         self.pool.release(src)
         plan.copies.append(BlockCopy(src, dst))
@@ -300,34 +309,34 @@ class KVCacheManager:
         self.rows.write(sequence, index, [dst], plan)
 
     def drop_out_of_window(self, sequence: Sequence, plan: StepPlan) -> None:
-        """Give up the leading blocks that no position from `num_computed` on looks at; their entries become null.
+        """Release the leading blocks that no position from `num_computed` on attends to. Their entries become null.
 
         blocks  | null | null | . . k k | k k k k | q       q: the next query    k: keys within the window
                                  ^ num_computed - attention_window + 1
 
-        What an earlier plan in flight still reads there is safe: whoever takes the block writes it in a later plan.
-        A block that is yet to be sealed stays until it is.
+        An earlier plan in flight may still read them safely: their next owner writes them in a later plan. A block that
+        is not sealed yet is kept until it is.
         """
         if sequence.request.pin:
             return
         first, size = sequence.num_dropped, self.block_size
-        unseen = (sequence.num_computed - self.attention_window + 1) // size
+        end = (sequence.num_computed - self.attention_window + 1) // size
         if self.enable_prefix_caching:
-            unseen = min(unseen, len(sequence.seal_ids))
-        if unseen <= first:
+            end = min(end, len(sequence.seal_ids))
+        if end <= first:
             return
-        for block in reversed(sequence.block_ids[first:unseen]):  # a head outlives its tail in the cache
+        for block in reversed(sequence.block_ids[first:end]):  # tail first: the head is evicted last
             self.pool.release(block)
-        nulls = [NULL_BLOCK] * (unseen - first)
-        sequence.block_ids[first:unseen] = nulls
-        sequence.num_dropped = unseen
-        self.num_dropped += unseen - first
+        nulls = [NULL_BLOCK] * (end - first)
+        sequence.block_ids[first:end] = nulls
+        sequence.num_dropped = end
+        self.num_dropped += end - first
         self.rows.write(sequence, first, nulls, plan)
 
     def seal(self, sequence: Sequence) -> None:
-        """Seal the leading blocks that are full of tokens known here and computed, or planned, on the device.
+        """Seal the leading blocks whose tokens are all known to the host and computed or planned on the device.
 
-        A stop token is not counted: the device may have stopped before it wrote that position.
+        A stop token does not count: the device may have stopped before it wrote that position.
         """
         if not self.enable_prefix_caching:
             return
@@ -339,19 +348,19 @@ class KVCacheManager:
         self._set_seals(sequence, seal_ids)
 
     def unseal_after(self, mark: SealId) -> list[Sequence]:
-        """Take back every seal younger than `mark`. Returns the sequences that counted on one of them.
+        """Remove every seal newer than `mark`. Returns the sequences that had one of them.
 
-        A sequence that goes on seals its blocks anew. What it gave up behind the attention window it cannot seal: its
-        chain goes on from there, under a parent that is not found any more.
+        A sequence that continues seals its blocks again. It cannot seal blocks that it dropped from the attention
+        window: its chain continues after them, under a parent that is no longer in the index.
         """
         for block in self.pool.sealed_after(mark):
             self.pool.unseal(block)
         affected = []
         for sequence in self._holders:
             ids = sequence.seal_ids
-            good = next((i for i, seal in enumerate(ids) if seal > mark), len(ids))
-            if good < len(ids):
-                self._set_seals(sequence, ids[: max(good, sequence.num_dropped)])
+            num_valid = next((i for i, seal in enumerate(ids) if seal > mark), len(ids))
+            if num_valid < len(ids):
+                self._set_seals(sequence, ids[: max(num_valid, sequence.num_dropped)])
                 affected.append(sequence)
         return affected
 
@@ -363,10 +372,10 @@ class KVCacheManager:
         size = self.block_size
         return sequence.token_ids[index * size : (index + 1) * size].tobytes()
 
-    # -- sharing and giving up -----------------------------------------------------------------------------------------
+    # -- sharing and releasing -----------------------------------------------------------------------------------------
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """`child` shares all of the parent's blocks, the partial tail too, in the tier where the request is now."""
+        """Let `child` share all blocks of `parent`, the partial tail included, in the tier where the request is."""
         swapped = parent.request.status is Status.SWAPPED
         child.num_computed, child.block_ids, child.room = parent.num_computed, list(parent.block_ids), parent.room
         child.num_dropped = parent.num_dropped
@@ -379,7 +388,7 @@ class KVCacheManager:
             self._holders[child] = None
 
     def free(self, sequence: Sequence) -> None:
-        """Release its blocks, the tail first so that a head outlives it in the cache. A second call does nothing."""
+        """Release the sequence's blocks, the tail first so that the head is evicted last. Idempotent."""
         tier = self.swap_space if sequence.request.status is Status.SWAPPED else self.pool
         for block in reversed(sequence.block_ids):
             if block > 0:
@@ -389,12 +398,12 @@ class KVCacheManager:
         self._set_seals(sequence, [])
 
     def pin(self, sequence: Sequence) -> None:
-        """Keep the blocks of a prompt that is computed, for others to begin with, until `unpin`."""
+        """Keep the blocks of a computed prompt, for requests that begin with it, until `unpin`."""
         assert sequence.num_computed == len(sequence.request.prompt_token_ids), sequence
         self.pins[sequence.request.request_id] = sequence
 
     def unpin(self, name: str) -> int:
-        """Give a pin up; how many blocks it kept. Who began with it keeps them."""
+        """Release a pin and return its number of blocks. Running requests that began with it keep theirs."""
         sequence = self.pins.pop(name)
         num_blocks = len(sequence.block_ids)
         self.num_pinned -= num_blocks
@@ -402,28 +411,34 @@ class KVCacheManager:
         return num_blocks
 
     def discard(self, sequence: Sequence) -> None:
-        """Its numbers are not to be trusted: take back the seals of what only this sequence uses, and of what it left
-        in the cache: after a preemption all of it, while it runs what lies behind the attention window. That is found
-        whatever the request itself may read, and up to the last full block, unlike by `lookup`."""
-        own = dict.fromkeys(sequence.block_ids if sequence.request.status is Status.RUNNING else ())
-        left = self._find_sealed_prefix(sequence, len(sequence.token_ids) // self.block_size).block_ids
-        for block in own | dict.fromkeys(left):
-            if self.pool.refs[block] == (block in own) and self.pool.seal_id[block]:
+        """Unseal the blocks of a sequence with invalid values, both those it uses alone and those it left in the cache.
+
+        Cached ones are all of its blocks after a preemption, and those it dropped from the attention window while it
+        runs. Unlike `lookup`, the search ignores `skip_reading_prefix_cache` and includes the last full block.
+        """
+        held = dict.fromkeys(sequence.block_ids if sequence.request.status is Status.RUNNING else ())
+        cached = self._find_sealed_prefix(sequence, len(sequence.token_ids) // self.block_size).block_ids
+        for block in held | dict.fromkeys(cached):
+            if self.pool.refs[block] == (block in held) and self.pool.seal_id[block]:
                 self.pool.unseal(block)
 
     def reset_prefix_cache(self) -> int:
-        """Forget every cached block; returns how many there were. What is in use stays findable."""
+        """Evict every cached block and return their number. Blocks in use stay in the index."""
         num_cached = self.pool.num_cached
         self.pool.evict_all_cached()
         return num_cached
 
     def count_private_blocks(self, request: Request) -> tuple[int, int]:
-        """Blocks of a running request that go with it when it gives way, and the positions in them."""
-        own, _ = self._split_blocks(request)
-        return len(own), sum(own.values())
+        """Return the blocks that preempting a running request would free, and the positions in them."""
+        private, _ = self._split_blocks(request)
+        return len(private), sum(private.values())
 
     def _split_blocks(self, request: Request) -> tuple[dict[BlockId, int], dict[BlockId, SealId]]:
-        """Its distinct blocks: its own, with the positions in each; and sealed ones that others use too, with seals."""
+        """Split a request's distinct blocks in two.
+
+        Returns its private blocks with the positions in each, and the sealed blocks that other requests use too with
+        their seal ids.
+        """
         pool, size = self.pool, self.block_size
         refs_within: dict[BlockId, int] = {}
         filled: dict[BlockId, int] = {}
@@ -431,34 +446,34 @@ class KVCacheManager:
             for i in range(sequence.num_dropped, len(sequence.block_ids)):
                 block = sequence.block_ids[i]
                 refs_within[block] = refs_within.get(block, 0) + 1
-                filled[block] = min(size, sequence.num_computed - i * size)  # whoever shares it has as much in it
+                filled[block] = min(size, sequence.num_computed - i * size)  # the same for every sharer
         shared = {b: pool.seal_id[b] for b, n in refs_within.items() if pool.seal_id[b] and pool.refs[b] > n}
         return {b: n for b, n in filled.items() if b not in shared}, shared
 
     # -- the swap space ------------------------------------------------------------------------------------------------
 
     def swap_out(self, request: Request, plan: StepPlan) -> bool:
-        """Move a running request to the host; False, and nothing happened, without room for all of it there.
+        """Move a running request to the host. Returns False, without any change, if the swap space has no room for it.
 
-        Each distinct block moves once, and its references are counted again on the other side. A sealed block with
-        owners outside the request stays on the device: it costs nothing there, is not pinned by us, and is remembered
-        with its seal id, so that it is known on return whether it is still the same.
+        Each distinct block moves once, and its references are counted again on the host. A sealed block that other
+        requests use too stays on the device at no cost. The request holds no reference to it, only its seal id, which
+        shows at swap-in whether the block is still the same.
         """
         pool = self.pool
-        own, stays = self._split_blocks(request)
-        if len(own) > self.swap_space.num_free:
+        private, shared = self._split_blocks(request)
+        if len(private) > self.swap_space.num_free:
             return False
         moved: dict[BlockId, HostBlockId] = {}
         for sequence in request.sequences:
             dropped, old = sequence.block_ids[: sequence.num_dropped], sequence.block_ids[sequence.num_dropped :]
-            sequence.block_ids = dropped + [-b if b in stays else self._to_host(b, moved) for b in old]
+            sequence.block_ids = dropped + [-b if b in shared else self._to_host(b, moved) for b in old]
             for block in reversed(old):
                 pool.release(block)
             self._holders.pop(sequence, None)
         plan.swap_outs += [SwapOut(src, dst) for src, dst in moved.items()]
         plan.swapped_requests.append(request)
         self.num_swapped_out += len(moved)
-        request.shared_on_device = stays
+        request.shared_on_device = shared
         return True
 
     def _to_host(self, block: BlockId, moved: dict[BlockId, HostBlockId]) -> HostBlockId:
@@ -469,21 +484,24 @@ class KVCacheManager:
         return moved[block]
 
     def find_swap_in_blocks(self, request: Request) -> SwapInBlocks | None:
-        """What bringing it back takes; None when a block left behind is gone (seal ids are never used twice: exact)."""
+        """Return the blocks that swapping in takes, None if a block shared on the device was evicted.
+
+        The test is exact: seal ids are never used twice.
+        """
         pool = self.pool
         host_ids: dict[HostBlockId, None] = {}
         for sequence in request.sequences:
             for block in sequence.block_ids:
                 if block > 0:
                     host_ids[block] = None
-        left = list(request.shared_on_device.items())
-        if any(pool.seal_id[b] != seal for b, seal in left):
+        shared = request.shared_on_device
+        if any(pool.seal_id[b] != seal for b, seal in shared.items()):
             return None
-        revived = sum(not pool.refs[b] for b, _ in left)
-        return SwapInBlocks([b for b, _ in left], list(host_ids), len(host_ids) + revived)
+        revived = sum(not pool.refs[b] for b in shared)
+        return SwapInBlocks(list(shared), list(host_ids), len(host_ids) + revived)
 
     def swap_in(self, request: Request, found: SwapInBlocks, plan: StepPlan) -> None:
-        """Bring it back. What was left behind is shared first: taking blocks might evict it."""
+        """Move a swapped request back. Blocks shared on the device come first: allocation might evict them."""
         pool, host = self.pool, self.swap_space
         for sequence in request.sequences:
             for block in sequence.block_ids:
@@ -499,25 +517,28 @@ class KVCacheManager:
             num_kept = 0
             table: list[BlockId] = []
             for i, block in enumerate(sequence.block_ids):
-                if block <= 0:  # left behind, or null
+                if block <= 0:  # shared on the device, or null
                     table.append(-block)
                     num_kept += i == num_kept
                     continue
                 if block in fresh:
-                    fresh.remove(block)  # `take` counted its first owner
+                    fresh.remove(block)  # `allocate` counted the first reference
                 else:
                     pool.share(to[block])
                 host.release(block)
                 table.append(to[block])
             sequence.block_ids = table
             self._holders[sequence] = None
-            self._set_seals(sequence, sequence.seal_ids[:num_kept])  # what came back is sealed anew
+            self._set_seals(sequence, sequence.seal_ids[:num_kept])  # swapped-in blocks are sealed again
         request.shared_on_device = {}
 
-    # -- what it looks like --------------------------------------------------------------------------------------------
+    # -- statistics ----------------------------------------------------------------------------------------------------
 
     def counters(self) -> tuple[int, int, int, int, int, int, int]:
-        """The counters that a `Step` event tells the growth of: hits, misses, evicted, copied, out, in, sealed."""
+        """Return the counters whose increase a `Step` event carries.
+
+        They are hits, misses, evicted, copied, swapped out, swapped in and sealed blocks.
+        """
         pool = self.pool
         return (
             self.num_hits,
@@ -531,7 +552,7 @@ class KVCacheManager:
 
     def stats(self) -> KVStats:
         pool, looked_up = self.pool, self.num_hits + self.num_misses
-        filled: dict[BlockId, int] = {}  # of partly filled blocks; shared tails are counted once
+        filled: dict[BlockId, int] = {}  # partly filled blocks; a shared tail counts once
         for s in self._holders:
             if s.num_computed < s.room:
                 filled[s.block_ids[-1]] = max(filled.get(s.block_ids[-1], 0), s.num_computed % self.block_size)

@@ -1,12 +1,13 @@
-"""What crosses the seam between the scheduler and an executor: a `StepPlan` one way, a `StepResult` the other.
+"""The interface between scheduler and executor: `StepPlan` one way, `StepResult` back.
 
-A plan is data: what one step does to memory, and which tokens it computes. The core decides, the executor obeys.
+A plan is plain data: the memory operations of one step and the positions that it computes. The scheduler takes all
+decisions; the executor carries them out.
 
-Stream order is the one promise asked of an executor. Plan k+1 happens after plan k on the device, and inside a plan:
+An executor must keep stream order. Plan k+1 runs after plan k on the device, and within a plan the order is:
 
     row setups and table writes -> swaps out -> swaps in -> copies -> slices (in any order among themselves)
 
-A plan owns its lists and nothing in them aliases live state, so the device may read them late.
+A plan owns its lists, and nothing in them aliases live state, so the device may read them late.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class SwapIn(NamedTuple):
 
 
 class TableWrite(NamedTuple):
-    """block_tables[row, start : start + len(block_ids)] = block_ids. A newly given row begins with its whole table."""
+    """block_tables[row, start : start + len(block_ids)] = block_ids. A new row starts with its whole table."""
 
     row: Row
     start: int
@@ -53,17 +54,17 @@ class TableWrite(NamedTuple):
 
 
 class RowSetup(NamedTuple):
-    """A row changes hands: everything sampled on it from now on is this sequence's.
+    """Assigns a row to a sequence: every token sampled on the row from now on belongs to it.
 
-    The noise that picks a token is a function of (seed, sample_index, position) only. `stop_ids` end the sequence on
-    the device too, early: the host has the last word.
+    Sampling noise is a function of (seed, sample_index, position) only. `stop_ids` stop the sequence early on the
+    device; the host makes the final decision.
 
-    num_prompt  tokens of the prompt: what comes after them is output
-    token_ids   all that the host knows of the sequence, and that is all there is: nothing sampled is in flight when a
-                row is given. Only for a request that asks for it (`SamplingParams.needs_history`), None for the others.
-                From then on the device keeps it up: by what it samples, and by the host tokens of slices
-    decides     the host chooses: what comes back from a slice with draws are the likeliest tokens, best first, each as
-                (log-probability, token)
+    num_prompt          tokens of the prompt; later ones are output
+    token_ids           all tokens of the sequence, complete because no token is in flight when a row is assigned. Only
+                        if `SamplingParams.needs_history`, else None. The device appends its sampled tokens and the host
+                        tokens of slices
+    returns_candidates  beam search: slices with `num_samples` return the top candidates, best first, as pairs of
+                        (log-probability, token), and sample nothing
     """
 
     row: Row
@@ -77,17 +78,19 @@ class RowSetup(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """One sequence's share of a step, as `StepPlan.slices` shows it to readers that are not in a hurry.
+    """One sequence's part of a step. `StepPlan.slices` yields these for callers that are not performance-critical.
 
-    Positions [start, start + num_positions) are computed. The last `num_sampled` of them each give a token; all but the
-    first of those are a window: the device feeds itself what it has just sampled. From the last row of logits come
-    `num_draws` tokens instead of one: the samples of a request about to fork, or the candidates of one that decides on
-    the host. `token_ids` are the tokens that the host knows, None where the row itself holds the one to go on from.
+    start, num_positions  positions [start, start + num_positions) are computed
+    num_sampled           the last `num_sampled` positions each sample a token. All but the first of these positions are
+                          the decode window, whose inputs are the tokens just sampled on the device
+    num_samples           tokens from the last row of logits: 1, the samples of a request about to fork, or the
+                          candidates of a beam search
+    token_ids             the input tokens known to the host; None if the row holds the last token
 
         position   start                  start + num_positions
            |  chunk of known tokens  |  window    |
            +-------------------------+------------+
-                                  ^ first sampled from this position
+                                  ^ the first token is sampled from this position
     """
 
     row: Row
@@ -102,21 +105,23 @@ NO_SLICES: frozenset[int] = frozenset()
 
 
 class StepPlan:
-    """One step, as parallel flat lists with one entry a slice: no object a slice, because the host's cost is counted.
+    """One step as parallel lists with one entry per slice, without an object per slice because host time counts.
 
     rows, starts, counts   the slice's row, first position and number of positions
-    samples                tokens that come back: 0 for a chunk, 1, or a window's length
-    draws                  slice -> tokens drawn from its last row of logits, where that is not 1
-    masked                 slices whose tokens are drawn from what a mask allows, each from one of its own; it is put
-                           while the step runs, once all tokens before are in
-    host_tokens            slice -> its first tokens; absent: the row's own last token. They clear the row's done flag
-    sequences              the owner at plan time: results go to it, never to the row's present owner. For the
-                           scheduler alone; an executor does not look at it
-    swapped                requests that this plan moves between the tiers; for the scheduler alone, too
-    returning              host block that this plan brings back -> its request; likewise
-    void                   slices whose results are dropped: they were computed from corrupt blocks; likewise
-    seal_mark              every seal id above it was given out by this plan or later: what a failed step takes back
-    outstanding            what is left of `samples` once a part of a window has landed
+    num_sampled            tokens that the slice returns: 0 for a prefill chunk, 1, or the length of a decode window
+    num_samples            slice -> tokens taken from its last row of logits, where that is not 1
+    bitmask_slices         slices of structured outputs. Each of their tokens is sampled through a bitmask, which is put
+                           while the step runs, once all earlier tokens are known
+    host_tokens            slice -> its first input tokens; absent: the row's last token. They clear the row's done flag
+
+    Only the scheduler reads the following fields:
+
+    sequences              the slice's sequence: results go to it, never to the row's present owner
+    swapped_requests       requests that this plan swaps out or in
+    swap_in_requests       host block of `swap_ins` -> its request
+    void_slices            slices whose results are dropped, because they were computed from corrupt blocks
+    seal_mark              seal ids above it were issued by this plan or later; a failed step removes them
+    num_outstanding        the rest of `num_sampled` once a part of a decode window has arrived
     """
 
     __slots__ = (
@@ -163,7 +168,7 @@ class StepPlan:
         self.num_outstanding: list[int] | None = None
 
     def __bool__(self) -> bool:
-        """Whether there is anything to do. A plan may consist of swaps alone; dropping it would lose their copies."""
+        """False if there is nothing to do. A plan with swaps alone is true: dropping it would lose their copies."""
         return bool(self.rows or self.swap_outs or self.swap_ins)
 
     @property
@@ -172,11 +177,11 @@ class StepPlan:
 
     @property
     def num_bitmask_columns(self) -> int:
-        """Columns of tokens that wait for masks: the first ones."""
+        """The number of leading token columns that wait for bitmasks."""
         return max((self.num_sampled[i] for i in self.bitmask_slices), default=0)
 
     def drop(self, requests: Container[Request]) -> None:
-        """Expect nothing more for these requests: what still comes of their slices is void."""
+        """Make the slices of these requests void: no more results are expected of them."""
         left = self.num_outstanding or self.num_sampled
         for i, seq in enumerate(self.sequences):
             if seq.request in requests and i not in self.void_slices:
@@ -185,21 +190,15 @@ class StepPlan:
 
     def slices(self) -> Iterator[Slice]:
         for i, row in enumerate(self.rows):
-            yield Slice(
-                row,
-                self.starts[i],
-                self.counts[i],
-                self.num_sampled[i],
-                self.num_samples.get(i, 1),
-                self.host_tokens.get(i),
-            )
+            num_sampled, num_samples = self.num_sampled[i], self.num_samples.get(i, 1)
+            yield Slice(row, self.starts[i], self.counts[i], num_sampled, num_samples, self.host_tokens.get(i))
 
 
 class TokenLogprobs(NamedTuple):
-    """What the model thought of one token, before penalties, temperature and filters.
+    """The model's log-probabilities at one position, before penalties, temperature and filters.
 
-    rank                1 for the likeliest token of the vocabulary
-    top_ids, top        the likeliest tokens, best first, and their log-probabilities; as many as were asked for
+    rank                the token's rank in the vocabulary, from 1
+    top_ids, top        the requested number of top tokens, best first, and their log-probabilities
     """
 
     logprob: float
@@ -210,16 +209,16 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step gave.
+    """The result of a step, or of a part of it.
 
-    tokens    one entry a slice: the tokens sampled, in order. Nothing for a chunk. A window that met a stop id on the
-              device may be shorter than planned, or padded: the host cuts at the first stop token itself. For a slice
-              with draws, the draws: tokens, or what the request's `decide` understands, such as (logprob, token)
-    errors    slice -> what is wrong with it (numbers that are not finite). Only that request fails
-    logprobs  slice -> one entry for each of its tokens, where the request asks for them
-    prompt_logprobs  slice -> (position, entries): of the prompt's tokens from that position on, in the same case
-    corrupt   host blocks of `swap_ins` whose content is not what was swapped out. Reported once, with the first part of
-              a result; everything that the plan computed from them is wrong
+    tokens    per slice: the sampled tokens in order; none for a prefill chunk. A decode window that met a stop id on
+              the device may be shorter than planned, or padded: the host cuts it at the first stop token. A slice with
+              `num_samples` has its samples, or its candidates for `Request.select_beams` as (logprob, token)
+    errors    slice -> what is wrong with it, such as non-finite logits. Only that request fails
+    logprobs  slice -> one entry per token, if the request wants them
+    prompt_logprobs  slice -> (position, entries): entries for the prompt's tokens from that position on, if wanted
+    corrupt   host blocks of `swap_ins` whose content changed while they were swapped out. Reported once, with the first
+              part of a result; everything that the plan computed from them is wrong
     """
 
     tokens: Seq[Seq[Any]]
@@ -229,9 +228,9 @@ class StepResult:
     corrupt: list[HostBlockId] = field(default_factory=list)
 
     def drop(self, slices: Container[int]) -> None:
-        """Forget all that came of these slices."""
+        """Remove all results of these slices."""
         self.tokens = [() if i in slices else tokens for i, tokens in enumerate(self.tokens)]
         by_slice: tuple[dict[int, Any], ...] = self.errors, self.logprobs, self.prompt_logprobs
-        for found in by_slice:
-            for i in [i for i in found if i in slices]:
-                del found[i]
+        for results in by_slice:
+            for i in [i for i in results if i in slices]:
+                del results[i]

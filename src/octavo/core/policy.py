@@ -1,4 +1,4 @@
-"""Who goes first, who gives way, and how: the choices that the scheduler leaves to others."""
+"""Scheduling policy: the order of requests, and which request is preempted in which way."""
 
 from __future__ import annotations
 
@@ -15,43 +15,41 @@ if TYPE_CHECKING:
 
 class PreemptionMode(Enum):
     RECOMPUTE = "recompute"
-    """Forget the keys and values; prompt and output so far make one prefill when the request comes back."""
+    """Drop the keys and values. The prompt and the output so far are one prefill when the request resumes."""
     SWAP = "swap"
-    """Keep them on the host."""
+    """Move the keys and values to the swap space on the host."""
 
 
 class VictimPolicy(Enum):
     LATEST = "latest"
-    """Who stands last in the line of those running: the latest arrival, or the lowest priority."""
+    """The last running request: the latest arrival, or the lowest priority."""
     LEAST_LOST = "least_lost"
-    """Whose return takes the least time; of equals the latest."""
+    """The request that takes the least time to resume; among equals the latest."""
 
 
 class PreemptionChoice(NamedTuple):
-    """How a victim gives way, and why."""
+    """How to preempt a victim, and the reason."""
 
     mode: PreemptionMode
-    why: str  # "forced", "cheaper", or "rule" where costs are not known
+    why: str  # "forced", "cheaper", or "rule" if costs are unknown
 
 
 EMA_WEIGHT = 0.2
-"""Weight of the newest of what is measured again and again."""
+"""Weight of a new measurement in the exponential moving averages."""
 INITIAL_HEADROOM = 16
-"""Positions that all running requests may grow by before a request comes back that was preempted once."""
-
-
+"""Positions that all running requests can grow by when a request resumes after its first preemption."""
 ARRIVALS_PER_INDEX = 32
-"""Later arrivals that may overtake a request for each one of the same call that stands before it."""
+"""Later arrivals that may overtake a request per earlier prompt of the same call."""
 
 
 @dataclass(slots=True)
 class PreemptionCosts:
-    """What it takes to bring a request back, in seconds; 0 is not known. An engine measures these while it works.
+    """Costs of resuming a preempted request, measured by the engine, in seconds; 0: not known.
 
-    token_s   one position of a prompt, computed beside what else a step computes
-    move_s    one block between the device and the host, one way
-    step_s    a step that computes no prompt
-    kept      share of a request's positions that the prefix cache still has when it comes back to be recomputed
+    token_s   one prefill position, in a step with other work
+    move_s    moving one block between device and host, one way
+    step_s    a step without prefill
+    kept      share of a preempted request's positions that the prefix cache still has when it is recomputed
     """
 
     token_s: float = 0.0
@@ -67,18 +65,18 @@ class PreemptionCosts:
         return num_positions * (1 - self.kept) * self.token_s
 
     def swap_s(self, num_blocks: int) -> float:
-        """There and back."""
+        """Return the time of swapping out and back in."""
         return 2 * num_blocks * self.move_s
 
     def record_step(self, num_prompt: int, seconds: float) -> None:
-        """A step took so long and computed so many positions whose tokens the host had."""
+        """Record the time of a step with `num_prompt` prefill positions."""
         if num_prompt == 0:
             self.step_s = _moving_average(self.step_s, seconds)
-        elif num_prompt >= 64 and seconds > self.step_s:  # of fewer, one cannot tell them from the rest of the step
+        elif num_prompt >= 64 and seconds > self.step_s:  # fewer are lost in the noise of the step's other work
             self.token_s = _moving_average(self.token_s, (seconds - self.step_s) / num_prompt)
 
     def record_return(self, num_found: int, num_known: int) -> None:
-        """A request that had been preempted to be recomputed came back, and the cache still had so much of it."""
+        """Record how many positions of a preempted request the prefix cache still had when it resumed."""
         self.kept += EMA_WEIGHT * (num_found / num_known - self.kept)
 
 
@@ -88,21 +86,21 @@ def _moving_average(before: float, now: float) -> float:
 
 @dataclass(slots=True)
 class Policy:
-    """First come, first served; or by priority (lower first), and within one priority first come, first served.
+    """First come, first served, or by priority (lower first) and then first come, first served.
 
-    ageing  by priority, a request is overtaken by at most so many later arrivals for each step of priority between
-            them, so that nobody waits for ever; 0: by any number
-    mode    how a victim gives way. None chooses what takes less time to undo by `costs`; while these are not known, as
-            the paper does (section 4.5 and its artifact): a single sequence is recomputed in one prefill, a group is
-            swapped, because recomputing loses what its sequences share
-    victims who gives way
-    long_prefill_token_threshold  a prompt of which more is due is long, and computes so many positions a step at most;
-            0: none is
-    max_long_partial_prefills  long prompts of a tenant that are computed at a time. The next one waits, and short ones
-            pass it
+    by_priority  order by priority first
+    ageing       with priorities: limit of later arrivals that overtake a request per step of priority between them, so
+                 that no request waits for ever; 0: no limit
+    mode         preemption mode. None picks the one that costs less time by `costs`. While costs are unknown it follows
+                 the paper (section 4.5 and its artifact): a single sequence is recomputed in one prefill, and a group
+                 is swapped, because recomputation loses the sharing between its sequences
+    victims      which running request is preempted
+    long_prefill_token_threshold  a prefill with more positions due is long and computes at most that many per step; 0:
+                 none is long
+    max_long_partial_prefills  long prefills of a tenant that run at the same time. Further ones wait, and short ones
+                 pass them
 
-    Whoever makes another must not raise in it: it is asked in the middle of `Scheduler.schedule`, and an exception
-    there ends the engine.
+    Subclasses must not raise: the scheduler calls these methods mid-step, and an exception there ends the engine.
     """
 
     by_priority: bool = False
@@ -114,8 +112,10 @@ class Policy:
     costs: PreemptionCosts = field(default_factory=PreemptionCosts)
 
     def order(self, request: Request, arrival: int) -> tuple[int, int]:
-        """Its place in line; the smallest is served first. It never changes: who waits for longer has arrived earlier,
-        so ageing is an advance given once."""
+        """Return the request's sort key; the smallest runs first.
+
+        The key never changes. Requests that wait longer arrived earlier, so ageing is a head start given once.
+        """
         place = arrival + ARRIVALS_PER_INDEX * request.index_in_call
         if not self.by_priority:
             return (0, place)
@@ -123,18 +123,18 @@ class Policy:
             return (request.priority * self.ageing + place, place)
         return (request.priority, place)
 
-    def victim(self, running: Seq[Request], asker: Request, cache: KVCacheManager) -> Request:
-        """Of those running, somebody behind the asker, or the asker itself when nobody is.
+    def victim(self, running: Seq[Request], request: Request, cache: KVCacheManager) -> Request:
+        """Return the running request to preempt for `request`: a later one, or `request` itself if it is the last.
 
-        They are planned in order, so it has no slice yet in the plan being made; and the first of all only ever gives
-        way to itself, so somebody always gets on.
+        Running requests are planned in order, so the victim has no slice yet in the current plan. The first request is
+        never preempted for another one, so the scheduler always makes progress.
         """
-        if self.victims is VictimPolicy.LATEST or running[-1] is asker:
+        if self.victims is VictimPolicy.LATEST or running[-1] is request:
             return running[-1]
-        behind = running[running.index(asker) + 1 :]
-        return min(reversed(behind), key=lambda r: self._return_s(r, cache))
+        later = running[running.index(request) + 1 :]
+        return min(reversed(later), key=lambda r: self._resume_s(r, cache))
 
-    def _return_s(self, victim: Request, cache: KVCacheManager) -> float:
+    def _resume_s(self, victim: Request, cache: KVCacheManager) -> float:
         num_blocks, num_positions = cache.count_private_blocks(victim)
         if not self.costs.known:
             return num_positions
@@ -144,7 +144,7 @@ class Policy:
         return swap_s if self.mode is PreemptionMode.SWAP else recompute_s
 
     def preemption_mode(self, victim: Request, num_blocks: int, num_positions: int) -> PreemptionChoice:
-        """The victim alone holds so many blocks, with so many positions in them."""
+        """Pick how to preempt a victim with `num_blocks` private blocks and `num_positions` positions in them."""
         if self.mode is not None:
             return PreemptionChoice(self.mode, "forced")
         if self.costs.known:
@@ -154,6 +154,8 @@ class Policy:
         return PreemptionChoice(PreemptionMode.SWAP if group else PreemptionMode.RECOMPUTE, "rule")
 
     def headroom(self, request: Request) -> int:
-        """Positions that all who run, itself included, can grow by when it comes back: twice as many each time that it
-        was preempted, so that it loses its place fewer times than its output has doublings."""
+        """Return the positions that every running request, itself included, can grow by when `request` resumes.
+
+        They double with each preemption. A request is therefore preempted fewer times than its output has doublings.
+        """
         return INITIAL_HEADROOM << min(request.num_preemptions - 1, 20) if request.num_preemptions else 0

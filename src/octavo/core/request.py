@@ -1,11 +1,11 @@
-"""What a caller asked for (`Request`) and the streams of tokens that it owns (`Sequence`).
+"""Requests (`Request`) and their token sequences (`Sequence`).
 
-There is no phase. A sequence has `num_computed` chasing its length, and prefill, chunked prefill, decode, prefix hits,
-preemption and recomputation are all that one subtraction:
+There is no phase flag. A sequence has `num_computed`, which chases its length. Prefill, chunked prefill, decode, prefix
+hits, preemption and recomputation are all the same subtraction:
 
     token_ids   known to the host                      num_pending
     +------------------------------------------------+--------------+
-    |                                                |  sampled, not yet here
+    |                                                |  sampled, in flight
     +---------------------------------------+--------+--------------+
     0                                       num_computed            length
 """
@@ -29,21 +29,21 @@ class Status(Enum):
 
 
 class Sequence:
-    """One stream of tokens, and where its keys and values are.
+    """One sequence of tokens and the blocks with its keys and values.
 
-    token_ids     prompt and output, as far as the host knows them
-    num_pending   sampled on the device, not yet known here
+    token_ids     prompt and output tokens known to the host
+    num_pending   tokens planned to be sampled on the device and not yet known to the host
     num_computed  positions planned, those in flight included
-    limit         length at which it ends; the last token is never computed
-    block_ids     its block table: device ids; while swapped, host ids, and -b for a block b left on the device
-    num_dropped   leading entries of it that are the null block: behind the attention window, given up
+    max_length    length at which it ends; the last token is never computed
+    block_ids     block table: device block ids; while swapped, host block ids, and -b for block b shared on the device
+    num_dropped   leading entries of `block_ids` that are the null block: they left the attention window
     room          len(block_ids) * block_size
-    row           its line in the device's tables, -1 without one
-    row_has_last  that row holds this sequence's last token: the device can go on by itself
-    seal_ids      the seal id under which each leading sealed block is known (its own, or that of an equal block)
-    seal_at       the number of positions known and computed at which the next block can be sealed
-    finish_reason "" while it lives; "stop", "length", "abort", "error" or, for a beam not chosen, "pruned"
-    stop_token    the stop token that ended it, None if another thing did
+    row           row in the device's tables, -1 without one
+    row_has_last  the row holds the sequence's last token, so the device can continue without the host
+    seal_ids      seal id of each leading sealed block: its own, or that of an equal block
+    seal_at       number of known and computed positions at which the next block can be sealed
+    finish_reason "" until it ends; "stop", "length", "abort", "error" or, for a beam that was not selected, "pruned"
+    stop_token    stop token that ended it, None if something else did
     """
 
     __slots__ = (
@@ -93,29 +93,30 @@ class Sequence:
 
 
 SelectBeams = Callable[[list[tuple[Sequence, Any]]], list[tuple[Sequence, int]]]
-"""From each live sequence's candidates to the continuations kept: (parent, token), at most `width`, best first.
+"""Beam selection callback: maps each live sequence's candidates to the continuations to keep.
 
-It must not raise: it is called in the middle of `Scheduler.update`, and an exception there ends the engine."""
+These are pairs (parent, token), at most `width`, best first. It must not raise: `Scheduler.update` calls it, and an
+exception there ends the engine."""
 
 
 class Request:
-    """What a caller asked for: one or more sequences, scheduled, preempted and freed together (a sequence group).
+    """A request: one or more sequences that are scheduled, preempted and freed together (a sequence group).
 
-    width        rows that it takes from admission to finish: its n, or its beam width
-    decide       chooses among candidates on the host after every token (beam search); then `num_draws` candidates come
-                 back from each sequence instead of one token
-    constrained  its tokens are drawn from those that a mask allows, which the host works out for each position once it
-                 knows all tokens before: no windows, but a step is planned while the last token is on its way
-    needs_result    nothing is planned while anything of it is pending: the host chooses, or it is yet to fork
-    salt         requests of different salts share no blocks
-    tenant       whose it is: tenants share steps evenly
-    rank         how many of the same call stand before it: the prompts of one call let others pass
-    pin          its prompt is computed to stay: when it ends, after its one token, its blocks are kept for others that
-                 begin with it, under its name
-    resume       outputs that are known already, of each sample that still lives, by its index: another engine had come
-                 that far. It goes on as after a preemption. None of them empty, and not with `decide`
+    width                  rows that it takes from admission to finish: n, or the beam width
+    select_beams           beam search: selects among candidates on the host after every token
+    num_samples            tokens taken from the last row of logits: n at the fork; candidates per sequence of a beam
+                           search
+    use_structured_output  tokens are sampled through a bitmask, which the host computes for each position once it knows
+                           all earlier tokens. The next step is still planned while the last token is in flight
+    needs_result           nothing is planned while a token is pending: the host selects beams, or a fork is to come
+    salt                   requests with different salts share no blocks
+    tenant                 number of its tenant; tenants share steps evenly
+    index_in_call          number of earlier prompts of the same call. Other requests may overtake later prompts
+    pin                    keeps the blocks of its prompt, under its request id, after it has finished with one token
+    resume                 outputs so far of each unfinished sample, by index, from an engine that stopped. The request
+                           continues as after a preemption. Outputs are not empty, and there is no `select_beams`
 
-    An empty prompt is the caller's error and refused where prompts come in; the core asserts.
+    Callers refuse empty prompts; the core only asserts.
     """
 
     __slots__ = (
@@ -173,7 +174,7 @@ class Request:
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = array("i", prompt_token_ids)
-        assert self.prompt_token_ids, "an empty prompt is refused at the boundary"
+        assert self.prompt_token_ids, "an empty prompt: callers refuse it"
         self.sampling_params = sampling_params
         self.max_tokens = sampling_params.max_tokens if max_tokens is None else max_tokens
         self.seed = seed
@@ -192,22 +193,22 @@ class Request:
         self.resume = resume
         self.forked = self.width == 1 or select_beams is not None or bool(resume)
         self.needs_result = select_beams is not None or not self.forked
-        # Filled in by the scheduler:
+        # Set by the scheduler:
         self.arrival = -1
         self.order: tuple[int, int] = (0, -1)
         self.status = Status.WAITING
-        self.sequences: list[Sequence] = []  # the live ones
-        self.finished_sequences: list[Sequence] = []  # the ended ones, in the order in which they ended
-        self.only_sequence: Sequence | None = None  # the only sequence that there will ever be: the hot path
-        self.num_cached_tokens = -1  # found in the prefix cache at the first admission
+        self.sequences: list[Sequence] = []  # unfinished
+        self.finished_sequences: list[Sequence] = []  # in order of finishing
+        self.only_sequence: Sequence | None = None  # set if there will never be another: the hot path
+        self.num_cached_tokens = -1  # prefix cache hits at the first admission
         self.num_preemptions = 0
-        self.newest_prefix_seal: SealId = 0  # the youngest seal of the blocks that it ever began with
-        self.wait_reason = ""  # the reason said last
-        self.error = ""  # what went wrong with it on the device
+        self.newest_prefix_seal: SealId = 0  # newest seal among all prefix blocks that it ever began with
+        self.wait_reason = ""  # see `events.Waiting`
+        self.error = ""  # error of its slice on the device
         self.shared_on_device: dict[BlockId, SealId] = {}  # while swapped: see `swap_out`
 
     def begin(self, arrival: int, order: tuple[int, int], max_tokens: int) -> None:
-        """The scheduler takes it on: its place in line and its length are known."""
+        """Make the sequences. The scheduler calls this when it adds the request."""
         self.arrival, self.order, self.max_tokens = arrival, order, max_tokens
         prompt = self.prompt_token_ids
         limit, known = len(prompt) + max_tokens, self.resume or {0: ()}
@@ -220,12 +221,12 @@ class Request:
 
     @property
     def num_due(self) -> int:
-        """Positions that may be planned before anything is sampled, of the sequence that has most of them."""
+        """Positions due up to the next sampled token, in the sequence that has most of them."""
         return max(len(s.token_ids) + s.num_pending - s.num_computed for s in self.sequences)
 
-    def is_long_prefill(self, longest: int) -> bool:
-        """More is due than a long prompt computes in a step; 0: there are no long prompts."""
-        return 0 < longest < self.num_due
+    def is_long_prefill(self, threshold: int) -> bool:
+        """True if more positions are due than `threshold`; 0: no prefill is long."""
+        return 0 < threshold < self.num_due
 
     def __lt__(self, other: Request) -> bool:
         return self.order < other.order

@@ -1,8 +1,8 @@
-"""Rows: the lines of the device's block tables, given to sequences and taken back.
+"""Rows of the device's block tables, assigned to running sequences.
 
-A row's table is append-only while one sequence holds it, and the device mirrors it from `TableWrite`s alone: the cost
-on the host is what changed, never the length of the context. A row newly given begins with a write of its whole table,
-and with a `RowSetup` that says whose tokens are sampled there from now on.
+A row's table only grows while one sequence holds the row, and the device mirrors it from `TableWrite`s alone: host cost
+is proportional to the change, never to the context length. A newly assigned row starts with a write of its whole table
+and with a `RowSetup` for sampling.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from octavo.core.types import BlockId, Row
 
 
 class RowTable:
-    """The `num_rows` rows. A row may be given away the moment it is released, with a step in flight that still uses it:
-    stream order keeps the two apart."""
+    """The free list of `num_rows` rows.
+
+    A row may be assigned again as soon as it is released, even while a step in flight still uses it: stream order keeps
+    the two apart.
+    """
 
     __slots__ = ("_free", "events", "num_rows")
 
@@ -29,7 +32,7 @@ class RowTable:
         return len(self._free)
 
     def assign(self, sequence: Sequence, plan: StepPlan) -> None:
-        """A row for a sequence that has none: its setup and its whole table."""
+        """Assign a row to a sequence without one, and plan its setup and its whole table."""
         request = sequence.request
         sequence.row = row = self._free.pop()
         sequence.row_has_last = False
@@ -51,7 +54,7 @@ class RowTable:
         self.write(sequence, 0, sequence.block_ids, plan)
 
     def write(self, sequence: Sequence, start: int, block_ids: list[BlockId], plan: StepPlan) -> None:
-        """Mirror a change of a sequence's table; nothing to do while it has no row."""
+        """Plan the write of a table change to the device. Does nothing for a sequence without a row."""
         if sequence.row < 0:
             return
         write = TableWrite(sequence.row, start, tuple(block_ids))
@@ -60,6 +63,7 @@ class RowTable:
             self.events.emit_block(TableChanged(sequence.request.request_id, sequence.index, *write))
 
     def release(self, sequence: Sequence) -> None:
+        """Free the sequence's row, if it has one."""
         if sequence.row >= 0:
             self._free.append(sequence.row)
             sequence.row = -1

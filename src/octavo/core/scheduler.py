@@ -1,10 +1,13 @@
-"""Which sequences compute how many positions in the next step, and what memory must do for it.
+"""The scheduler: plans which sequences compute how many positions in the next step, and the memory operations for it.
 
-Each step: the running in order of arrival; then the swapped; then the waiting, and those only while nothing is swapped.
-Each of the three stops at the first request that does not fit. Of several tenants the least served is let in first, and
-their prompts share a step. A long prompt takes a part of a step only, and the next long one lets short ones pass. The
-scheduler plans step k+1 while the device runs step k, so what it knows of a sequence lags what the device has:
-`num_pending` tokens are on their way.
+A step is filled from three queues: running requests in order of arrival, then swapped ones, then waiting ones, which
+are admitted only while nothing is swapped. Each queue stops at the first request that does not fit.
+
+Among several tenants the least served is admitted first, and their prefills share a step. A long prefill gets only part
+of a step, and further long ones let short ones pass.
+
+The scheduler plans step k+1 while the device runs step k. Its view of a sequence therefore lags the device by the
+sequence's `num_pending` tokens.
 """
 
 from __future__ import annotations
@@ -20,16 +23,16 @@ from octavo.core.kv_cache_manager import KVCacheManager, KVStats
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.policy import Policy, PreemptionMode
 from octavo.core.request import Request, Sequence, Status
-from octavo.core.tenants import Tenant, Tenants, level
+from octavo.core.tenants import Tenant, Tenants, catch_up_shares
 from octavo.core.types import HostBlockId
 from octavo.errors import CapacityError
 
 LONG_PREFILL = "long prefill"
-"""Why a request waits while it lets others pass."""
+"""Reason of a waiting request that lets others pass."""
 
 
 class ScheduledSlice(NamedTuple):
-    """What a sequence is to do in a step: compute positions, the last `num_sampled` of which give a token."""
+    """A sequence's slice of the step being planned: the last `num_sampled` of its positions each sample a token."""
 
     sequence: Sequence
     num_positions: int
@@ -37,31 +40,30 @@ class ScheduledSlice(NamedTuple):
 
 
 class _Draft:
-    """A plan in the making."""
+    """The state of a plan while it is made."""
 
     __slots__ = ("budget", "longs", "plan", "preempted", "sealable", "shares", "writes")
 
     def __init__(self, plan: StepPlan, budget: int) -> None:
         self.plan = plan
-        self.budget = budget  # tokens left of the step's limit; below 0 where a group went beyond it
-        self.preempted = False  # somebody was thrown out in this step: nobody comes in
+        self.budget = budget  # tokens left of the step's limit; negative after a group that exceeded it
+        self.preempted = False  # a request was preempted in this step: none is admitted
         self.sealable: list[Sequence] = []  # sequences with blocks that this plan fills
-        self.writes: set[Key] = set()  # the first block that each of those fills
-        self.longs: dict[int, int] = {}  # tenant -> its long prompts that have a chunk in this plan
-        self.shares: dict[int, int] | None = None  # tenant -> positions left to its prompts; None: there is one tenant
+        self.writes: set[Key] = set()  # key of the first block that each of those fills
+        self.longs: dict[int, int] = {}  # tenant -> number of its long prefills in this plan
+        self.shares: dict[int, int] | None = None  # tenant -> prefill positions left; None with one tenant
 
 
 class Scheduler:
-    """The queues of requests, over one `KVCacheManager` that nobody else touches.
+    """The request queues and the planner of steps. It is the only user of its `KVCacheManager`.
 
-    max_num_batched_tokens  positions a step computes at most, windows included
-    max_num_seqs            sequences that run at most: the rows of the cache
-    decode_window           positions that the device may decode by itself in one step
-    num_watermark_blocks    blocks that an admission leaves alone while anything runs, for the running to grow into
-
-    step_limit: positions that a step computes at most for now, fewer after one took more memory than there was. A
-    request's sequences go beyond it together, in a step of their own, rather than never.
-    confined_to: the only requests that are planned for now; none: all are.
+    max_num_batched_tokens    limit of positions per step, decode windows included
+    max_num_seqs              limit of running sequences: the rows of the cache
+    decode_window             limit of tokens that the device decodes per sequence in one step
+    num_watermark_blocks      blocks that an admission leaves free for running requests to grow into
+    max_num_scheduled_tokens  current limit of positions per step, lowered after a step ran out of memory. A group that
+                              exceeds it runs in a step of its own
+    confined_to               the only requests planned at present; empty: all requests are
     """
 
     def __init__(
@@ -80,12 +82,12 @@ class Scheduler:
         self.num_watermark_blocks = num_watermark_blocks
         self.policy = policy or Policy()
         self.events = cache.events
-        self.requests: dict[str, Request] = {}  # all that have not finished
-        self.running: list[Request] = []  # each of the three in the policy's order
+        self.requests: dict[str, Request] = {}  # all unfinished requests
+        self.running: list[Request] = []  # this and the next two are in the policy's order
         self.swapped: list[Request] = []
         self.waiting: list[Request] = []
         self.tenants = Tenants()
-        self.in_flight: deque[StepPlan] = deque()  # planned, their results not here
+        self.in_flight: deque[StepPlan] = deque()  # planned, without a result yet
         self.confined_to: frozenset[Request] = frozenset()
         self.num_rows_taken = 0
         self.num_steps = 0
@@ -93,29 +95,29 @@ class Scheduler:
         self._num_arrivals = 0
         self._counted = cache.counters()
 
-    # -- the door ------------------------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Put a request in line. Raises `CapacityError`, with the numbers, for one that could never run.
+        """Append a request to the waiting queue. Raises `CapacityError`, with the numbers, if it could never run.
 
-        A `max_tokens` of None is a default: as many as fit. A number is taken at its word.
+        A `max_tokens` of None means as many as fit. A number that does not fit is refused, never reduced.
         """
         prompt, width, cache = len(request.prompt_token_ids), request.width, self.cache
         assert request.request_id not in self.requests and request.request_id not in cache.pins, request.request_id
-        most = cache.max_output_tokens(prompt, width)
-        wanted = most if request.max_tokens is None else request.max_tokens
-        if wanted > most or most < 1:
-            needs = cache.blocks_at_max_length(prompt, max(wanted, 1), width)
+        max_output = cache.max_output_tokens(prompt, width)
+        max_tokens = max_output if request.max_tokens is None else request.max_tokens
+        if max_tokens > max_output or max_output < 1:
+            needs = cache.blocks_at_max_length(prompt, max(max_tokens, 1), width)
             raise CapacityError(
-                f"the request needs {needs} blocks of {cache.block_size} tokens at its longest ({prompt} prompt "
+                f"the request needs {needs} blocks of {cache.block_size} tokens at its maximum length ({prompt} prompt "
                 f"tokens, max_tokens {request.max_tokens}, width {width}) and the pool has {self._capacity()}; "
-                + (f"max_tokens of at most {most} fits" if most >= 1 else self._remedy(width)),
+                + (f"max_tokens of at most {max_output} fits" if max_output >= 1 else self._remedy(width)),
                 param="prompt",
             )
-        most_rows = min(self.max_num_seqs, self.max_num_batched_tokens)
-        if width > most_rows:
+        max_width = min(self.max_num_seqs, self.max_num_batched_tokens)
+        if width > max_width:
             raise CapacityError(
-                f"the request decodes {width} sequences together and at most {most_rows} run in a step; "
+                f"the request decodes {width} sequences together and at most {max_width} run in a step; "
                 "lower n or raise max_num_seqs and max_num_batched_tokens",
                 param="n",
             )
@@ -123,31 +125,31 @@ class Scheduler:
             self._reserve_pin(request)
         arrival = self._num_arrivals
         self._num_arrivals += 1
-        request.begin(arrival, self.policy.order(request, arrival), wanted)
+        request.begin(arrival, self.policy.order(request, arrival), max_tokens)
         for sequence in request.sequences:
-            cache.free(sequence)  # it holds nothing, in the cache's words: one that resumes is as after a preemption
+            cache.free(sequence)  # the state after a preemption: a resumed request starts from it too
         self.requests[request.request_id] = request
         self.tenants.enter(request)
         self._enqueue(request)
         if self.events.active:
-            self.events.emit(ev.Arrived(request.request_id, prompt, wanted, width, request.priority))
+            self.events.emit(ev.Arrived(request.request_id, prompt, max_tokens, width, request.priority))
 
     def _capacity(self) -> str:
         pinned = self.cache.num_pinned
-        return f"{self.cache.num_unpinned_blocks}" + (f", beside {pinned} that are pinned" if pinned else "")
+        return f"{self.cache.num_unpinned_blocks}" + (f", besides {pinned} pinned ones" if pinned else "")
 
     @staticmethod
     def _remedy(width: int) -> str:
         return ("lower n, " if width > 1 else "") + "shorten the prompt or enlarge the pool"
 
     def _reserve_pin(self, request: Request) -> None:
-        """Set the blocks of a pin apart, from here on: whatever was let in before must still fit beside them."""
+        """Reserve the blocks of a pin. Raises `CapacityError` if an unfinished request might no longer fit."""
         cache, total = self.cache, self.cache.pool.num_blocks
         needs = cache.blocks_for(len(request.prompt_token_ids))
         if cache.num_pinned + needs > total // 2:
             raise CapacityError(
                 f"{len(request.prompt_token_ids)} tokens to pin take {needs} blocks, {cache.num_pinned} are pinned, "
-                f"and at most half of the pool's {total} may be; unpin others or enlarge the pool",
+                f"and at most half of the pool's {total} can be; unpin others or enlarge the pool",
                 param="prompt",
             )
         longest = 0
@@ -158,14 +160,14 @@ class Scheduler:
                 longest = max(longest, cache.blocks_at_max_length(prompt, other.max_tokens, other.width))
         if longest > cache.num_unpinned_blocks - needs:
             raise CapacityError(
-                f"a request that was let in may come to need {longest} blocks, and with {needs} more pinned "
-                f"{cache.num_unpinned_blocks - needs} are left for it; pin before it comes or after it has gone",
+                f"an unfinished request may need up to {longest} blocks, and with {needs} more pinned "
+                f"{cache.num_unpinned_blocks - needs} are left for it; pin before it arrives or after it has finished",
                 param="prompt",
             )
         cache.num_pinned += needs
 
     def unpin(self, name: str) -> int | None:
-        """Give up what a request with `pin` left; how many blocks it kept, None when there is no such pin."""
+        """Release a pin by name. Returns its number of blocks, None if there is no such pin."""
         if name not in self.cache.pins:
             return None
         num_blocks = self.cache.unpin(name)
@@ -174,14 +176,14 @@ class Scheduler:
         return num_blocks
 
     def abort(self, request_id: str, reason: str = "abort") -> Request | None:
-        """End a request in whatever state it is. Unknown and finished ones are left alone."""
+        """Finish a request in any state. Unknown and finished requests are ignored."""
         request = self.requests.get(request_id)
         if request is not None:
             self._finish_request(request, reason)
         return request
 
     def stop(self, sequence: Sequence, reason: str = "stop") -> bool:
-        """The caller of the engine saw the end of a sequence (a stop string); True when that ended its request."""
+        """Finish a sequence whose text met a stop string. Returns True if its request finished with it."""
         if sequence.finish_reason:
             return False
         return self._finish_sequence(sequence, reason)
@@ -196,14 +198,14 @@ class Scheduler:
     # -- planning ------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """The next step; an empty plan (false) when there is nothing to do before a result has come."""
+        """Plan the next step. Returns an empty (falsy) plan if nothing can run before the next result."""
         plan = StepPlan(self.num_steps, self.cache.pool.last_seal_id)
         draft = _Draft(plan, self.max_num_scheduled_tokens)
         window, several = self._num_decode_steps(), self.tenants.several and not self.confined_to
         if several:
             draft.shares = self._prefill_shares(window)
-        settled = self._plan_running(draft, window)
-        if settled and not draft.preempted:
+        all_planned = self._plan_running(draft, window)
+        if all_planned and not draft.preempted:
             while self.swapped and draft.budget > 0 and self._swap_in(self.swapped[0], draft):
                 pass
             if several:
@@ -212,20 +214,21 @@ class Scheduler:
                 self._admit_confined(draft) if self.confined_to else self._admit_waiting(draft)
         elif several:
             self.tenants.serve(plan)
-        for sequence in draft.sealable:  # findable from the next plan on, not within this one
+        for sequence in draft.sealable:  # in the index from the next plan on, not within this one
             self.cache.seal(sequence)
         if plan:
             self.in_flight.append(plan)
             self.num_steps += 1
             if self.events.active:
                 self._emit_step(draft)
-            self._note_wait_reason(draft)  # also when nobody listens: the reasons decide on windows
+            self._note_wait_reason(draft)  # also without listeners: `_num_decode_steps` reads the reasons
         return plan
 
     def _num_decode_steps(self) -> int:
-        """Positions to decode at once. One, while somebody at the door could come in with the next step.
+        """Tokens to decode per sequence in this step: 1 while a waiting request could be admitted next step, else
+        `decode_window`.
 
-        A request that waits for blocks or rows could come in only when another ends; it waits a window for that.
+        A request that waits for blocks or rows is admitted only after another finishes, so it does not count.
         """
         first = self.swapped[0] if self.swapped else self._first_waiting()
         if first is None or first.wait_reason in ("blocks", "rows"):
@@ -233,13 +236,13 @@ class Scheduler:
         return 1
 
     def _first_waiting(self) -> Request | None:
-        """Of those that may come in."""
+        """Return the first waiting request that may be admitted."""
         if self.confined_to:
             return next((request for request in self.waiting if request in self.confined_to), None)
         return self.waiting[0] if self.waiting else None
 
     def _plan_running(self, draft: _Draft, window: int) -> bool:
-        """Plan the running in order. True when all of them were seen."""
+        """Plan the running requests in order. Returns True if all of them were reached."""
         cache, pool, plan, running = self.cache, self.cache.pool, draft.plan, self.running
         rows, starts, counts, samples, sequences = plan.rows, plan.starts, plan.counts, plan.num_sampled, plan.sequences
         budget, i = draft.budget, 0
@@ -247,10 +250,10 @@ class Scheduler:
             request = running[i]
             seq = request.only_sequence
             if seq is not None and seq.row_has_last:
-                # The hot path: one sequence that decodes. Nothing here looks at more than the end of it.
+                # The hot path: a single decoding sequence. The cost does not depend on its length.
                 start = seq.num_computed
                 count = seq.max_length - 1 - start
-                if count <= 0:  # all planned: waits for its last result
+                if count <= 0:  # all positions are planned: only the last result is missing
                     i += 1
                     continue
                 if count > window:
@@ -279,15 +282,15 @@ class Scheduler:
                 i += 1
                 continue
             chunk = self._prefill_chunk(request, request.num_due, budget, draft)
-            if not chunk:  # another's turn
+            if not chunk:  # other prefills come first
                 i += 1
                 continue
-            # A prompt that shares a step feeds itself nothing behind its end: no share was counted for that.
-            ahead = window if draft.shares is None or request.num_due <= 1 else 1
-            slices = self._slices_of(request, budget, ahead, chunk)
-            if slices is None:  # its sequences do not fit together into what is left of the budget
+            # A prefill that shares a step decodes one token after its end: its share covers no more.
+            num_decode_steps = window if draft.shares is None or request.num_due <= 1 else 1
+            slices = self._slices_of(request, budget, num_decode_steps, chunk)
+            if slices is None:  # its sequences together exceed the remaining budget
                 break
-            # Not in groups: rebuilding one, a sibling's head may be needed that it has itself gone beyond.
+            # Not in groups: recomputing a sequence may need blocks of a sibling that the sibling no longer attends to.
             if cache.attention_window and seq is not None:
                 cache.drop_out_of_window(seq, plan)
             needs = cache.blocks_needed((p.sequence, p.num_positions) for p in slices)
@@ -305,39 +308,43 @@ class Scheduler:
         return i == len(running)
 
     def _prefill_shares(self, window: int) -> dict[int, int]:
-        """What the prompts of each tenant may take of the next step, beside all that decode. A tenant with a prompt
-        under way gets a position at least: it may hold the very blocks that another waits for."""
+        """Return each tenant's share of the step for prefills, after all decodes.
+
+        A tenant with a running prefill gets at least one position: it may hold the blocks that another tenant needs.
+        """
         tenants, longest, budget = self.tenants, self.policy.long_prefill_token_threshold, self.max_num_scheduled_tokens
         wants, decodes = dict.fromkeys(tenants.present, 0), dict.fromkeys(tenants.present, 0)
         for request in self.running:
             due = request.num_due
-            if due > 1:  # of a group that is rebuilt, one sequence at a time
+            if due > 1:  # a recomputed group prefills one sequence at a time
                 wants[request.tenant] += min(due, longest or due)
             elif not (request.needs_result and request.num_pending):
                 left = max(seq.max_length - 1 - seq.num_computed for seq in request.sequences)
                 steps = 1 if request.needs_result else window
                 decodes[request.tenant] += len(request.sequences) * max(0, min(steps, left))
         budget -= sum(decodes.values())
-        under_way = [number for number in wants if wants[number]]
+        prefilling = [number for number in wants if wants[number]]
         for tenant in tenants.present.values() if not self.swapped else ():
             num_longs = 0
             for request in tenant.waiting:
                 if wants[tenant.number] >= budget:
                     break
-                if request.wait_reason in ("blocks", "rows"):  # it may take long: just enough for it to be tried
+                if request.wait_reason in ("blocks", "rows"):  # may wait for long: one position, so that it is tried
                     wants[tenant.number] += 1
                     break
                 num_longs += request.is_long_prefill(longest)
                 if num_longs <= self.policy.max_long_partial_prefills:
                     wants[tenant.number] += min(request.num_due, longest or budget)
         shares = tenants.shares(max(0, budget), wants, decodes)
-        for number in under_way:
+        for number in prefilling:
             shares[number] = max(1, shares[number])
         return shares
 
     def _prefill_chunk(self, request: Request, due: int, budget: int, draft: _Draft) -> int:
-        """Positions that a prompt may compute in this step, of those due. 0: none, because a longer one of its tenant
-        does, or because its tenant has had its share."""
+        """Return how many of its due positions a prefill may compute in this step.
+
+        It is 0 if other long prefills of its tenant are running, or if its tenant's share is used up.
+        """
         longest, number = self.policy.long_prefill_token_threshold, request.tenant
         if due <= 1:
             return budget
@@ -349,15 +356,18 @@ class Scheduler:
         return budget
 
     def _slices_of(self, request: Request, budget: int, window: int, chunk: int) -> list[ScheduledSlice] | None:
-        """What its sequences do next: [] nothing before a result has come, None nothing within this budget. `chunk`:
-        what they may compute of their prompts."""
+        """Return the next slices of a request: [] if it waits for a result, None if the budget is too small.
+
+        chunk   limit of prefill positions
+        window  limit of tokens to decode per sequence
+        """
         sequences = request.sequences
         if request.needs_result and request.num_pending:
             return []
         if len(sequences) > 1:
-            if (rebuild := self._recompute_group(request, chunk)) is not None:
-                return rebuild
-            window = min(window, budget // len(sequences))  # all of them step together, or none
+            if (recomputed := self._recompute_group(request, chunk)) is not None:
+                return recomputed
+            window = min(window, budget // len(sequences))  # all sequences step together, or none
             if window < 1:
                 if budget < self.max_num_scheduled_tokens:
                     return None
@@ -369,22 +379,23 @@ class Scheduler:
             length = len(seq.token_ids) + seq.num_pending
             if length >= seq.max_length:
                 continue
-            due = length - seq.num_computed  # known tokens, or the one that the row holds
+            due = length - seq.num_computed  # tokens known to the host, or the one that the row holds
             if due > chunk:
                 return [ScheduledSlice(seq, chunk, 0)]
-            fed = min(window, seq.max_length - length, chunk - due + 1) - 1  # positions that the device feeds itself
+            fed = min(window, seq.max_length - length, chunk - due + 1) - 1  # positions whose token the device samples
             slices.append(ScheduledSlice(seq, due + fed, fed + 1))
         return slices
 
     def _recompute_group(self, request: Request, chunk: int) -> list[ScheduledSlice] | None:
-        """After a recompute: one sequence after another, each up to its last token; None when all have caught up.
+        """Return the next slice of a preempted group's recomputation, None when all its sequences have caught up.
 
-        All at once, unshared, they might never fit where they fitted when they forked.
+        The sequences are recomputed one after another, each up to its last token, so that they share blocks. Computed
+        together without sharing, they might not fit where they fitted after the fork.
         """
         for seq in request.sequences:
             due = len(seq.token_ids) + seq.num_pending - 1 - seq.num_computed
             if due > 0:
-                if request.status is Status.SWAPPED:  # swapped while it was being rebuilt: first back, then on
+                if request.status is Status.SWAPPED:  # swapped out during recomputation: swap in first
                     return []
                 if not seq.block_ids:
                     self.cache.attach(seq, self.cache.sibling_prefix(seq))
@@ -394,7 +405,7 @@ class Scheduler:
         return None
 
     def _add_slices(self, slices: list[ScheduledSlice], draft: _Draft) -> None:
-        """Put the slices of a request into the plan. There is room."""
+        """Add a request's slices to the plan. The caller has checked that there are enough blocks."""
         plan, cache, longest = draft.plan, self.cache, self.policy.long_prefill_token_threshold
         for seq, count, num_sampled in slices:
             cache.grow(seq, count, plan)
@@ -416,32 +427,35 @@ class Scheduler:
             plan.sequences.append(seq)
             seq.num_computed = start + count
             seq.num_pending += num_sampled
-            # Of a sequence among several the host chooses the token, or says it once more.
+            # For a sequence of a group, the host chooses the token or sends it again.
             seq.row_has_last = num_sampled > 0 and (request.only_sequence is not None or not request.needs_result)
             if min(len(seq.token_ids), seq.num_computed) >= seq.seal_at:
                 draft.sealable.append(seq)
                 draft.writes.add(cache.next_key(seq, seq.seal_ids))
 
-    # -- coming in -----------------------------------------------------------------------------------------------------
+    # -- admission -----------------------------------------------------------------------------------------------------
 
     def _admit_waiting(self, draft: _Draft) -> None:
-        """Admit from the lines of the tenants: those who have some of their share left first, and of them the least
-        served. What they leave is shared out anew. Of one tenant, in order, and long prompts let others pass.
+        """Admit waiting requests, one tenant's queue at a time.
 
-        Who lacks blocks or rows stops all: if others took what becomes free, it might wait for ever.
+        Tenants with share left come first, and among them the least served. What they leave is shared again. Within a
+        tenant the order is kept, except that long prefills let others pass.
+
+        A request that waits for blocks or rows stops admission: otherwise others could take every block that becomes
+        free, and it might wait for ever.
         """
         passed = {tenant: 0 for tenant in self.tenants.present.values() if tenant.waiting}
         shares = draft.shares
 
-        def place(tenant: Tenant) -> tuple[bool, int, tuple[int, int]]:
+        def rank(tenant: Tenant) -> tuple[bool, int, tuple[int, int]]:
             assert shares is not None
             return shares[tenant.number] <= 0, tenant.served, tenant.waiting[passed[tenant]].order
 
         while passed and draft.budget > 0:
-            tenant = min(passed, key=place) if len(passed) > 1 else next(iter(passed))
+            tenant = min(passed, key=rank) if len(passed) > 1 else next(iter(passed))
             request, budget = tenant.waiting[passed[tenant]], draft.budget
             if shares is not None and shares[tenant.number] <= 0:
-                shares.update(level(budget, passed))
+                shares.update(catch_up_shares(budget, passed))
                 continue
             if self._admit(request, draft):
                 if shares is not None:
@@ -458,12 +472,12 @@ class Scheduler:
                 del passed[tenant]
 
     def _admit_confined(self, draft: _Draft) -> None:
-        """Admit, in order, of the requests that are planned alone."""
+        """Admit requests of `confined_to` in order."""
         while draft.budget > 0 and (first := self._first_waiting()) is not None and self._admit(first, draft):
             pass
 
     def _admit(self, request: Request, draft: _Draft) -> bool:
-        """Let a request in, and plan its first slice. False: it waits, and says for what."""
+        """Admit a request and plan its first slice. Returns False if it has to wait, with the reason set."""
         num_longs = draft.longs.get(request.tenant, 0)
         if request.wait_reason == LONG_PREFILL and num_longs >= self.policy.max_long_partial_prefills:
             return False
@@ -502,14 +516,14 @@ class Scheduler:
         return True
 
     def _swap_in(self, request: Request, draft: _Draft) -> bool:
-        """Bring back the first of the swapped, whole, and plan its next slices. False: it waits."""
+        """Swap in the first swapped request as a whole and plan its next slices. Returns False if it has to wait."""
         cache = self.cache
         if request.num_pending:
             return self._set_wait_reason(request, "in flight", request.num_pending)
         if self.num_rows_taken + request.width > self.max_num_seqs:
             return self._set_wait_reason(request, "rows", request.width, self.max_num_seqs - self.num_rows_taken)
         found = cache.find_swap_in_blocks(request)
-        if found is None:  # a block left behind was evicted: what is on the host is of no use without it
+        if found is None:  # a block shared on the device was evicted: the host blocks are useless without it
             self._leave_queue(request)
             self._requeue(request)
             if self.events.active:
@@ -538,29 +552,33 @@ class Scheduler:
         self.num_rows_taken += request.width
 
     def _watermark(self) -> int:
-        return self.num_watermark_blocks if self.running else 0  # else a request as large as the pool waits for ever
+        return self.num_watermark_blocks if self.running else 0  # else a request as large as the pool would never run
 
     def _headroom(self, request: Request) -> int:
-        """Blocks that stay free when a request comes back that was preempted: it returns when all that it needs next
-        fits, beside what the others need next. Alone it needs no leave, or it would wait for ever."""
+        """Return the blocks that must stay free when a preempted request resumes, for it and all others to grow.
+
+        It is 0 if nothing else runs, or the request might wait for ever.
+        """
         if not request.num_preemptions or not self.running:
             return 0
         left = max(s.max_length - len(s.token_ids) for s in request.sequences)
         positions = min(self.policy.headroom(request), left)
         return self.cache.blocks_for(positions) * (self.num_rows_taken + request.width)
 
-    # -- giving way ----------------------------------------------------------------------------------------------------
+    # -- preemption and queues -----------------------------------------------------------------------------------------
 
     def _preempt_for(self, request: Request, needs: int, draft: _Draft) -> bool:
-        """Preempt one request. False when it was the asker itself."""
+        """Preempt one request to free blocks. Returns False if that was `request` itself."""
         draft.preempted = True
         victim = self.policy.victim(self.running, request, self.cache)
         self._preempt(victim, request, needs, draft.plan)
         return victim is not request
 
-    def _preempt(self, victim: Request, asker: Request, needs: int, plan: StepPlan) -> None:
-        """Its blocks and rows are given up at once, also with a step in flight: stream order makes that safe, and late
-        results are appended whatever its state."""
+    def _preempt(self, victim: Request, for_request: Request, needs: int, plan: StepPlan) -> None:
+        """Release the victim's blocks and rows at once, even with a step in flight.
+
+        Stream order makes that safe, and late results are appended in any state.
+        """
         cache, pool = self.cache, self.cache.pool
         free, evictable = pool.num_free, pool.num_cached
         self._leave_queue(victim)
@@ -568,7 +586,7 @@ class Scheduler:
         victim.num_preemptions += 1
         num_blocks, num_positions = cache.count_private_blocks(victim)
         mode, why = self.policy.preemption_mode(victim, num_blocks, num_positions)
-        if victim.pin:  # what it is computed for is on the device, or nowhere
+        if victim.pin:  # its blocks are useful only on the device
             mode, why = PreemptionMode.RECOMPUTE, "pin"
         if mode is PreemptionMode.SWAP and not cache.swap_out(victim, plan):
             mode, why = PreemptionMode.RECOMPUTE, "no host room"
@@ -578,11 +596,11 @@ class Scheduler:
         else:
             self._requeue(victim)
         if self.events.active:
-            said = mode.value, asker.request_id, needs, free, evictable, why, num_blocks, num_positions
-            self.events.emit(ev.Preempted(victim.request_id, *said))
+            details = mode.value, for_request.request_id, needs, free, evictable, why, num_blocks, num_positions
+            self.events.emit(ev.Preempted(victim.request_id, *details))
 
     def _leave_queue(self, request: Request) -> None:
-        """Out of the line that it stands in, and if that was the running's, with its rows."""
+        """Remove a request from its queue. A running request also releases its rows."""
         if request.status is Status.RUNNING:
             self.running.remove(request)
             self.num_rows_taken -= request.width
@@ -599,14 +617,14 @@ class Scheduler:
         self.tenants.wait(request)
 
     def _requeue(self, request: Request) -> None:
-        """Give up its blocks, wherever they are, and stand in line again, for a reason that is yet to be said."""
+        """Free a request's blocks in either tier and append it to the waiting queue, without a reason yet."""
         for seq in request.sequences:
             self.cache.free(seq)
         request.status, request.wait_reason, request.shared_on_device = Status.WAITING, "", {}
         self._enqueue(request)
 
     def _set_wait_reason(self, request: Request, reason: str, needs: int, free: int = 0, evictable: int = 0) -> bool:
-        """Say why a request waits, once per reason and not once a step. Always False."""
+        """Set the reason why a request waits, and emit it if it changed. Always returns False."""
         if request.wait_reason != reason:
             request.wait_reason = reason
             if self.events.active:
@@ -618,16 +636,16 @@ class Scheduler:
         free = max(0, pool.num_free - self._watermark())
         return self._set_wait_reason(request, "blocks", needs, free, pool.num_cached)
 
-    # -- results -------------------------------------------------------------------------------------------------------
+    # -- committing results --------------------------------------------------------------------------------------------
 
     def update(self, plan: StepPlan, result: StepResult, *, last: bool = True) -> list[Request]:
-        """Take in what a plan gave; returns the requests that this finished.
+        """Commit the sampled tokens of a plan and return the requests that this finished.
 
-        With `last` false it is a part: the first columns of a window that still runs, for streams that want them now.
-        Results go to the plan's sequences, whatever has become of them, and are dropped for those that have ended.
+        With `last` false the result is partial: the first columns of a decode window that still runs, for streaming.
+        Results go to the plan's sequences in any state; those of finished sequences are dropped.
         """
         if last:
-            assert self.in_flight and self.in_flight[0] is plan, "results come in the order of the plans"
+            assert self.in_flight and self.in_flight[0] is plan, "results arrive in the order of the plans"
         if result.corrupt:
             self._recompute_corrupt(plan, result.corrupt)
         if plan.void_slices:
@@ -645,10 +663,10 @@ class Scheduler:
                 finished.append(request)
         candidates: dict[Request, list[tuple[Sequence, Any]]] = {}
         for seq, tokens in zip(plan.sequences, result.tokens, strict=True):
-            if not tokens or seq.finish_reason:  # a chunk, or the over-run of a sequence that has ended
+            if not tokens or seq.finish_reason:  # a prefill chunk, or tokens after the end of the sequence
                 continue
             request = seq.request
-            if request.pin and request.status is not Status.RUNNING:  # its blocks are what it is for: computed again
+            if request.pin and request.status is not Status.RUNNING:  # a preempted pin: its blocks are recomputed
                 seq.num_pending -= len(tokens)
                 continue
             if request.select_beams is not None:
@@ -689,13 +707,13 @@ class Scheduler:
             plan.num_outstanding[i] -= min(1, len(tokens)) if i in plan.num_samples else len(tokens)
 
     def _cut_at_stop(self, seq: Sequence, tokens: Any) -> Any:
-        """A window's tokens up to its first stop token; what the device did after it does not count."""
+        """Return a decode window's tokens up to and including its first stop token."""
         end = next(i for i, token in enumerate(tokens) if token in seq.request.stop_ids)
         seq.stop_token = tokens[end]
         return tokens[: end + 1]
 
-    def _fork(self, parent: Sequence, draws: Any) -> Any:
-        """The samples part: one draw stays with the parent, each other one starts a sequence over the same blocks."""
+    def _fork(self, parent: Sequence, samples: Any) -> Any:
+        """Fork a request with n > 1: the parent keeps the first sample, each other one starts a child sequence."""
         request = parent.request
         request.forked, request.needs_result = True, False
         children = []
@@ -704,45 +722,45 @@ class Scheduler:
             self.cache.fork(parent, child)
             children.append(child)
         request.sequences += children
-        for child, token in zip(children, draws[1:], strict=True):
+        for child, token in zip(children, samples[1:], strict=True):
             self._append(child, token)
-        return draws[:1]
+        return samples[:1]
 
     def _commit_beams(self, request: Request, parents: list[tuple[Sequence, Any]]) -> bool:
-        """Keep the continuations that the request decides on; True when that ended it.
+        """Continue with the beams that `select_beams` returns. Returns True if the request finished.
 
-        A parent chosen twice is forked, and all heirs take their references before the unchosen let go of theirs:
-        otherwise a block could fall to 0 and be lost between the two.
+        A parent selected twice is forked. All selected beams take their references before the others are released:
+        otherwise a block could drop to 0 references and be lost in between.
         """
         assert request.select_beams is not None
-        chosen = request.select_beams(parents)
+        selected = request.select_beams(parents)
         tokens_before = {seq: seq.token_ids[:] for seq, _ in parents}
-        heirs: list[tuple[Sequence, int]] = []
+        beams: list[tuple[Sequence, int]] = []
         kept: set[Sequence] = set()
-        for index, (parent, token) in enumerate(chosen):
-            heir = parent
+        for index, (parent, token) in enumerate(selected):
+            beam = parent
             if parent in kept:
-                heir = Sequence(request, index, tokens_before[parent][:], parent.max_length)
-                self.cache.fork(parent, heir)
+                beam = Sequence(request, index, tokens_before[parent][:], parent.max_length)
+                self.cache.fork(parent, beam)
             kept.add(parent)
-            heirs.append((heir, token))
+            beams.append((beam, token))
         for seq, _ in parents:
             if seq not in kept:
                 seq.finish_reason = "pruned"
-                self._drop(seq)
-        request.sequences = [heir for heir, _ in heirs]
-        for index, (heir, token) in enumerate(heirs):
-            heir.index, heir.row_has_last = index, False
-            self._append(heir, token)
+                self._release(seq)
+        request.sequences = [beam for beam, _ in beams]
+        for index, (beam, token) in enumerate(beams):
+            beam.index, beam.row_has_last = index, False
+            self._append(beam, token)
         if not request.sequences and request.status is not Status.FINISHED:
-            num_chosen = sum(len(seq.token_ids) + 1 - len(request.prompt_token_ids) for seq, _ in parents)
-            self._finish_request(request, "stop", num_chosen)
+            num_tokens = sum(len(seq.token_ids) + 1 - len(request.prompt_token_ids) for seq, _ in parents)
+            self._finish_request(request, "stop", num_tokens)
         return request.status is Status.FINISHED
 
     def _append(self, seq: Sequence, token: int) -> None:
-        """One token, chosen on the host or drawn for a sequence that has just come to be.
+        """Append a token to a beam or to a sequence that was just forked.
 
-        Nothing is to be sealed: all that is computed was known when it was planned, and sealed then.
+        No block can be sealed here: all computed tokens were known when they were planned, and sealed then.
         """
         request = seq.request
         seq.token_ids.append(token)
@@ -754,7 +772,7 @@ class Scheduler:
             self._finish_sequence(seq, "length")
 
     def _finish_sequence(self, seq: Sequence, reason: str) -> bool:
-        """One sequence ended; True when its request did with it."""
+        """Finish one sequence. Returns True if its request finished with it."""
         request = seq.request
         seq.finish_reason = reason
         if len(request.sequences) == 1:
@@ -762,19 +780,19 @@ class Scheduler:
             return True
         request.sequences.remove(seq)
         request.finished_sequences.append(seq)
-        self._drop(seq)
+        self._release(seq)
         return False
 
-    def _finish_request(self, request: Request, reason: str, num_chosen: int = 0) -> None:
-        """`num_chosen`: tokens of outputs that have no sequence any more, since `decide` kept none."""
+    def _finish_request(self, request: Request, reason: str, num_ended: int = 0) -> None:
+        """Finish a request. `num_ended` counts output tokens whose sequences ended when `select_beams` kept none."""
         for seq in request.sequences:
             seq.finish_reason = seq.finish_reason or reason
             if reason == "error":
                 self.cache.discard(seq)
             if request.pin and request.status is Status.RUNNING and not seq.num_pending and reason == "length":
-                self._park(seq)
+                self._pin(seq)
             else:
-                self._drop(seq)
+                self._release(seq)
         if request.pin and request.request_id not in self.cache.pins:
             self.cache.num_pinned -= self.cache.blocks_for(len(request.prompt_token_ids))
         request.finished_sequences += request.sequences
@@ -786,30 +804,29 @@ class Scheduler:
             self.confined_to -= {request}
         del self.requests[request.request_id]
         if self.events.active:
-            num_tokens = num_chosen + sum(
-                len(s.token_ids) - len(request.prompt_token_ids) for s in request.finished_sequences
-            )
+            num_prompt = len(request.prompt_token_ids)
+            num_tokens = num_ended + sum(len(s.token_ids) - num_prompt for s in request.finished_sequences)
             self.events.emit(ev.Finished(request.request_id, reason, num_tokens))
 
-    def _park(self, seq: Sequence) -> None:
+    def _pin(self, seq: Sequence) -> None:
         self.cache.rows.release(seq)
         self.cache.pin(seq)
         if self.events.active:
             self.events.emit(ev.Pinned(seq.request.request_id, seq.num_computed, len(seq.block_ids)))
 
-    def _drop(self, seq: Sequence) -> None:
+    def _release(self, seq: Sequence) -> None:
         self.cache.rows.release(seq)
         self.cache.free(seq)
 
-    # -- a step that failed --------------------------------------------------------------------------------------------
+    # -- failed steps and corrupt blocks -------------------------------------------------------------------------------
 
     def fail(self, plan: StepPlan, limit: int = 0) -> list[Request]:
-        """A step failed on the device, and with it all that was queued after it.
+        """Handle a step that failed on the device, together with all steps queued after it.
 
-        What these plans sealed is taken back, and every request in them is recomputed from what the host knows: its
-        blocks, wherever they are, are not to be trusted. Returns those requests; the engine may abort any of them.
+        Seals of these plans are removed, and every request in them is recomputed from the tokens that the host has: its
+        blocks may hold anything. Returns these requests; the engine may abort any of them.
 
-        limit   what it failed for was memory: steps are to compute so many positions at most from now on
+        limit   new limit of positions per step if the step ran out of memory; 0: unchanged
         """
         assert plan in self.in_flight
         self.max_num_scheduled_tokens = limit or self.max_num_scheduled_tokens
@@ -823,27 +840,27 @@ class Scheduler:
                     seq.num_pending -= left[i]
                     touched[seq.request] = None
             touched.update((r, None) for r in void.swapped_requests if r.status is not Status.FINISHED)
-        for seq in self.cache.unseal_after(plan.seal_mark):  # with no slice in these plans, but with blocks of theirs
+        for seq in self.cache.unseal_after(plan.seal_mark):  # has no slice in these plans, but uses their blocks
             touched[seq.request] = None
         for request in touched:
-            said = ("out of memory", plan.num_tokens, limit) if limit else ()
-            self._recompute(request, ev.Recomputed(request.request_id, plan.step, *said))
+            details = ("out of memory", plan.num_tokens, limit) if limit else ()
+            self._recompute(request, ev.Recomputed(request.request_id, plan.step, *details))
         return list(touched)
 
     def _recompute_corrupt(self, plan: StepPlan, corrupt: list[HostBlockId]) -> None:
-        """These host blocks, which `plan` brought back, did not hold what was swapped out.
+        """Handle host blocks of `plan.swap_ins` whose content changed while they were swapped out.
 
-        Their requests are recomputed from what the host knows, and so is every request that began with a block sealed
-        since: it may be one of theirs. What is in flight of all of these is void. Other requests go on.
+        Their requests are recomputed from the tokens that the host has. So is every request that began with a block
+        sealed since, because it may be one of theirs. Results in flight of these requests are void.
         """
         cache, mark = self.cache, plan.seal_mark
         cache.num_corrupt += len(corrupt)
         hit = Counter(plan.swap_in_requests[block] for block in corrupt)
         cache.unseal_after(mark)
-        lost = dict.fromkeys(r for r in self.requests.values() if r in hit or r.newest_prefix_seal > mark)
+        affected = dict.fromkeys(r for r in self.requests.values() if r in hit or r.newest_prefix_seal > mark)
         for step in self.in_flight:
-            step.drop(lost)
-        for request in lost:
+            step.drop(affected)
+        for request in affected:
             if request in hit and self.events.active:
                 self.events.emit(ev.Corrupt(request.request_id, hit[request]))
             self._recompute(request, ev.Recomputed(request.request_id, plan.step, "corrupt"))
@@ -855,8 +872,10 @@ class Scheduler:
             self.events.emit(why)
 
     def confine(self, requests: Iterable[Request]) -> None:
-        """Plan these requests alone from now on, and all again when there are none of them. The others wait; what they
-        hold is given up, so that nothing keeps these from coming in."""
+        """Plan only these requests from now on; with none, plan all requests again.
+
+        The others wait and release their blocks, so that the confined requests can be admitted.
+        """
         self.confined_to = frozenset(requests)
         if self.confined_to:
             for request in (*self.running, *self.swapped):
@@ -866,7 +885,7 @@ class Scheduler:
                     if self.events.active:
                         self.events.emit(ev.Recomputed(request.request_id, self.num_steps, "confined"))
 
-    # -- telling -------------------------------------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------------------------------
 
     def _emit_step(self, draft: _Draft) -> None:
         pool, plan, before = self.cache.pool, draft.plan, self._counted
@@ -887,7 +906,7 @@ class Scheduler:
         )
 
     def _note_wait_reason(self, draft: _Draft) -> None:
-        """The first in line was not even tried: say why."""
+        """Set the reason of the first waiting request if this step did not even try to admit it."""
         waiting = self._first_waiting()
         if self.swapped and waiting:
             self._set_wait_reason(waiting, "behind a swapped request", len(self.swapped))

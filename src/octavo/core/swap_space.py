@@ -1,4 +1,4 @@
-"""The host tier: blocks in pinned memory, for what is swapped out. Nothing is cached here and nothing is sealed."""
+"""Swap space: host blocks in pinned memory for swapped-out requests. They are neither cached nor sealed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from octavo.core.types import HostBlockId
 
 
 class SwapSpace:
-    """`num_blocks` host blocks, ids from 1, counted like the device's."""
+    """`num_blocks` reference-counted host blocks with the ids 1 to num_blocks."""
 
     __slots__ = ("_freed", "_untouched", "num_blocks", "num_free", "refs")
 
@@ -24,7 +24,7 @@ class SwapSpace:
         return self.num_blocks - self.num_free
 
     def allocate(self) -> HostBlockId:
-        assert self.num_free, "taking from a full swap space: room is checked first"
+        assert self.num_free, "the swap space is full: callers check `num_free` first"
         self.num_free -= 1
         if self._freed:
             block = self._freed.pop()

@@ -1,7 +1,7 @@
-"""Who shares the scheduler, and how a step is shared between them: deficit round robin over positions.
+"""Fair sharing of steps between tenants: deficit round robin over positions.
 
-A tenant is a holder of one key, say; its number means nothing here. What each is served is counted only while several
-have requests: with one tenant nothing of this has an effect.
+A tenant is, for example, the holder of one API key; its number has no meaning here. Positions are counted only while
+several tenants have requests: with one tenant this module has no effect.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from octavo.core.request import Request
 
 
 class Tenant:
-    """One that has unfinished requests.
+    """A tenant with unfinished requests.
 
-    served   positions planned for it beside others, counted from the least that any of them had when it came
-    waiting  its requests that wait, in the policy's order
+    served   positions planned for it while several tenants were present; starts at the smallest count among the others
+    waiting  its waiting requests, in the policy's order
     """
 
     __slots__ = ("num_requests", "number", "served", "waiting")
@@ -30,12 +30,15 @@ class Tenant:
 
 
 class Tenants:
-    """Those present, by number. Who leaves is forgotten, and who comes starts level with the least served: an idle
-    tenant saves nothing up."""
+    """The tenants with unfinished requests, by number.
+
+    A tenant without requests is forgotten. A new one starts level with the least served tenant: idle time earns no
+    credit.
+    """
 
     def __init__(self) -> None:
         self.present: dict[int, Tenant] = {}
-        self.several = False  # kept, and not worked out: every step asks
+        self.several = False  # len(present) > 1, stored because every step reads it
 
     def enter(self, request: Request) -> None:
         tenant = self.present.get(request.tenant)
@@ -59,35 +62,41 @@ class Tenants:
         self.present[request.tenant].waiting.remove(request)
 
     def serve(self, plan: StepPlan) -> None:
-        """Count what a plan has so far."""
+        """Add the positions that the plan has so far to each tenant's count."""
         for seq, count in zip(plan.sequences, plan.counts, strict=True):
             self.present[seq.request.tenant].served += count
 
     def shares(self, budget: int, wants: Mapping[int, int], spent: Mapping[int, int]) -> dict[int, int]:
-        """Divide a step's positions: the least served first, until all are level or have what they want; and what is
-        left then once more, whatever they want. `spent`: what each gets of the step in any case."""
+        """Divide a step's positions between tenants.
+
+        The least served tenant comes first, until all are level or have what they want. The rest is divided in the same
+        way regardless of wants. `spent` holds the positions that each tenant gets of the step in any case.
+        """
         heights = {number: tenant.served + spent[number] for number, tenant in self.present.items()}
-        shares = fill(budget, wants, heights)
+        shares = water_fill(budget, wants, heights)
         left = budget - sum(shares.values())
-        more = fill(left, dict.fromkeys(wants, left), {n: height + shares[n] for n, height in heights.items()})
+        more = water_fill(left, dict.fromkeys(wants, left), {n: height + shares[n] for n, height in heights.items()})
         return {number: share + more[number] for number, share in shares.items()}
 
 
-def level(budget: int, tenants: Iterable[Tenant]) -> dict[int, int]:
-    """Divide positions so that those served least catch up first, whatever they want."""
+def catch_up_shares(budget: int, tenants: Iterable[Tenant]) -> dict[int, int]:
+    """Divide positions so that the least served tenants catch up first, regardless of wants."""
     served = {tenant.number: tenant.served for tenant in tenants}
-    return fill(budget, dict.fromkeys(served, budget), served)
+    return water_fill(budget, dict.fromkeys(served, budget), served)
 
 
-def fill(amount: int, wants: Mapping[int, int], heights: Mapping[int, int]) -> dict[int, int]:
-    """Pour into vessels, each from its height on and up to its want: the lowest rise until they are level with the
-    next. What does not divide evenly goes to the first."""
+def water_fill(amount: int, wants: Mapping[int, int], heights: Mapping[int, int]) -> dict[int, int]:
+    """Water-filling: pour `amount` into vessels, each from its height on and at most its want.
+
+    The lowest vessels rise together until they are level with the next. A remainder that does not divide evenly goes to
+    the first ones.
+    """
     got = dict.fromkeys(wants, 0)
-    open_ones = [number for number in wants if wants[number] > 0]
-    while amount > 0 and open_ones:
-        height = {number: heights[number] + got[number] for number in open_ones}
+    unfilled = [number for number in wants if wants[number] > 0]
+    while amount > 0 and unfilled:
+        height = {number: heights[number] + got[number] for number in unfilled}
         low = min(height.values())
-        lowest = [number for number in open_ones if height[number] == low]
+        lowest = [number for number in unfilled if height[number] == low]
         rise = min([wants[n] - got[n] for n in lowest] + [h - low for h in height.values() if h > low])
         if rise * len(lowest) > amount:
             rise, extra = divmod(amount, len(lowest))
@@ -97,5 +106,5 @@ def fill(amount: int, wants: Mapping[int, int], heights: Mapping[int, int]) -> d
         for number in lowest:
             got[number] += rise
         amount -= rise * len(lowest)
-        open_ones = [number for number in open_ones if got[number] < wants[number]]
+        unfilled = [number for number in unfilled if got[number] < wants[number]]
     return got

@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import TypeAlias
 
 BlockId: TypeAlias = int
-"""A block of the device pool: 1..num_blocks, the same in every layer and on every rank."""
+"""A block of the device pool, 1 to num_blocks: the same in every layer and on every rank."""
 HostBlockId: TypeAlias = int
-"""A block of the host tier: 1..num_host_blocks."""
+"""A block of the swap space on the host, 1 to num_host_blocks."""
 Row: TypeAlias = int
-"""A sequence's line in the runner's device tables."""
+"""A row of the runner's device tables, held by one running sequence."""
 SealId: TypeAlias = int
-"""Names the content of a sealed block and of all before it. Positive; 0 is none."""
+"""Identifies the content of a sealed block and of all blocks before it. Positive; 0: not sealed."""
 
 NULL_BLOCK: BlockId = 0
-"""Never handed out: the kernels' padding target, and the sentinel of the LRU links."""
+"""Never allocated: padding target of the kernels, and sentinel of the LRU links."""

@@ -1,9 +1,9 @@
-"""Beam search: which continuations of a request's sequences live on, and which are its answers.
+"""Beam search: selects the beams of a request after every token, and collects its finished hypotheses.
 
-The device returns each live sequence's top tokens. `BeamSearch.select_beams` keeps the best `beam_width` continuations
-of them all, and the core forks and frees accordingly (paper, section 4.4). A continuation that ends is a hypothesis,
-scored by its log-probability over length ** length_penalty. The rules, and what `early_stopping` means, are those of
-Transformers' `generate`, so that both give the same sequences.
+The device returns the top tokens of each live sequence. `BeamSearch.select_beams` keeps the best `beam_width`
+continuations over all of them, and the core forks and frees sequences accordingly (paper, section 4.4). A continuation
+that ends becomes a hypothesis with the score logprob / length ** length_penalty. The rules, `early_stopping` included,
+are those of `generate` in Transformers, so that both return the same sequences.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from octavo.core.request import Sequence
 from octavo.params.beam_search_params import BeamSearchParams
 
 
-class Candidate(NamedTuple):
-    """A token that may come next, as the device gives it."""
+class BeamCandidate(NamedTuple):
+    """A possible next token of a sequence, from the device."""
 
     logprob: float
     token: int
 
 
 class Hypothesis(NamedTuple):
-    """A sequence that has ended. `logprob` is of all its output, `score` what it is ranked by; `logprobs` has an entry
-    for each token where they are asked for."""
+    """A finished output. `logprob` covers all its tokens, `score` ranks it. `logprobs` has an entry per token if the
+    request asks for them."""
 
     score: float
     logprob: float
@@ -41,14 +41,14 @@ class _Continuation(NamedTuple):
     parent: Sequence
     token: int
     rank: int  # among the parent's candidates, from 0
-    candidates: list[Candidate]
+    candidates: list[BeamCandidate]
 
 
 class BeamSearch:
-    """The search of one request.
+    """The beam search of one request.
 
-    stop_ids   tokens that end a hypothesis
-    ends       whether an output's tokens end in a stop string; None: there are none
+    stop_ids              tokens that end a hypothesis
+    ends_in_stop_string   returns whether an output's tokens end in a stop string; None: the request has none
     """
 
     def __init__(
@@ -56,20 +56,20 @@ class BeamSearch:
         params: BeamSearchParams,
         num_prompt: int,
         stop_ids: frozenset[int],
-        ends: Callable[[list[int]], bool] | None = None,
+        ends_in_stop_string: Callable[[list[int]], bool] | None = None,
     ) -> None:
         self.params = params
-        self.ends = ends
+        self.ends_in_stop_string = ends_in_stop_string
         self.hypotheses: list[Hypothesis] = []  # the best `beam_width`, best first
         self._num_prompt = num_prompt
         self._stop_ids = stop_ids
-        self._logprobs = [0.0]  # of the live sequences, by their index
-        self._entries: list[list[TokenLogprobs]] = [[]]  # likewise
+        self._logprobs = [0.0]  # of the live sequences, by index
+        self._entries: list[list[TokenLogprobs]] = [[]]  # of the live sequences, by index
 
     @property
     def num_candidates(self) -> int:
-        """Candidates to look at, of each sequence as of all: though every stop token is among the best of each, as many
-        as there are beams go on."""
+        """Candidates per sequence: enough for `beam_width` live continuations even if every stop token is a candidate
+        of every sequence."""
         return max(self._num_best, self.params.logprobs or 0)
 
     @property
@@ -77,25 +77,25 @@ class BeamSearch:
         return max(2, 1 + len(self._stop_ids)) * self.params.beam_width
 
     def select_beams(self, parents: list[tuple[Sequence, Any]]) -> list[tuple[Sequence, int]]:
-        """The continuations that live on, best first; none when the search is over.
+        """Select the continuations that live on, best first; [] when the search has finished.
 
         parents   each live sequence with its candidates, best first
         """
         width = self.params.beam_width
         best = self._best(parents)
         length = len(parents[0][0].token_ids) - self._num_prompt + 1  # of the outputs, with this token
-        over = [self._is_over(c, length) for c in best]
-        # What ends below the best `width` does not count: it is there so that enough others go on.
-        self._finish([c for c, o in zip(best[:width], over, strict=False) if o], length)
-        live = [c for c, o in zip(best, over, strict=True) if not o][:width]
-        if not live or self._is_settled(live[0].logprob, length):
+        ended = [self._has_ended(c, length) for c in best]
+        # Ended continuations below the best `width` do not count: they only make room for enough live ones.
+        self._add_ended([c for c, e in zip(best[:width], ended, strict=False) if e], length)
+        live = [c for c, e in zip(best, ended, strict=True) if not e][:width]
+        if not live or self._is_finished(live[0].logprob, length):
             return []
         self._entries = [self._entries_of(c) for c in live]
         self._logprobs = [c.logprob for c in live]
         return [(c.parent, c.token) for c in live]
 
-    def give_up(self, live: Seq[Sequence], finish_reason: str) -> None:
-        """The request ends before the search does: what lives counts as it is."""
+    def finish(self, live: Seq[Sequence], finish_reason: str) -> None:
+        """End the search early: the live sequences become hypotheses as they are."""
         for sequence in live:
             token_ids = sequence.token_ids[self._num_prompt :].tolist()
             logprob = self._logprobs[sequence.index]
@@ -111,10 +111,10 @@ class BeamSearch:
         found.sort(key=lambda c: -c.logprob)
         return found[: self._num_best]
 
-    def _is_over(self, continuation: _Continuation, length: int) -> bool:
+    def _has_ended(self, continuation: _Continuation, length: int) -> bool:
         if continuation.token in self._stop_ids or length >= self.params.max_tokens:
             return True
-        return self.ends is not None and self.ends(self._output(continuation))
+        return self.ends_in_stop_string is not None and self.ends_in_stop_string(self._output(continuation))
 
     def _entries_of(self, continuation: _Continuation) -> list[TokenLogprobs]:
         if (num := self.params.logprobs) is None:
@@ -127,27 +127,29 @@ class BeamSearch:
     def _output(self, continuation: _Continuation) -> list[int]:
         return [*continuation.parent.token_ids[self._num_prompt :], continuation.token]
 
-    def _finish(self, ended: list[_Continuation], length: int) -> None:
+    def _add_ended(self, ended: list[_Continuation], length: int) -> None:
         for c in ended:
             token_ids = self._output(c)
-            stopped = c.token in self._stop_ids or (self.ends is not None and self.ends(token_ids))
+            stopped = c.token in self._stop_ids or (
+                self.ends_in_stop_string is not None and self.ends_in_stop_string(token_ids)
+            )
             reason, entries = "stop" if stopped else "length", self._entries_of(c)
             self._add(Hypothesis(self._score(c.logprob, length), c.logprob, token_ids, reason, entries))
 
     def _add(self, hypothesis: Hypothesis) -> None:
         self.hypotheses.append(hypothesis)
-        self.hypotheses.sort(key=lambda h: -h.score)  # stable: of equal ones the earlier stays ahead
+        self.hypotheses.sort(key=lambda h: -h.score)  # stable: of equal scores the earlier one stays ahead
         del self.hypotheses[self.params.beam_width :]
 
     @property
     def _is_full(self) -> bool:
         return len(self.hypotheses) == self.params.beam_width
 
-    def _is_settled(self, best_logprob: float, length: int) -> bool:
-        """Whether nothing that lives can still become an answer, as far as one can tell or wants to know."""
+    def _is_finished(self, best_logprob: float, length: int) -> bool:
+        """Whether no live sequence can become a hypothesis any more, by the rule of `early_stopping`."""
         if not self._is_full:
             return False
-        if self.params.early_stopping is True or self.params.beam_width == 1:  # a beam of one is greedy decoding
+        if self.params.early_stopping is True or self.params.beam_width == 1:  # one beam is greedy decoding
             return True
         if self.params.early_stopping == "never" and self.params.length_penalty > 0:
             length = self.params.max_tokens

@@ -1,7 +1,7 @@
-"""The seam. Above it nobody knows what computes: a CPU, a GPU, several, a cost model, or the oracle of the tests.
+"""The executor interface, between the engine and whatever computes its plans: a CPU, GPUs, a cost model, a test oracle.
 
-An executor promises stream order (see `octavo.core.plan`): plan k+1 happens after plan k, and inside a plan table
-writes, swaps out, swaps in, copies and slices happen in that order.
+An executor keeps stream order (see `octavo.core.plan`): plan k+1 runs after plan k. Within a plan the order is block
+table writes, swaps out, swaps in, copies, slices.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from octavo.core.plan import StepPlan, StepResult
 
-if TYPE_CHECKING:  # clients, too, import what imports this
+if TYPE_CHECKING:  # engine clients import this module, too, and need no numpy
     import numpy as np
 
 
 class GrammarBitmask(NamedTuple):
-    """Which tokens may come next in slices.
+    """Allowed tokens of constrained slices.
 
-    slices   those that have a mask
-    bitmask  [len(slices), num_words] int32, contiguous: token t is bit t % 32 of word t // 32. What is past the
-             vocabulary, whole words too, means nothing
+    slices   indices of the slices that have a mask
+    bitmask  [len(slices), num_words] int32, contiguous: token t is bit t % 32 of word t // 32. Bits beyond the
+             vocabulary, whole words included, are undefined
     """
 
     slices: Seq[int]
@@ -28,35 +28,36 @@ class GrammarBitmask(NamedTuple):
 
 
 class StepHandle(Protocol):
-    """A plan that was submitted."""
+    """A submitted plan."""
 
     @property
     def done(self) -> bool:
-        """Whether `result` would not wait."""
+        """True if `result` would not block."""
 
     def poll(self, timeout_s: float = 0.0) -> StepResult | None:
-        """The columns of tokens that have landed since the last call, before the last of them; waits at most that long
-        for one. None when there is nothing of the kind: then either nothing has landed, or all has."""
+        """Columns of tokens that arrived since the last call, without the last column; waits up to `timeout_s` for one.
+        None: either no column has arrived yet, or only `result` is left."""
 
     def put_bitmask(self, masks: GrammarBitmask | None) -> None:
-        """Pass the bitmask that the next column of the plan's `bitmask_slices` waits for.
+        """Provide the bitmask that the plan's `bitmask_slices` wait for before they sample.
 
-        Called once for each of the first `num_bitmask_columns` columns, when all earlier tokens of those slices are in,
-        and before the next plan is submitted. Slices without an entry, and all with None, sample from all tokens.
+        Call it once for each of the plan's first `num_bitmask_columns` columns, in order: after all earlier tokens of
+        those slices are known, and before the next plan is submitted. Slices without a mask sample from all tokens;
+        with None all slices do.
         """
 
     def result(self) -> StepResult:
-        """Wait for the rest: all that `poll` has not given yet.
+        """Wait for the rest of the result, without the columns that `poll` returned.
 
-        Raises `octavo.errors.StepError` when the step failed; then everything submitted after it fails too.
-        `StepMemoryError` where it took more memory than there was. `DeviceLostError`, which is neither, where nothing
-        can be computed any more: then the engine is dead, and so is its process's use of the device.
+        Raises `octavo.errors.StepError` if the step failed, `StepMemoryError` if it ran out of memory; then every plan
+        submitted after it fails, too. Raises `DeviceLostError`, a subclass of neither, if the device cannot compute any
+        more: then the engine, and its process's use of the device, are lost.
         """
 
 
 class Executor(Protocol):
     def submit(self, plan: StepPlan) -> StepHandle:
-        """Queue a plan behind those submitted before, and return at once."""
+        """Queue a plan after those submitted before; returns at once."""
 
     def close(self) -> None:
-        """Give back what the device holds. A second call does nothing."""
+        """Free the device's memory. A second call does nothing."""

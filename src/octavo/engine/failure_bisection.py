@@ -1,4 +1,4 @@
-"""Which of many makes everything fail that it takes part in: found by halves, so that no other is given up."""
+"""Bisection of failing steps: finds the request that makes its steps fail, without failing the others."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ T = TypeVar("T", bound=Hashable)
 
 
 class FailureBisection(Generic[T]):
-    """Groups of suspects, of which one at a time is tried: `on_trial`. The user runs those and no other suspects.
+    """Groups of suspects. Only the suspects in `active` may run; all other suspects wait.
 
-    A group that fails is tried in halves, and one that gets on makes room for the next. A suspect is guilty when it has
-    failed alone; that is for the user to see, who then says that it is `cleared` away.
+    A group that fails again is split in halves; when a group succeeds, the next one becomes active. A suspect that
+    fails alone is the culprit: the user of this class detects that and removes it with `clear`.
     """
 
     def __init__(self) -> None:
-        self._groups: list[dict[T, None]] = []  # the next one last
+        self._groups: list[dict[T, None]] = []  # the active one last
 
     @property
-    def on_trial(self) -> tuple[T, ...]:
+    def active(self) -> tuple[T, ...]:
         return tuple(self._groups[-1]) if self._groups else ()
 
     def __bool__(self) -> bool:
         return bool(self._groups)
 
-    def failed(self, items: Sequence[T]) -> None:
-        """These failed together: their first half is tried next, then the other, and then who waited before."""
-        self.cleared(items)
+    def split(self, items: Sequence[T]) -> None:
+        """Record that these failed together: their first half becomes active, then the other, then earlier groups."""
+        self.clear(items)
         half = (len(items) + 1) // 2
         self._groups += [dict.fromkeys(group) for group in (items[half:], items[:half]) if group]
 
-    def cleared(self, items: Iterable[T]) -> bool:
-        """These got on, or have gone. Whether the next group is on trial now, or none is left."""
+    def clear(self, items: Iterable[T]) -> bool:
+        """Remove suspects that succeeded or ended. True if a group became empty: another one, or none, is active."""
         num_groups, items = len(self._groups), list(items)
         for group in self._groups:
             for item in items:

@@ -1,16 +1,15 @@
-"""Which blocks an engine has cached, told over ZeroMQ in vLLM's format: for routers, which send a prompt to the engine
-that has its beginning.
+"""KV cache events over ZeroMQ in vLLM's format, for routers that send a prompt to the engine that caches its prefix.
 
-    core ── Sealed, Evicted ──▶ deque ── a thread ──▶ names ──▶ batches ──▶ PUB     topic | sequence | payload
-     (the engine's thread)                                         └──▶ the last ones ──▶ ROUTER, for who missed some
+    core ── Sealed, Evicted ──▶ deque ── thread ──▶ block hashes ──▶ batches ──▶ PUB     topic | sequence | payload
+     (engine thread)                                                     └──▶ last batches ──▶ ROUTER, for replays
 
-The engine's thread pays for an append; digests, encoding and sending are the other thread's. A block goes by the hash
-of its content and of all before it (`core.block_hash`), of which the last eight bytes travel, as an integer. Equal
-content may lie in two blocks; it is stored with the first and removed with the last.
+The engine thread only appends to a deque; hashing, encoding and sending happen on the other thread. A block's hash is
+the last eight bytes of the digest of its content and of all blocks before it (`core.block_hash.block_hashes`), as an
+integer. Two blocks may have equal content: it is stored with the first and removed with the last.
 
-A payload is a MessagePack array `[time, events, rank]`, an event a map with its class's name as `type`. Sequence
-numbers count from 0 in every engine, and what an engine says first is that nothing is cached: whoever sees the numbers
-begin anew knows that an engine was restarted.
+A payload is a MessagePack array `[time, events, rank]`; an event is a map with its class name as `type`. Sequence
+numbers start at 0 in every engine, and the first event of an engine is AllBlocksCleared: a subscriber that sees the
+numbers restart knows that the engine was restarted.
 """
 
 from __future__ import annotations
@@ -36,18 +35,19 @@ from octavo.errors import ParameterError
 
 logger = logging.getLogger("octavo.kv_events")
 
-END = (-1).to_bytes(8, "big", signed=True)
+END_SEQUENCE = (-1).to_bytes(8, "big", signed=True)
 """The sequence number that ends a replay."""
-LOOK_S = 0.05
-"""How often the thread looks for replays to send, and for events that came between two steps."""
+POLL_INTERVAL_S = 0.05
+"""How often the thread checks for replay requests, and for events between two steps."""
 DEVICE = "GPU"
-"""vLLM's word for the pool that the model reads from, whatever the device."""
+"""vLLM's name for the pool that the model reads from, on any device."""
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """A run of blocks, each the child of the one before; the first is `parent_block_hash`'s, or begins a prompt.
+    """A run of blocks, each the child of the previous one. The first is the child of `parent_block_hash`, or begins a
+    prompt if that is None.
 
-    token_ids   of all of them, `block_size` each
+    token_ids   token ids of all blocks, `block_size` each
     """
 
     block_hashes: list[int]
@@ -68,107 +68,107 @@ class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     pass
 
 
-Told: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+KVCacheEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-class Batch(msgspec.Struct, array_like=True, gc=False):
-    """`ts` is seconds since 1970."""
+class KVEventBatch(msgspec.Struct, array_like=True, gc=False):
+    """Events in order; `ts` is in seconds since 1970."""
 
     ts: float
-    events: list[Told]
+    events: list[KVCacheEvent]
     data_parallel_rank: int | None = 0
 
 
-class Ledger:
-    """From the core's events to those that are told: seal ids become names, and of equal blocks only one counts."""
+class KVEventTranslator:
+    """Translates core events into KV cache events: seal ids become digests, and blocks of equal content count once."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._names: dict[SealId, bytes] = {}  # of the blocks that can be found
+        self._digests: dict[SealId, bytes] = {}  # of the cached blocks
         self._num_blocks: Counter[bytes] = Counter()
 
-    def restart(self) -> AllBlocksCleared:
-        self._names.clear()
+    def clear(self) -> AllBlocksCleared:
+        self._digests.clear()
         self._num_blocks.clear()
         return AllBlocksCleared()
 
-    def digest(self, happened: list[Happened]) -> list[Told]:
-        told: list[Told] = []
+    def translate(self, core_events: list[CoreEvent]) -> list[KVCacheEvent]:
+        events: list[KVCacheEvent] = []
         was_reset = False
-        for event, salt in happened:
+        for event, salt in core_events:
             if event is None:
-                told = [self.restart()]
+                events = [self.clear()]
             elif isinstance(event, ev.Sealed):
-                self._store(event, salt, told)
+                self._store(event, salt, events)
             else:
                 was_reset |= event.why == "reset"
-                self._remove(event, told)
-        if was_reset and not self._names:
+                self._remove(event, events)
+        if was_reset and not self._digests:
             return [AllBlocksCleared()]
-        return told
+        return events
 
-    def _store(self, event: ev.Sealed, salt: bytes, told: list[Told]) -> None:
-        parent = self._names.get(event.parent_id)
+    def _store(self, event: ev.Sealed, salt: bytes, events: list[KVCacheEvent]) -> None:
+        parent = self._digests.get(event.parent_id)
         if event.parent_id and parent is None:
-            return  # the block before it is gone, so no prompt comes to this one
+            return  # its parent was evicted, so no prompt can reach this block
         tokens = array("i")
         tokens.frombytes(event.token_ids)
-        name = self._names[event.seal_id] = name_of(tokens, parent, salt)
-        self._num_blocks[name] += 1
-        if self._num_blocks[name] > 1:
+        digest = self._digests[event.seal_id] = block_digest(tokens, parent, salt)
+        self._num_blocks[digest] += 1
+        if self._num_blocks[digest] > 1:
             return
-        last = told[-1] if told else None
-        before = None if parent is None else number(parent)
-        if not isinstance(last, BlockStored) or before is None or last.block_hashes[-1] != before:
-            last = BlockStored([], before, [], self._block_size, None, DEVICE, None)
-            told.append(last)
-        last.block_hashes.append(number(name))
+        last = events[-1] if events else None
+        parent_hash = None if parent is None else block_hash(parent)
+        if not isinstance(last, BlockStored) or parent_hash is None or last.block_hashes[-1] != parent_hash:
+            last = BlockStored([], parent_hash, [], self._block_size, None, DEVICE, None)
+            events.append(last)
+        last.block_hashes.append(block_hash(digest))
         last.token_ids += tokens.tolist()
 
-    def _remove(self, event: ev.Evicted, told: list[Told]) -> None:
-        name = self._names.pop(event.seal_id, None)
-        if name is None:
+    def _remove(self, event: ev.Evicted, events: list[KVCacheEvent]) -> None:
+        digest = self._digests.pop(event.seal_id, None)
+        if digest is None:
             return
-        self._num_blocks[name] -= 1
-        if self._num_blocks[name]:
+        self._num_blocks[digest] -= 1
+        if self._num_blocks[digest]:
             return
-        del self._num_blocks[name]
-        last = told[-1] if told else None
+        del self._num_blocks[digest]
+        last = events[-1] if events else None
         if not isinstance(last, BlockRemoved):
             last = BlockRemoved([], DEVICE)
-            told.append(last)
-        last.block_hashes.append(number(name))
+            events.append(last)
+        last.block_hashes.append(block_hash(digest))
 
 
-Happened: TypeAlias = tuple[ev.Sealed | ev.Evicted | None, bytes]
-"""An event, with the salt if it is of a prompt's first block. None: some were lost, or nothing has happened yet."""
+CoreEvent: TypeAlias = tuple[ev.Sealed | ev.Evicted | None, bytes]
+"""A core event, with the salt if its block begins a prompt. None: events were lost, or none has happened yet."""
 
 
-def name_of(tokens: array[int], parent: bytes | None, salt: bytes) -> bytes:
-    """Of a block, by the one before it."""
+def block_digest(tokens: array[int], parent: bytes | None, salt: bytes) -> bytes:
+    """The digest of a block, from its parent's."""
     return next(block_hashes(tokens, len(tokens), salt=salt, parent=parent))
 
 
-def number(name: bytes) -> int:
-    """As it travels: 64 bits."""
-    return int.from_bytes(name[-8:], "big")
+def block_hash(digest: bytes) -> int:
+    """The 64-bit hash that subscribers receive."""
+    return int.from_bytes(digest[-8:], "big")
 
 
 class KVEventPublisher:
-    """Publishes what a cache has, until `close`. Raises `ParameterError` for an address that cannot be taken."""
+    """Publishes the events of a KV cache until `close`. Raises `ParameterError` for an address that cannot be used."""
 
     def __init__(self, cache: KVCacheManager, config: KVEventsConfig) -> None:
         self._pool = cache.pool
         self._config = config
-        self._ledger = Ledger(cache.block_size)
-        self._happened: deque[Happened] = deque([(None, b"")])
+        self._translator = KVEventTranslator(cache.block_size)
+        self._core_events: deque[CoreEvent] = deque([(None, b"")])
         self._wake = threading.Event()
         self._closing = False
         self._context = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._topic = config.topic.encode()
         self._sequence = itertools.count()
-        self._last: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
+        self._recent: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         try:
             self._publish = self._open(zmq.PUB, "endpoint", config.endpoint)
             replay = config.replay_endpoint
@@ -176,12 +176,12 @@ class KVEventPublisher:
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._unsubscribe = cache.events.subscribe(self._listen, blocks=True)
-        self._thread = threading.Thread(target=self._work, name="octavo-kv-events", daemon=True)
+        self._unsubscribe = cache.events.subscribe(self._on_event, blocks=True)
+        self._thread = threading.Thread(target=self._run, name="octavo-kv-events", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """What has happened is told, and the addresses are free again. A second call does nothing."""
+        """Publish the remaining events and release the addresses. A second call does nothing."""
         if not self._closing:
             self._unsubscribe()
             self._closing = True
@@ -198,63 +198,65 @@ class KVEventPublisher:
             else:
                 socket.connect(endpoint)
         except zmq.ZMQError as error:
-            text = f"kv_events_config: {name} {endpoint!r} cannot be used: {error.strerror}; give another address"
+            text = f"kv_events_config: {name} {endpoint!r} cannot be used: {error.strerror}; use another address"
             raise ParameterError(text, param="kv_events_config") from None
         return socket
 
-    # -- on the engine's thread ----------------------------------------------------------------------------------------
+    # -- on the engine thread ------------------------------------------------------------------------------------------
 
-    def _listen(self, event: ev.Event) -> None:
+    def _on_event(self, event: ev.Event) -> None:
         if isinstance(event, ev.Sealed):
             salt = b""
             if not event.parent_id and (key := self._pool.key_of(event.block_id)) is not None:
                 salt = key[0] if isinstance(key[0], bytes) else b""
-            self._note((event, salt))
+            self._append((event, salt))
         elif isinstance(event, ev.Evicted):
-            self._note((event, b""))
-        elif isinstance(event, ev.Step) and self._happened:
+            self._append((event, b""))
+        elif isinstance(event, ev.Step) and self._core_events:
             self._wake.set()
 
-    def _note(self, happened: Happened) -> None:
-        if len(self._happened) >= self._config.max_queue_size:  # to say too little is better than to say what is false
-            self._happened.clear()
-            self._happened.append((None, b""))
-        self._happened.append(happened)
+    def _append(self, core_event: CoreEvent) -> None:
+        if len(self._core_events) >= self._config.max_queue_size:  # lost events must not leave stale blocks
+            self._core_events.clear()
+            self._core_events.append((None, b""))
+        self._core_events.append(core_event)
 
-    # -- on its own ----------------------------------------------------------------------------------------------------
+    # -- on the publisher thread ---------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         try:
             while not self._closing:
-                self._tell()
-                self._send_again()
-                self._wake.wait(LOOK_S)
+                self._publish_events()
+                self._serve_replays()
+                self._wake.wait(POLL_INTERVAL_S)
                 self._wake.clear()
-            self._tell()
+            self._publish_events()
         finally:
             self._context.destroy(linger=1000)
 
-    def _tell(self) -> None:
-        happened = []
+    def _publish_events(self) -> None:
+        core_events = []
         with contextlib.suppress(IndexError):
             while True:
-                happened.append(self._happened.popleft())
-        told = self._ledger.digest(happened) if happened else []
-        if told:
+                core_events.append(self._core_events.popleft())
+        events = self._translator.translate(core_events) if core_events else []
+        if events:
             sequence = next(self._sequence).to_bytes(8, "big")
-            payload = self._encoder.encode(Batch(time.time(), told))
-            self._last.append((sequence, payload))
+            payload = self._encoder.encode(KVEventBatch(time.time(), events))
+            self._recent.append((sequence, payload))
             self._publish.send_multipart((self._topic, sequence, payload))
 
-    def _send_again(self) -> None:
-        """To who asks for all from a sequence number on, as long as it is kept."""
+    def _serve_replays(self) -> None:
+        """Send the recent batches from the requested sequence number on."""
         while self._replay is not None and self._replay.poll(0):
             frames = self._replay.recv_multipart()
             if len(frames) != 3 or len(frames[2]) != 8:
-                logger.warning("a replay is asked for by an empty frame and eight bytes; this was something else")
+                logger.warning(
+                    "bad replay request with %d frames; expected an empty frame and eight bytes", len(frames)
+                )
                 continue
-            asker, _, start = frames
-            for sequence, payload in self._last:
+            client, _, start = frames
+            for sequence, payload in self._recent:
                 if sequence >= start:
-                    self._replay.send_multipart((asker, b"", self._topic, sequence, payload))
-            self._replay.send_multipart((asker, b"", b"", END, b""))
+                    self._replay.send_multipart((client, b"", self._topic, sequence, payload))
+            self._replay.send_multipart((client, b"", b"", END_SEQUENCE, b""))

@@ -1,4 +1,4 @@
-"""Ctrl-C, taken between two steps: in the middle of one it would tear what the core is writing."""
+"""Ctrl-C, deferred to the end of a step: an interrupt during one would leave the scheduler's state inconsistent."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from typing import Any
 
 
 class DeferredSigint:
-    """While it is entered, Ctrl-C is noted, and raised on leaving; pressed again before that, it is raised at once.
+    """Context manager that defers Ctrl-C until exit; a second Ctrl-C raises `KeyboardInterrupt` at once.
 
-    Leaves signals alone outside the main thread, and where the program has a handler of its own.
+    It does nothing outside the main thread, or if the program has its own SIGINT handler.
     """
 
     def __init__(self) -> None:
         self._pressed = False
-        self._before: Any = None
-        self._mine = False
+        self._old_handler: Any = None
+        self._installed = False
 
     def __enter__(self) -> DeferredSigint:
         self._pressed = False
         in_main = threading.current_thread() is threading.main_thread()
-        self._mine = in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if self._mine:
-            self._before = signal.signal(signal.SIGINT, self._note)
+        self._installed = in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self._installed:
+            self._old_handler = signal.signal(signal.SIGINT, self._handle)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._mine:
-            signal.signal(signal.SIGINT, self._before)
-            self._mine = False
+        if self._installed:
+            signal.signal(signal.SIGINT, self._old_handler)
+            self._installed = False
         if self._pressed and kind is None:
             raise KeyboardInterrupt
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._pressed:
             raise KeyboardInterrupt
         self._pressed = True

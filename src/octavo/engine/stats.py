@@ -1,22 +1,21 @@
-"""What an engine did and does, in numbers: totals read off its event stream, and how it is."""
+"""Statistics of an engine: counters from its event stream, gauges, and health."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from octavo.core import events as ev
 from octavo.core.kv_cache_manager import KVStats
 
-if TYPE_CHECKING:
-    from octavo.engine.engine import Engine
-
 
 @dataclass(slots=True)
 class EngineStats:
-    """Subscribe it: `scheduler.events.subscribe(stats)`. Peaks are since the start. `num_bad_messages`: between the
-    engine's process and its client, in either direction, that could not be used."""
+    """Counters since the start; subscribe it with `scheduler.events.subscribe(stats)`.
+
+    num_bad_messages   unusable messages between the engine process and its client, in both directions
+    """
 
     num_steps: int = 0
     num_tokens_computed: int = 0
@@ -52,21 +51,21 @@ class EngineStats:
         return asdict(self)
 
     def plus(self, later: EngineStats) -> EngineStats:
-        """The totals of two engines, one after the other; of peaks the higher."""
+        """Combine with the counters of a later engine: totals add up, peaks take the maximum."""
         both: dict[str, int] = {}
         for name in (f.name for f in fields(self)):
-            unite: Callable[..., int] = max if name.startswith("peak_") else int.__add__
-            both[name] = unite(getattr(self, name), getattr(later, name))
+            combine: Callable[..., int] = max if name.startswith("peak_") else int.__add__
+            both[name] = combine(getattr(self, name), getattr(later, name))
         return EngineStats(**both)
 
 
 @dataclass(frozen=True, slots=True)
 class StatsSnapshot:
-    """What an engine did and how full it is, between two steps.
+    """Counters and gauges of an engine between two steps.
 
-    engine   totals, over all restarts
-    kv       the KV cache; its counters begin again with each restart
-    waits    reason (`core.events.Waiting`) -> how often a request came to wait for it
+    engine       counters, summed over restarts
+    kv           the KV cache; its counters restart with the engine
+    wait_counts  wait reason (`core.events.Waiting`) -> how often a request started to wait for it
     """
 
     engine: EngineStats
@@ -74,30 +73,18 @@ class StatsSnapshot:
     num_running: int = 0
     num_waiting: int = 0
     num_swapped: int = 0
-    waits: dict[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, engine: Engine) -> StatsSnapshot:
-        scheduler = engine.scheduler
-        return cls(
-            engine.stats,
-            scheduler.stats(),
-            len(scheduler.running),
-            len(scheduler.waiting),
-            len(scheduler.swapped),
-            dict(engine.timelines.waits),
-        )
+    wait_counts: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """How an engine is.
+    """Health of an engine.
 
-    state            starting, until it can take its first request; running; restarting, after it died or hung; failed,
-                     when it is gone for good
-    since_s          how long it has been in that state
-    last_step_age_s  since it last got on with its work; None while there is none
-    num_restarts     so far
+    state            "starting" until the first request can be accepted; "running"; "restarting" after a crash or hang;
+                     "failed" when there will be no further restart
+    since_s          seconds in that state
+    last_step_age_s  seconds since the engine last made progress; None while it has no work
+    num_restarts     restarts so far
     reason           why it is not running, or was last restarted, in one line
     """
 

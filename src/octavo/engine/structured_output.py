@@ -1,7 +1,7 @@
-"""What keeps a request's outputs to a grammar: where each of its sequences is in it, and which tokens may come next.
+"""Structured output: keeps the outputs of a request within its grammar, by a bitmask of allowed tokens per position.
 
-The core knows nothing of it but that the request is constrained. A matcher goes along with what the host knows of its
-sequence, and the host never takes a token back: whatever is preempted, swapped or computed again, it stays right.
+The core only knows that the request is constrained. A matcher follows the tokens of its sequence that the host knows.
+The host never takes a token back, so preemption, swapping and recomputation need no special handling.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Matcher(Protocol):
-    """Where one output is in a grammar; see `octavo.text.grammar`, which has one."""
+    """The position of one output in a grammar; `octavo.text.grammar` implements it."""
 
     def fork(self) -> Matcher: ...
 
@@ -32,16 +32,16 @@ class Matcher(Protocol):
 
 
 class Grammar(Protocol):
-    """What outputs have to follow."""
+    """A compiled grammar."""
 
     def start(self) -> Matcher: ...
 
     def bitmasks(self, matchers: Seq[Any]) -> np.ndarray:
-        """What may come next of each, of this grammar or another of the same model's: `GrammarBitmask.bitmask`."""
+        """`GrammarBitmask.bitmask`, one row per matcher: of this grammar, or of another grammar of the same model."""
 
 
-class _Place:
-    """Where one sequence is. `num_known` of its tokens, the prompt's included, have been seen."""
+class _SequenceMatcher:
+    """The matcher of one sequence; it has accepted the first `num_known` tokens, prompt included."""
 
     def __init__(self, sequence: Sequence, matcher: Matcher, num_known: int) -> None:
         self.sequence = sequence
@@ -49,12 +49,12 @@ class _Place:
         self.num_known = num_known
 
 
-class Constraint:
-    """A request's grammar, and its sequences' places in it.
+class RequestGrammar:
+    """The grammar of a request, with a matcher for each of its sequences.
 
-    stop_ids     tokens that end an output: allowed exactly where it is complete
-    ignored_ids  the model's ends where they end nothing (`ignore_eos`): what is complete and cannot go on is filled up
-                 with them
+    stop_ids     tokens that end an output; allowed exactly where the output is complete
+    ignored_ids  the model's end-of-sequence tokens under `ignore_eos`; they fill up an output that is complete and
+                 cannot be continued
     """
 
     def __init__(
@@ -64,89 +64,89 @@ class Constraint:
         self._num_prompt = num_prompt
         self._stop_ids = frozenset(stop_ids)
         self._ignored_ids = frozenset(ignored_ids) - self._stop_ids
-        self._places: dict[Sequence, _Place] = {}
+        self._matchers: dict[Sequence, _SequenceMatcher] = {}
 
-    def follow(self, sequences: Seq[Sequence]) -> None:
-        """Go along with all live sequences of the request, before masks of any are asked for."""
-        if len(sequences) != len(self._places) or not all(map(self._places.__contains__, sequences)):
-            # All forks are made before anyone moves on: a sequence begins where the one it was forked from had been.
-            self._places = {s: self._places.get(s) or self._begin(s) for s in sequences}
-        for place in self._places.values():
-            self._advance(place)
+    def advance(self, sequences: Seq[Sequence]) -> None:
+        """Advance the matchers of all live sequences of the request; call it before computing their bitmasks."""
+        if len(sequences) != len(self._matchers) or not all(map(self._matchers.__contains__, sequences)):
+            # Fork before any matcher advances: a forked sequence starts at its parent's old position.
+            self._matchers = {s: self._matchers.get(s) or self._new_matcher(s) for s in sequences}
+        for matcher in self._matchers.values():
+            self._accept_new_tokens(matcher)
 
     def matcher(self, sequence: Sequence) -> Matcher:
-        """Where a sequence is that was followed."""
-        return self._places[sequence].matcher
+        """The matcher of a sequence given to `advance`."""
+        return self._matchers[sequence].matcher
 
-    def finish(self, matcher: Matcher, mask: memoryview) -> None:
-        """Say of ends what the grammar knows nothing of; mask, of bytes, has just been made.
+    def apply_stop_tokens(self, matcher: Matcher, mask: memoryview) -> None:
+        """Allow or forbid stop tokens, which the grammar does not know, in a freshly filled mask of bytes.
 
-        Raises `ValueError` when the grammar has become too complex to go on.
+        Raises `ValueError` if the grammar has become too complex to continue.
         """
         if error := matcher.error:
             raise ValueError(error)
         is_accepting = matcher.is_accepting
-        _put(mask, self._stop_ids, is_accepting)
+        _set_bits(mask, self._stop_ids, is_accepting)
         if self._ignored_ids:
-            _put(mask, self._ignored_ids, False)
+            _set_bits(mask, self._ignored_ids, False)
             if is_accepting and not any(mask):
-                _put(mask, self._ignored_ids, True)
+                _set_bits(mask, self._ignored_ids, True)
 
-    def _begin(self, sequence: Sequence) -> _Place:
-        """Where the sequence that shares most of this one's tokens is; failing that, at the beginning."""
-        best: _Place | None = None
-        for place in self._places.values():
-            n = place.num_known
-            if (best is None or n > best.num_known) and place.sequence.token_ids[:n] == sequence.token_ids[:n]:
-                best = place
+    def _new_matcher(self, sequence: Sequence) -> _SequenceMatcher:
+        """Fork the matcher of the sequence that shares the longest prefix; without one, start at the beginning."""
+        best: _SequenceMatcher | None = None
+        for other in self._matchers.values():
+            n = other.num_known
+            if (best is None or n > best.num_known) and other.sequence.token_ids[:n] == sequence.token_ids[:n]:
+                best = other
         if best is None:
-            return _Place(sequence, self.grammar.start(), self._num_prompt)
-        return _Place(sequence, best.matcher.fork(), best.num_known)
+            return _SequenceMatcher(sequence, self.grammar.start(), self._num_prompt)
+        return _SequenceMatcher(sequence, best.matcher.fork(), best.num_known)
 
-    def _advance(self, place: _Place) -> None:
-        if new := place.sequence.token_ids[place.num_known :].tolist():
-            place.num_known += len(new)
+    def _accept_new_tokens(self, matcher: _SequenceMatcher) -> None:
+        if new := matcher.sequence.token_ids[matcher.num_known :].tolist():
+            matcher.num_known += len(new)
             if self._ignored_ids:
                 new = [token for token in new if token not in self._ignored_ids]
-            place.matcher.accept_tokens(new)
+            matcher.matcher.accept_tokens(new)
 
 
-class Wanted(NamedTuple):
-    """A mask: for which slice, by whose constraint."""
+class BitmaskRow(NamedTuple):
+    """One row of a bitmask to compute: its slice of the plan, sequence and grammar."""
 
     slice_index: int
     sequence: Sequence
-    constraint: Constraint
+    grammar: RequestGrammar
 
 
-def work_out(wanted: Seq[Wanted]) -> tuple[GrammarBitmask | None, dict[int, Exception]]:
-    """The masks, and why there is none: slice -> what is wrong with its request alone."""
-    followed: set[Constraint] = set()
-    found: list[tuple[Wanted, Matcher]] = []
+def compute_bitmask(rows: Seq[BitmaskRow]) -> tuple[GrammarBitmask | None, dict[int, Exception]]:
+    """Compute the bitmask of these rows. Also returns slice -> error, for each row whose request fails."""
+    advanced: set[RequestGrammar] = set()
+    matched: list[tuple[BitmaskRow, Matcher]] = []
     errors: dict[int, Exception] = {}
-    for want in wanted:
+    for row in rows:
         try:
-            if want.constraint not in followed:
-                followed.add(want.constraint)
-                want.constraint.follow(want.sequence.request.sequences)
-            found.append((want, want.constraint.matcher(want.sequence)))
+            if row.grammar not in advanced:
+                advanced.add(row.grammar)
+                row.grammar.advance(row.sequence.request.sequences)
+            matched.append((row, row.grammar.matcher(row.sequence)))
         except Exception as error:
-            errors[want.slice_index] = error
-    if not found:
+            errors[row.slice_index] = error
+    if not matched:
         return None, errors
-    words = found[0][0].constraint.grammar.bitmasks([matcher for _, matcher in found])
-    octets = memoryview(words).cast("B")  # type: ignore[arg-type]
-    size = len(octets) // len(found)
-    for i, (want, matcher) in enumerate(found):
+    bitmask = matched[0][0].grammar.grammar.bitmasks([matcher for _, matcher in matched])
+    octets = memoryview(bitmask).cast("B")  # type: ignore[arg-type]
+    size = len(octets) // len(matched)
+    for i, (row, matcher) in enumerate(matched):
         try:
-            want.constraint.finish(matcher, octets[i * size : (i + 1) * size])
+            row.grammar.apply_stop_tokens(matcher, octets[i * size : (i + 1) * size])
         except Exception as error:
-            errors[want.slice_index] = error
-    return GrammarBitmask([want.slice_index for want, _ in found], words), errors
+            errors[row.slice_index] = error
+    return GrammarBitmask([row.slice_index for row, _ in matched], bitmask), errors
 
 
-def _put(mask: memoryview, token_ids: Iterable[int], allowed: bool) -> None:
+def _set_bits(mask: memoryview, token_ids: Iterable[int], allowed: bool) -> None:
     for token in token_ids:
         octet, bit = token // 8, 1 << token % 8
-        if octet < len(mask):  # a tokenizer may name an end that the model has no logit for
+        if octet < len(mask):  # a tokenizer may name a stop token without a logit
             mask[octet] = mask[octet] | bit if allowed else mask[octet] & (255 ^ bit)

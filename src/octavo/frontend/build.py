@@ -1,4 +1,4 @@
-"""The composition root: from what the caller said to an engine that runs. The one place that knows all the parts."""
+"""Builds an engine from its options: the composition root, which alone knows all parts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from octavo.kernels.cpu import native
 from octavo.kernels.cpu import ops as cpu_ops
 from octavo.kernels.cpu import packed_linear as packed
 from octavo.models.config import ModelSpec, spec_from_config
-from octavo.models.loading.loader import Model, dummy_model, empty_model, load_decoder
+from octavo.models.loading.loader import Model, dummy_model, empty_model, load_model
 from octavo.runner.cuda_executor import CudaExecutor
 from octavo.runner.cuda_model_runner import CudaModelRunner
 from octavo.runner.executor import LocalExecutor
@@ -46,12 +46,12 @@ from octavo.view.recording.recorder import FlightRecorder
 
 logger = logging.getLogger("octavo")
 
-NO_SWAP = "lower swap_space, or set it to 0"
+LESS_SWAP = "lower swap_space, or set it to 0"
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine and what was resolved on the way."""
+    """An engine with its resolved configuration, model and tokenizer."""
 
     engine: Engine
     config: EngineConfig
@@ -60,24 +60,24 @@ class BuiltEngine:
     sampling_defaults: SamplingDefaults
 
 
-class _Stopwatch:
-    """What a start spends its time on."""
+class _StartupTimer:
+    """Times the phases of a start."""
 
     def __init__(self) -> None:
-        self._began = self._last = time.perf_counter()
+        self._start = self._last = time.perf_counter()
         self._laps: list[str] = []
 
-    def lap(self, what: str) -> None:
+    def lap(self, phase: str) -> None:
         now = time.perf_counter()
-        self._laps.append(f"{what} {now - self._last:.1f}")
+        self._laps.append(f"{phase} {now - self._last:.1f}")
         self._last = now
 
     def __str__(self) -> str:
-        return f"ready in {self._last - self._began:.1f} s: {', '.join(self._laps)}"
+        return f"ready in {self._last - self._start:.1f} s: {', '.join(self._laps)}"
 
 
 def build(args: EngineArgs) -> BuiltEngine:
-    """Load the model, plan the memory, and put the engine together. Raises `ModelError` or `MemoryBudgetError`."""
+    """Load the model, plan the memory, and assemble the engine. Raises `ModelError` or `MemoryBudgetError`."""
     if args.flight_recorder is not None:
         check_folder(args.flight_recorder)
     with ExitStack() as starting:
@@ -85,8 +85,8 @@ def build(args: EngineArgs) -> BuiltEngine:
 
 
 def _build(args: EngineArgs, starting: ExitStack) -> BuiltEngine:
-    """starting: what is left when the engine has started, or has not."""
-    watch = _Stopwatch()
+    """starting: resources to release after the start, whether or not it succeeds."""
+    timer = _StartupTimer()
     checkpoint = open_checkpoint(args.model, revision=args.revision, weights=args.load_format != "dummy")
     spec = spec_from_config(checkpoint.config, checkpoint.generation_config)
     template = None if args.chat_template is None else chat_template.load(args.chat_template)
@@ -101,21 +101,21 @@ def _build(args: EngineArgs, starting: ExitStack) -> BuiltEngine:
     ops = _ops(device)
     model_len = spec.max_model_len(args.max_model_len)
     rehearse = _rehearse(args, spec, dtype, device, model_len, starting) if device.type == "cuda" else None
-    # Planned before anything large is loaded: the system kills who takes too much.
+    # Plan before anything large is loaded: the system kills a process that takes too much memory.
     weight_bytes = _weight_bytes(empty_model(spec, ops=ops, dtype=dtype, device="meta", max_len=1), args)
     kv_shape = (spec.num_layers, 2, spec.num_kv_heads, args.block_size, spec.head_dim)
     gpu: GPUMemoryProfile | None = None
-    watch.lap("files")
+    timer.lap("files")
     if device.type == "cuda":
         free_some = f"free as much as the weights take, {weight_bytes / GIB:.2f} GiB; {doctor_hint(args)}"
         with startup_errors(device, "loading the weights", lambda _: free_some):
             check_weights(weight_bytes, args)
             decoder = _load(checkpoint, spec, args, dtype, device, ops, max_len=model_len)
-        watch.lap("weights")
+        timer.lap("weights")
         with startup_errors(device, "computing its largest steps", lambda _: smaller_passes(args) or doctor_hint(args)):
             gpu = measure(decoder, args, ops=ops, kv_shape=kv_shape, dtype=dtype, rehearse=rehearse)
         gpu.check(args, math.prod(kv_shape) * dtype.itemsize)
-        watch.lap("kernels and memory")
+        timer.lap("kernels and memory")
     budget = plan_memory(
         args,
         bytes_per_token=math.prod(kv_shape) // args.block_size * dtype.itemsize,
@@ -128,7 +128,7 @@ def _build(args: EngineArgs, starting: ExitStack) -> BuiltEngine:
         logger.warning(warning)
     if gpu is None:
         decoder = _load(checkpoint, spec, args, dtype, device, ops, max_len=budget.max_model_len)
-        watch.lap("weights")
+        timer.lap("weights")
     else:
         logger.info("%s", gpu.table(budget))
     config = _config(args, spec, device, dtype, budget)
@@ -137,11 +137,11 @@ def _build(args: EngineArgs, starting: ExitStack) -> BuiltEngine:
         executor = _executor(decoder, config, budget, (kv_shape, dtype), ops)
     else:
         executor = _gpu_executor(decoder, config, budget, (kv_shape, dtype), ops, gpu, rehearse)
-    watch.lap("pool" if gpu is None else "pool and graphs")
+    timer.lap("pool" if gpu is None else "pool and graphs")
     eos = {*spec.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}
     scheduler = make_scheduler(config)
     if config.num_host_blocks:
-        with startup_errors(device, "moving blocks to the host", lambda _: NO_SWAP):
+        with startup_errors(device, "moving blocks to the host", lambda _: LESS_SWAP):
             scheduler.policy.costs.move_s = executor.runner.measure_swap()
     engine = Engine(
         scheduler,
@@ -158,17 +158,17 @@ def _build(args: EngineArgs, starting: ExitStack) -> BuiltEngine:
         engine.on_close.append(KVEventPublisher(scheduler.cache, args.kv_events()).close)
     if args.flight_recorder is not None:
         engine.recorder = FlightRecorder(engine, Path(args.flight_recorder))
-    logger.info("%s", watch)
+    logger.info("%s", timer)
     return BuiltEngine(engine, config, spec, tokenizer, defaults)
 
 
 def check_folder(flight_recorder: str) -> None:
-    """Where dumps go is made, and tried, now: they are written when something is wrong already."""
+    """Create the folder and test that it is writable now: recordings are written after something went wrong."""
     try:
         Path(flight_recorder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=flight_recorder).close()
     except OSError as error:
-        text = f"flight_recorder is {flight_recorder!r}, which cannot be written to: {error.strerror}; name a folder"
+        text = f"flight_recorder is {flight_recorder!r}, which is not writable: {error.strerror}; use another folder"
         raise ParameterError(text, param="flight_recorder") from None
 
 
@@ -189,7 +189,7 @@ def _config(
 
 
 def make_scheduler(config: EngineConfig) -> Scheduler:
-    """The core that a configuration describes."""
+    """The scheduler and KV cache of a configuration."""
     args = config.args
     assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # resolved
     cache = KVCacheManager(
@@ -213,22 +213,22 @@ def _device(args: EngineArgs) -> torch.device:
     if args.device == "cpu":
         return torch.device("cpu")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own takes several lines; below it is one
+        warnings.simplefilter("ignore")  # torch's warning takes several lines; the one below is enough
         available = torch.cuda.is_available()
     if args.device == "cuda" or available:
         return find_gpu()
     if reason := unusable_gpu_reason():
-        logger.warning("device auto is the CPU, though there seems to be an NVIDIA GPU: %s", reason)
+        logger.warning("device auto uses the CPU, although there seems to be an NVIDIA GPU: %s", reason)
     return torch.device("cpu")
 
 
 def _dtype(args: EngineArgs, spec: ModelSpec, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     if args.dtype != "auto":
         return cast("torch.dtype", getattr(torch, args.dtype))
-    if device.type == "cpu":  # in what is stored, if the processor multiplies it; float16 it never does at speed
+    if device.type == "cpu":  # the stored dtype if the processor multiplies it fast, which it never does with float16
         quantised = checkpoint.format == "gguf" and "dtype" not in checkpoint.config
-        halves = (quantised or spec.dtype in ("bfloat16", "float16")) and packed.has_fast_bfloat16()
-        return torch.bfloat16 if halves or args.quantization else torch.float32
+        use_bfloat16 = (quantised or spec.dtype in ("bfloat16", "float16")) and packed.has_fast_bfloat16()
+        return torch.bfloat16 if use_bfloat16 or args.quantization else torch.float32
     return cast("torch.dtype", getattr(torch, "bfloat16" if spec.dtype == "float32" else spec.dtype))
 
 
@@ -236,16 +236,16 @@ def _check_quantization(args: EngineArgs, dtype: torch.dtype, device: torch.devi
     if args.quantization is None:
         return
     if device.type != "cpu":
-        raise ParameterError(f"quantization {args.quantization!r} is for CPUs; remove it", param="quantization")
+        raise ParameterError(f"quantization {args.quantization!r} works on CPUs only; remove it", param="quantization")
     if dtype != torch.bfloat16:
         raise ParameterError(
-            f"quantization {args.quantization!r} computes beside it in bfloat16, not in {args.dtype}; use dtype auto",
+            f"quantization {args.quantization!r} needs bfloat16 for the other layers, not {args.dtype}; use dtype auto",
             param="dtype",
         )
 
 
 def _weight_bytes(model: Model, args: EngineArgs) -> int:
-    """What the weights will take when they are loaded; the model may be on "meta"."""
+    """Bytes of the weights once they are loaded; the model may be on "meta"."""
     packing = sum(matrix.num_bytes(args.quantization) - matrix.weight.nbytes for matrix in model.matrices())
     return model.num_bytes + packing
 
@@ -278,13 +278,13 @@ def _load(
     *,
     max_len: int,
 ) -> Model:
-    """Also pack the weights and, on a CPU, compile what is not compiled yet beside it."""
+    """Load and pack the weights; on a CPU compile the native kernels in parallel."""
     finish = methodcaller("pack", args.quantization)
     load: Callable[..., Model] = dummy_model
     if args.load_format == "auto":
-        load = partial(load_decoder, checkpoint)
-    # In threads that end: a thread's OpenMP workers live as long as it does, and as soon as there are more of them than
-    # cores, those that compute go to sleep between any two operations.
+        load = partial(load_model, checkpoint)
+    # On short-lived threads: a thread's OpenMP workers live as long as the thread, and once there are more workers than
+    # cores, the computing ones sleep between any two operations.
     with ThreadPoolExecutor(2) as threads:
         if device.type == "cpu":
             threads.submit(native.library)
@@ -298,7 +298,7 @@ def _executor(
     block: tuple[tuple[int, ...], torch.dtype],
     ops: ModuleType,
 ) -> LocalExecutor:
-    """On a CPU. block is the shape and dtype of one block of K and V."""
+    """The executor on a CPU. block: shape and dtype of one block of K and V."""
     shape, dtype = block
     args = config.args
     assert args.max_num_seqs  # resolved
@@ -332,10 +332,10 @@ def _gpu_executor(
     gpu: GPUMemoryProfile,
     rehearse: Rehearse | None,
 ) -> CudaExecutor:
-    """On a GPU, likewise."""
+    """The executor on a GPU; arguments as in `_executor`."""
     (shape, dtype), args, device = block, config.args, torch.device("cuda")
     assert args.max_num_seqs and args.max_num_batched_tokens and args.decode_window  # resolved
-    with startup_errors(device, "pinning memory of the host for swap space", lambda _: NO_SWAP):
+    with startup_errors(device, "pinning memory of the host for swap space", lambda _: LESS_SWAP):
         host_kv = torch.empty((config.num_host_blocks + 1, *shape), dtype=dtype, pin_memory=True)
     with startup_errors(device, "making the KV pool and CUDA graphs", partial(gpu.smaller_pool, args, budget)):
         runner = CudaModelRunner(
@@ -355,6 +355,6 @@ def _gpu_executor(
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that take memory where they are first written; torch.zeros writes them all, which takes seconds."""
+    """Zeros whose memory is allocated at the first write; torch.zeros writes all of it, which takes seconds."""
     num_bytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

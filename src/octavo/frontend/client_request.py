@@ -1,7 +1,7 @@
-"""A request of an engine in another process, kept up here from what that engine tells of it.
+"""Client-side copy of a request that runs in the engine process.
 
-The text is made here. And here is all that it takes to begin the request again with another engine, when that one has
-died: the prompt, the tokens told so far, and the seed.
+Text is made here. The copy also holds all that another engine needs to resume the request when the first one dies: the
+prompt, the tokens so far, and the seed.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from collections.abc import Sequence as Seq
 
 from octavo.core.request import Request, Sequence
 from octavo.engine.beam_search import BeamSearch
-from octavo.engine.outputs import MakeDetokenizer, RequestMetrics, RequestOutput, RequestState
-from octavo.engine.process.ipc import AddRequest, RequestUpdate, SampleUpdate, pack, params_to_wire
+from octavo.engine.output_processor import MakeDetokenizer, RequestState
+from octavo.engine.outputs import RequestMetrics, RequestOutput
+from octavo.engine.process.ipc import AddRequest, RequestStats, RequestUpdate, SampleUpdate, pack_tokens, params_to_wire
 from octavo.params.beam_search_params import BeamSearchParams
 from octavo.params.sampling_params import SamplingParams
 from octavo.params.validation import INT32
 
 
 class TokensLostError(ValueError):
-    """An update goes on behind tokens that have not come: an earlier one was lost, or this one is wrong."""
+    """An update continues after tokens that did not arrive: an earlier update was lost, or this one is wrong."""
 
 
 class ClientRequest:
     """One request.
 
-    seed            for parameters that bring none; it must outlive the engine
-    eos_token_ids   the model's own ends of sequence
-    vocab_size      beyond all tokens that an engine may tell of
+    seed            used if the parameters have none; it must outlive the engine
+    eos_token_ids   the model's end-of-sequence tokens
+    vocab_size      upper bound on the token ids of an update
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class ClientRequest:
         vocab_size: int = INT32,
     ) -> None:
         beams, params = (params, params.sampling_params) if isinstance(params, BeamSearchParams) else (None, params)
-        self._asked = beams or params
+        self._params = beams or params
         self._vocab_size = vocab_size
         stop_ids = params.stop_ids(eos_token_ids)
         request = Request(
@@ -65,8 +66,8 @@ class ClientRequest:
             width=None if beams is None else beams.beam_width,
             pin=pin,
         )
-        self._is_alone = request.width == 1 and beams is None
-        self._begin(request)
+        request.sequences = [Sequence(request, 0, request.prompt_token_ids[:], 0)]
+        request.only_sequence = request.sequences[0] if request.width == 1 and beams is None else None
         if not params.detokenize:
             make_detokenizer = None
         self.state = RequestState(
@@ -74,15 +75,11 @@ class ClientRequest:
             prompt,
             RequestMetrics(time.monotonic()),
             make_detokenizer,
-            # Else the text is made when somebody reads it, perhaps of several steps at once.
+            # Without stop strings, text is made when an output is read, perhaps for several steps at once.
             incremental=make_detokenizer is not None and beams is None and bool(params.stop_strings),
             search=None if beams is None else BeamSearch(beams, len(prompt_token_ids), stop_ids),
         )
         self._num_preemptions = 0  # by engines that have died
-
-    def _begin(self, request: Request) -> None:
-        request.sequences = [Sequence(request, 0, request.prompt_token_ids[:], 0)]
-        request.only_sequence = request.sequences[0] if self._is_alone else None
 
     @property
     def request_id(self) -> str:
@@ -94,31 +91,31 @@ class ClientRequest:
 
     @property
     def num_known(self) -> int:
-        """Tokens told so far, over all samples, each with its prompt."""
+        """Tokens so far over all samples, each with its prompt."""
         return self.state.num_known
 
     def output(self) -> RequestOutput:
         return self.state.output()
 
-    # -- taking in -----------------------------------------------------------------------------------------------------
+    # -- updates -------------------------------------------------------------------------------------------------------
 
-    def take_in(self, update: RequestUpdate) -> list[int]:
-        """What an engine tells. Returns the samples that end in a stop string now, which it cannot know.
+    def apply_update(self, update: RequestUpdate) -> list[int]:
+        """Apply an update. Returns the samples that end in a stop string now, which the engine cannot detect.
 
-        Raises `TokensLostError` where tokens before these did not come, `ValueError` for what no engine can tell of
-        this request; then nothing of it is taken in, or the request cannot go on.
+        Raises `TokensLostError` if earlier tokens did not arrive, `ValueError` for an update that no engine can send
+        for this request. Then either nothing was applied, or the request cannot continue.
         """
         state, request, now = self.state, self.state.request, time.monotonic()
         for sample in update.samples:
             self._check(sample)
-        if update.facts is not None:
-            self._take_in_facts(update)
+        if update.stats is not None:
+            self._apply_stats(update.stats)
         if update.prompt_logprobs is not None:
-            state.read_prompt_logprobs(update.prompt_position, update.prompt_logprobs)
+            state.add_prompt_logprobs(update.prompt_position, update.prompt_logprobs)
         if state.search is not None:
             if update.finished:
                 reason = update.samples[0].finish_reason if update.samples else "stop"
-                self.end(reason)
+                self.finish(reason)
             return []
         stopped = []
         for sample in update.samples:
@@ -130,9 +127,9 @@ class ClientRequest:
                 state.metrics.last_token_time = now
                 sequence.token_ids.extend(sample.token_ids)
             if sample.logprobs is not None:
-                state.read_logprobs(sample.index, sample.logprobs)
+                state.add_logprobs(sample.index, sample.logprobs)
             sequence.stop_token = sample.stop_token
-            if state.incremental and state.read(sequence) and not sample.finish_reason:
+            if state.incremental and state.detokenize(sequence) and not sample.finish_reason:
                 stopped.append(sample.index)
                 sequence.finish_reason = "stop"
             else:
@@ -144,28 +141,28 @@ class ClientRequest:
             if self.finished:
                 state.metrics.finished_time = now
         if update.finished and not self.finished:
-            alive = [s.index for s in request.sequences]
-            raise ValueError(f"the request is over, and nothing tells of the end of samples {alive}")
+            live = [s.index for s in request.sequences]
+            raise ValueError(f"the request has finished, and its samples {live} have no finish reason")
         return stopped
 
     def _check(self, sample: SampleUpdate) -> None:
         request, index, tokens = self.state.request, sample.index, sample.token_ids
         if index >= request.width:
-            raise ValueError(f"it tells of sample {index}, and the request has {request.width}")
+            raise ValueError(f"it has sample {index}, and the request has {request.width} samples")
         if tokens and max(tokens) >= self._vocab_size:
-            raise ValueError(f"it has token {max(tokens)}, and the vocabulary has {self._vocab_size}")
+            raise ValueError(f"it has token {max(tokens)}, and the vocabulary has {self._vocab_size} tokens")
         if self.state.search is not None or any(s.index == index for s in request.finished_sequences):
             return
         num_known = next((len(s.token_ids) for s in request.sequences if s.index == index), 0)
-        num_told = max(0, num_known - len(request.prompt_token_ids))
-        if sample.position != num_told:
-            kind = TokensLostError if sample.position > num_told else ValueError
-            raise kind(f"it goes on at token {sample.position} of sample {index}, and {num_told} are known")
+        num_output = max(0, num_known - len(request.prompt_token_ids))
+        if sample.position != num_output:
+            kind = TokensLostError if sample.position > num_output else ValueError
+            raise kind(f"it continues at token {sample.position} of sample {index}, and {num_output} are known")
         if sample.logprobs is not None and len(sample.logprobs) > len(tokens):
             raise ValueError(f"it has log-probabilities of {len(sample.logprobs)} tokens, and {len(tokens)} tokens")
 
     def _sequence(self, sample: SampleUpdate) -> Sequence | None:
-        """A live one, which has begun with this sample if need be; None if it has ended here."""
+        """The live sequence of a sample, created on its first update; None if it has ended on this side."""
         request = self.state.request
         for sequence in request.sequences:
             if sequence.index == sample.index:
@@ -176,65 +173,64 @@ class ClientRequest:
         request.sequences.append(sequence)
         return sequence
 
-    def _take_in_facts(self, update: RequestUpdate) -> None:
-        facts, state, metrics = update.facts, self.state, self.state.metrics
-        assert facts is not None
+    def _apply_stats(self, stats: RequestStats) -> None:
+        state, metrics = self.state, self.state.metrics
         if metrics.first_scheduled_time is None:
-            metrics.first_scheduled_time = facts.scheduled_time
-            state.request.num_cached_tokens = facts.num_cached_tokens
-        metrics.num_preemptions = self._num_preemptions + facts.num_preemptions
-        state.request.error = facts.error
-        if state.search is not None and facts.hypotheses is not None:
-            state.search.hypotheses = facts.hypotheses
+            metrics.first_scheduled_time = stats.scheduled_time
+            state.request.num_cached_tokens = stats.num_cached_tokens
+        metrics.num_preemptions = self._num_preemptions + stats.num_preemptions
+        state.request.error = stats.error
+        if state.search is not None and stats.hypotheses is not None:
+            state.search.hypotheses = stats.hypotheses
 
-    def end(self, reason: str, error: str = "") -> None:
-        """It ends here, with what there is."""
+    def finish(self, reason: str, error: str = "") -> None:
+        """Finish the request on this side with its tokens so far."""
         request = self.state.request
         request.error = error or request.error
         for sequence in request.sequences:
             sequence.finish_reason = reason
-        # What a search has found, the engine tells; where that has gone, or has not begun, nothing is found.
+        # The engine sends the hypotheses of a search. Without them, the live sequence becomes the output.
         if self.state.search is None or (reason in ("abort", "error") and not self.state.search.hypotheses):
             request.finished_sequences += request.sequences
         request.sequences = []
         self.state.metrics.finished_time = time.monotonic()
 
-    def agrees(self, told: dict[int, int]) -> bool:
-        """Whether all that an engine has told (`EngineServer`'s question DELIVERED) has come."""
+    def agrees(self, delivered: dict[int, int]) -> bool:
+        """True if all that the engine has sent (`EngineServer`'s method DELIVERED) has arrived."""
         state, request = self.state, self.state.request
         if state.search is not None:
-            return True  # of a search the last is told alone
+            return True  # a search has a single update, the last
         begin = len(request.prompt_token_ids)
         known = {s.index: len(s.token_ids) - begin for s in request.sequences}
         ended = {s.index for s in request.finished_sequences}
-        mine = {index: told.get(index, -1) for index in known}
-        others = told.keys() - known.keys() - ended - {-1}  # samples that begin with a message that is lost
-        return known == mine and not others and told.get(-1, 0) <= len(state.prompt_logprobs)
+        sent = {index: delivered.get(index, -1) for index in known}
+        unknown = delivered.keys() - known.keys() - ended - {-1}  # samples whose first update was lost
+        return known == sent and not unknown and delivered.get(-1, 0) <= len(state.prompt_logprobs)
 
-    def stopped_of(self, told: dict[int, int]) -> list[int]:
-        """Samples that ended here, and go on in the engine."""
-        return [s.index for s in self.state.request.finished_sequences if s.index in told]
+    def stopped_samples(self, delivered: dict[int, int]) -> list[int]:
+        """Samples that ended on this side, and still run in the engine."""
+        return [s.index for s in self.state.request.finished_sequences if s.index in delivered]
 
     def release(self) -> None:
-        """Nobody looks at it any more."""
+        """Break reference cycles after the final output."""
         self.state.release()
 
-    # -- beginning it, the first time or again -------------------------------------------------------------------------
+    # -- adding it to an engine ----------------------------------------------------------------------------------------
 
-    def add(self) -> AddRequest:
-        """For an engine that does not know it. A beam search begins at its prompt."""
+    def add_command(self) -> AddRequest:
+        """The command that starts or resumes the request in an engine. A beam search restarts at its prompt."""
         request, start = self.state.request, len(self.state.request.prompt_token_ids)
         self._num_preemptions = self.state.metrics.num_preemptions
-        begun = {s.index: pack(s.token_ids[start:]) for s in request.sequences if len(s.token_ids) > start}
+        resume = {s.index: pack_tokens(s.token_ids[start:]) for s in request.sequences if len(s.token_ids) > start}
         return AddRequest(
             request.request_id,
-            pack(request.prompt_token_ids),
-            params_to_wire(self._asked),
+            pack_tokens(request.prompt_token_ids),
+            params_to_wire(self._params),
             self.state.search is not None,
             request.seed,
             request.priority,
             request.salt,
-            begun or None,
+            resume or None,
             request.pin,
             request.tenant,
             request.index_in_call,

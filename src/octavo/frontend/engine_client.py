@@ -1,7 +1,7 @@
-"""`EngineClient`: an engine in a process of its own, for programs on an event loop (a `serve.backend.EngineInterface`).
+"""`EngineClient`: the engine in a process of its own, for programs on an event loop. An `EngineInterface`.
 
-The text is made in this process, the tokens in the other one. When that one dies or hangs, it is started again and is
-given every request as far as it had come (`engine.mirror`): its readers notice a pause, and nothing else.
+This process makes the text, the other one the tokens. A dead or hung engine process is restarted and gets every
+unfinished request again, with its tokens so far (`frontend.client_request`): readers only notice a pause.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from octavo.checkpoint.generation_config import sampling_defaults
 from octavo.checkpoint.resolve import open_checkpoint
 from octavo.config import EngineArgs
 from octavo.core.kv_cache_manager import KVStats
-from octavo.engine.engine import PIN_PARAMS, check_priority, check_prompt, draw_seed, pin_id
+from octavo.engine.engine import PIN_PARAMS, check_priority, check_prompt, generate_seed, pin_id
 from octavo.engine.failure_bisection import FailureBisection
 from octavo.engine.outputs import RequestOutput, request_failed_error
 from octavo.engine.process.ipc import (
@@ -37,10 +37,10 @@ from octavo.engine.process.ipc import (
     RpcReply,
     StepReport,
     StopSample,
-    encoded,
+    encode_command,
 )
 from octavo.engine.process.supervisor import ENGINE_COMMAND, EngineTimeouts, Supervisor, rebuild_error
-from octavo.engine.process.thread import again
+from octavo.engine.process.thread import copy_error
 from octavo.engine.stats import EngineStats, Health, StatsSnapshot
 from octavo.errors import EngineError, EngineQueryError, OctavoError, ParameterError, RequestFailedError
 from octavo.frontend.client_request import ClientRequest, TokensLostError
@@ -55,91 +55,92 @@ from octavo.text.tokenizer import Tokenizer
 logger = logging.getLogger("octavo.client")
 
 DEATHS_TO_TRIAL = 2
-"""Engines that may die with a request before it has got a token further; then the next ones are given halves of such
-requests. If one dies that had no other request, it was the request's doing, and the request is given up."""
+"""Engine deaths without a new token after which a request is a suspect. Later engines get halves of the suspects. A
+suspect fails when an engine dies that had no other request."""
 MAX_LOSSES = 3
-"""Times that a request is begun again because messages about it were lost."""
-KILLS_A_DEATH = 8
-"""Engines that are killed count as one that died: a request that the system's memory does not suffice for must end."""
+"""How often a request is restarted because messages about it were lost."""
+KILLS_PER_DEATH = 8
+"""This many killed engines count as one that died by itself: a request that exhausts the memory must fail at last."""
 
 
-class _Stream:
-    """A request and its reader. What has come is put together when it is read: whoever reads slowly costs no memory.
+class _RequestHandle:
+    """A request and its reader. Outputs are built when they are read, so a slow reader costs no memory.
 
-    num_deaths   of engines that had this request, since it last got on
-    num_kills    how many of them somebody killed: a person, or a system without memory, which is seldom its doing
-    num_losses   times that messages about it were lost, since it last got on
-    begun        its first tokens have come
-    sent         the engine that runs has it
-    ending       it is to be aborted, and only the engine knows with what answers (a beam search)
+    num_deaths   deaths of engines with this request since its last new token
+    num_kills    deaths by a kill from outside: by a person, or for lack of memory, rarely the request's fault
+    num_losses   restarts because of lost messages since its last new token
+    started      its first tokens have arrived
+    sent         the running engine has it
+    aborting     the engine is aborting it, and alone knows its last output (a beam search)
     """
 
-    def __init__(self, mirror: ClientRequest, *, only_final: bool) -> None:
-        self.mirror = mirror
+    def __init__(self, request: ClientRequest, *, only_final: bool) -> None:
+        self.request = request
         self.only_final = only_final
-        self.news = asyncio.Event()
+        self.updated = asyncio.Event()
         self.error: OctavoError | None = None
         self.num_deaths = self.num_kills = self.num_losses = 0
-        self.begun = self.sent = self.ending = False
+        self.started = self.sent = self.aborting = False
 
     @property
     def blame(self) -> float:
-        return self.num_deaths - self.num_kills + self.num_kills / KILLS_A_DEATH
+        return self.num_deaths - self.num_kills + self.num_kills / KILLS_PER_DEATH
 
     @property
     def failure(self) -> str:
-        """Why it ended without what it was for; "" while it has not, and of one that did well."""
-        request = self.mirror.state.request
+        """Why it failed or was aborted; "" if it runs or has succeeded."""
+        request = self.request.state.request
         if self.error is not None:
             return str(self.error)
         bad = [s.finish_reason for s in request.finished_sequences if s.finish_reason in ("abort", "error")]
         return request.error or bad[0] if bad else ""
 
-    def tell(self) -> None:
-        if self.mirror.finished or not self.only_final:
-            self.news.set()
+    def notify(self) -> None:
+        if self.request.finished or not self.only_final:
+            self.updated.set()
 
-    def take_in(self, update: RequestUpdate) -> list[int]:
+    def apply_update(self, update: RequestUpdate) -> list[int]:
         """Returns the samples that end in a stop string now."""
-        stopped = self.mirror.take_in(update)
+        stopped = self.request.apply_update(update)
         self.num_deaths = self.num_kills = self.num_losses = 0
         return stopped
 
-    def num_new(self, update: RequestUpdate) -> int:
-        """Tokens that an update, taken in, stands for: its own, and with the first of them what was computed of the
-        prompt, though that may have taken several steps. So does vLLM count."""
+    def count_tokens(self, update: RequestUpdate) -> int:
+        """Tokens that an applied update stands for: its own and, with the first of them, the computed prompt tokens,
+        even if their prefill took several steps. vLLM counts the same way."""
         count = sum(len(sample.token_ids) for sample in update.samples)
-        if count and not self.begun:
-            self.begun, request = True, self.mirror.state.request
+        if count and not self.started:
+            self.started, request = True, self.request.state.request
             count += len(request.prompt_token_ids) - request.num_cached_tokens
         return count
 
     def fail(self, error: OctavoError) -> None:
         self.error = error
-        self.news.set()
+        self.updated.set()
 
     async def read(self) -> RequestOutput:
-        await self.news.wait()
-        self.news.clear()
-        await run_cooperatively(YIELD_POINT for _ in self.mirror.state.prepare())
+        await self.updated.wait()
+        self.updated.clear()
+        await run_cooperatively(YIELD_POINT for _ in self.request.state.build_logprobs())
         if self.error is not None:
-            raise again(self.error)
-        output = self.mirror.output()
+            raise copy_error(self.error)
+        output = self.request.output()
         if any(c.finish_reason == "error" for c in output.outputs):
             raise request_failed_error(output)
         return output
 
 
 class EngineClient:
-    """Make it, then `await start()`; everything else on the same event loop. The options are those of `EngineArgs`.
+    """Create it, then `await start()`; use it on that event loop only. The options are the fields of `EngineArgs`.
 
         client = EngineClient("smollm2-135m-instruct")
         await client.start()
 
-    command   how the engine's process is started; limits: when it counts as hung
-    on_step   an attribute: called with how many tokens a step was about, unless no request got one by it
+    command    the command that starts the engine process
+    timeouts   when the process counts as hung
+    on_step    attribute: called with the number of tokens of each step that gave a request new tokens
 
-    Making one raises what a model or an option without which nothing can start deserves (see `LLM`).
+    The constructor raises the errors of a model or option without which no engine can start (see `LLM`).
     """
 
     def __init__(
@@ -147,14 +148,14 @@ class EngineClient:
         model: str,
         *,
         command: Sequence[str] = ENGINE_COMMAND,
-        limits: EngineTimeouts | None = None,
+        timeouts: EngineTimeouts | None = None,
         **options: Any,
     ) -> None:
         args = EngineArgs(model=str(model), **options)
         checkpoint = open_checkpoint(args.model, revision=args.revision, weights=args.load_format != "dummy")
         template = None if args.chat_template is None else chat_template.load(args.chat_template)
         tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_checkpoint(checkpoint, chat_template=template)
-        self._prompts = InputProcessor(tokenizer)
+        self._input_processor = InputProcessor(tokenizer)
         self._default_params = sampling_defaults(args.generation_config, checkpoint).params
         self._supervisor = Supervisor(
             asdict(args),
@@ -164,21 +165,21 @@ class EngineClient:
             on_down=self._on_down,
             on_failed=self._on_failed,
             command=command,
-            limits=limits,
+            timeouts=timeouts,
         )
         self._seeds = random.Random(args.seed)
         self._names = itertools.count()
-        self._questions = itertools.count()
-        self._streams: dict[str, _Stream] = {}  # that have not finished, oldest first
-        self._num_early = 0  # requests that no stream is opened for before an engine is up
-        self._ending: set[str] = set()  # whose streams are gone, while the engine may still tell of them
-        self._pins: dict[str, _Pin] = {}  # by request id; the next engine computes them again, as requests
-        self._asked: dict[int, asyncio.Future[RpcReply]] = {}
+        self._rpc_numbers = itertools.count()
+        self._handles: dict[str, _RequestHandle] = {}  # unfinished requests by id, oldest first
+        self._num_early = 0  # requests without a handle: they wait for the first engine
+        self._ended_here: set[str] = set()  # ids without a handle whose last update the engine has not sent yet
+        self._pins: dict[str, _Pin] = {}  # by request id; a restarted engine computes them again, as requests
+        self._rpc_futures: dict[int, asyncio.Future[RpcReply]] = {}
         self._outbox: list[msgspec.Raw] = []
-        self._suspects: FailureBisection[_Stream] = FailureBisection()  # that several engines died over
+        self._suspects: FailureBisection[_RequestHandle] = FailureBisection()  # several engines died with them
         self._audit: _Audit | None = None
-        self._will_audit = False
-        self._up = asyncio.Event()  # an engine runs, or none ever will again
+        self._audit_scheduled = False
+        self._up = asyncio.Event()  # an engine runs, or has failed for good
         self._error: OctavoError | None = None
         self._info: Ready | None = None
         self._stats = StatsSnapshot(EngineStats(), None)
@@ -186,7 +187,7 @@ class EngineClient:
         self.on_step: Callable[[int], object] = lambda count: None
 
     async def start(self) -> None:
-        """Start the engine, and wait until it takes requests. Raises the root cause if it does not come up."""
+        """Start the engine and wait until it accepts requests. Raises the root cause if it does not start."""
         try:
             await self._supervisor.start()
         except OctavoError as error:
@@ -206,9 +207,11 @@ class EngineClient:
         tenant: int = 0,
         rank: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `AsyncLLM.generate`. While the engine is being started (again), requests wait."""
-        params = self._prompts.prepare_params(self._default_params if sampling_params is None else sampling_params)
-        text, token_ids = await self._prompts.encode_async(prompt)
+        """As `AsyncLLM.generate`. Requests wait while the engine starts or restarts."""
+        params = self._input_processor.prepare_params(
+            self._default_params if sampling_params is None else sampling_params
+        )
+        text, token_ids = await self._input_processor.encode_async(prompt)
         self._num_early += 1
         try:
             info = await self._when_up()
@@ -217,32 +220,32 @@ class EngineClient:
         check_prompt(token_ids, info.vocab_size)
         check_priority(priority)
         name = f"octavo-{next(self._names)}" if request_id is None else request_id
-        if name in self._streams:
+        if name in self._handles:
             raise ParameterError(f"a request {name!r} is running already; ids must differ", param="request_id")
-        mirror = ClientRequest(
+        request = ClientRequest(
             name,
             token_ids,
             params,
-            seed=draw_seed(self._seeds) if getattr(params, "seed", None) is None else 0,
+            seed=generate_seed(self._seeds) if getattr(params, "seed", None) is None else 0,
             eos_token_ids=info.eos_token_ids,
             prompt=text,
             priority=priority,
             salt=salt,
             tenant=tenant,
             rank=rank,
-            make_detokenizer=self._prompts.make_detokenizer,
+            make_detokenizer=self._input_processor.make_detokenizer,
             vocab_size=info.vocab_size,
         )
         kind = params.output_kind if isinstance(params, SamplingParams) else RequestOutputKind.FINAL_ONLY
-        stream = self._open(mirror, only_final=kind is RequestOutputKind.FINAL_ONLY)
+        handle = self._open(request, only_final=kind is RequestOutputKind.FINAL_ONLY)
         try:
             while True:
-                output = await stream.read()
+                output = await handle.read()
                 yield output
                 if output.finished:
                     return
         finally:
-            self._leave(stream)
+            self._close(handle)
 
     async def chat(
         self,
@@ -255,170 +258,171 @@ class EngineClient:
         **template: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `AsyncLLM.chat`."""
-        prompt = await asyncio.to_thread(self._prompts.chat, messages, **template)
+        prompt = await asyncio.to_thread(self._input_processor.chat, messages, **template)
         run = self.generate(prompt, sampling_params, request_id, priority=priority, salt=salt)
         async with contextlib.aclosing(run):
             async for output in run:
                 yield output
 
     async def abort(self, request_id: str) -> bool:
-        """End a request, whatever it is doing; its iterator ends with what there is. Whether it was running."""
-        stream = self._streams.get(request_id)
-        if stream is None:
+        """Abort a request; its iterator yields a last output. True if the request was running."""
+        handle = self._handles.get(request_id)
+        if handle is None:
             return False
-        if stream.sent:
+        if handle.sent:
             self._send(AbortRequest(request_id))
-        if stream.sent and stream.mirror.state.search is not None:
-            stream.ending = True
+        if handle.sent and handle.request.state.search is not None:
+            handle.aborting = True
         else:
-            self._end(stream, "abort")
+            self._finish(handle, "abort")
         return True
 
-    def _open(self, mirror: ClientRequest, *, only_final: bool) -> _Stream:
-        stream = self._streams[mirror.request_id] = _Stream(mirror, only_final=only_final)
+    def _open(self, request: ClientRequest, *, only_final: bool) -> _RequestHandle:
+        handle = self._handles[request.request_id] = _RequestHandle(request, only_final=only_final)
         if not self._suspects:
-            self._give(stream)
-        return stream
+            self._submit(handle)
+        return handle
 
-    def _leave(self, stream: _Stream) -> None:
-        """Its reader has gone."""
-        if self._streams.get(stream.mirror.request_id) is stream:
-            del self._streams[stream.mirror.request_id]
-            if stream.sent:
-                self._send(AbortRequest(stream.mirror.request_id))
-                self._ending.add(stream.mirror.request_id)
-            self._settle(stream)
-        stream.mirror.release()
+    def _close(self, handle: _RequestHandle) -> None:
+        """Close the handle of a reader that leaves; aborts its request if unfinished."""
+        if self._handles.get(handle.request.request_id) is handle:
+            self._remove(handle, abort=True)
+            self._on_progress(handle)
+        handle.request.release()
 
-    def _end(self, stream: _Stream, reason: str, error: str = "") -> None:
-        """With what there is, and without the engine."""
-        del self._streams[stream.mirror.request_id]
-        if stream.sent:
-            self._ending.add(stream.mirror.request_id)
-        stream.mirror.end(reason, error)
-        stream.tell()
-        self._settle(stream)
+    def _finish(self, handle: _RequestHandle, reason: str, error: str = "") -> None:
+        """Finish a request on this side with its tokens so far."""
+        self._remove(handle)
+        handle.request.finish(reason, error)
+        handle.notify()
+        self._on_progress(handle)
 
-    def _fail(self, stream: _Stream, error: OctavoError) -> None:
-        """Alone, though the engine may have it."""
-        name = stream.mirror.request_id
-        del self._streams[name]
-        if stream.sent:
-            self._send(AbortRequest(name))
-            self._ending.add(name)
-        stream.fail(error)
-        self._settle(stream)
+    def _fail(self, handle: _RequestHandle, error: OctavoError) -> None:
+        """Fail one request; the engine aborts it."""
+        self._remove(handle, abort=True)
+        handle.fail(error)
+        self._on_progress(handle)
 
-    # -- prompts that stay ---------------------------------------------------------------------------------------------
+    def _remove(self, handle: _RequestHandle, *, abort: bool = False) -> None:
+        name = handle.request.request_id
+        del self._handles[name]
+        if handle.sent:
+            if abort:
+                self._send(AbortRequest(name))
+            self._ended_here.add(name)
+
+    # -- pinned prefixes -----------------------------------------------------------------------------------------------
 
     async def pin_prefix(self, prefix: Prompt | Messages, name: str | None = None, *, salt: bytes = b"") -> str:
-        """As `LLM.pin_prefix`, for requests of that salt. An engine that takes this one's place pins it anew."""
-        token_ids = await asyncio.to_thread(self._prompts.encode_prefix, prefix)
+        """As `LLM.pin_prefix`, for requests with that salt. A restarted engine pins the prefix again."""
+        token_ids = await asyncio.to_thread(self._input_processor.encode_prefix, prefix)
         name = str(next(self._names)) if name is None else name
         check_prompt(token_ids, (await self._when_up()).vocab_size)
-        if (request_id := pin_id(name)) in self._pins or request_id in self._streams:
-            raise ParameterError(f"{name!r} is pinned already; unpin it, or take another name", param="name")
+        if (request_id := pin_id(name)) in self._pins or request_id in self._handles:
+            raise ParameterError(f"{name!r} is pinned already; unpin it, or use another name", param="name")
         pin = _Pin(token_ids, salt)
-        stream = self._open(pin.mirror(request_id), only_final=True)
+        handle = self._open(pin.request(request_id), only_final=True)
         try:
-            await stream.read()
+            await handle.read()
         except BaseException:
-            self._give_back(request_id)
+            self._unpin(request_id)
             raise
         finally:
-            self._leave(stream)
+            self._close(handle)
         self._pins[request_id] = pin
         return name
 
-    def _give_back(self, request_id: str) -> None:
-        """The blocks of a pin that came to nothing: the engine may have computed it already."""
-        self._send(RpcCall(next(self._questions), "unpin", request_id.removeprefix(pin_id(""))))
+    def _unpin(self, request_id: str) -> None:
+        """Free the blocks of a failed pin, which the engine may have computed already."""
+        self._send(RpcCall(next(self._rpc_numbers), "unpin", request_id.removeprefix(pin_id(""))))
 
     async def unpin_prefix(self, name: str) -> int:
-        """Give back what was pinned under that name; how many blocks that are. Who runs with them goes on."""
+        """As `LLM.unpin_prefix`."""
         if self._pins.pop(pin_id(name), None) is None:
-            raise ParameterError(f"nothing of the name {name!r} is pinned", param="name", code="not_found")
-        if (stream := self._streams.get(pin_id(name))) is not None:
-            self._leave(stream)
-        return int(await self._ask("unpin", name) or 0)
+            raise ParameterError(f"no prefix is pinned under the name {name!r}", param="name", code="not_found")
+        if (handle := self._handles.get(pin_id(name))) is not None:
+            self._close(handle)
+        return int(await self._rpc("unpin", name) or 0)
 
-    # -- looking, and leaving ------------------------------------------------------------------------------------------
+    # -- state, and shutdown -------------------------------------------------------------------------------------------
 
     def get_tokenizer(self) -> Tokenizer:
-        return self._prompts.tokenizer
+        return self._input_processor.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a request without sampling_params gets: from the model's generation_config.json, as `LLM` has it."""
+        """Sampling parameters of requests without any: from the model's generation_config.json, as in `LLM`."""
         return self._default_params
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are taken: neither shut down nor given up. True while the engine is started again."""
+        """True while requests are accepted, also during a restart; False after shutdown or final failure."""
         return self._error is None
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and output together, at most; 0 before the engine is ready for the first time."""
+        """Maximum tokens of prompt and output together; 0 before the engine is ready for the first time."""
         return 0 if self._info is None else self._info.max_model_len
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What the engine settled on: device, dtype, num_blocks, kv_bytes, ...; empty before it is ready."""
+        """The engine's resolved configuration: device, dtype, num_blocks, kv_bytes, ...; {} before it is ready."""
         return {} if self._info is None else self._info.summary
 
     @property
     def pid(self) -> int | None:
-        """Of the engine's process."""
+        """The process id of the engine."""
         return self._supervisor.pid
 
     def health(self) -> Health:
         return self._supervisor.health()
 
     async def stats(self) -> StatsSnapshot:
-        """At most a moment old; at once, also while the engine is busy or away."""
-        num_held = self._num_early + sum(not stream.sent for stream in self._streams.values())
+        """Counters and gauges, a fraction of a second old; returns at once, even while the engine is busy or down."""
+        num_deferred = self._num_early + sum(not handle.sent for handle in self._handles.values())
         engine, stats = self._past.plus(self._stats.engine), self._stats
-        num_waiting = stats.num_waiting + num_held
-        return ClientStats(engine, stats.kv, stats.num_running, num_waiting, stats.num_swapped, stats.waits, num_held)
+        num_waiting = stats.num_waiting + num_deferred
+        return ClientStats(
+            engine, stats.kv, stats.num_running, num_waiting, stats.num_swapped, stats.wait_counts, num_deferred
+        )
 
     async def kv_stats(self) -> KVStats:
         """The KV cache between two steps."""
-        return KVStats(**await self._ask("kv_stats"))
+        return KVStats(**await self._rpc("kv_stats"))
 
     async def reset_prefix_cache(self) -> int:
-        """Forget all cached blocks; returns how many there were."""
-        return int(await self._ask("reset_prefix_cache"))
+        """Empty the prefix cache; returns the number of cached blocks."""
+        return int(await self._rpc("reset_prefix_cache"))
 
     async def debug_request(self, request_id: str) -> dict[str, Any] | None:
-        answer: dict[str, Any] | None = await self._ask("debug_request", request_id)
-        return answer
+        description: dict[str, Any] | None = await self._rpc("debug_request", request_id)
+        return description
 
     async def debug_kv(self) -> dict[str, Any]:
-        answer: dict[str, Any] = await self._ask("debug_kv")
-        return answer
+        description: dict[str, Any] = await self._rpc("debug_kv")
+        return description
 
-    async def view_rpc(self, question: str, argument: str) -> Any:
-        return await self._ask(question, argument)
+    async def view_rpc(self, method: str, argument: str) -> Any:
+        return await self._rpc(method, argument)
 
-    async def _ask(self, question: str, argument: str = "") -> Any:
+    async def _rpc(self, method: str, argument: str = "") -> Any:
         while True:
             await self._when_up()
-            number = next(self._questions)
-            future = self._asked[number] = asyncio.get_running_loop().create_future()
+            number = next(self._rpc_numbers)
+            future = self._rpc_futures[number] = asyncio.get_running_loop().create_future()
             try:
-                self._send(RpcCall(number, question, argument))
-                answer = await future
-            except _Gone:
-                continue  # the next engine may know
+                self._send(RpcCall(number, method, argument))
+                reply = await future
+            except _EngineGoneError:
+                continue  # call the next engine
             finally:
-                self._asked.pop(number, None)
-            if answer.error:
-                raise EngineQueryError(answer.error)
-            return answer.value
+                self._rpc_futures.pop(number, None)
+            if reply.error:
+                raise EngineQueryError(reply.error)
+            return reply.value
 
     def shutdown(self) -> None:
-        """End everything; iterators get an `EngineError`. On the event loop; a second call does nothing."""
-        self._on_failed(EngineError("the engine is closed; make a new one"))
+        """Shut down; iterators get an `EngineError`. Call it on the event loop; a second call does nothing."""
+        self._on_failed(EngineError("the engine is closed; create a new one"))
         self._supervisor.close()
 
     async def __aenter__(self) -> EngineClient:
@@ -430,206 +434,206 @@ class EngineClient:
     ) -> None:
         self.shutdown()
 
-    # -- what comes from the engine ------------------------------------------------------------------------------------
+    # -- messages from the engine --------------------------------------------------------------------------------------
 
     async def _when_up(self) -> Ready:
         await self._up.wait()
         if self._error is not None:
-            raise again(self._error)
+            raise copy_error(self._error)
         assert self._info is not None
         return self._info
 
     def _on_ready(self, ready: Ready) -> None:
         self._info = ready
         self._up.set()
-        pins = {name: _Stream(pin.mirror(name), only_final=True) for name, pin in self._pins.items()}
-        self._streams = pins | self._streams  # first of all, so that no request stands in their way
-        self._feed()
+        pins = {name: _RequestHandle(pin.request(name), only_final=True) for name, pin in self._pins.items()}
+        self._handles = pins | self._handles  # pins first, so that no request takes their blocks
+        self._submit_unsent()
 
     def _on_step(self, step: StepReport) -> None:
         if step.stats is not None:
             if step.stats.engine.num_bad_messages > self._stats.engine.num_bad_messages:
-                self._look_for_losses()
+                self._schedule_audit()
             self._stats = step.stats
-        for refusal in step.refusals:
-            if refusal.request_id in self._ending:
-                self._ended(refusal.request_id)
-            elif (stream := self._streams.pop(refusal.request_id, None)) is not None:
-                stream.fail(rebuild_error(refusal.error, refusal.message, refusal.param, refusal.code))
-                self._settle(stream)
-        num_new = 0
+        for error in step.errors:
+            if error.request_id in self._ended_here:
+                self._on_last_update(error.request_id)
+            elif (handle := self._handles.pop(error.request_id, None)) is not None:
+                handle.fail(rebuild_error(error.error, error.message, error.param, error.code))
+                self._on_progress(handle)
+        num_tokens = 0
         for update in step.updates:
-            if update.request_id in self._ending:  # its reader has gone
+            if update.request_id in self._ended_here:
                 if update.finished:
-                    self._ended(update.request_id)
+                    self._on_last_update(update.request_id)
                 continue
-            if (stream := self._streams.get(update.request_id)) is None:
-                continue  # it was given up here
+            if (handle := self._handles.get(update.request_id)) is None:
+                continue  # it ended on this side
             try:
-                stopped = stream.take_in(update)
-            except TokensLostError as error:  # begun again, if they really are
+                stopped = handle.apply_update(update)
+            except TokensLostError as error:  # the audit finds out whether to restart the request
                 self._on_bad(BadMessage("an update", f"request {update.request_id!r}: {error}"))
                 continue
-            except Exception as error:  # its own alone
+            except Exception as error:  # fails this request only
                 self._on_bad(BadMessage("an update", str(error), update.request_id))
                 continue
             for index in stopped:
                 self._send(StopSample(update.request_id, index))
-            num_new += stream.num_new(update)
-            if stream.mirror.finished:
-                del self._streams[update.request_id]
+            num_tokens += handle.count_tokens(update)
+            if handle.request.finished:
+                del self._handles[update.request_id]
                 if not update.finished:
-                    self._ending.add(update.request_id)
-            stream.tell()
-            self._settle(stream)
-        if num_new:
-            self.on_step(num_new)
-        for answer in step.answers:
-            if self._audit is not None and answer.number == self._audit.number:
-                self._repair(self._audit, answer)
-            future = self._asked.get(answer.number)
+                    self._ended_here.add(update.request_id)
+            handle.notify()
+            self._on_progress(handle)
+        if num_tokens:
+            self.on_step(num_tokens)
+        for reply in step.replies:
+            if self._audit is not None and reply.number == self._audit.number:
+                self._finish_audit(self._audit, reply)
+            future = self._rpc_futures.get(reply.number)
             if future is not None and not future.done():
-                future.set_result(answer)
+                future.set_result(reply)
 
-    def _ended(self, request_id: str) -> None:
-        """The engine has told the last of it. Another of that name may begin."""
-        self._ending.remove(request_id)
-        stream = self._streams.get(request_id)
-        if stream is not None and not stream.sent and (not self._suspects or stream in self._suspects.on_trial):
-            self._give(stream)
+    def _on_last_update(self, request_id: str) -> None:
+        """The engine has sent the last update of a request that ended here; a new request may use its id."""
+        self._ended_here.remove(request_id)
+        handle = self._handles.get(request_id)
+        if handle is not None and not handle.sent and (not self._suspects or handle in self._suspects.active):
+            self._submit(handle)
 
-    # -- messages that are lost ----------------------------------------------------------------------------------------
+    # -- lost messages -------------------------------------------------------------------------------------------------
 
     def _on_bad(self, bad: BadMessage) -> None:
-        """What the engine said cannot be used: the request that it names fails. What else was lost is looked for."""
+        """Fail the request that an unusable message names, and check for other losses."""
         self._past.num_bad_messages += 1
         logger.warning("%s", bad)
-        stream = None if bad.request_id is None else self._streams.get(bad.request_id)
-        if stream is not None and stream.sent:
+        handle = None if bad.request_id is None else self._handles.get(bad.request_id)
+        if handle is not None and handle.sent:
             text = f"request {bad.request_id} failed: {bad}; send it again"
-            self._fail(stream, RequestFailedError(text, code=BAD_MESSAGE))
-        self._look_for_losses()
+            self._fail(handle, RequestFailedError(text, code=BAD_MESSAGE))
+        self._schedule_audit()
 
-    def _look_for_losses(self) -> None:
-        """Ask the engine what it has told so far, once for all that was bad in this turn of the loop."""
-        if not self._will_audit:
-            self._will_audit = True
-            asyncio.get_running_loop().call_soon(self._ask_for_losses)
+    def _schedule_audit(self) -> None:
+        """Schedule one audit for all unusable messages of this turn of the loop."""
+        if not self._audit_scheduled:
+            self._audit_scheduled = True
+            asyncio.get_running_loop().call_soon(self._start_audit)
 
-    def _ask_for_losses(self) -> None:
-        self._will_audit = False
+    def _start_audit(self) -> None:
+        """Ask the engine how much it has sent of each request."""
+        self._audit_scheduled = False
         if self._supervisor.is_up:
-            sent = [stream for stream in self._streams.values() if stream.sent]
-            self._audit = _Audit(next(self._questions), sent, set(self._ending))
+            sent = [handle for handle in self._handles.values() if handle.sent]
+            self._audit = _Audit(next(self._rpc_numbers), sent, set(self._ended_here))
             self._send(RpcCall(self._audit.number, DELIVERED))
 
-    def _repair(self, audit: _Audit, answer: RpcReply) -> None:
-        """Begin those again, from what has come of them, of which messages were lost; and say again what the engine
-        has not heard."""
+    def _finish_audit(self, audit: _Audit, reply: RpcReply) -> None:
+        """Restart requests with lost messages from their tokens so far, and repeat commands that the engine lost."""
         self._audit = None
-        told: dict[str, dict[int, int] | None] = answer.value if isinstance(answer.value, dict) else {}
-        for stream in audit.sent if not answer.error else ():
-            name, mirror = stream.mirror.request_id, stream.mirror
-            if self._streams.get(name) is not stream or not stream.sent:
+        delivered: dict[str, dict[int, int] | None] = reply.value if isinstance(reply.value, dict) else {}
+        for handle in audit.sent if not reply.error else ():
+            name, request = handle.request.request_id, handle.request
+            if self._handles.get(name) is not handle or not handle.sent:
                 continue
-            if name in told and ((counts := told[name]) is None or mirror.agrees(counts)):
-                for index in () if counts is None else mirror.stopped_of(counts):
+            if name in delivered and ((counts := delivered[name]) is None or request.agrees(counts)):
+                for index in () if counts is None else request.stopped_samples(counts):
                     self._send(StopSample(name, index))
                 continue
-            stream.num_losses += 1
-            if stream.num_losses > MAX_LOSSES:
-                lost = f"request {name} failed: messages about it were lost {stream.num_losses} times; send it again"
-                self._fail(stream, RequestFailedError(lost, code=BAD_MESSAGE))
+            handle.num_losses += 1
+            if handle.num_losses > MAX_LOSSES:
+                lost = f"request {name} failed: messages about it were lost {handle.num_losses} times; send it again"
+                self._fail(handle, RequestFailedError(lost, code=BAD_MESSAGE))
                 continue
-            logger.warning("messages about request %s were lost; it is begun again where it was", name)
-            stream.sent = False
-            if name in told:
+            logger.warning("messages about request %s were lost; it resumes with its tokens so far", name)
+            handle.sent = False
+            if name in delivered:
                 self._send(AbortRequest(name))
-                self._ending.add(name)
+                self._ended_here.add(name)
             else:
-                self._give(stream)
-        for name in audit.ending & self._ending:
-            if name in told:
+                self._submit(handle)
+        for name in audit.ended_here & self._ended_here:
+            if name in delivered:
                 self._send(AbortRequest(name))
             else:
-                self._ended(name)
-        for number, future in list(self._asked.items()):
+                self._on_last_update(name)
+        for number, future in list(self._rpc_futures.items()):
             if number < audit.number and not future.done():
-                future.set_exception(_Gone())
+                future.set_exception(_EngineGoneError())
 
     def _on_down(self, by_itself: bool) -> None:
         self._up.clear()
         self._outbox.clear()
         self._past = self._past.plus(self._stats.engine)
-        self._stats = StatsSnapshot(EngineStats(), self._stats.kv, waits=self._stats.waits)
-        for future in self._asked.values():
+        self._stats = StatsSnapshot(EngineStats(), self._stats.kv, wait_counts=self._stats.wait_counts)
+        for future in self._rpc_futures.values():
             if not future.done():
-                future.set_exception(_Gone())
-        self._ending.clear()
+                future.set_exception(_EngineGoneError())
+        self._ended_here.clear()
         self._audit = None
-        there = [stream for stream in self._streams.values() if stream.sent]
+        sent = [handle for handle in self._handles.values() if handle.sent]
         suspects = []
-        for stream in there:
-            stream.sent = False
-            stream.num_deaths += 1
-            stream.num_kills += not by_itself
-            if stream.ending:
-                self._end(stream, "abort")
-            elif stream.blame > DEATHS_TO_TRIAL and len(there) == 1:
-                died = f"{stream.num_deaths} engines died over it, the last with no other request"
-                self._end(stream, "error", died)
-            elif stream.blame >= DEATHS_TO_TRIAL:
-                suspects.append(stream)
+        for handle in sent:
+            handle.sent = False
+            handle.num_deaths += 1
+            handle.num_kills += not by_itself
+            if handle.aborting:
+                self._finish(handle, "abort")
+            elif handle.blame > DEATHS_TO_TRIAL and len(sent) == 1:
+                error = f"{handle.num_deaths} engines died while they ran it, the last with no other request"
+                self._finish(handle, "error", error)
+            elif handle.blame >= DEATHS_TO_TRIAL:
+                suspects.append(handle)
         if suspects:
-            self._suspects.failed(suspects)
+            self._suspects.split(suspects)
 
     def _on_failed(self, error: OctavoError) -> None:
         if self._error is None:
-            # Of whatever kind the cause is: it is no mistake of the requests that come now.
+            # An `EngineError` whatever the cause: later requests are not at fault.
             self._error = error if type(error) is EngineError else EngineError(str(error))
             self._error.__cause__ = error
             self._up.set()
-            for stream in self._streams.values():
-                stream.fail(EngineError(str(error)))
-            self._streams.clear()
-            for future in self._asked.values():
+            for handle in self._handles.values():
+                handle.fail(EngineError(str(error)))
+            self._handles.clear()
+            for future in self._rpc_futures.values():
                 if not future.done():
-                    future.set_exception(again(self._error))
+                    future.set_exception(copy_error(self._error))
 
-    # -- what goes to the engine ---------------------------------------------------------------------------------------
+    # -- commands to the engine ----------------------------------------------------------------------------------------
 
-    def _feed(self) -> None:
-        """Give the engine what it does not have. Requests that several died over are tried first, in halves."""
-        for stream in self._suspects.on_trial or list(self._streams.values()):
-            if not stream.sent:
-                self._give(stream)
+    def _submit_unsent(self) -> None:
+        """Send the requests that the engine does not have; while there are suspects, only the active ones."""
+        for handle in self._suspects.active or list(self._handles.values()):
+            if not handle.sent:
+                self._submit(handle)
 
-    def _settle(self, stream: _Stream) -> None:
-        """This one got on, or has left. If it was on trial, that is over. A pin that fails is no pin any more."""
-        name = stream.mirror.request_id
-        if (why := stream.failure) and self._pins.pop(name, None) is not None:
+    def _on_progress(self, handle: _RequestHandle) -> None:
+        """A request got a token or ended: it is no suspect any more. A failed pin is removed."""
+        name = handle.request.request_id
+        if (why := handle.failure) and self._pins.pop(name, None) is not None:
             logger.warning("%s is not pinned any more: %s", name, why)
-            self._give_back(name)
-        if self._suspects and self._suspects.cleared([stream]):
-            self._feed()
+            self._unpin(name)
+        if self._suspects and self._suspects.clear([handle]):
+            self._submit_unsent()
 
-    def _give(self, stream: _Stream) -> None:
-        if not self._supervisor.is_up or stream.mirror.request_id in self._ending:
+    def _submit(self, handle: _RequestHandle) -> None:
+        if not self._supervisor.is_up or handle.request.request_id in self._ended_here:
             return
         try:
-            self._send(stream.mirror.add())
-            stream.sent = True
-        except OctavoError as error:  # its reader's alone
-            del self._streams[stream.mirror.request_id]
-            stream.fail(error)
-            self._settle(stream)
+            self._send(handle.request.add_command())
+            handle.sent = True
+        except OctavoError as error:  # fails this request only
+            del self._handles[handle.request.request_id]
+            handle.fail(error)
+            self._on_progress(handle)
 
     def _send(self, command: Command) -> None:
-        """All of one turn of the loop goes in one message. Raises as `encoded`."""
-        said = encoded(command)
+        """Send all commands of one turn of the loop in one message. Raises as `encode_command`."""
+        data = encode_command(command)
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._outbox.append(said)
+        self._outbox.append(data)
 
     def _flush(self) -> None:
         commands, self._outbox = self._outbox, []
@@ -638,22 +642,22 @@ class EngineClient:
 
 
 class _Pin(NamedTuple):
-    """A prompt whose blocks stay. A request computes it."""
+    """A pinned prefix; a request computes it."""
 
     token_ids: Sequence[int]
     salt: bytes
 
-    def mirror(self, request_id: str) -> ClientRequest:
+    def request(self, request_id: str) -> ClientRequest:
         return ClientRequest(request_id, self.token_ids, PIN_PARAMS, seed=0, salt=self.salt, pin=True)
 
 
 class _Audit(NamedTuple):
-    """A question of what the engine has told. `sent`, `ending`: what it knew of when it was asked."""
+    """An RPC for delivered counts, with `sent` and `ended_here` as they were when it was sent."""
 
     number: int
-    sent: list[_Stream]
-    ending: set[str]
+    sent: list[_RequestHandle]
+    ended_here: set[str]
 
 
-class _Gone(Exception):  # noqa: N818  # never leaves this file
-    """The engine that was asked has died."""
+class _EngineGoneError(Exception):
+    """The engine died, or lost the call; it never leaves this module."""

@@ -1,6 +1,6 @@
 """The engine process: `python -m octavo.frontend.engine_main FD`. Only `engine.process.supervisor` starts it.
 
-FD is a lifeline (see `engine.process.ipc`) that carries the launch arguments. The process ends with its parent.
+FD is the lifeline (see `engine.process.ipc`), over which the launch options arrive. The process ends with its parent.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from octavo import log_setup as logs
+from octavo.engine.process.heartbeat import HeartbeatSender
 from octavo.engine.process.ipc import Channel, EngineFailed, Hello, Launch, Lifeline
-from octavo.engine.process.server import EngineServer, HeartbeatSender, Text
+from octavo.engine.process.server import EngineServer, TextProcessor
 from octavo.view.live import publisher
 
 if TYPE_CHECKING:
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG = 1
 
-Build = Callable[[dict[str, Any], Callable[[str], None]], "tuple[Engine, Text | None, dict[str, Any]]"]
-"""From options, and a function to be told of each phase, to an engine, its text side, and a summary for people."""
+Build = Callable[[dict[str, Any], Callable[[str], None]], "tuple[Engine, TextProcessor | None, dict[str, Any]]"]
+"""Builds an engine, its text processor and a summary for people, from options and a callback for each phase."""
 
 
-def build(options: dict[str, Any], enter: Callable[[str], None]) -> tuple[Engine, Text | None, dict[str, Any]]:
+def build(options: dict[str, Any], enter: Callable[[str], None]) -> tuple[Engine, TextProcessor | None, dict[str, Any]]:
     enter("importing torch")
     from octavo.config import EngineArgs
     from octavo.frontend.build import build
@@ -45,29 +46,30 @@ def build(options: dict[str, Any], enter: Callable[[str], None]) -> tuple[Engine
 
 
 def main(fd: int, build: Build = build) -> int:
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the parent, which lets its requests come to an end
+    """Run an engine until the client closes it; returns the exit status."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # for the parent, which drains its requests first
         signal.signal(number, signal.SIG_IGN)
     lifeline = Lifeline.inherited(fd)
     os.set_inheritable(fd, False)
-    told = lifeline.receive()
-    if not told:
-        return 1  # the parent has gone, and said nothing
-    launch = msgspec.msgpack.decode(told, type=Launch)
+    data = lifeline.receive()
+    if not data:
+        return 1  # the parent died before it sent the options
+    launch = msgspec.msgpack.decode(data, type=Launch)
     if launch.logs is not None:
         logs.set_up(launch.logs)
     directory = os.path.dirname(launch.endpoint.removeprefix("ipc://"))
 
     def orphaned() -> None:
-        shutil.rmtree(directory, ignore_errors=True)  # if the parent has not come to it
-        os._exit(1)  # whatever the other threads do: nobody waits for it any more
+        shutil.rmtree(directory, ignore_errors=True)  # unless the parent removed it
+        os._exit(1)  # at once, without waiting for other threads
 
-    pulse = HeartbeatSender(lifeline, orphaned)
+    heartbeats = HeartbeatSender(lifeline, orphaned)
     channel = Channel(connect=launch.endpoint)
     channel.send(Hello())
     try:
-        _die_with_parent()  # not before there is nothing left to tidy up
-        engine, text, summary = build(launch.options, pulse.enter)
-        EngineServer(engine, channel, pulse, text, summary, publisher.view_rpc_methods()).serve()
+        _die_with_parent()  # only now: a parent that dies earlier leaves the directory to `orphaned`
+        engine, text, summary = build(launch.options, heartbeats.enter)
+        EngineServer(engine, channel, heartbeats, text, summary, publisher.view_rpc_methods()).serve()
     except Exception as error:
         logging.getLogger("octavo").debug("the engine process ends", exc_info=True)
         channel.send(EngineFailed(type(error).__name__, str(error) or type(error).__name__))
@@ -78,14 +80,17 @@ def main(fd: int, build: Build = build) -> int:
 
 
 def _die_with_parent() -> None:
-    """On Linux; elsewhere, and if the parent is dead already, the lifeline alone is watched. The kernel means by parent
-    the thread that started this process: it is that of an event loop, and outlives the engine."""
+    """Have the kernel kill this process when its parent dies; on Linux only, and not if the parent is dead already.
+
+    Otherwise only the lifeline is watched. To the kernel, the parent is the thread that started this process: that of
+    an event loop, which outlives the engine.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def run(build: Build = build) -> None:
-    """Never returns: neither threads of a device nor their clean-up at exit hold up the end of the process."""
+    """Run `main` and exit at once: device threads and their clean-up at exit cannot delay it. Never returns."""
     code = main(int(sys.argv[-1]), build)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The text side of a front: from what a caller writes to token ids, and from tokens to the text that he reads."""
+"""Input processing: prompts, conversations, parameters and grammars, from text to tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from octavo.core.request import Request
-    from octavo.engine.outputs import MakeDetokenizer
+    from octavo.engine.output_processor import MakeDetokenizer
     from octavo.params.sampling_params import SamplingParams
     from octavo.params.structured_outputs import StructuredOutputsParams
     from octavo.text.grammar import Grammar, GrammarCompiler
@@ -25,37 +25,37 @@ if TYPE_CHECKING:
 logger = logging.getLogger("octavo")
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""Text; token ids; {"prompt": text}, with "parse_special": True where its special tokens are meant; or
+"""Text; token ids; {"prompt": text}, with "parse_special": True to encode special tokens in it; or
 {"prompt_token_ids": ids}."""
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """A conversation: [{"role": "user", "content": "..."}, ...]."""
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "parse_special")
 LONG_TEXT_CHARS = 4096
-"""A text longer than this is tokenised on a worker thread: shorter ones take less time than the way there."""
+"""Longer texts are tokenized on a worker thread; for shorter ones the switch costs more than the work."""
 TEMPLATE_ARGUMENTS = frozenset(
     {"messages", "tools", "template", "add_generation_prompt", "continue_final_message", "special_tokens"}
 )
-"""Variables of a template that have an argument of their own."""
+"""Template variables that have their own argument."""
 TEMPLATE_NAMES = frozenset({"self", "loop", "caller", "varargs", "kwargs", "super"})
-"""Names that Jinja, or the methods on the way to it, have a meaning for."""
+"""Names with a meaning in Jinja, or in the methods that call it."""
 
 
 def check_template_names(names: Iterable[object]) -> None:
-    """Raises `ParameterError` for a name that no variable of a chat template can have."""
+    """Raises `ParameterError` for a name that no chat template variable can have."""
     for name in names:
         if not isinstance(name, str) or name in TEMPLATE_ARGUMENTS | TEMPLATE_NAMES or name.startswith("__"):
             raise ParameterError(
-                f"chat_template_kwargs has {name!r:.80}, which is no variable of a template's own; leave it out, or "
-                "give it as the argument of that name",
+                f"chat_template_kwargs has {name!r:.80}, which cannot be a template variable; remove it, or pass it "
+                "as the argument of that name",
                 param="chat_template_kwargs",
             )
 
 
 class InputProcessor:
-    """What `LLM` and `AsyncLLM` do with text. `tokenizer` is None for an engine that takes and gives ids alone.
+    """Turns a caller's text into tokens. `tokenizer` is None for an engine that takes and returns token ids only.
 
-    vocab_size      tokens that the model has logits for, where that is not the tokenizer's number of ids
-    max_model_len   what no text can fit is refused before it is tokenised; None: that is left to the engine
+    vocab_size      number of tokens with logits, if it differs from the tokenizer's number of ids
+    max_model_len   longer texts are rejected before tokenization; None: the engine checks alone
     """
 
     def __init__(
@@ -70,16 +70,16 @@ class InputProcessor:
     @property
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
-            raise ParameterError("the engine has no tokenizer (skip_tokenizer_init=True); give token ids, not text")
+            raise ParameterError("the engine has no tokenizer (skip_tokenizer_init=True); pass token ids, not text")
         return self._tokenizer
 
     def encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
-        """A prompt's text, if it has one, and its tokens. Raises `PromptError` for what is no prompt.
+        """Returns a prompt's text, if it has one, and its tokens. Raises `PromptError` for an invalid prompt.
 
-        Text is text: a special token that is spelled in it is encoded as the letters that spell it, because most
-        prompts hold words of somebody else. Whoever writes the markers himself says so with "parse_special".
+        Special tokens spelled in a text are encoded as plain characters, because most prompts contain words of others.
+        "parse_special" encodes them as special tokens.
         """
-        text, token_ids, parse_special = _parts_of(prompt)
+        text, token_ids, parse_special = _parse_prompt(prompt)
         if token_ids is None:
             assert text is not None
             self.check_length(text)
@@ -91,7 +91,7 @@ class InputProcessor:
         return text, token_ids
 
     def check_length(self, text: str, param: str = "prompt") -> None:
-        """Before any work is spent on it. Raises `ContextLengthError` for what is too long in any tokens."""
+        """Raises `ContextLengthError` for a text that is too long however it is tokenized; does no other work."""
         limit = self._max_model_len
         if limit is not None and len(text) > 4 * limit and len(text) > limit * self.tokenizer.max_token_chars:
             raise ContextLengthError(
@@ -101,25 +101,25 @@ class InputProcessor:
             )
 
     def encode_prefix(self, prefix: Prompt | Messages) -> Sequence[int]:
-        """The tokens of a beginning: of messages what the chat template makes of them, with no turn opened."""
+        """The tokens of a prefix. Messages go through the chat template, without a generation prompt."""
         if isinstance(prefix, Sequence) and prefix and isinstance(prefix[0], Mapping):
             prefix = self.chat(cast("Messages", prefix), add_generation_prompt=False)
         return self.encode(cast("Prompt", prefix))[1]
 
     async def encode_async(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
-        """As `encode`, without holding up the event loop for long."""
+        """As `encode`, without blocking the event loop for long."""
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         if isinstance(text, str) and len(text) > LONG_TEXT_CHARS:
             return await asyncio.to_thread(self.encode, prompt)
         return self.encode(prompt)
 
     def _warn_once(self, spelled: str) -> None:
-        """Someone who has put a chat's markers into a prompt by hand must not wonder why the model talks nonsense."""
+        """Warn about chat markers in plain text: they have no effect there, and the model's output is poor."""
         if not self._warned:
             self._warned = True
             logger.warning(
-                "a prompt spells the special token %s, which is taken as text; `chat` writes a conversation's markers, "
-                'and {"prompt": text, "parse_special": True} parses those that are in a text',
+                "a prompt spells the special token %s, which is encoded as text; `chat` adds a conversation's markers, "
+                'and {"prompt": text, "parse_special": True} encodes those in a text',
                 spelled,
             )
 
@@ -133,15 +133,15 @@ class InputProcessor:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The prompt that the model's chat template makes of a conversation. Raises `TemplateError`.
+        """The prompt that the model's chat template renders from a conversation. Raises `TemplateError`.
 
-        `chat_template` is used in the place of the model's; `chat_template_kwargs` are further variables of it, such
-        as enable_thinking.
+        chat_template          replaces the model's
+        chat_template_kwargs   further template variables, such as enable_thinking
         """
         if not isinstance(chat_template, str | None):
-            raise ParameterError(f"chat_template is text, not {chat_template!r:.60}", param="chat_template")
+            raise ParameterError(f"chat_template must be text, not {chat_template!r:.60}", param="chat_template")
         if not isinstance(chat_template_kwargs, Mapping | None):
-            text = f"chat_template_kwargs are variables by their names, not {chat_template_kwargs!r:.60}"
+            text = f"chat_template_kwargs must map names to values, not {chat_template_kwargs!r:.60}"
             raise ParameterError(text, param="chat_template_kwargs")
         variables = dict(chat_template_kwargs or {})
         check_template_names(variables)
@@ -160,66 +160,65 @@ class InputProcessor:
     @overload
     def prepare_params(self, params: BeamSearchParams) -> BeamSearchParams: ...
     def prepare_params(self, params: SamplingParams | BeamSearchParams) -> SamplingParams | BeamSearchParams:
-        """The parameters, with what they say in words said in tokens too.
+        """Check parameters that need a tokenizer, and add the tokens of `bad_words`.
 
-        A bad word is forbidden as it is spelled at the beginning of a text and as it is spelled after a space: most
-        tokenizers have different tokens for the two.
+        A bad word is forbidden at the start of a text and after a space: most tokenizers encode the two differently.
         """
         if isinstance(params, BeamSearchParams):
             if params.stop or params.structured_outputs:
                 _ = self.tokenizer
             return params
         if params.structured_outputs or (params.detokenize and params.stop_strings):
-            _ = self.tokenizer  # there must be one
+            _ = self.tokenizer  # raises without one
         if not params.bad_words:
             return params
         words = [*(params.bad_words_token_ids or ()), *map(tuple, self.encode_bad_words(params.bad_words))]
         return replace(params, bad_words_token_ids=tuple(dict.fromkeys(words)))
 
     def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """What `ready` puts in the place of bad words: each as it is spelled in two places."""
+        """The token ids of bad words, each at the beginning of a text and after a space."""
         texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
         return [ids for text in texts if (ids := self.tokenizer.encode(text, add_special_tokens=False))]
 
     def compile_grammar(self, params: SamplingParams | BeamSearchParams) -> Grammar | None:
-        """What the engine is to be given with parameters that have `structured_outputs`; None with others.
+        """Compile the grammar of `structured_outputs`; None for parameters without.
 
-        Raises `ParameterError` with the code invalid_json_schema or invalid_grammar for what cannot be compiled, or
-        not within two seconds.
+        Raises `ParameterError` with code invalid_json_schema or invalid_grammar if it does not compile within two
+        seconds.
         """
         future = self.submit_grammar(params)
         return None if future is None else future.result()
 
     async def compile_grammar_async(self, params: SamplingParams | BeamSearchParams) -> Grammar | None:
-        """As `grammar`, without holding up the event loop."""
+        """As `compile_grammar`, without blocking the event loop."""
         future = self.submit_grammar(params)
         if future is None:
             return None
         compiling = asyncio.wrap_future(future)
-        return await asyncio.shield(compiling)  # whoever leaves early leaves it to the others who want it
+        return await asyncio.shield(compiling)  # a cancelled caller must not cancel it for others
 
     def submit_grammar(self, params: SamplingParams | BeamSearchParams) -> Future[Grammar] | None:
-        """As `grammar`, for who looks in again when it is done."""
-        wanted = params.structured_outputs
-        if wanted is None:
+        """As `compile_grammar`, but return a future."""
+        spec = params.structured_outputs
+        if spec is None:
             return None
-        from octavo.text.grammar import GrammarCompiler  # and with it a library that most never need
+        from octavo.text.grammar import GrammarCompiler  # imports a library that most programs never need
 
         if self._compiler is None:
             self._compiler = GrammarCompiler(self.tokenizer, self._vocab_size or self.tokenizer.num_ids)
-        code = "invalid_json_schema" if wanted.kind in ("json", "json_object") else "invalid_grammar"
-        return self._compiler.submit(_written(wanted), code)
+        code = "invalid_json_schema" if spec.kind in ("json", "json_object") else "invalid_grammar"
+        return self._compiler.submit(_grammar_text(spec), code)
 
     def close(self) -> None:
-        """End what compiles grammars. A second call does nothing."""
+        """Close the grammar compiler. A second call does nothing."""
         if self._compiler is not None:
             self._compiler.close()
 
     @property
     def make_detokenizer(self) -> MakeDetokenizer | None:
-        """What the engine calls for each sequence of a request; None without a tokenizer.
+        """A factory of detokenizers, one per sequence of a request; None without a tokenizer.
 
-        Take one for each request: its sequences share the automaton of its stop strings.
+        Get one per request: its sequences share the automaton of the stop strings.
         """
         tokenizer = self._tokenizer
         if tokenizer is None:
@@ -243,25 +242,25 @@ class InputProcessor:
         return make
 
 
-def _written(wanted: StructuredOutputsParams) -> str:
-    """As a grammar."""
+def _grammar_text(spec: StructuredOutputsParams) -> str:
+    """The grammar of structured outputs, as text."""
     from octavo.text.grammar import choice_grammar, json_grammar, regex_grammar
 
-    if wanted.grammar is not None:
-        return wanted.grammar
-    if wanted.regex is not None:
-        return regex_grammar(wanted.regex)
-    if wanted.choice is not None:
-        return choice_grammar(wanted.choice)
+    if spec.grammar is not None:
+        return spec.grammar
+    if spec.regex is not None:
+        return regex_grammar(spec.regex)
+    if spec.choice is not None:
+        return choice_grammar(spec.choice)
     return json_grammar(
-        wanted.schema,
-        any_whitespace=not wanted.disable_any_whitespace,
-        whitespace_pattern=wanted.whitespace_pattern,
+        spec.schema,
+        any_whitespace=not spec.disable_any_whitespace,
+        whitespace_pattern=spec.whitespace_pattern,
     )
 
 
-def _parts_of(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, bool]:
-    """A prompt's text and its tokens, one of the two at least; whether special tokens in the text are parsed."""
+def _parse_prompt(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, bool]:
+    """Returns a prompt's text, its token ids (at least one of the two is set), and "parse_special"."""
     parse_special = False
     if isinstance(prompt, Mapping):
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
@@ -272,7 +271,7 @@ def _parts_of(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, bool]:
         if token_ids is not None:
             if not isinstance(token_ids, Sequence) or isinstance(token_ids, str):
                 raise PromptError(
-                    f"prompt_token_ids is a list of integers, not {type(token_ids).__name__}", param="prompt"
+                    f"prompt_token_ids must be a list of integers, not {type(token_ids).__name__}", param="prompt"
                 )
             return text, list(token_ids), False
         if not isinstance(parse_special, bool):
@@ -282,15 +281,17 @@ def _parts_of(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, bool]:
         return prompt, None, parse_special
     if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
         return None, list(cast("Sequence[int]", prompt)), False
-    raise PromptError(f"a prompt is text, a list of token ids or a dict, not {type(prompt).__name__}", param="prompt")
+    raise PromptError(
+        f"a prompt must be text, a list of token ids or a dict, not {type(prompt).__name__}", param="prompt"
+    )
 
 
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several: a list of integers is one."""
+    """One prompt or several, as a list; a list of integers is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Sequence) or not prompts:
-        raise PromptError(f"prompts are a list of at least one, not {prompts!r}", param="prompts")
+        raise PromptError(f"prompts must be a non-empty list, not {prompts!r}", param="prompts")
     if isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

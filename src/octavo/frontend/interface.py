@@ -1,8 +1,8 @@
-"""What the HTTP side asks of an engine, wherever that engine runs: `EngineInterface`.
+"""`EngineInterface`: what the HTTP server needs from an engine, wherever the engine runs.
 
-`octavo.frontend.async_llm.AsyncLLM` is one, with the engine on a thread of this process;
-`octavo.frontend.engine_client.EngineClient` is another: it runs the engine in a watched process, restarts it
-and sends its requests again.
+`octavo.frontend.async_llm.AsyncLLM` implements it with the engine on a thread of this process.
+`octavo.frontend.engine_client.EngineClient` implements it with a supervised engine process, which it restarts, and to
+which it sends unfinished requests again.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from octavo.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ClientStats(StatsSnapshot):
-    """num_deferred   of those that wait, how many do so because no engine can take them now, be there room or not"""
+    """num_deferred   waiting requests that no engine has received yet, whether or not there is room for them"""
 
     num_deferred: int = 0
 
 
 class EngineInterface(Protocol):
+    """An engine for callers on an event loop."""
+
     def generate(
         self,
         prompt: Prompt,
@@ -39,14 +41,13 @@ class EngineInterface(Protocol):
         tenant: int = 0,
         rank: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete one prompt; yields its output whenever it has grown, as the parameters' `output_kind` says.
+        """Complete one prompt; yields its output whenever it has grown, as the parameters' `output_kind` selects.
 
-        `salt`: requests of different salts share no blocks. `tenant`, `rank`: whose it is, and how many of the same
-        call stand before it; see `core.request.Request`. Closing the iterator aborts the request.
+        `salt`: requests of different salts share no blocks. `tenant`, `rank`: the tenant of the request, and its
+        position in its call; see `core.request.Request`. Closing the iterator aborts the request.
 
-        Before the first output it raises `UsageError` for a request that is not acceptable. At any time it raises
-        `RequestFailedError` if this request failed, and `EngineError` if the engine is gone for good; an engine that
-        is being restarted shows as a pause.
+        Raises `UsageError` before the first output for an invalid request, `RequestFailedError` if this request fails,
+        and `EngineError` if the engine is gone for good. A restart of the engine is only a pause.
         """
 
     def chat(
@@ -59,27 +60,26 @@ class EngineInterface(Protocol):
         salt: bytes = b"",
         **template: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer one conversation, as `generate` completes a prompt; `template` is what `LLM.chat` takes of it."""
+        """Complete one conversation, as `generate` does a prompt; `template`: the template arguments of `LLM.chat`."""
 
     async def abort(self, request_id: str) -> bool:
-        """End a request; its iterator ends with what there is. Whether it was running."""
+        """Abort a request; its iterator yields a last output. True if the request was running."""
 
     async def pin_prefix(self, prefix: Prompt | Messages, name: str | None = None, *, salt: bytes = b"") -> str:
-        """Compute the beginning of prompts to come, of requests of that salt, and keep it, as `LLM.pin_prefix` does.
-        Returns its name."""
+        """Compute and pin a prefix of later prompts with that salt, as `LLM.pin_prefix` does. Returns its name."""
 
     async def unpin_prefix(self, name: str) -> int:
-        """Give it back; how many blocks that are. Raises `ParameterError` for a name that nothing is pinned under."""
+        """Unpin a prefix and return its number of blocks. Raises `ParameterError` for an unknown name."""
 
-    # -- looking: these answer at once, with what is known here --------------------------------------------------------
+    # -- state known on this side: these return at once ----------------------------------------------------------------
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are taken: neither shut down nor given up. True while it is started again."""
+        """True while requests are accepted, also during a restart; False after shutdown or final failure."""
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and output together, at most; 0 before the engine is ready for the first time."""
+        """Maximum tokens of prompt and output together; 0 before the engine is ready for the first time."""
 
     def health(self) -> Health: ...
 
@@ -87,25 +87,24 @@ class EngineInterface(Protocol):
 
     def get_default_sampling_params(self) -> SamplingParams: ...
 
-    # -- looking: these ask the engine, between two steps --------------------------------------------------------------
+    # -- state of the engine: read between two steps -------------------------------------------------------------------
 
     async def stats(self) -> StatsSnapshot:
-        """Counters and gauges for /metrics and /load; at most a moment old."""
+        """Counters and gauges for /metrics and /load; may be a fraction of a second old."""
 
     async def kv_stats(self) -> KVStats: ...
 
     async def reset_prefix_cache(self) -> int:
-        """Forget all cached blocks; returns how many there were."""
+        """Empty the prefix cache; returns the number of cached blocks."""
 
     async def debug_request(self, request_id: str) -> dict[str, Any] | None:
-        """What a request does, waits for and holds, and what happened to it so far (`engine.inspect`), as plain data.
-        None: never heard of, or forgotten."""
+        """A request's state, wait reason, blocks and events (`engine.timeline`), as plain data; None if unknown."""
 
     async def debug_kv(self) -> dict[str, Any]:
-        """The pool: `kv_stats`, and who holds how much, as plain data."""
+        """The pool: `kv_stats` and the blocks that each request holds, as plain data."""
 
-    async def view_rpc(self, question: str, argument: str) -> Any:
-        """One of `view.publisher.view_rpc_methods`."""
+    async def view_rpc(self, method: str, argument: str) -> Any:
+        """Call a method of the live view (`octavo.view.live.publisher`)."""
 
     def shutdown(self) -> None:
-        """Abort what runs and give everything back. Iterators get an `EngineError`. A second call does nothing."""
+        """Abort all requests and free all resources. Iterators get an `EngineError`. A second call does nothing."""

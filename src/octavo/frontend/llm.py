@@ -1,4 +1,4 @@
-"""`LLM`: the engine in one object, for use from Python."""
+"""`LLM`: a model and its engine in one object, for offline use from Python."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from typing import Any, cast
 
 from octavo.config import EngineArgs
 from octavo.core.kv_cache_manager import KVStats
-from octavo.engine.outputs import RequestOutput, request_failed_error
-from octavo.engine.process.thread import joined
+from octavo.engine.outputs import RequestOutput, merge_outputs, request_failed_error
 from octavo.engine.sigint import DeferredSigint
 from octavo.engine.stats import EngineStats
 from octavo.errors import EngineError, ParameterError
@@ -26,21 +25,21 @@ from octavo.params.sampling_params import SamplingParams
 from octavo.text.tokenizer import Tokenizer
 
 TURN_S = 1e-4
-"""How long a thread that shares an `LLM` leaves it to the others between two steps: the lock alone is not fair."""
+"""Pause of a thread between two steps while other threads use the same `LLM`: the lock alone is not fair."""
 
 
 class LLM:
-    """A model behind an engine of its own.
+    """A model and its engine.
 
         llm = LLM("smollm2-135m-instruct")
         for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
             print(output.outputs[0].text)
 
-    The options are those of `octavo.config.EngineArgs`. Raises `UsageError` for an option that is wrong, `ModelError`
+    The options are the fields of `octavo.config.EngineArgs`. Raises `UsageError` for an invalid option, `ModelError`
     for a model that cannot be loaded, `MemoryBudgetError` for one that does not fit.
 
-    Threads may share one: their requests run in the same batch, and the threads take turns at its steps. A process that
-    was forked off may not, and a listener to the engine's events may not call it: both get an `EngineError`.
+    Threads may share an object: their requests run in one batch, and the threads take turns at running steps. A forked
+    process may not use it, and a listener to the engine's events may not call it; both get an `EngineError`.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -49,15 +48,15 @@ class LLM:
         self.config = built.config
         self.spec = built.spec
         self.sampling_defaults = built.sampling_defaults
-        self._prompts = InputProcessor(built.tokenizer, built.engine.vocab_size, built.engine.max_model_len)
+        self._input_processor = InputProcessor(built.tokenizer, built.engine.vocab_size, built.engine.max_model_len)
         self._ids = itertools.count()
-        self._mail: dict[str, RequestOutput] = {}  # the newest output of requests, for those who run them
-        self._lock = threading.RLock()  # over the engine and all of these
+        self._unread: dict[str, RequestOutput] = {}  # unread outputs by request id
+        self._lock = threading.RLock()  # guards the engine and these fields
         self._in_step = False
         self._num_runs = 0
-        self._abandoned: list[str] = []  # requests to abort before the next step
+        self._to_abort: list[str] = []  # requests to abort before the next step
         self._process_id = os.getpid()
-        # Whoever forgets to close it gets the memory back with the object, and no thread outlives the interpreter.
+        # Frees the memory of an object that was never closed, and ends its threads before the interpreter does.
         weakref.finalize(self, built.engine.close)
 
     # -- generating ----------------------------------------------------------------------------------------------------
@@ -70,13 +69,13 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts, all together in one continuous batch; outputs come in the order of the prompts.
+        """Complete prompts in one continuous batch; returns outputs in the order of the prompts.
 
-        sampling_params   one for all, or one for each; None: `get_default_sampling_params()`
-        use_tqdm          show a progress bar; or make it: called as `tqdm` is
-        priority          one for each prompt, lower first; needs scheduling_policy="priority" to matter
+        sampling_params   one for all prompts, or one per prompt; None: `get_default_sampling_params()`
+        use_tqdm          show a progress bar; a callable replaces `tqdm`
+        priority          one per prompt, lower first; needs scheduling_policy="priority"
 
-        Raises a `UsageError` before anything runs if one of the prompts is not acceptable.
+        Raises `UsageError` before anything runs if a prompt or parameter is invalid.
         """
         names = self._add(prompts, sampling_params, priority, stream=False)
         place = {name: i for i, name in enumerate(names)}
@@ -99,21 +98,21 @@ class LLM:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several. The prompt is what the model's chat template makes of the messages.
+        """Complete one conversation or several; the model's chat template renders each to a prompt.
 
-        add_generation_prompt   open the assistant's turn
-        continue_final_message  leave the final message open instead, for the model to go on with it
-        tools                   what the model may call, as its template has it
-        chat_template           in the place of the model's
-        chat_template_kwargs    further variables of the template, such as enable_thinking
+        add_generation_prompt   start the assistant's turn
+        continue_final_message  leave the last message open for the model to continue
+        tools                   tools that the model may call, in the template's format
+        chat_template           replaces the model's
+        chat_template_kwargs    further template variables, such as enable_thinking
 
-        Only the template's own markers become special tokens: one that is spelled in a message stays text. Raises
-        `TemplateError` for a conversation that the template refuses, or a model without one.
+        Only the template's own markers become special tokens; one spelled in a message stays text. Raises
+        `TemplateError` if the template rejects the conversation, or the model has none.
         """
         several = isinstance(messages, list | tuple) and bool(messages) and isinstance(messages[0], list | tuple)
         conversations = cast("Sequence[Messages]", messages if several else [messages])
         prompts = [
-            self._prompts.chat(
+            self._input_processor.chat(
                 conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -131,13 +130,13 @@ class LLM:
         params: BeamSearchParams,
         use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[RequestOutput]:
-        """Search for the likeliest completions of prompts; the outputs of each are its n best, best first.
+        """Beam search; the outputs of each prompt are its n best, best first.
 
-        Each output's `score` is what it is ranked by, and `cumulative_logprob` its log-probability. Raises a
-        `UsageError` before anything runs if one of the prompts is not acceptable.
+        An output has its ranking `score` and its `cumulative_logprob`. Raises `UsageError` before anything runs if a
+        prompt or parameter is invalid.
         """
         if not isinstance(params, BeamSearchParams):
-            raise ParameterError(f"a beam search takes BeamSearchParams, not {type(params).__name__}", param="params")
+            raise ParameterError(f"beam_search needs BeamSearchParams, not {type(params).__name__}", param="params")
         return self.generate(prompts, cast("SamplingParams", params), use_tqdm=use_tqdm)
 
     def stream(
@@ -145,9 +144,9 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[RequestOutput]:
-        """As `generate`, but yields a request's output so far whenever it has grown, all prompts interleaved.
+        """As `generate`, but yield a request's output so far whenever it has grown, all prompts interleaved.
 
-        The last of a request has `finished` set. Closing the iterator aborts what still runs.
+        The last output of a request has `finished` set. Closing the iterator aborts unfinished requests.
         """
         return self._run(self._add(prompts, sampling_params, None, stream=True))
 
@@ -159,16 +158,16 @@ class LLM:
         *,
         stream: bool,
     ) -> list[str]:
-        """Queue requests, all or none; returns their ids."""
-        encoded = [self._prompts.encode(p) for p in prompt_list(prompts)]
+        """Queue all requests, or none if one is invalid; returns their ids."""
+        encoded = [self._input_processor.encode(p) for p in prompt_list(prompts)]
         params = self._params_of(sampling_params, len(encoded))
-        grammars = [self._prompts.compile_grammar(p) for p in params]
+        grammars = [self._input_processor.compile_grammar(p) for p in params]
         if priority is not None and not (isinstance(priority, Sequence) and all(isinstance(p, int) for p in priority)):
-            raise ParameterError(f"priority is a list of integers, not {priority!r}", param="priority")
+            raise ParameterError(f"priority must be a list of integers, not {priority!r}", param="priority")
         if priority is not None and len(priority) != len(encoded):
-            raise ParameterError(f"{len(priority)} priorities for {len(encoded)} prompts; give one for each")
+            raise ParameterError(f"{len(priority)} priorities for {len(encoded)} prompts; pass one per prompt")
         names: list[str] = []
-        with self._alone(), self.engine.gc_pause:  # the device waits for this, too
+        with self._exclusive(), self.engine.gc_pause:  # the device may be idle meanwhile
             try:
                 for i, ((text, token_ids), p) in enumerate(zip(encoded, params, strict=True)):
                     name = str(next(self._ids))
@@ -179,7 +178,7 @@ class LLM:
                         prompt=text,
                         priority=0 if priority is None else priority[i],
                         grammar=grammars[i],
-                        make_detokenizer=self._prompts.make_detokenizer,
+                        make_detokenizer=self._input_processor.make_detokenizer,
                         stream=stream,
                     )
                     names.append(name)
@@ -192,115 +191,118 @@ class LLM:
     def _params_of(
         self, params: SamplingParams | Sequence[SamplingParams] | None, num: int
     ) -> Sequence[SamplingParams]:
-        """One for each of so many prompts, from what a caller gave."""
+        """One per prompt, from what the caller passed."""
         if isinstance(params, BeamSearchParams):
-            return [cast("SamplingParams", self._prompts.prepare_params(params))] * num
+            return [cast("SamplingParams", self._input_processor.prepare_params(params))] * num
         if params is None or isinstance(params, SamplingParams):
-            return [self._prompts.prepare_params(params or self.engine.default_params)] * num
+            return [self._input_processor.prepare_params(params or self.engine.default_params)] * num
         if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
-            raise ParameterError(f"sampling_params are SamplingParams, one or a list of them, not {params!r}")
+            raise ParameterError(f"sampling_params must be SamplingParams, one or a list of them, not {params!r}")
         if len(params) != num:
-            raise ParameterError(f"{len(params)} sampling_params for {num} prompts; give one for all or one for each")
-        return [self._prompts.prepare_params(p) for p in params]
+            raise ParameterError(f"{len(params)} sampling_params for {num} prompts; pass one for all or one per prompt")
+        return [self._input_processor.prepare_params(p) for p in params]
 
     def _run(self, names: list[str]) -> Generator[RequestOutput, None, None]:
-        """Step the engine until these requests have finished. Whoever leaves early takes his requests along, also
-        before the first output: a generator that has not begun would not notice that it is closed."""
-        run = self._begun(names)
+        """Run steps until these requests have finished. Closing the generator aborts them, also before its first
+        output: it is started here because an unstarted generator would not notice `close`."""
+        run = self._run_started(names)
         next(run)
         return cast("Generator[RequestOutput, None, None]", run)
 
-    def _begun(self, names: list[str]) -> Generator[RequestOutput | None, None, None]:
-        mine = set(names)
+    def _run_started(self, names: list[str]) -> Generator[RequestOutput | None, None, None]:
+        unfinished = set(names)
         with self._lock:
             self._num_runs += 1
         try:
             yield None
             with self.engine.gc_pause:
-                while mine:
-                    for output in self._step(mine):
+                while unfinished:
+                    for output in self._step(unfinished):
                         if output.finished:
-                            mine.remove(output.request_id)
+                            unfinished.remove(output.request_id)
                         yield output
         finally:
             with self._lock:
                 self._num_runs -= 1
-            self._leave(mine)
+            self._abort(unfinished)
 
-    def _step(self, mine: set[str]) -> list[RequestOutput]:
-        """One step for all, unless another thread's has given these requests something already: their outputs."""
+    def _step(self, names: set[str]) -> list[RequestOutput]:
+        """Return the unread outputs of these requests; without any, run a step for all requests first."""
         if self._num_runs > 1:
             time.sleep(TURN_S)
-        with DeferredSigint(), self._alone():
-            if self._mail.keys().isdisjoint(mine):
+        with DeferredSigint(), self._exclusive():
+            if self._unread.keys().isdisjoint(names):
                 self._in_step = True
                 try:
-                    self._sort(self.engine.step())
+                    self._store(self.engine.step())
                 finally:
                     self._in_step = False
-                    self._leave(set())
-            return [self._mail.pop(name) for name in list(self._mail) if name in mine]
+                    self._abort(set())
+            return [self._unread.pop(name) for name in list(self._unread) if name in names]
 
-    def _leave(self, names: set[str]) -> None:
-        """Nobody reads these any more. The garbage collector may find an iterator in the middle of a step: then its
-        requests end behind that."""
+    def _abort(self, names: set[str]) -> None:
+        """Abort requests that have no reader any more; during a step (the garbage collector may close a generator
+        then) after the step."""
         if os.getpid() != self._process_id:
             return
         with self._lock:
-            self._abandoned += names
-            if self._in_step or not self._abandoned:
+            self._to_abort += names
+            if self._in_step or not self._to_abort:
                 return
-            names, self._abandoned = set(self._abandoned), []
+            names, self._to_abort = set(self._to_abort), []
             for name in names:
                 self.engine.abort(name)
-            self._sort(self.engine.drain())
+            self._store(self.engine.drain())
             for name in names:
-                self._mail.pop(name, None)
+                self._unread.pop(name, None)
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """No other thread touches the engine meanwhile."""
+    def _exclusive(self) -> Iterator[None]:
+        """Exclude other threads from the engine."""
         if os.getpid() != self._process_id:
             raise EngineError(
-                f"this LLM belongs to process {self._process_id} and its threads stayed there; make one in this process"
+                f"this LLM belongs to process {self._process_id}, where its threads run; create one in this process"
             )
         with self._lock:
             if self._in_step:
-                raise EngineError("an LLM was called from within a step of its own; call it when that has returned")
+                raise EngineError("an LLM was called during one of its own steps; call it after the step")
             yield
 
-    def _sort(self, outputs: list[RequestOutput]) -> None:
-        """Several iterators may take turns, and each step tells of the requests of all."""
+    def _store(self, outputs: list[RequestOutput]) -> None:
+        """Store outputs until their iterators read them: a step returns outputs of all iterators' requests."""
         for output in outputs:
-            older = self._mail.get(output.request_id)
-            self._mail[output.request_id] = joined(older, output) if older is not None and output.is_delta else output
+            older = self._unread.get(output.request_id)
+            if older is not None and output.is_delta:
+                output = merge_outputs(older, output)
+            self._unread[output.request_id] = output
 
     # -- text ----------------------------------------------------------------------------------------------------------
 
     def get_tokenizer(self) -> Tokenizer:
-        return self._prompts.tokenizer
+        return self._input_processor.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Those of a request that brings none: the model's own, where its generation_config.json recommends some.
+        """Sampling parameters of requests without any: the recommendations of the model's generation_config.json.
 
-        To change one, and keep the others: `dataclasses.replace(llm.get_default_sampling_params(), max_tokens=100)`.
+        To change one of them: `dataclasses.replace(llm.get_default_sampling_params(), max_tokens=100)`.
         """
         return self.engine.default_params
 
-    # -- prompts that stay ---------------------------------------------------------------------------------------------
+    # -- pinned prefixes -----------------------------------------------------------------------------------------------
 
     def pin_prefix(self, prefix: Prompt | Messages, name: str | None = None) -> str:
-        """Compute the beginning of prompts to come, and keep it until `unpin_prefix`, whatever else needs memory.
+        """Compute a prefix and pin its blocks until `unpin_prefix`, whatever else needs memory.
 
-        prefix   text, token ids, or messages: what the chat template makes of them, with no turn opened
-        name     what to call it; None: made up
-        Returns the name. A prompt that begins with the same tokens begins with its blocks: also without the prefix
-        cache, and also with the partly filled last one, of which it gets a copy. Raises `CapacityError` where pins
-        would take more than half of the pool, or what a waiting request may come to need.
+        prefix   text, token ids, or messages, which the chat template renders without a generation prompt
+        name     None: a generated one
+
+        Returns the name. A prompt that begins with the same tokens shares the blocks, even without the prefix cache; it
+        gets a copy of a partly filled last block. Raises `CapacityError` if pins would take more than half of the pool,
+        or blocks that a waiting request may need.
         """
-        token_ids = self._prompts.encode_prefix(prefix)
+        token_ids = self._input_processor.encode_prefix(prefix)
         name = str(next(self._ids)) if name is None else name
-        with self._alone():
+        with self._exclusive():
             request_id = self.engine.pin(name, token_ids)
         (output,) = self._run([request_id])
         if output.outputs[0].finish_reason == "error":
@@ -308,32 +310,32 @@ class LLM:
         return name
 
     def unpin_prefix(self, name: str) -> int:
-        """Give back what was pinned under that name; how many blocks that are. Who runs with them goes on."""
-        with self._alone():
+        """Unpin a prefix and return its number of blocks; requests that share them continue."""
+        with self._exclusive():
             return self.engine.unpin(name)
 
-    # -- looking, and leaving ------------------------------------------------------------------------------------------
+    # -- state, and shutdown -------------------------------------------------------------------------------------------
 
     def kv_stats(self) -> KVStats:
-        """The KV cache as it is now."""
+        """The state of the KV cache."""
         with self._lock:
             return self.engine.scheduler.stats()
 
     def stats(self) -> EngineStats:
-        """What the engine has done so far."""
+        """Counters of the engine."""
         return self.engine.stats
 
     def reset_prefix_cache(self) -> int:
-        """Forget all cached blocks; returns how many there were."""
-        with self._alone():
+        """Empty the prefix cache; returns the number of cached blocks."""
+        with self._exclusive():
             return self.engine.scheduler.cache.reset_prefix_cache()
 
     def close(self) -> None:
-        """Abort what runs and give the memory back. A second call does nothing."""
-        if os.getpid() == self._process_id:  # else they are the other process's
-            with self._alone():
+        """Abort all requests and free the memory. A second call does nothing."""
+        if os.getpid() == self._process_id:  # a forked process owns nothing of it
+            with self._exclusive():
                 self.engine.close()
-                self._prompts.close()
+                self._input_processor.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -10,7 +10,7 @@ from octavo.models.config import spec_from_config
 
 
 def check_model(args: EngineArgs) -> None:
-    """Raises the `ModelError` that loading the model would raise for its configuration and the names of its tensors."""
+    """Raises the `ModelError` that loading would raise for the model's configuration or tensor names."""
     checkpoint = open_checkpoint(args.model, revision=args.revision, weights=False)
     spec_from_config(checkpoint.config, checkpoint.generation_config)
     sampling_defaults(args.generation_config, checkpoint)

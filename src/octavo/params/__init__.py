@@ -1,0 +1,1 @@
+"""Parameters of requests, with the standard library only."""

@@ -13,33 +13,33 @@ from octavo.params.validation import INT32, ValidatedParams
 
 MAX_BEAM_WIDTH = 128
 MAX_LENGTH_PENALTY = 30.0
-"""Either way: (2 ** 31) ** 30, of an output as long as there can be, is 9e279, and leaves a float room to multiply.
-Beyond, `BeamSearch.select_beams` would raise, which ends the engine."""
+"""Limit in both directions. For the longest possible output, (2 ** 31) ** 30 is 9e279, which a float can hold.
+Beyond it `BeamSearch.select_beams` would raise, which ends the engine."""
 
 
 def _listed(value: Any) -> Any:
-    """A sequence as a list; anything else as it is, for `SamplingParams` to refuse."""
+    """Convert a sequence to a list. Other values pass unchanged, for `SamplingParams` to refuse."""
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams(ValidatedParams):
-    """How a request is decoded by beam search. Names are vLLM's and Transformers'.
+    """Parameters of a request that is decoded by beam search. Names are vLLM's and Transformers'.
 
-    beam_width      sequences that live at a time
-    max_tokens      tokens of an answer at most
-    n               answers, at most beam_width; None: that many
-    length_penalty  exponent of the length that a hypothesis's log-probability is divided by, -30 to 30: above 0 favours
-                    long ones
+    beam_width      number of live sequences
+    max_tokens      limit of output tokens
+    n               outputs to return, at most beam_width; None: beam_width
+    length_penalty  exponent of the length that divides a hypothesis's log-probability, -30 to 30; above 0 favours long
+                    outputs
     early_stopping  when the search ends, once there are beam_width hypotheses. True: at once; False: when no live
-                    sequence beats the worst of them at its present length; "never": nor at any length to come
-    temperature     0, the only value: a beam search draws nothing
-    ignore_eos      the model's own end-of-sequence tokens end nothing
-    logprobs        log-probabilities of each token, and of so many of the likeliest in its place
+                    sequence beats the worst of them at its present length; "never": when none does at any later length
+    temperature     must be 0: beam search does not sample
+    ignore_eos      continue after the model's end-of-sequence tokens
+    logprobs        log-probabilities of each token, and of this many top tokens at its position
     stop, stop_token_ids  strings and tokens that end a hypothesis
-    structured_outputs    the form that each hypothesis must have, as `SamplingParams` has it
+    structured_outputs    constraint on each hypothesis, as in `SamplingParams`
 
-    Raises `ParameterError` for a value out of range, `UnknownOptionError` for a name that does not exist.
+    Raises `ParameterError` for a value out of range, `UnknownOptionError` for an unknown name.
     """
 
     TITLE: ClassVar[str] = "BeamSearchParams"
@@ -71,12 +71,12 @@ class BeamSearchParams(ValidatedParams):
             )
         if self.temperature:
             raise ParameterError(
-                f"temperature is {self.temperature}, a beam search draws nothing: leave it at 0", param="temperature"
+                f"temperature is {self.temperature}; beam search does not sample, leave it at 0", param="temperature"
             )
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """The part of it that concerns each sequence, and its text."""
+        """The sampling parameters of each sequence and of its text."""
         return SamplingParams(
             temperature=0.0,
             max_tokens=self.max_tokens,

@@ -1,4 +1,4 @@
-"""What a caller asks of a request's decoding: `SamplingParams`."""
+"""Sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INT64 = 1 << 63
 
 
 class RequestOutputKind(Enum):
-    """What an output that is told of on the way holds: all so far, what is new; or only the last one is told."""
+    """Content of a running request's outputs: all tokens so far, the new ones, or no output before the final one."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -26,43 +26,43 @@ class RequestOutputKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams(ValidatedParams):
-    """How one request is decoded. Names and defaults are vLLM's.
+    """Sampling parameters of one request, with vLLM's names and defaults.
 
-    n, best_of                  samples of the one prompt; of `best_of`, at most 20, the n with the largest
-                                log-probability over all their tokens are told, when all have ended
-    temperature                 0 to 2; below 1e-5 greedy, and below 0.01 taken as 0.01
-    top_p, top_k, min_p         keep the smallest set of tokens with that mass; that many tokens (0 or -1: all);
-                                those at least `min_p` times as likely as the likeliest. Applied in the order
+    n, best_of                  number of samples of the prompt. With `best_of` (at most 20), that many are generated,
+                                and the n with the largest cumulative log-probability are returned when all have ended
+    temperature                 0 to 2; below 1e-5 greedy decoding; other values below 0.01 count as 0.01
+    top_p, top_k, min_p         keep the smallest set of tokens with this probability mass; this many top tokens (0 or
+                                -1: all); tokens with at least `min_p` times the top token's probability. The order is
                                 temperature, top_k, top_p, min_p
-    repetition_penalty          over 1, tokens of prompt and output become less likely: positive logits are divided by
-                                it, negative ones multiplied
-    presence_penalty,           -2 to 2, subtracted from the logits of the output's tokens: once, and once for each time
-    frequency_penalty           that the token occurred
-    logit_bias                  token id -> what is added to its logit, -100 to 100
-    allowed_token_ids           only these can be sampled
-    bad_words                   texts that are not to come up, prompt and output read together; their tokens, with and
-                                without a space before them, are looked up by whoever has a tokenizer
-    bad_words_token_ids         the same as lists of token ids: the last of a list is out wherever the others precede it
-    structured_outputs          the form that the output must have (`StructuredOutputsParams`, or a dict of its fields):
-                                only tokens that keep to it are sampled, and an end only where it is complete
-    min_tokens                  generate that many before a stop token, or stop string, can end the output
-    seed                        any int64; the noise is a function of (seed, sample index, position) and nothing else,
-                                so that it does not depend on batch, window or preemption. None: the engine draws one
-    max_tokens                  tokens to generate; None: as many as fit (a default is cut to fit, a number never).
-                                0 asks for the prompt alone: with echo or prompt_logprobs
+    repetition_penalty          above 1, tokens of the prompt and the output become less likely: positive logits are
+                                divided by it, negative ones multiplied
+    presence_penalty,           -2 to 2, subtracted from the logits of output tokens: once, and once per occurrence
+    frequency_penalty
+    logit_bias                  token id -> value added to its logit, -100 to 100
+    allowed_token_ids           only these tokens can be sampled
+    bad_words                   texts that must not occur in prompt and output together. The engine's client tokenizes
+                                them with and without a leading space
+    bad_words_token_ids         the same as lists of token ids: the last token of a list is masked after the others
+    structured_outputs          constraint on the output (`StructuredOutputsParams`, or a dict of its fields). Only
+                                tokens that fit are sampled, and the output ends only where it is complete
+    min_tokens                  tokens to generate before a stop token or stop string can end the output
+    seed                        any int64. Noise is a function of (seed, sample index, position) only, independent of
+                                batch, decode window and preemption. None: the engine picks a seed
+    max_tokens                  tokens to generate; None: as many as fit. A number that does not fit is refused. 0: the
+                                prompt only, with echo or prompt_logprobs
     stop, stop_token_ids        strings and token ids that end the output
-    ignore_eos                  generate past the model's own end-of-sequence tokens
-    logprobs, prompt_logprobs   log-probabilities of each token generated, of each of the prompt, and of so many of the
-                                likeliest in their places (-1: all): the model's own, before anything else here
-    echo                        the outputs begin with the prompt: text, tokens and log-probabilities
-    detokenize                  whether the output has text
-    skip_special_tokens         leave special tokens out of the text
+    ignore_eos                  continue after the model's end-of-sequence tokens
+    logprobs, prompt_logprobs   log-probabilities of each output token, or prompt token, and of this many top tokens at
+                                its position (-1: all). They are the model's, before any other parameter applies
+    echo                        outputs begin with the prompt: text, tokens and log-probabilities
+    detokenize                  outputs have text
+    skip_special_tokens         omit special tokens from the text
     spaces_between_special_tokens  for tokenizers that put spaces between words: also between special tokens
     include_stop_str_in_output  keep the matched stop string, or the stop token's text, in the text
-    output_kind                 what is told of a request while it runs
-    skip_reading_prefix_cache   compute the whole prompt; prompt_logprobs needs it and sets it
+    output_kind                 content of outputs while the request runs
+    skip_reading_prefix_cache   compute the whole prompt; set by prompt_logprobs, which needs it
 
-    Raises `ParameterError` for a value out of range, `UnknownOptionError` for a name that does not exist.
+    Raises `ParameterError` for a value out of range, `UnknownOptionError` for an unknown name.
     """
 
     TITLE: ClassVar[str] = "SamplingParams"
@@ -104,26 +104,26 @@ class SamplingParams(ValidatedParams):
 
     @property
     def width(self) -> int:
-        """Samples that are generated."""
+        """Number of samples that are generated."""
         return self.n if self.best_of is None else self.best_of
 
     def stop_ids(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
-        """Tokens that end an output of a model with these ends of its own."""
+        """Return the tokens that end an output of a model with these end-of-sequence tokens."""
         return frozenset(() if self.ignore_eos else eos_token_ids) | frozenset(self.stop_token_ids or ())
 
     @property
     def selects_best_of(self) -> bool:
-        """Whether the best are told, of more samples than that."""
+        """True if more samples are generated than returned."""
         return self.width > self.n
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens that came before weigh less, or more."""
+        """True if a repetition, presence or frequency penalty applies."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def needs_history(self) -> bool:
-        """Whether sampling looks at the tokens before, or at more of the prompt than is being computed."""
+        """True if sampling needs earlier tokens, or more of the prompt than the current step computes."""
         return self.has_penalties or bool(self.bad_words_token_ids) or self.prompt_logprobs is not None
 
     def __post_init__(self) -> None:
@@ -157,25 +157,24 @@ class SamplingParams(ValidatedParams):
         self._check_together()
 
     def _normalize(self) -> None:
-        """Several ways to say a thing become one."""
+        """Replace equivalent settings by one of them."""
         if 0 < self.temperature < 0.01 and not self.greedy:
-            self._set("temperature", 0.01)  # colder than this, fp32 logits overflow before they decide
+            self._set("temperature", 0.01)  # smaller values overflow float32 logits
         if self.top_k == -1:
             self._set("top_k", 0)
-        if self.top_p == 0.0:  # "the smallest set" is the likeliest token
+        if self.top_p == 0.0:  # the smallest set is the top token
             self._set("top_p", 1.0)
             self._set("top_k", 1)
         if self.echo and self.prompt_logprobs is None:
             self._set("prompt_logprobs", self.logprobs)
-        if self.prompt_logprobs is not None:  # what is found in the cache has no logits
+        if self.prompt_logprobs is not None:  # cached positions have no logits
             self._set("skip_reading_prefix_cache", True)
 
     def _check_together(self) -> None:
-        """What each parameter says for itself is fine; together they may not be."""
+        """Check combinations of parameters that are valid by themselves."""
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            raise invalid(
-                "max_tokens", "is 0, it must be from 1, or echo or prompt_logprobs set", "integer_below_min_value"
-            )
+            text = "is 0, it must be at least 1 without echo or prompt_logprobs"
+            raise invalid("max_tokens", text, "integer_below_min_value")
         if self.width < self.n:
             raise invalid("best_of", f"is {self.best_of}, it must be at least n, {self.n}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

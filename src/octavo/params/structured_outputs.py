@@ -1,4 +1,4 @@
-"""What form a request's output must have: `StructuredOutputsParams`. `text.grammar` says whether it can be had."""
+"""Structured outputs: constraints on a request's output. `text.grammar` compiles them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from octavo.params.validation import ValidatedParams, invalid
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 MAX_CHARS = 1 << 18
-"""Characters of a schema, a pattern, a grammar, or all choices together: what a tool or a form needs is 1 % of it."""
+"""Limit of characters of a schema, a pattern, a grammar, or all choices together. Tools and forms need 1 % of it."""
 MAX_CHOICES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams(ValidatedParams):
-    """Exactly one of the first five. Names are vLLM's.
+    """A constraint on the output: exactly one of the first five fields is set. Names are vLLM's.
 
     json         a JSON schema, as a dict or as text
     regex        a regular expression that the whole output matches
     choice       the output is one of these
     grammar      a grammar in Lark's syntax, whose first rule is `start`
     json_object  any JSON object
-    disable_any_whitespace  JSON without white space between its parts
-    whitespace_pattern      a regular expression for the white space there
+    disable_any_whitespace  JSON without white space between its elements
+    whitespace_pattern      a regular expression for the white space between JSON elements
 
     Raises `ParameterError` with the code invalid_json_schema or invalid_grammar, or `UnknownOptionError`.
     """
@@ -42,7 +42,7 @@ class StructuredOutputsParams(ValidatedParams):
 
     @classmethod
     def of(cls, value: Any) -> StructuredOutputsParams | None:
-        """From what a caller wrote: one of these, a dict of their fields, or None."""
+        """Convert a caller's value: an instance, a dict of fields, or None."""
         if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
             return cls(**value)
         if value is None or isinstance(value, cls):
@@ -58,7 +58,7 @@ class StructuredOutputsParams(ValidatedParams):
         """The JSON schema, as text of ASCII characters."""
         if self.json_object:
             return '{"type": "object"}'
-        assert isinstance(self.json, str)  # put into this form when the object was made
+        assert isinstance(self.json, str)  # `__post_init__` converted it
         return self.json
 
     def __post_init__(self) -> None:
@@ -76,16 +76,11 @@ class StructuredOutputsParams(ValidatedParams):
             if text is not None and (not isinstance(text, str) or not 0 < len(text) <= MAX_CHARS or _is_broken(text)):
                 raise _invalid_grammar(name, text, f"Unicode text of 1 to {MAX_CHARS} characters")
         if self.whitespace_pattern is not None and self.kind not in ("json", "json_object"):
-            raise invalid(
-                "structured_outputs", f"has whitespace_pattern, which {self.kind} has no use for; leave it out"
-            )
+            raise invalid("structured_outputs", f"has whitespace_pattern that has no effect on {self.kind}; remove it")
         if self.choice is not None:
             choices = self.choice
-            if (
-                not isinstance(choices, list | tuple)
-                or not choices
-                or not all(isinstance(c, str) and c for c in choices)
-            ):
+            is_list = isinstance(choices, list | tuple) and bool(choices)
+            if not is_list or not all(isinstance(c, str) and c for c in choices):
                 raise _invalid_grammar("choice", choices, "a list of non-empty strings")
             if len(choices) > MAX_CHOICES or sum(map(len, choices)) > MAX_CHARS:
                 raise _invalid_grammar("choice", choices, f"at most {MAX_CHOICES} strings and {MAX_CHARS} characters")
@@ -93,14 +88,14 @@ class StructuredOutputsParams(ValidatedParams):
 
 
 def _schema(value: Any) -> str:
-    """A JSON schema in one form. A dict in the form of text cannot be changed later, and is what a cache can know."""
+    """Return a JSON schema as text. Unlike a dict, text cannot be changed later and can be a cache key."""
     try:
         if isinstance(value, str):
             if len(value) > MAX_CHARS:
                 raise ValueError(f"{len(value)} characters, at most {MAX_CHARS} are taken")
             value = json_text.loads(value)
         if not isinstance(value, Mapping):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
         text = json_text.dumps(dict(value), allow_nan=False)
         if len(text) > MAX_CHARS:
             raise ValueError(f"{len(text)} characters, at most {MAX_CHARS} are taken")
@@ -109,11 +104,11 @@ def _schema(value: Any) -> str:
         reason = "it is nested too deeply"
     except (ValueError, TypeError) as error:
         reason = str(error)
-    raise invalid("structured_outputs", f"has a JSON schema that is none: {reason}", "invalid_json_schema")
+    raise invalid("structured_outputs", f"has an invalid JSON schema: {reason}", "invalid_json_schema")
 
 
 def _is_broken(text: str) -> bool:
-    """Whether it holds a lone surrogate, which no output can."""
+    """True if the text has a lone surrogate, which no output can contain."""
     return any("\ud800" <= char <= "\udfff" for char in text)
 
 

@@ -1,4 +1,4 @@
-"""What the classes that hold a caller's options have in common: saying what is wrong with one."""
+"""Validation shared by all classes of user-supplied options."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any, ClassVar, Self
 from octavo.errors import ParameterError, UnknownOptionError
 
 INT32 = (1 << 31) - 1
-"""The largest number that a tensor of token ids, or of what requests ask for, can hold."""
+"""The largest value that int32 tensors of token ids and request parameters can hold."""
 MAX_STRING_CHARS = 4096
-"""Characters of one string among a caller's options."""
+"""Limit of characters in one string of the options."""
 
 
 class ValidatedParams:
-    """Base of a dataclass of options. A name that does not exist is refused with the nearest that does.
+    """Base class of dataclasses of options. It refuses an unknown option and names the nearest known one.
 
-    The checks raise `ParameterError`, with the value, the limits and the name as `param`.
+    The checks raise `ParameterError` with the value, the limits, and the option's name as `param`.
     """
 
     __slots__ = ()
     TITLE: ClassVar[str]
-    """Whose options they are, as a message says it."""
+    """The owner of the options in error messages."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         known = {f.name for f in fields(cls) if f.init}  # type: ignore[arg-type]
@@ -45,7 +45,7 @@ class ValidatedParams:
         value = getattr(self, name)
         if value is None and optional:
             return
-        # Every integer is finite, and math.isfinite takes none that no float can hold.
+        # Integers are finite, and math.isfinite raises for those beyond the range of floats.
         if not _is_integer(value) and not (isinstance(value, float) and math.isfinite(value)):
             raise invalid(name, f"must be a finite number, not {value!r}", "invalid_type")
         if not low <= value <= high:
@@ -60,12 +60,14 @@ class ValidatedParams:
         if (value := getattr(self, name)) not in choices:
             raise invalid(name, f"is {value!r}, it must be one of {', '.join(map(str, choices))}")
 
-    def _check_strings(self, name: str, most: int) -> tuple[str, ...]:
-        """One string, or a list of them."""
+    def _check_strings(self, name: str, max_strings: int) -> tuple[str, ...]:
+        """Return the option's strings: it may be one string or a list of at most `max_strings`."""
         value = getattr(self, name)
         strings = (value,) if isinstance(value, str) else as_list(name, value)
-        if len(strings) > most:
-            raise invalid(name, f"has {len(strings)} strings, at most {most} are allowed", "array_above_max_length")
+        if len(strings) > max_strings:
+            raise invalid(
+                name, f"has {len(strings)} strings, at most {max_strings} are allowed", "array_above_max_length"
+            )
         for s in strings:
             if not isinstance(s, str) or not s:
                 raise invalid(name, f"must be non-empty strings, not {s!r}; leave it out for none")
@@ -74,7 +76,7 @@ class ValidatedParams:
         return strings
 
     def _check_numbers_by_id(self, name: str, low: float, high: float) -> dict[int, float]:
-        """Token id -> finite number."""
+        """Return the option as a dict of token id to finite number."""
         value = getattr(self, name)
         pairs: Iterable[tuple[Any, Any]] = ()
         if value is not None:
@@ -87,7 +89,7 @@ class ValidatedParams:
         return dict(pairs)
 
     def _set(self, name: str, value: Any) -> None:
-        """Put a value into its one form, frozen or not."""
+        """Set a field to its normalized value, also in a frozen dataclass."""
         object.__setattr__(self, name, value)
 
 
@@ -96,7 +98,7 @@ def invalid(name: str, text: str, code: str | None = None) -> ParameterError:
 
 
 def as_list(name: str, value: Any) -> tuple[Any, ...]:
-    """None is a list of nothing."""
+    """Return a list option as a tuple; None becomes ()."""
     if value is not None and (not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping)):
         raise invalid(name, f"must be a list, not {value!r}", "invalid_type")
     return tuple(value or ())
@@ -105,7 +107,7 @@ def as_list(name: str, value: Any) -> tuple[Any, ...]:
 def as_token_ids(name: str, value: Any) -> tuple[int, ...]:
     ids = as_list(name, value)
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= INT32:
-        return ids  # the usual, many times as fast
+        return ids  # the usual case, many times as fast as the loop
     for t in ids:
         if not _is_token_id(t):
             raise invalid(name, f"must be token ids, not {t!r}", "invalid_token_id")
@@ -117,5 +119,5 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_token_id(value: Any) -> bool:
-    """Of some vocabulary; of which, those know who have a model."""
+    """True for a valid token id of some vocabulary. The engine checks the model's vocabulary size."""
     return _is_integer(value) and 0 <= value <= INT32

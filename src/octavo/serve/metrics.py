@@ -294,7 +294,7 @@ class _EngineCollector:
         yield counter("octavo:corrupt_blocks", text, engine.num_corrupt_blocks)
         yield counter("octavo:computed_tokens", "Positions computed.", engine.num_tokens_computed)
         waits = CounterMetricFamily("octavo:waits", "How often a request came to wait.", labels=[*names, "reason"])
-        for reason, count in sorted((dict.fromkeys(WAITS, 0) | stats.waits).items()):
+        for reason, count in sorted((dict.fromkeys(WAITS, 0) | stats.wait_counts).items()):
             waits.add_metric([*values, reason.replace(" ", "_")], count)
         yield waits
         if kv is None:

@@ -64,7 +64,7 @@ class Tenant:
     # -- what it sees of the engine's answers --------------------------------------------------------------------------
 
     def request(self, found: dict[str, Any]) -> dict[str, Any]:
-        """A request of its own (`engine.inspect.describe_request`) without the ids of others in its timeline."""
+        """A request of its own (`engine.timeline.describe_request`) without the ids of others in its timeline."""
         return found | {"timeline": [self.redact(entry) for entry in found["timeline"]]}
 
     def redact(self, event: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Tenant:
         return {**event, "for_request": OTHER_TENANT} if cause is not None and not self.sees(cause) else dict(event)
 
     def kv(self, found: dict[str, Any]) -> dict[str, Any]:
-        """The pool (`engine.inspect.describe_kv`), with its own requests one by one and the others as a sum."""
+        """The pool (`engine.timeline.describe_kv`), with its own requests one by one and the others as a sum."""
         if self.sees_all:
             return found
         own = {name: held for name, held in found["requests"].items() if self.sees(name)}

@@ -37,14 +37,14 @@ def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def oracle_client(
-    model: str, *, limits: EngineTimeouts | None = None, options: dict[str, Any] | None = None, **faults: Any
+    model: str, *, timeouts: EngineTimeouts | None = None, options: dict[str, Any] | None = None, **faults: Any
 ) -> EngineClient:
     command = (sys.executable, str(Path(__file__).parents[2] / "proof" / "oracle_engine.py"), json.dumps(faults))
-    return EngineClient(model, command=command, limits=limits, **(OPTIONS | (options or {})))
+    return EngineClient(model, command=command, timeouts=timeouts, **(OPTIONS | (options or {})))
 
 
-def real_client(model: str, *, limits: EngineTimeouts | None = None, **options: Any) -> EngineClient:
-    return EngineClient(model, command=ENGINE_COMMAND, limits=limits, **(OPTIONS | {"dtype": "float32"} | options))
+def real_client(model: str, *, timeouts: EngineTimeouts | None = None, **options: Any) -> EngineClient:
+    return EngineClient(model, command=ENGINE_COMMAND, timeouts=timeouts, **(OPTIONS | {"dtype": "float32"} | options))
 
 
 @contextlib.asynccontextmanager
@@ -54,7 +54,7 @@ async def serving(client: EngineClient) -> AsyncIterator[EngineClient]:
         async with client:
             yield client
             if client.is_running:
-                assert not client._streams
+                assert not client._handles
                 stats = await client.kv_stats()
                 assert stats.num_used == 0 and stats.num_host_used == 0
 

@@ -34,7 +34,7 @@ from octavo.engine.process.ipc import (
     StepReport,
     StopSample,
     endpoint_in,
-    pack,
+    pack_tokens,
     read_commands,
     read_message,
 )
@@ -105,12 +105,12 @@ GARBAGE = [
     b"\x91\x92\xa3add\xa2\xff\xfe",
     b"\0" * 70000,
 ]
-P = pack([1, 2, 3])
+P = pack_tokens([1, 2, 3])
 COMMANDS: list[Any] = [
     AddRequest("f0", P, {"max_tokens": 4}, False, 7),
     AddRequest("f1", P, {"max_tokens": 4, "n": 2, "logprobs": 1, "stop_token_ids": [3]}, False, -5, 1, b"salt"),
     AddRequest("f2", P, {"beam_width": 2, "max_tokens": 4}, True),
-    AddRequest("f3", P, {"max_tokens": 9}, False, 0, 0, b"", {0: pack([1, 2])}),
+    AddRequest("f3", P, {"max_tokens": 9}, False, 0, 0, b"", {0: pack_tokens([1, 2])}),
     AbortRequest("f0"),
     StopSample("f1", 1),
     RpcCall(10**6, "kv_stats"),
@@ -121,21 +121,21 @@ WRONG: list[Any] = [
     ["add", "w1", P, {"max_tokens": 4}, False, -(1 << 63), 1 << 60],
     ["add", "w2", b"abc", {}],
     ["add", "w3", b"", {}],
-    ["add", "w4", pack([-1, 1 << 30]), {}],
+    ["add", "w4", pack_tokens([-1, 1 << 30]), {}],
     ["add", "w5", P, {"n": -1}],
     ["add", "w6", P, {"detokenize": True, "stop_strings": []}],
     ["add", "w7", P, {"logit_bias": [[[1]]], "seed": {}}],
     ["add", "w8", P, {"max_tokens": 4}, True],
-    ["add", "w9", P, {"max_tokens": 4}, False, 0, 0, b"", {9: pack([1])}],
+    ["add", "w9", P, {"max_tokens": 4}, False, 0, 0, b"", {9: pack_tokens([1])}],
     ["add", "w10", P, {"max_tokens": 4}, False, 0, 0, b"", {0: b""}],
-    ["add", "w11", P, {"max_tokens": 4}, False, 0, 0, b"", {0: pack([1] * 9)}],
-    ["add", "w12", P, {"max_tokens": 4}, False, 0, 0, b"", {0: pack([9999])}],
-    ["add", "w13", P, {"beam_width": 2, "max_tokens": 4}, True, 0, 0, b"", {0: pack([1])}],
+    ["add", "w11", P, {"max_tokens": 4}, False, 0, 0, b"", {0: pack_tokens([1] * 9)}],
+    ["add", "w12", P, {"max_tokens": 4}, False, 0, 0, b"", {0: pack_tokens([9999])}],
+    ["add", "w13", P, {"beam_width": 2, "max_tokens": 4}, True, 0, 0, b"", {0: pack_tokens([1])}],
     ["add", "w14", P, {"structured_outputs": {"regex": 5}}],
     ["add", "w15", "text", {}, 3],
     ["add", "w16", P, {"max_tokens": 4}, False, 0, 0, b"", None, True],
     ["add", "pin:w17", P, {"max_tokens": 4}, False, 0, 0, b"", None, True],
-    ["add", "pin:w18", P, {"max_tokens": 1, "n": 2}, False, 0, 0, b"", {0: pack([1])}, True],
+    ["add", "pin:w18", P, {"max_tokens": 1, "n": 2}, False, 0, 0, b"", {0: pack_tokens([1])}, True],
     ["add", 5, P, {}],
     ["add"],
     ["stop", "nobody", -1],
@@ -183,7 +183,7 @@ def test_a_doubled_command_leaves_the_running_request_alone(model: str) -> None:
     async def main() -> None:
         async with serving(oracle_client(model, step_s=0.002)) as client:
             task = asyncio.ensure_future(last_of(client, prompt(0), PARAMS, request_id="mine"))
-            await until(lambda: client._streams and client._streams["mine"].begun)
+            await until(lambda: client._handles and client._handles["mine"].started)
             say(
                 client,
                 encode([AddRequest("mine", P, {}), ["add", "mine", "no bytes", {}], AddRequest("mine", b"x", {})]),
@@ -240,9 +240,9 @@ def test_a_bad_command_fails_the_request_that_it_names(model: str) -> None:
         async with serving(oracle_client(model, step_s=0.002)) as client:
             good = asyncio.ensure_future(many(client))
             task = asyncio.ensure_future(last_of(client, prompt(0), LONGER, request_id="mine"))
-            await until(lambda: "mine" in client._streams and client._streams["mine"].begun)
+            await until(lambda: "mine" in client._handles and client._handles["mine"].started)
             say(client, encode([["stop", "mine", -1], RpcCall(10**6, "kv_stats")]))
-            with pytest.raises(RequestFailedError, match="a command of request 'mine' cannot be used") as caught:
+            with pytest.raises(RequestFailedError, match="a command of request 'mine' is unusable") as caught:
                 await task
             assert caught.value.code == "bad_message"
             assert await good == expected()
@@ -278,9 +278,9 @@ def test_a_bad_update_fails_its_request_and_hangs_none(model: str, number: int) 
         async with serving(oracle_client(model, step_s=0.002)) as client:
             good = asyncio.ensure_future(many(client))
             task = asyncio.ensure_future(last_of(client, prompt(0), LONGER, request_id="bad"))
-            await until(lambda: "bad" in client._streams and client._streams["bad"].begun)
-            process_of(client)._take_in(encode(["step", [bad_updates("bad")[number]], [], []]))
-            with pytest.raises(RequestFailedError, match="'bad' cannot be used and is dropped") as caught:
+            await until(lambda: "bad" in client._handles and client._handles["bad"].started)
+            process_of(client)._on_data(encode(["step", [bad_updates("bad")[number]], [], []]))
+            with pytest.raises(RequestFailedError, match="'bad' is unusable and is dropped") as caught:
                 await task
             assert caught.value.code == "bad_message"
             assert await good == expected()
@@ -296,8 +296,8 @@ def test_an_update_from_the_future_changes_nothing(model: str) -> None:
     async def main() -> None:
         async with serving(oracle_client(model, step_s=0.002)) as client:
             task = asyncio.ensure_future(last_of(client, prompt(0), LONGER, request_id="a"))
-            await until(lambda: "a" in client._streams and client._streams["a"].begun)
-            process_of(client)._take_in(encode(["step", [["a", [[0, [3], "", None, None, 250]]]], [], []]))
+            await until(lambda: "a" in client._handles and client._handles["a"].started)
+            process_of(client)._on_data(encode(["step", [["a", [[0, [3], "", None, None, 250]]]], [], []]))
             assert tokens_of(await task) == answers(prompt(0), LONGER)
             assert (await client.stats()).engine.num_bad_messages == 1
 
@@ -320,8 +320,8 @@ def test_bad_reports_end_no_client_and_no_other_request(model: str) -> None:
             bad = [
                 asyncio.ensure_future(last_of(client, prompt(i), LONGER, request_id=v)) for i, v in enumerate(victims)
             ]
-            await until(lambda: all(v in client._streams and client._streams[v].begun for v in victims))
-            hear = process_of(client)._take_in
+            await until(lambda: all(v in client._handles and client._handles[v].started for v in victims))
+            hear = process_of(client)._on_data
             while not good.done():
                 for data in (*GARBAGE, *map(encode, WRONG)):
                     hear(data)
@@ -358,7 +358,7 @@ def test_what_lost_messages_held_is_told_again(model: str, direction: str) -> No
     async def main() -> None:
         async with serving(oracle_client(model, step_s=0.002)) as client:
             process = process_of(client)
-            hear, send = process._take_in, process._channel.send
+            hear, send = process._on_data, process._channel.send
             num_lost = num_lost_in_turn = 0
 
             def lossy(data: bytes) -> bytes:
@@ -397,7 +397,7 @@ def test_what_lost_messages_held_is_told_again(model: str, direction: str) -> No
             assert num_lost > 5 and losers <= 3
             process._channel._on_data = hear
             process._channel.send = send  # type: ignore[method-assign]
-            await until(lambda: not client._ending)
+            await until(lambda: not client._ended_here)
             await at_rest(client)
 
     run(main())
@@ -427,7 +427,7 @@ def test_parts_that_can_be_read_count() -> None:
     assert [(b.request_id, b.is_add) for b in bad] == [("b", False), ("c", True), (None, False)]
     report, bad = read_message(encode(["step", [["a", []], ["b", 5]], [["c", "ValueError"]], [[1, "x"], [-1]], None]))
     assert isinstance(report, StepReport)
-    assert [u.request_id for u in report.updates] == ["a"] and [a.number for a in report.answers] == [1]
+    assert [u.request_id for u in report.updates] == ["a"] and [a.number for a in report.replies] == [1]
     assert [b.request_id for b in bad] == ["b", "c", None]
 
 
@@ -437,11 +437,11 @@ def test_a_bad_message_is_named_in_one_short_line() -> None:
 
 
 def test_a_mirror_takes_in_nothing_of_a_bad_update() -> None:
-    mirror = ClientRequest("a", [1, 2], SamplingParams(n=2, seed=1, max_tokens=5), seed=0, vocab_size=10)
-    mirror.take_in(RequestUpdate("a", [SampleUpdate(0, [3]), SampleUpdate(1, [4])]))
-    with pytest.raises(ValueError, match="it goes on at token 0 of sample 1"):
-        mirror.take_in(RequestUpdate("a", [SampleUpdate(0, [5], position=1), SampleUpdate(1, [4])]))
-    assert [c.token_ids for c in mirror.output().outputs] == [[3], [4]]
+    request = ClientRequest("a", [1, 2], SamplingParams(n=2, seed=1, max_tokens=5), seed=0, vocab_size=10)
+    request.apply_update(RequestUpdate("a", [SampleUpdate(0, [3]), SampleUpdate(1, [4])]))
+    with pytest.raises(ValueError, match="it continues at token 0 of sample 1"):
+        request.apply_update(RequestUpdate("a", [SampleUpdate(0, [5], position=1), SampleUpdate(1, [4])]))
+    assert [c.token_ids for c in request.output().outputs] == [[3], [4]]
 
 
 @pytest.mark.parametrize("guilty", [0, 5, 7])
@@ -452,7 +452,9 @@ def test_a_request_that_kills_engines_is_found_by_halves(model: str, guilty: int
         async with serving(oracle_client(model, poison=50, step_s=0.001)) as client:
             prompts = [[1, 2, 50, 3] if i == guilty else prompt(i) for i in range(8)]
             ends = await ends_of(*(last_of(client, p, PARAMS) for p in prompts))
-            assert isinstance(ends[guilty], RequestFailedError) and "engines died over it" in str(ends[guilty])
+            assert isinstance(ends[guilty], RequestFailedError) and "engines died while they ran it" in str(
+                ends[guilty]
+            )
             for i, end in enumerate(ends):
                 assert i == guilty or tokens_of(end) == answers(prompts[i], PARAMS)
             assert client.health().num_restarts <= 8
@@ -480,8 +482,8 @@ def test_an_engine_that_is_killed_while_messages_are_bad_is_replaced(model: str)
     async def main() -> None:
         async with serving(oracle_client(model, step_s=0.004)) as client:
             task = asyncio.ensure_future(many(client))
-            await until(lambda: any(s.begun for s in client._streams.values()))
-            process_of(client)._take_in(b"\xc1")
+            await until(lambda: any(s.started for s in client._handles.values()))
+            process_of(client)._on_data(b"\xc1")
             say(client, b"\xc1")
             os.kill(client.pid or 0, signal.SIGKILL)
             assert await task == expected()

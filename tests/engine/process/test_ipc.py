@@ -21,8 +21,9 @@ from octavo.core import events as ev
 from octavo.core.plan import TokenLogprobs
 from octavo.engine.beam_search import Hypothesis
 from octavo.engine.outputs import request_failed_error
+from octavo.engine.process.heartbeat import NUM_WARM_UP_STEPS, TOLERANCE, WARM_UP_S, HeartbeatSender, StepTimes
 from octavo.engine.process.ipc import (
-    HERE,
+    CLIENT_ONLY,
     AbortRequest,
     AddRequest,
     Channel,
@@ -41,14 +42,14 @@ from octavo.engine.process.ipc import (
     SampleUpdate,
     StepReport,
     StopSample,
-    encoded,
+    encode_command,
     endpoint_in,
-    pack,
+    pack_tokens,
     params_from_wire,
     params_to_wire,
-    unpack,
+    unpack_tokens,
 )
-from octavo.engine.process.server import FIRST_STEPS, PATIENCE, WARM_UP_S, EngineServer, HeartbeatSender, StepTimes
+from octavo.engine.process.server import EngineServer
 from octavo.engine.process.supervisor import rebuild_error
 from octavo.errors import CapacityError, EngineError, ParameterError, RequestFailedError, UnknownOptionError
 from octavo.frontend.client_request import ClientRequest
@@ -99,7 +100,7 @@ def test_each_parameter_arrives(name: str) -> None:
 
 def test_every_parameter_has_been_thought_of() -> None:
     """Those that stay behind concern text, and how it is told."""
-    assert {f.name for f in fields(SamplingParams) if f.init} == OTHER.keys() | HERE | {"stop"}
+    assert {f.name for f in fields(SamplingParams) if f.init} == OTHER.keys() | CLIENT_ONLY | {"stop"}
     assert params_to_wire(SamplingParams()) == {}
     text = SamplingParams(stop=["x"], bad_words=["y"], skip_special_tokens=False, output_kind=RequestOutputKind.DELTA)
     assert params_to_wire(text) == {}
@@ -121,7 +122,9 @@ def test_parameters_are_checked_again(said: dict[str, Any], error: type[Exceptio
 
 def test_messages_arrive_as_they_were() -> None:
     commands: list[Command] = [
-        AddRequest("a", pack([1, 2]), {"n": 2}, False, -5, 1, b"salt", {0: pack([3]), 2: pack([4, 5])}),
+        AddRequest(
+            "a", pack_tokens([1, 2]), {"n": 2}, False, -5, 1, b"salt", {0: pack_tokens([3]), 2: pack_tokens([4, 5])}
+        ),
         AbortRequest("a"),
         StopSample("a", 1),
         RpcCall(1, "kv_stats"),
@@ -146,7 +149,7 @@ def test_messages_arrive_as_they_were() -> None:
     assert isinstance(got.__class__, type)
     step = msgspec.msgpack.decode(msgspec.msgpack.encode(reports[2]), type=EngineMessage)
     assert step.updates[0].samples[0].logprobs[0].top == [-0.1, float("-inf")]
-    assert step.updates[0].facts.hypotheses[0].logprobs[0].rank == 1
+    assert step.updates[0].stats.hypotheses[0].logprobs[0].rank == 1
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\xa3add\x01\x02", msgspec.msgpack.encode([["run", "rm"]])])
@@ -157,9 +160,9 @@ def test_what_is_no_command_is_refused(data: bytes) -> None:
 
 def test_token_ids() -> None:
     ids = [0, 1, 2**31 - 1]
-    assert unpack(pack(ids)).tolist() == ids and len(pack(ids)) == 12
+    assert unpack_tokens(pack_tokens(ids)).tolist() == ids and len(pack_tokens(ids)) == 12
     with pytest.raises(OverflowError):
-        pack([2**31])
+        pack_tokens([2**31])
 
 
 def test_errors_of_another_process() -> None:
@@ -170,15 +173,15 @@ def test_errors_of_another_process() -> None:
 
 
 def test_a_grammar_that_no_process_tries_fails_its_request_alone() -> None:
-    host = EngineServer.__new__(EngineServer)
+    server = EngineServer.__new__(EngineServer)
     failed: Future[Any] = Future()
     failed.set_exception(RequestFailedError("no process", code="grammar_unavailable"))
-    host._compiling = {"a": (AddRequest("a", b"", {}), SamplingParams(), failed)}
-    host._refusals = []
-    host._add_compiled()
-    (refusal,) = host._refusals
-    error = rebuild_error(refusal.error, refusal.message, refusal.param, refusal.code)
-    problem = errors.to_api_error(error, refusal.request_id)
+    server._compiling = {"a": (AddRequest("a", b"", {}), SamplingParams(), failed)}
+    server._errors = []
+    server._add_compiled()
+    (rejected,) = server._errors
+    error = rebuild_error(rejected.error, rejected.message, rejected.param, rejected.code)
+    problem = errors.to_api_error(error, rejected.request_id)
     assert (problem.status, problem.code, str(problem)) == (503, "grammar_unavailable", "no process")
 
 
@@ -236,27 +239,27 @@ def test_a_lifeline_ends_with_either_side() -> None:
 
 def test_how_long_a_step_may_take() -> None:
     times = StepTimes()
-    for _ in range(FIRST_STEPS):
+    for _ in range(NUM_WARM_UP_STEPS):
         assert times.allowed_s(1) == times.allowed_s(4096) == WARM_UP_S
-        times.note(1, 30.0)
-    times.note(8, 0.01)
-    assert times.allowed_s(8) == times.allowed_s(1) == pytest.approx(PATIENCE * 0.01)
-    assert times.allowed_s(64) == pytest.approx(PATIENCE * 0.08)  # in proportion
-    times.note(64, 2.0)
-    assert times.allowed_s(64) == times.allowed_s(32) == pytest.approx(PATIENCE * 2.0)
-    assert times.allowed_s(8) == pytest.approx(PATIENCE * 0.01)
+        times.record(1, 30.0)
+    times.record(8, 0.01)
+    assert times.allowed_s(8) == times.allowed_s(1) == pytest.approx(TOLERANCE * 0.01)
+    assert times.allowed_s(64) == pytest.approx(TOLERANCE * 0.08)  # in proportion
+    times.record(64, 2.0)
+    assert times.allowed_s(64) == times.allowed_s(32) == pytest.approx(TOLERANCE * 2.0)
+    assert times.allowed_s(8) == pytest.approx(TOLERANCE * 0.01)
     for _ in range(400):
-        times.note(64, 0.02)
-    assert times.allowed_s(64) == pytest.approx(PATIENCE * 0.02)  # what was slow once is forgotten
-    times.note(8, 0.5)
-    assert times.allowed_s(64) == pytest.approx(PATIENCE * 0.5)
+        times.record(64, 0.02)
+    assert times.allowed_s(64) == pytest.approx(TOLERANCE * 0.02)  # what was slow once is forgotten
+    times.record(8, 0.5)
+    assert times.allowed_s(64) == pytest.approx(TOLERANCE * 0.5)
 
 
 @pytest.mark.parametrize("asks", [True, False])
 def test_how_long_a_step_may_take_is_asked_while_another_is_noted(asks: bool) -> None:
     """Between any two lines of either, as another thread may."""
-    outer, inner = (StepTimes.note, StepTimes.allowed_s) if asks else (StepTimes.allowed_s, StepTimes.note)
-    own = {code.co_filename for code in (StepTimes.note.__code__,)}
+    outer, inner = (StepTimes.record, StepTimes.allowed_s) if asks else (StepTimes.allowed_s, StepTimes.record)
+    own = {code.co_filename for code in (StepTimes.record.__code__,)}
     num_between = 0
 
     def between(frame: Any, event: str, _: Any) -> Any:
@@ -267,23 +270,23 @@ def test_how_long_a_step_may_take_is_asked_while_another_is_noted(asks: bool) ->
         if event == "opcode" and not busy:
             busy.append(True)
             num_between += 1
-            allowed.append(times.allowed_s(5)) if asks else times.note(1 << num_between % 40, 0.01)
+            allowed.append(times.allowed_s(5)) if asks else times.record(1 << num_between % 40, 0.01)
             busy.pop()
         return between
 
     busy: list[bool] = []
     allowed: list[float] = []
-    for num_before in range(FIRST_STEPS + 3):
+    for num_before in range(NUM_WARM_UP_STEPS + 3):
         times = StepTimes()
         for _ in range(num_before):
-            times.note(4, 0.01)
+            times.record(4, 0.01)
         sys.settrace(between)
         try:
             outer(times, 3, 0.01) if asks else outer(times, 3)
         finally:
             sys.settrace(None)
     assert num_between > 50
-    assert set(allowed) <= {WARM_UP_S, *(PATIENCE * 0.01 * n for n in (1, 2))}
+    assert set(allowed) <= {WARM_UP_S, *(TOLERANCE * 0.01 * n for n in (1, 2))}
 
 
 def test_a_failed_search_is_told_as_one_by_its_mirror() -> None:
@@ -291,43 +294,43 @@ def test_a_failed_search_is_told_as_one_by_its_mirror() -> None:
     params = BeamSearchParams(beam_width=2, n=1, max_tokens=9)
     told = RequestStats(0, 0, 1.0, "no_allowed_token: it", [Hypothesis(-0.1, -0.2, [5], "stop", [])])
     for end in (
-        lambda m: m.take_in(RequestUpdate("a", [], True, told)),
+        lambda m: m.apply_update(RequestUpdate("a", [], True, told)),
         lambda m: m.end("error", "no_allowed_token: it"),
     ):
-        mirror = ClientRequest("a", [1, 2], params, seed=0)
-        end(mirror)
-        output = mirror.output()
+        request = ClientRequest("a", [1, 2], params, seed=0)
+        end(request)
+        output = request.output()
         assert output.finished and [c.finish_reason for c in output.outputs] == ["error"]
         assert request_failed_error(output).code == "no_allowed_token"
 
 
 def test_what_an_engine_could_not_read_is_not_sent() -> None:
-    assert msgspec.msgpack.decode(encoded(AbortRequest("a")), type=Command) == AbortRequest("a")
+    assert msgspec.msgpack.decode(encode_command(AbortRequest("a")), type=Command) == AbortRequest("a")
     for bad in (
         AddRequest("a", b"", {"top_k": 1 << 80}),
         AddRequest("a", b"", {}, priority=0.5),
         RpcCall(1, "x", "\udfff"),
     ):  # type: ignore[arg-type]
-        with pytest.raises(ParameterError, match="the engine cannot be told of it"):
-            encoded(bad)
+        with pytest.raises(ParameterError, match="cannot be sent to the engine"):
+            encode_command(bad)
 
 
 def test_a_pulse_tells_of_progress_and_of_its_lack() -> None:
     here, there = Lifeline.pair()
     ended = threading.Event()
-    pulse = HeartbeatSender(there, ended.set)
-    assert pulse.beat().waited_s is None
-    pulse.work()
+    heartbeats = HeartbeatSender(there, ended.set)
+    assert heartbeats.heartbeat().waited_s is None
+    heartbeats.begin_work()
     for step, tokens in enumerate([5, 6]):
-        pulse(ev.Step(step, 1, tokens, *[0] * 13))
+        heartbeats(ev.Step(step, 1, tokens, *[0] * 13))
     time.sleep(0.02)
-    before = pulse.beat().waited_s
+    before = heartbeats.heartbeat().waited_s
     assert before is not None and before >= 0.02
-    pulse.advanced(1)
-    after = pulse.beat()
+    heartbeats.advance(1)
+    after = heartbeats.heartbeat()
     assert after.num_steps == 1 and after.waited_s is not None and after.waited_s < before
-    pulse.rest()
-    assert pulse.beat().waited_s is None
+    heartbeats.rest()
+    assert heartbeats.heartbeat().waited_s is None
     beats = list(itertools.islice(iter(here.receive, b""), 2))
     assert len(beats) == 2
     assert not ended.is_set()

@@ -165,7 +165,7 @@ def test_what_was_told_is_not_made_again(model: str) -> None:
 @pytest.mark.parametrize(
     ("fault", "where", "says"),
     [
-        ("stop_at", 9, "no sign of life"),
+        ("stop_at", 9, "no heartbeat"),
         ("die_at", 9, "SIGKILL"),
         ("raise_in", ["scheduler.update", 9], "RuntimeError: a bug in scheduler.update"),
         ("raise_in", ["server._report", 9], "RuntimeError: a bug in server._report"),
@@ -178,8 +178,8 @@ def test_a_step_that_never_ends_well(model: str, tmp_path: Path, fault: str, whe
         once = tmp_path / "once"
         once.touch()
         faults = {"once": str(once), "step_s": 0.002, fault: where}
-        limits = SHORT_TIMEOUTS if fault == "stop_at" else None
-        async with serving(oracle_client(model, limits=limits, **faults)) as client:
+        timeouts = SHORT_TIMEOUTS if fault == "stop_at" else None
+        async with serving(oracle_client(model, timeouts=timeouts, **faults)) as client:
             assert await many(client) == expected()
             assert client.health().num_restarts == 1
             assert says in client.health().reason
@@ -189,7 +189,7 @@ def test_a_step_that_never_ends_well(model: str, tmp_path: Path, fault: str, whe
 
 def test_an_idle_engine_that_hangs_is_noticed(model: str) -> None:
     async def main() -> None:
-        async with serving(oracle_client(model, limits=SHORT_TIMEOUTS)) as client:
+        async with serving(oracle_client(model, timeouts=SHORT_TIMEOUTS)) as client:
             assert client.health().last_step_age_s is None
             assert client.pid is not None
             os.kill(client.pid, signal.SIGSTOP)
@@ -204,7 +204,7 @@ def test_a_slow_step_is_left_alone(model: str) -> None:
     """Its process gives signs of life. (The first steps are not judged by their time, and this is one of them.)"""
 
     async def main() -> None:
-        async with serving(oracle_client(model, limits=SLOW, slow_at=[2, 3.0])) as client:
+        async with serving(oracle_client(model, timeouts=SLOW, slow_at=[2, 3.0])) as client:
             streams = asyncio.ensure_future(many(client, 2))
             await until(lambda: (client.health().last_step_age_s or 0) > 2.2)
             assert client.health().state == "running"
@@ -218,13 +218,13 @@ def test_work_that_lets_no_thread_speak_is_left_alone(model: str) -> None:
     """As compiling a kernel may be: silent for longer than an engine may be that does nothing."""
 
     async def main() -> None:
-        async with serving(oracle_client(model, limits=EngineTimeouts(silence_s=1.5), busy_at=[2, 3.5])) as client:
+        async with serving(oracle_client(model, timeouts=EngineTimeouts(silence_s=1.5), busy_at=[2, 3.5])) as client:
             streams = asyncio.ensure_future(many(client, 2))
             longest = 0.0
             while not streams.done():
                 process = client._supervisor._process
                 assert process is not None
-                longest = max(longest, time.monotonic() - process._beat_at)
+                longest = max(longest, time.monotonic() - process._heartbeat_at)
                 await asyncio.sleep(0.01)
             assert longest > 2
             assert await streams == expected(2)
@@ -239,7 +239,7 @@ def test_a_step_beyond_all_expectation_is_cut_off(model: str, tmp_path: Path) ->
     async def main() -> None:
         once = tmp_path / "once"
         once.touch()
-        async with serving(oracle_client(model, limits=SLOW, once=str(once), slow_at=[20, 60])) as client:
+        async with serving(oracle_client(model, timeouts=SLOW, once=str(once), slow_at=[20, 60])) as client:
             assert await many(client, 2) == expected(2)
             assert client.health().num_restarts == 1
             assert "a step took" in client.health().reason
@@ -255,7 +255,7 @@ def test_a_request_that_kills_engines_is_found_and_given_up(model: str, params: 
         async with serving(oracle_client(model, poison=50, step_s=0.001)) as client:
             bad = asyncio.ensure_future(last_of(client, [1, 2, 50, 3], params))
             good = asyncio.ensure_future(many(client))
-            with pytest.raises(RequestFailedError, match="engines died over it"):
+            with pytest.raises(RequestFailedError, match="engines died while they ran it"):
                 await bad
             assert await good == expected()
             assert await many(client, 2) == expected(2)
@@ -270,10 +270,10 @@ def test_not_even_kills_go_on_for_ever(model: str, monkeypatch: pytest.MonkeyPat
         async with serving(oracle_client(model, slow_at=[0, 60])) as client:
             stream = asyncio.ensure_future(last_of(client, prompt(0), PARAMS))
             for killed in range(1, 4):
-                await until(lambda: any(s.sent for s in client._streams.values()))
+                await until(lambda: any(s.sent for s in client._handles.values()))
                 os.kill(client.pid or 0, signal.SIGKILL)
                 await until(lambda: client.health().num_restarts == killed and client._supervisor.is_up)  # noqa: B023
-            with pytest.raises(RequestFailedError, match="3 engines died over it"):
+            with pytest.raises(RequestFailedError, match="3 engines died while they ran it"):
                 await stream
 
     run(main())
@@ -286,7 +286,7 @@ def test_a_few_kills_are_held_against_nobody(model: str) -> None:
         async with serving(oracle_client(model, slow_at=[0, 0.1])) as client:
             stream = asyncio.ensure_future(many(client, 2))
             for killed in range(1, 7):
-                await until(lambda: any(s.sent for s in client._streams.values()))
+                await until(lambda: any(s.sent for s in client._handles.values()))
                 os.kill(client.pid or 0, signal.SIGKILL)
                 await until(lambda: client.health().num_restarts == killed and client._supervisor.is_up)  # noqa: B023
             assert await stream == expected(2)
@@ -318,7 +318,7 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(model: str, phase: str) 
 def test_an_engine_that_cannot_even_be_started(model: str) -> None:
     async def main() -> None:
         client = EngineClient(model, command=(sys.executable, "-c", "raise SystemExit(7)"))
-        with pytest.raises(EngineError, match="ended while starting: it left with exit code 7"):
+        with pytest.raises(EngineError, match="ended while starting: it exited with code 7"):
             await client.start()
 
     with nothing_left():
@@ -345,13 +345,13 @@ def test_three_restarts_that_come_to_nothing_are_the_end(model: str, tmp_path: P
             block_size=4,
             num_gpu_blocks_override=200,
             max_num_seqs=16,
-            limits=SHORT_TIMEOUTS,
+            timeouts=SHORT_TIMEOUTS,
         )
         await client.start()
         stream = asyncio.ensure_future(last_of(client, prompt(0), PARAMS))
         await asyncio.sleep(0.05)
         os.kill(client.pid or 0, signal.SIGKILL)
-        with pytest.raises(EngineError, match="exit code 9"):
+        with pytest.raises(EngineError, match="exited with code 9"):
             await stream
         assert client.health().state == "failed" and not client.is_running
         assert len((tmp_path / "mark").read_text()) == 4
@@ -370,7 +370,7 @@ def test_restarts_without_room_for_files_are_the_end_too(
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
         os.kill(client.pid or 0, signal.SIGKILL)
         await until(lambda: client.health().state == "failed")
-        with pytest.raises(EngineError, match=r"no process for the engine: .*gone.*room for files"):
+        with pytest.raises(EngineError, match=r"the engine process cannot be started: .*gone.*limits on files"):
             await last_of(client, prompt(0), PARAMS)
         client.shutdown()
 
@@ -487,9 +487,9 @@ def test_a_request_that_cannot_be_told_of_fails_alone(model: str, options: dict[
                     await last_of(client, prompt(0), PARAMS, **options)
                 assert await good == expected(3)
                 assert await many(client, 1) == expected(1)
-            with pytest.raises(ParameterError, match="cannot be told of it"):
+            with pytest.raises(ParameterError, match="cannot be sent to the engine"):
                 await client.debug_request("\ud800")
-            assert client.health().num_restarts == 1 and not client._asked
+            assert client.health().num_restarts == 1 and not client._rpc_futures
 
     run(main())
 
@@ -506,7 +506,7 @@ def test_an_aborted_search_that_had_not_begun_tells_what_there_is(model: str) ->
                 last_of(client, prompt(0), BeamSearchParams(beam_width=2, max_tokens=9), request_id="a")
             )
             client._up.set()  # it does not wait at the door
-            await until(lambda: client._streams)
+            await until(lambda: client._handles)
             client._up.clear()
             assert await client.abort("a")
             output = await task

@@ -194,6 +194,7 @@ for quantization in (None, "int8"):
 """
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("compiler", [True, False], ids=["compiler", "no compiler"])
 @pytest.mark.parametrize(
     ("aten", "onednn"),

@@ -94,7 +94,7 @@ def test_a_gpu_that_auto_cannot_use_is_worth_a_warning(
     """One line, and none where nobody would wonder."""
     device, said = device_and_words(caplog)
     assert device == "cpu" and len(said) == 1 and "\n" not in said[0]
-    assert said[0].startswith("device auto is the CPU, though there seems to be an NVIDIA GPU: The NVIDIA driver on")
+    assert said[0].startswith("device auto uses the CPU, although there seems to be an NVIDIA GPU: The NVIDIA driver")
     assert device_and_words(caplog, "cpu") == ("cpu", [])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # somebody does not want it
     assert device_and_words(caplog) == ("cpu", [])

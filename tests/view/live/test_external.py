@@ -20,7 +20,7 @@ import zmq
 from octavo.config import KVEventsConfig
 from octavo.core import events as ev
 from octavo.engine import kv_events
-from octavo.engine.kv_events import Batch, BlockStored, KVEventPublisher, Ledger
+from octavo.engine.kv_events import BlockStored, KVEventBatch, KVEventPublisher, KVEventTranslator
 from octavo.errors import ParameterError
 from octavo.view.live import external as external_module
 from octavo.view.live.external import FIRST_BLOCKS, ExternalPool
@@ -125,7 +125,7 @@ def test_pool_follows_the_events_of_an_engine(external: ExternalPool) -> None:
     """With the publisher's own encoding, and with evictions."""
     rnd = random.Random(5)
     lab = Lab(24, SIZE, rows=4, listen=False)
-    ledger, happened = Ledger(SIZE), []
+    translator, happened = KVEventTranslator(SIZE), []
 
     def listen(event: ev.Event) -> None:
         if isinstance(event, ev.Sealed | ev.Evicted):
@@ -136,13 +136,13 @@ def test_pool_follows_the_events_of_an_engine(external: ExternalPool) -> None:
     for i in range(60):
         lab.add(f"r{i}", [rnd.randrange(2) for _ in range(rnd.randint(1, 12))], rnd.randint(1, 6))
         lab.run()
-        published = ledger.digest(happened[:])
+        published = translator.translate(happened[:])
         happened.clear()
         if published:
-            payload = msgspec.msgpack.encode(Batch(0.0, published))
+            payload = msgspec.msgpack.encode(KVEventBatch(0.0, published))
             external._process([b"kv", struct.pack(">q", sequence), payload])
             sequence += 1
-        assert watcher.poll().num_cached == len(ledger._num_blocks)
+        assert watcher.poll().num_cached == len(translator._num_blocks)
     assert external._num_evicted > 10 and set(watcher.kinds) == {"Snapshot", "Delta"}
 
 
@@ -302,7 +302,7 @@ def work(lab: Lab, rnd: random.Random, first: int, num: int, publisher: KVEventP
         lab.add(f"r{i}", [rnd.randrange(2) for _ in range(rnd.randint(1, 12))], rnd.randint(1, 6))
         lab.run()
         deadline = time.monotonic() + 60
-        while publisher._happened:
+        while publisher._core_events:
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
@@ -319,7 +319,7 @@ def test_missed_messages_are_replayed(publishing: tuple[Lab, KVEventPublisher, s
     watcher = Watcher(external)
 
     def is_complete() -> bool:
-        published = {kv_events.number(name) for name in list(publisher._ledger._num_blocks)}
+        published = {kv_events.block_hash(name) for name in list(publisher._translator._num_blocks)}
         return bool(published) and {name for _, name in external._stored} == published
 
     try:

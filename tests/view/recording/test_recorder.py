@@ -458,11 +458,11 @@ def test_crash_is_reproduced_by_the_replay(
 
     async def until_it_dies() -> None:
         thread = EngineThread(replica.engine)
-        mail = thread.open("a")
+        outputs = thread.open_queue("a")
         params = SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False)
         await asyncio.wrap_future(thread.call(lambda engine: engine.add_request("a", [1, 2, 3], params)))
         with pytest.raises(EngineError, match="PlantedError: step 7"):
-            await mail.read()
+            await outputs.get()
         thread.close()
 
     asyncio.run(until_it_dies())

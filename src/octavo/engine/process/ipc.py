@@ -1,16 +1,16 @@
-"""What the process of an engine and the process of its callers say to each other.
+"""Messages and sockets between the engine process and its client.
 
-    callers                                                   engine
-    -------                                                   ------
-    Launch  ------------------- lifeline ------------------>
-            <------------------ lifeline --------------------  Heartbeat, a few times a second
-    [AddRequest, AbortRequest, StopSample, RpcCall] --- channel, once a turn ------->
-            <------------------ channel, once a step --------  Ready, then Step after Step; Failed at last
+    client                                                     engine process
+    ------                                                     --------------
+    Launch  ------------------- lifeline -------------------->
+            <------------------ lifeline ----------------------  Heartbeat, a few times a second
+    [Command, ...] ------------ channel, once a loop turn ---->
+            <------------------ channel, once a step ----------  Ready, then StepReports; EngineFailed at the end
 
-The channel is a ZeroMQ pair over a Unix socket in a directory of its own. The lifeline is a pair of sockets that dies
-with either process, and each notices at once. Messages are msgspec structs, checked as they are decoded; nothing that
-arrives is executed. A part of a message that cannot be read is dropped with the request that it names (`BadMessage`);
-the rest of the message counts.
+The channel is a ZeroMQ pair over a Unix socket in a private directory. The lifeline is a socket pair that breaks when
+either process dies, so the other one notices at once. Messages are msgspec structs, validated by decoding; received
+data is never executed. An unreadable part of a message is dropped together with the request that it names
+(`BadMessage`); the other parts count.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from octavo.params.sampling_params import INT64, RequestOutputKind, SamplingPara
 from octavo.params.validation import INT32
 
 MAX_SAMPLES = 128
-"""Of a request: `SamplingParams.n` and `BeamSearchParams.beam_width` have no more."""
+"""Samples per request at most, also the limit of `SamplingParams.n` and `BeamSearchParams.beam_width`."""
 Index: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_SAMPLES)]
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
 Size: TypeAlias = Annotated[int, Meta(ge=1, le=INT32)]
@@ -48,12 +48,15 @@ Int64: TypeAlias = Annotated[int, Meta(ge=-INT64, le=INT64 - 1)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0)]
 FinishReason: TypeAlias = Literal["", "stop", "length", "abort", "error", "pruned"]
 
-# -- to the engine -----------------------------------------------------------------------------------------------------
+# -- to the engine process ---------------------------------------------------------------------------------------------
 
 
 class Launch(msgspec.Struct, array_like=True):
-    """The first thing that an engine's process hears. `options` are those of `octavo.config.EngineArgs`; its logs are
-    as its parent's are, None: as Python has them."""
+    """The first message to an engine process.
+
+    options   fields of `octavo.config.EngineArgs`
+    logs      the parent's log settings; None: Python's defaults
+    """
 
     endpoint: str
     options: dict[str, Any]
@@ -61,10 +64,10 @@ class Launch(msgspec.Struct, array_like=True):
 
 
 class AddRequest(msgspec.Struct, array_like=True, tag="add"):
-    """A new request, or one of an engine that has died: `resume` holds the outputs of the samples that live, by index.
+    """Add a request, or resume one of an engine that died: `resume` holds the outputs of its live samples, by index.
 
-    prompt, outputs   token ids, as int32 in native byte order
-    params            what differs from the defaults of `SamplingParams`; of `BeamSearchParams` if `is_beam_search`
+    prompt, resume   token ids, as int32 in native byte order
+    params           fields that differ from the defaults of `SamplingParams`, or `BeamSearchParams` if `is_beam_search`
     """
 
     request_id: str
@@ -81,7 +84,7 @@ class AddRequest(msgspec.Struct, array_like=True, tag="add"):
 
 
 class AbortRequest(msgspec.Struct, array_like=True, tag="abort"):
-    """Abort a request. A last `RequestUpdate` returns its tokens."""
+    """Abort a request. A last `RequestUpdate` returns its new tokens."""
 
     request_id: str
 
@@ -97,28 +100,28 @@ class StopSample(msgspec.Struct, array_like=True, tag="stop"):
 
 
 class RpcCall(msgspec.Struct, array_like=True, tag="rpc"):
-    """`question` is one that the engine's `EngineServer` knows; an `RpcReply` of that number comes back."""
+    """Call a method of `EngineServer`'s RPC table; an `RpcReply` with the same number answers it."""
 
     number: Count
-    question: str
+    method: str
     argument: str = ""
 
 
 class CloseEngine(msgspec.Struct, array_like=True, tag="close"):
-    """Leave."""
+    """Shut the engine process down."""
 
 
 Command: TypeAlias = AddRequest | AbortRequest | StopSample | RpcCall | CloseEngine
 
-# -- from the engine ---------------------------------------------------------------------------------------------------
+# -- from the engine process -------------------------------------------------------------------------------------------
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello"):
-    """The channel stands; its directory is not needed any more."""
+    """The channel is connected; its directory can be removed."""
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
-    """The engine takes requests. The fields are those of `Engine`; `summary` is for people."""
+    """The engine accepts requests. The fields are those of `Engine`; `summary` is for people."""
 
     vocab_size: Size
     max_model_len: Size
@@ -128,8 +131,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
 
 
 class SampleUpdate(msgspec.Struct, array_like=True, gc=False):
-    """What is new of one sample: the tokens of its output from `position` on. `logprobs` has an entry for each of them,
-    where they are asked for."""
+    """The new tokens of one sample, from `position` of its output on; `logprobs` has an entry for each if requested."""
 
     index: Index
     token_ids: list[Token]
@@ -140,7 +142,7 @@ class SampleUpdate(msgspec.Struct, array_like=True, gc=False):
 
 
 class RequestStats(msgspec.Struct, array_like=True, gc=False):
-    """Of a whole request, told with its first tokens and its last. Times are the monotonic clock's, in seconds."""
+    """Statistics of a request, sent with its first and last tokens. Times are from the monotonic clock, in seconds."""
 
     num_cached_tokens: Count
     num_preemptions: Count
@@ -150,18 +152,18 @@ class RequestStats(msgspec.Struct, array_like=True, gc=False):
 
 
 class RequestUpdate(msgspec.Struct, array_like=True, gc=False):
-    """What is new of one request. `prompt_logprobs` are those of the prompt's tokens from `prompt_position` on."""
+    """What is new of one request. `prompt_logprobs` covers the prompt's tokens from `prompt_position` on."""
 
     request_id: str
     samples: list[SampleUpdate]
     finished: bool = False
-    facts: RequestStats | None = None
+    stats: RequestStats | None = None
     prompt_position: Count = 0
     prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class RequestError(msgspec.Struct, array_like=True):
-    """A request that the engine does not take: a class of `octavo.errors`, and what it says."""
+    """A request that the engine rejects: the name of an exception of `octavo.errors`, and its fields."""
 
     request_id: str
     error: str
@@ -171,22 +173,24 @@ class RequestError(msgspec.Struct, array_like=True):
 
 
 class RpcReply(msgspec.Struct, array_like=True):
+    """The return value of an `RpcCall`, or its error."""
+
     number: Count
     value: Any = None
     error: str = ""
 
 
 class StepReport(msgspec.Struct, array_like=True, tag="step"):
-    """All that is new since the last one. `stats` comes along a few times a second."""
+    """Everything new since the previous report. `stats` is included a few times a second."""
 
     updates: list[RequestUpdate]
-    refusals: list[RequestError]
-    answers: list[RpcReply]
+    errors: list[RequestError]
+    replies: list[RpcReply]
     stats: StatsSnapshot | None = None
 
 
 class EngineFailed(msgspec.Struct, array_like=True, tag="failed"):
-    """The last words of an engine that cannot go on: a class of `octavo.errors`, or any other's name, and a line."""
+    """The last message of a failing engine: the name of an exception, of `octavo.errors` or any other, and its text."""
 
     error: str
     message: str
@@ -196,12 +200,12 @@ EngineMessage: TypeAlias = Hello | Ready | StepReport | EngineFailed
 
 
 class Heartbeat(msgspec.Struct, array_like=True, gc=False):
-    """The engine's process is alive, and how far it is.
+    """Sign of life of the engine process, with its progress.
 
-    num_steps   steps whose results have come
-    waited_s    how long it has been since the last of them, or since there was something to do; None: nothing is
-    allowed_s   how long that may be, going by steps of that size before
-    phase       what it does while it starts
+    num_steps   steps whose results have arrived
+    waited_s    seconds since the last result, or since work arrived; None: there is no work
+    allowed_s   limit for `waited_s`, from the times of earlier steps of that size
+    phase       the current phase of the start
     """
 
     num_steps: Count = 0
@@ -213,77 +217,80 @@ class Heartbeat(msgspec.Struct, array_like=True, gc=False):
 # -- tokens and parameters ---------------------------------------------------------------------------------------------
 
 
-def pack(token_ids: Any) -> bytes:
+def pack_tokens(token_ids: Any) -> bytes:
     return array("i", token_ids).tobytes()
 
 
-def unpack(data: bytes) -> array[int]:
-    """Raises `PromptError` for what is no list of int32."""
+def unpack_tokens(data: bytes) -> array[int]:
+    """Raises `PromptError` if the size is no multiple of an int32's."""
     token_ids = array("i")
     if len(data) % token_ids.itemsize:
-        text = f"{len(data)} bytes are no token ids, which take {token_ids.itemsize} each; send the message again"
+        text = f"{len(data)} bytes of token ids, which take {token_ids.itemsize} bytes each; send the message again"
         raise PromptError(text, param="prompt", code="invalid_token_id")
     token_ids.frombytes(data)
     return token_ids
 
 
 DEFAULTS = SamplingParams()
-HERE = frozenset({"bad_words", "detokenize", "output_kind", "skip_special_tokens", "spaces_between_special_tokens"})
-"""Parameters that concern text and telling, and so the process of the callers alone. A bad word travels as tokens."""
+CLIENT_ONLY = frozenset(
+    {"bad_words", "detokenize", "output_kind", "skip_special_tokens", "spaces_between_special_tokens"}
+)
+"""Parameters about text and output, which only the client process uses. Bad words are sent as tokens."""
 
 
 def params_to_wire(params: SamplingParams | BeamSearchParams) -> dict[str, Any]:
-    """What differs from the defaults."""
-    said = {}
+    """The parameters that differ from their defaults, without client-only ones."""
+    changed = {}
     for f in fields(params):
         default = getattr(DEFAULTS, f.name) if isinstance(params, SamplingParams) else f.default
         value = getattr(params, f.name)
-        if f.init and value != default and f.name not in HERE:
-            said[f.name] = value
+        if f.init and value != default and f.name not in CLIENT_ONLY:
+            changed[f.name] = value
     if isinstance(params, SamplingParams):
-        said.pop("stop", None)
-    return said
+        changed.pop("stop", None)
+    return changed
 
 
-def params_from_wire(said: Mapping[str, Any], is_beam_search: bool) -> SamplingParams | BeamSearchParams:
-    """Checked as any caller's are. Raises `ParameterError` or `UnknownOptionError`."""
+def params_from_wire(changed: Mapping[str, Any], is_beam_search: bool) -> SamplingParams | BeamSearchParams:
+    """Inverse of `params_to_wire`, with full validation. Raises `ParameterError` or `UnknownOptionError`."""
     if is_beam_search:
-        return BeamSearchParams(**said)
-    return SamplingParams(**said, detokenize=False, output_kind=RequestOutputKind.CUMULATIVE)
+        return BeamSearchParams(**changed)
+    return SamplingParams(**changed, detokenize=False, output_kind=RequestOutputKind.CUMULATIVE)
 
 
 _COMMAND = msgspec.msgpack.Decoder(Command)
 
 
-def encoded(command: Command) -> msgspec.Raw:
-    """As it goes to the engine, read again as the engine would: what that could not read would end it.
+def encode_command(command: Command) -> msgspec.Raw:
+    """Encode a command, and decode it as the engine would, which must never receive an unreadable one.
 
-    Raises `ParameterError` for a command that holds what it must not, an integer of more than 64 bits for one.
+    Raises `ParameterError` for a command with an invalid field, such as an integer of more than 64 bits.
     """
     try:
         data = msgspec.msgpack.encode(command)
         _COMMAND.decode(data)
     except Exception as error:
-        raise ParameterError(f"the engine cannot be told of it: {type(error).__name__}: {error}") from error
+        raise ParameterError(f"the request cannot be sent to the engine: {type(error).__name__}: {error}") from error
     return msgspec.Raw(data)
 
 
-# -- messages that cannot be read --------------------------------------------------------------------------------------
+# -- unreadable messages -----------------------------------------------------------------------------------------------
 
 MAX_SHOWN = 120
+"""Characters of an id or a reason in a log line."""
 DELIVERED = "delivered"
-"""The question by which a client sees whether it knows all that an engine has told."""
+"""RPC method that returns the delivered counts of all requests, by which a client detects lost messages."""
 BAD_MESSAGE = "bad_message"
-"""The code of a request that ends because of one."""
+"""Error code of a request that fails because of an unreadable message."""
 
 
 class BadMessage(NamedTuple):
     """A message, or a part of one, that is dropped.
 
-    what        which part of which message
+    what        the kind of message or part
     why         what is wrong with it
-    request_id  of the request that it names, None where no name can be read
-    is_add      it asks for a new request, or seems to: one of that name that runs already is not touched
+    request_id  the request that it names; None if no id can be read
+    is_add      it seems to add a request: then a running request of that id is not affected
     """
 
     what: str
@@ -292,8 +299,8 @@ class BadMessage(NamedTuple):
     is_add: bool = False
 
     def __str__(self) -> str:
-        name = "no request" if self.request_id is None else f"request {self.request_id!r:.{MAX_SHOWN}}"
-        return f"{self.what} of {name} cannot be used and is dropped: {' '.join(self.why.split())[:MAX_SHOWN]}"
+        name = "no known request" if self.request_id is None else f"request {self.request_id!r:.{MAX_SHOWN}}"
+        return f"{self.what} of {name} is unusable and is dropped: {' '.join(self.why.split())[:MAX_SHOWN]}"
 
 
 _COMMAND_LIST = msgspec.msgpack.Decoder(list[Command])
@@ -301,63 +308,63 @@ _RAW_LIST = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _MESSAGE = msgspec.msgpack.Decoder(EngineMessage)
 _PARTS: tuple[tuple[str, msgspec.msgpack.Decoder[Any]], ...] = (
     ("an update", msgspec.msgpack.Decoder(RequestUpdate)),
-    ("a refusal", msgspec.msgpack.Decoder(RequestError)),
-    ("an answer", msgspec.msgpack.Decoder(RpcReply)),
+    ("an error", msgspec.msgpack.Decoder(RequestError)),
+    ("a reply", msgspec.msgpack.Decoder(RpcReply)),
 )
-"""Of a `StepReport`, in order."""
+"""The fields of a `StepReport`, in order."""
 
 
 def read_commands(data: bytes) -> tuple[list[Command], list[BadMessage]]:
-    """What an engine receives: the commands that can be read, and what cannot."""
+    """Decode what an engine receives: the readable commands, and the unreadable ones."""
     try:
         return _COMMAND_LIST.decode(data), []
-    except Exception as error:  # besides msgspec's own, RecursionError and UnicodeDecodeError
+    except Exception as error:  # also RecursionError and UnicodeDecodeError
         return _read_each("a command", data, _COMMAND, 1, error)
 
 
 def read_message(data: bytes) -> tuple[EngineMessage | None, list[BadMessage]]:
-    """What an engine's client receives, as `read_commands`."""
+    """Decode what a client receives, as `read_commands` does."""
     try:
         return _MESSAGE.decode(data), []
     except Exception as error:
         try:
             tag, *parts = _RAW_LIST.decode(data)
             if msgspec.msgpack.decode(tag) != "step" or len(parts) < len(_PARTS):
-                raise ValueError("it is no step")
+                raise ValueError("no step report")
         except Exception:
             return None, [BadMessage(f"a message of {len(data)} bytes", str(error))]
     read = [_read_each(what, part, decoder, 0) for (what, decoder), part in zip(_PARTS, parts, strict=False)]
-    updates, refusals, answers = (good for good, _ in read)
-    return StepReport(updates, refusals, answers), [bad for _, bads in read for bad in bads]
+    updates, errors, replies = (good for good, _ in read)
+    return StepReport(updates, errors, replies), [bad for _, bads in read for bad in bads]
 
 
 def _read_each(
-    what: str, data: bytes, decoder: msgspec.msgpack.Decoder[Any], place: int, error: Exception | None = None
+    what: str, data: bytes, decoder: msgspec.msgpack.Decoder[Any], id_index: int, error: Exception | None = None
 ) -> tuple[list[Any], list[BadMessage]]:
-    """The elements of a list, each by itself. `place`: where an element has the name of its request."""
+    """Decode the elements of a list one by one. `id_index`: the index of the request id in an element."""
     try:
         elements = _RAW_LIST.decode(data)
-    except Exception as none:
-        return [], [BadMessage(f"a message of {len(data)} bytes", str(error or none))]
+    except Exception as list_error:
+        return [], [BadMessage(f"a message of {len(data)} bytes", str(error or list_error))]
     good, bad = [], []
     for element in elements:
         try:
             good.append(decoder.decode(element))
         except Exception as error:
-            bad.append(_named(BadMessage(what, f"{type(error).__name__}: {error}"), element, place))
+            bad.append(_with_request_id(BadMessage(what, f"{type(error).__name__}: {error}"), element, id_index))
     return good, bad
 
 
-def _named(bad: BadMessage, element: msgspec.Raw, place: int) -> BadMessage:
+def _with_request_id(bad: BadMessage, element: msgspec.Raw, id_index: int) -> BadMessage:
     with contextlib.suppress(Exception):
-        fields = [msgspec.msgpack.decode(field) for field in _RAW_LIST.decode(element)[: place + 1]]
-        if isinstance(fields[place], str):
-            return bad._replace(request_id=fields[place], is_add=place > 0 and fields[0] == "add")
+        fields = [msgspec.msgpack.decode(field) for field in _RAW_LIST.decode(element)[: id_index + 1]]
+        if isinstance(fields[id_index], str):
+            return bad._replace(request_id=fields[id_index], is_add=id_index > 0 and fields[0] == "add")
     return bad
 
 
-def sendable(text: str) -> str:
-    """Text that a message can hold: without lone surrogates, which the name of a file may bring."""
+def encodable(text: str) -> str:
+    """Text that a message can hold: escapes lone surrogates, which file names may contain."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -365,13 +372,15 @@ def sendable(text: str) -> str:
 
 
 DRAIN_S = 0.003
-"""How long messages are taken in before others on the loop have their turn."""
+"""Longest run of reading messages before other tasks on the loop run."""
 
 
 class Channel:
-    """One end of the pair. Sending never waits: what the other side has not read yet is kept. What is sent when there
-    is no other side is lost; whether there is one, the lifeline knows. Each part of a message of several is a message
-    to its reader."""
+    """One end of the ZeroMQ pair. Sending never blocks: unread messages are queued.
+
+    Messages sent without a peer are lost; the lifeline detects a missing peer. Each part of a multipart message is a
+    message to its reader.
+    """
 
     def __init__(self, *, bind: str = "", connect: str = "") -> None:
         self._context = zmq.Context()
@@ -394,30 +403,29 @@ class Channel:
     def send(self, message: Any) -> None:
         with contextlib.suppress(zmq.Again):
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
-        if self._loop is not None:  # sending may have swallowed the signal that something came
+        if self._loop is not None:  # sending may consume the edge that signals an arrival
             self._loop.call_soon(self._drain)
 
     def receive(self, timeout_s: float | None = None) -> bytes | None:
-        """The next message; waits at most that long for it, for ever if None."""
+        """The next message; None after `timeout_s` without one. A timeout of None waits for ever."""
         if self._socket.poll(None if timeout_s is None else round(timeout_s * 1000)):
             return self._socket.recv()
         return None
 
     def attach(self, loop: asyncio.AbstractEventLoop, on_data: Callable[[bytes], None]) -> None:
-        """From now on each message is handed over on this loop."""
+        """Call `on_data` on this loop with each message from now on."""
         self._loop, self._on_data, self._fd = loop, on_data, int(self._socket.getsockopt(zmq.FD))
         loop.add_reader(self._fd, self._drain)
         loop.call_soon(self._drain)
 
     def _drain(self) -> None:
-        """The descriptor signals edges: all that is there must be read before it signals again. Where that takes long,
-        others on the loop have their turn in between."""
+        """Read all available messages, since the descriptor signals edges; lets other tasks run if that takes long."""
         begin = time.monotonic()
         while self._on_data is not None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             try:
                 self._on_data(self._socket.recv(zmq.NOBLOCK))
             except BaseException:
-                if self._loop is not None:  # what comes behind a message that fails is read all the same
+                if self._loop is not None:  # the messages after a failing one are read, too
                     self._loop.call_soon(self._drain)
                 raise
             if time.monotonic() - begin > DRAIN_S and self._loop is not None:
@@ -425,7 +433,7 @@ class Channel:
                 return
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Waits at most that long for what was sent to get out. A second call does nothing."""
+        """Wait up to `linger_s` for sent messages to leave. A second call does nothing."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._fd)
         self._loop = self._on_data = None
@@ -435,15 +443,15 @@ class Channel:
 
 
 class Lifeline:
-    """One end of a pair of sockets. A message is read as it was written, or not at all."""
+    """One end of a socket pair that keeps message boundaries."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
 
     @staticmethod
     def pair() -> tuple[Lifeline, Lifeline]:
-        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        return Lifeline(here), Lifeline(there)
+        parent, child = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return Lifeline(parent), Lifeline(child)
 
     @staticmethod
     def inherited(fd: int) -> Lifeline:
@@ -453,12 +461,12 @@ class Lifeline:
         return self._socket.fileno()
 
     def send(self, message: Any, *, wait: bool = False) -> None:
-        """Without `wait`, dropped if the other side has not read for long. Raises `OSError` if it is gone."""
+        """Send a message; without `wait` it is dropped if the buffer is full. Raises `OSError` if the peer is gone."""
         with contextlib.suppress(BlockingIOError):
             self._socket.send(msgspec.msgpack.encode(message), 0 if wait else socket.MSG_DONTWAIT)
 
     def receive(self, *, wait: bool = True) -> bytes | None:
-        """The next message, b"" when the other side is gone; None when there is none and nobody waits."""
+        """The next message; b"" if the peer is gone, None if there is none and `wait` is False."""
         try:
             return self._socket.recv(1 << 20, 0 if wait else socket.MSG_DONTWAIT)
         except BlockingIOError:

@@ -1,11 +1,11 @@
-"""Keeps an engine going in a process of its own: starts it, watches it, and starts it again when it dies or hangs.
+"""Supervisor of the engine process: starts it, watches it, and restarts it when it dies or hangs.
 
     starting ---> running <---> restarting
         |                            |
-        +--------> failed <----------+   the first start, or three in a row, came to nothing
+        +--------> failed <----------+   the first start failed, or MAX_FAILED_STARTS in a row
 
-A process that dies is noticed at once, because its lifeline breaks. One that hangs is noticed by its silence, or by a
-step that takes far longer than such steps do; a step that is slow but not beyond that is never cut off.
+A dead process is noticed at once, because its lifeline breaks. A hung one is noticed by missing heartbeats, or by a
+step that takes far longer than earlier steps of its size; a slow step within that limit is never interrupted.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ from octavo.errors import EngineError, OctavoError
 logger = logging.getLogger("octavo.supervisor")
 
 ENGINE_COMMAND = (sys.executable, *(("-O",) if sys.flags.optimize else ()), "-P", "-m", "octavo.frontend.engine_main")
-"""-P: what lies in the working directory is not imported."""
-MOST_FAILURES = 3
-"""Starts in a row that come to nothing before the engine is given up."""
-WORKS = 0.1
-"""A process that uses more than this share of a core works, though it may not get to say so."""
+"""-P: import nothing from the working directory."""
+MAX_FAILED_STARTS = 3
+"""Failed restarts in a row after which the engine counts as failed."""
+BUSY_CPU_SHARE = 0.1
+"""A process that uses more than this share of a core is working, even if it cannot send heartbeats."""
 SOCKET_PATH_CHARS = 90
-"""A Unix socket's path has 107 at most; a longer directory for temporary files is not used."""
+"""Longest usable directory for temporary files: the path of a Unix socket has at most 107 characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTimeouts:
-    """How long to wait for an engine, in seconds.
+    """How long to wait for an engine process, in seconds.
 
-    silence_s       without a sign of life, and without work
-    step_s          in one step, if the steps before do not let expect longer ones
-    start_s         without a sign of life while it starts, or works: importing modules and compiling kernels can hold
-                    up all of a process's threads
-    close_s         that it may take to leave when it is told to
-    retry_s         between a start that came to nothing and the next; then twice as long
+    silence_s       without a heartbeat while the process is idle
+    step_s          for one step, unless earlier steps predict a longer one
+    start_s         without a heartbeat while the process starts or works: importing modules and compiling kernels can
+                    block all its threads
+    close_s         for the process to exit when it is closed
+    retry_s         between a failed start and the next; grows with each failure
     """
 
     silence_s: float = 10.0
@@ -77,52 +77,52 @@ class EngineTimeouts:
 
 
 class EngineProcess:
-    """One life of an engine, on the running event loop: its process, the channel, and the lifeline.
+    """One run of the engine process, watched on the running event loop: its process, channel and lifeline.
 
-    on_step   called with each `StepReport` that it sends; on_bad: with each `BadMessage`
+    on_step   called with each `StepReport`; on_bad: with each `BadMessage`
     """
 
     TICK_S = 0.25
-    LAST_WORDS_S = 0.05
-    """How long to listen after the end for what was said before it."""
+    DRAIN_S = 0.05
+    """How long to keep reading after the process has died."""
 
     def __init__(
         self,
         command: Sequence[str],
         options: dict[str, Any],
-        limits: EngineTimeouts,
+        timeouts: EngineTimeouts,
         on_step: Callable[[StepReport], None],
         on_bad: Callable[[BadMessage], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._limits = limits
+        self._timeouts = timeouts
         self._on_step, self._on_bad = on_step, on_bad
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
-        self._over = asyncio.Event()
-        self._last_words: EngineFailed | None = None
-        self.was_killed = False  # from outside: by a person, or by a system that is short of memory
-        self._beat, self._beat_at = Heartbeat(phase="starting"), time.monotonic()
-        self._cpu_s = 0.0  # that the process had used then
-        self._beats = msgspec.msgpack.Decoder(Heartbeat)
-        self._lifeline, there = Lifeline.pair()
-        with contextlib.ExitStack() as undo, contextlib.closing(there):
+        self._died = asyncio.Event()
+        self._failure: EngineFailed | None = None
+        self.was_killed = False  # by SIGKILL from outside: a person, or a system out of memory
+        self._heartbeat, self._heartbeat_at = Heartbeat(phase="starting"), time.monotonic()
+        self._cpu_s = 0.0  # CPU time of the process at that heartbeat
+        self._decoder = msgspec.msgpack.Decoder(Heartbeat)
+        self._lifeline, child_end = Lifeline.pair()
+        with contextlib.ExitStack() as undo, contextlib.closing(child_end):
             undo.callback(self._lifeline.close)
-            # Nobody but this user may enter it, and it is gone as soon as the engine has been there.
-            long = len(tempfile.gettempdir()) > SOCKET_PATH_CHARS
-            self._directory = tempfile.mkdtemp(prefix="octavo-", dir="/tmp" if long else None)
-            undo.callback(self._leave_directory)
+            # Private to this user, and removed as soon as the engine has connected.
+            is_long = len(tempfile.gettempdir()) > SOCKET_PATH_CHARS
+            self._directory = tempfile.mkdtemp(prefix="octavo-", dir="/tmp" if is_long else None)
+            undo.callback(self._remove_directory)
             self._channel = Channel(bind=endpoint_in(self._directory))
             undo.callback(self._channel.close)
             self._process = subprocess.Popen(
-                [*command, str(there.fileno())],
+                [*command, str(child_end.fileno())],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[there.fileno()],
-                process_group=0,  # Ctrl-C is for this process; and what it starts itself ends with it
+                pass_fds=[child_end.fileno()],
+                process_group=0,  # Ctrl-C reaches this process only, and `kill` its child processes, too
             )
             undo.pop_all()
         self._lifeline.send(Launch(endpoint_in(self._directory), options, logs.current_settings()), wait=True)
-        self._channel.attach(self._loop, self._take_in)
-        self._loop.add_reader(self._lifeline.fileno(), self._listen)
+        self._channel.attach(self._loop, self._on_data)
+        self._loop.add_reader(self._lifeline.fileno(), self._on_lifeline)
 
     @property
     def pid(self) -> int:
@@ -130,72 +130,72 @@ class EngineProcess:
 
     @property
     def last_step_age_s(self) -> float | None:
-        waited = self._beat.waited_s
-        return None if waited is None else waited + time.monotonic() - self._beat_at
+        waited = self._heartbeat.waited_s
+        return None if waited is None else waited + time.monotonic() - self._heartbeat_at
 
     def send(self, commands: list[msgspec.Raw]) -> None:
         self._channel.send(commands)
 
     async def ready(self) -> Ready:
-        """Wait until it takes requests. Raises what kept it from that."""
+        """Wait until the engine accepts requests. Raises the error that prevented it."""
         down = asyncio.ensure_future(self.down())
         either: list[asyncio.Future[Any]] = [self._ready, down]
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if self._ready.done():
                 return self._ready.result()
-            raise self._cause(await down)
+            raise self._start_error(await down)
         finally:
             down.cancel()
 
     async def down(self) -> str:
-        """Wait until it has died, or must be taken for hung; why, in one line."""
+        """Wait until the process has died or counts as hung; returns the reason in one line."""
         before = time.monotonic()
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._over.wait(), self.TICK_S)
-                await asyncio.sleep(self.LAST_WORDS_S)
+                await asyncio.wait_for(self._died.wait(), self.TICK_S)
+                await asyncio.sleep(self.DRAIN_S)
                 return await asyncio.to_thread(self._reap)
             now = time.monotonic()
             on_time, before = now - before < 4 * self.TICK_S, now
-            # Who was held up himself has not read what was said to him.
-            if on_time and (why := self._hangs(now)):
+            # If this loop was blocked, heartbeats may be unread.
+            if on_time and (why := self._hang_reason(now)):
                 return why
 
-    def _hangs(self, now: float) -> str:
-        limits, beat = self._limits, self._beat
-        silence = now - self._beat_at
-        if silence > limits.silence_s:
-            works = not self._ready.done() or cpu_time_s(self.pid) - self._cpu_s > WORKS * silence
-            if not works or silence > limits.start_s:
-                return f"it gave no sign of life for {silence:.1f} s"
-        allowed = max(limits.step_s, beat.allowed_s)
-        if beat.waited_s is not None and beat.waited_s > allowed:
-            return f"a step took {beat.waited_s:.1f} s, where at most {allowed:.1f} s were to be expected"
+    def _hang_reason(self, now: float) -> str:
+        timeouts, heartbeat = self._timeouts, self._heartbeat
+        silence = now - self._heartbeat_at
+        if silence > timeouts.silence_s:
+            is_working = not self._ready.done() or cpu_time_s(self.pid) - self._cpu_s > BUSY_CPU_SHARE * silence
+            if not is_working or silence > timeouts.start_s:
+                return f"it sent no heartbeat for {silence:.1f} s"
+        allowed = max(timeouts.step_s, heartbeat.allowed_s)
+        if heartbeat.waited_s is not None and heartbeat.waited_s > allowed:
+            return f"a step took {heartbeat.waited_s:.1f} s, and the limit was {allowed:.1f} s"
         return ""
 
-    def _cause(self, why: str) -> OctavoError:
-        """Why it did not start."""
-        if self._last_words is not None:
-            return rebuild_error(self._last_words.error, self._last_words.message)
-        return EngineError(f"the engine process ended while {self._beat.phase}: {why}")
+    def _start_error(self, why: str) -> OctavoError:
+        """The error of a failed start."""
+        if self._failure is not None:
+            return rebuild_error(self._failure.error, self._failure.message)
+        return EngineError(f"the engine process ended while {self._heartbeat.phase}: {why}")
 
     def _reap(self) -> str:
-        """Wait for the end of a process that has let go of its lifeline; how it ended."""
+        """Wait for a process whose lifeline broke; returns how it ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(1.0)
-            if self._last_words is not None:
-                return f"{self._last_words.error}: {self._last_words.message}"
+            if self._failure is not None:
+                return f"{self._failure.error}: {self._failure.message}"
             if code >= 0:
-                return f"it left with exit code {code}"
+                return f"it exited with code {code}"
             self.was_killed = code == -signal.SIGKILL
             hint = "; the system may have run out of memory" if self.was_killed else ""
             return f"it was killed by {signal.Signals(-code).name}{hint}"
         return "it closed its lifeline"
 
-    # -- what it says --------------------------------------------------------------------------------------------------
+    # -- messages ------------------------------------------------------------------------------------------------------
 
-    def _take_in(self, data: bytes) -> None:
+    def _on_data(self, data: bytes) -> None:
         report, bad = read_message(data)
         for message in bad:
             self._on_bad(message)
@@ -204,58 +204,59 @@ class EngineProcess:
         if isinstance(report, StepReport):
             self._on_step(report)
         elif isinstance(report, Hello):
-            self._leave_directory()
+            self._remove_directory()
         elif isinstance(report, EngineFailed):
-            self._last_words = report
+            self._failure = report
         elif not self._ready.done():
             self._ready.set_result(report)
 
-    def _listen(self) -> None:
+    def _on_lifeline(self) -> None:
         while (data := self._lifeline.receive(wait=False)) is not None:
             if not data:
                 self._loop.remove_reader(self._lifeline.fileno())
-                self._over.set()
+                self._died.set()
                 return
             try:
-                self._beat, self._beat_at = self._beats.decode(data), time.monotonic()
+                self._heartbeat, self._heartbeat_at = self._decoder.decode(data), time.monotonic()
             except Exception as error:
-                self._on_bad(BadMessage(f"a beat of {len(data)} bytes", str(error)))
+                self._on_bad(BadMessage(f"a heartbeat of {len(data)} bytes", str(error)))
                 continue
             self._cpu_s = cpu_time_s(self.pid)
 
-    def _leave_directory(self) -> None:
+    def _remove_directory(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    # -- the end -------------------------------------------------------------------------------------------------------
+    # -- shutdown ------------------------------------------------------------------------------------------------------
 
-    def leave(self) -> None:
-        """Tell it to leave, and give it a moment."""
+    def request_exit(self) -> None:
+        """Ask the process to exit, and wait up to `close_s`."""
         self._channel.send([CloseEngine()])
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(self._limits.close_s)
+            self._process.wait(self._timeouts.close_s)
 
     def kill(self) -> None:
-        """With whatever it has started. Nothing of it is heard any more. A second call does nothing."""
+        """Kill the process and its children, and read nothing more from it. A second call does nothing."""
         if self._lifeline.fileno() >= 0:
             self._loop.remove_reader(self._lifeline.fileno())
             self._lifeline.close()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._channel.close()
-            self._leave_directory()
+            self._remove_directory()
 
     def wait(self) -> None:
-        """Until a killed one is gone: giving back gigabytes takes its time."""
+        """Wait until a killed process has exited: freeing gigabytes takes time."""
         self._process.wait()
 
 
 class Supervisor:
-    """One engine after another. All of it happens on the event loop on which `start` is awaited.
+    """Runs one engine process after another, on the event loop on which `start` is awaited.
 
-    options           of `octavo.config.EngineArgs`
-    on_ready, on_down called when an engine has come up, and when it has gone; and whether that may be for what it did
-    on_step           called with what an engine tells; on_bad: with what of it cannot be read
-    on_failed         called with the root cause, when there will be none any more
+    options    fields of `octavo.config.EngineArgs`
+    on_ready   called when an engine has started
+    on_down    called when an engine has gone, with False if something outside killed it
+    on_step    called with each step report; on_bad: with each unreadable message
+    on_failed  called with the root cause when there will be no further engine
     """
 
     def __init__(
@@ -268,9 +269,9 @@ class Supervisor:
         on_down: Callable[[bool], None],
         on_failed: Callable[[OctavoError], None],
         command: Sequence[str] = ENGINE_COMMAND,
-        limits: EngineTimeouts | None = None,
+        timeouts: EngineTimeouts | None = None,
     ) -> None:
-        self._options, self._command, self._limits = options, command, limits or EngineTimeouts()
+        self._options, self._command, self._timeouts = options, command, timeouts or EngineTimeouts()
         self._on_ready, self._on_step, self._on_bad = on_ready, on_step, on_bad
         self._on_down, self._on_failed = on_down, on_failed
         self._process: EngineProcess | None = None
@@ -281,16 +282,16 @@ class Supervisor:
         self._num_restarts = 0
 
     async def start(self) -> None:
-        """Raises the root cause if the first engine does not come up; nothing of it is left then."""
+        """Start the first engine. Raises the root cause if that fails, and leaves nothing running then."""
         try:
-            await self._come_up()
+            await self._start_process()
         except BaseException as error:
             self._enter("failed", str(error))
             raise
         self._task = asyncio.create_task(self._watch(), name="octavo-supervisor")
 
     def send(self, commands: list[msgspec.Raw]) -> None:
-        """To an engine that runs."""
+        """Send commands to the running engine."""
         assert self._process is not None
         self._process.send(commands)
 
@@ -300,7 +301,7 @@ class Supervisor:
 
     @property
     def pid(self) -> int | None:
-        """Of the engine that is there."""
+        """The process id of the current engine."""
         return None if self._process is None else self._process.pid
 
     def health(self) -> Health:
@@ -308,14 +309,14 @@ class Supervisor:
         return Health(self._state, time.monotonic() - self._since, age, self._num_restarts, self._reason)
 
     def close(self) -> None:
-        """Ends the engine, and waits for that; a second call does nothing. On the event loop, and only briefly."""
+        """Close the engine process and wait for its exit. Call it on the event loop; a second call does nothing."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
         if self._state != "failed":
             self._enter("failed", "it was shut down")
         if self._process is not None:
-            self._process.leave()
+            self._process.request_exit()
             self._process.kill()
             self._process.wait()
             self._process = None
@@ -323,20 +324,22 @@ class Supervisor:
     def _enter(self, state: Literal["starting", "running", "restarting", "failed"], reason: str) -> None:
         self._state, self._reason, self._since = state, reason, time.monotonic()
 
-    async def _come_up(self) -> None:
+    async def _start_process(self) -> None:
         try:
-            self._process = EngineProcess(self._command, self._options, self._limits, self._on_step, self._on_bad)
+            self._process = EngineProcess(self._command, self._options, self._timeouts, self._on_step, self._on_bad)
         except OSError as error:
-            raise EngineError(f"no process for the engine: {error}; is there room for files and processes?") from error
+            raise EngineError(
+                f"the engine process cannot be started: {error}; check the limits on files and processes"
+            ) from error
         try:
             ready = await self._process.ready()
         except BaseException:
-            await self._make_sure_it_is_gone()
+            await self._kill_process()
             raise
         self._enter("running", self._reason)
         self._on_ready(ready)
 
-    async def _make_sure_it_is_gone(self) -> None:
+    async def _kill_process(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -350,24 +353,24 @@ class Supervisor:
             self._enter("restarting", why)
             self._num_restarts += 1
             self._on_down(not self._process.was_killed)
-            logger.error("the engine process is started again: %s", why)
-            await self._make_sure_it_is_gone()
-            for failures in range(1, MOST_FAILURES + 1):
+            logger.error("restarting the engine process: %s", why)
+            await self._kill_process()
+            for failures in range(1, MAX_FAILED_STARTS + 1):
                 try:
-                    await self._come_up()
+                    await self._start_process()
                     break
                 except OctavoError as error:
-                    logger.error("the engine does not come up (%d of %d): %s", failures, MOST_FAILURES, error)
-                    if failures == MOST_FAILURES:
+                    logger.error("the engine does not start (attempt %d of %d): %s", failures, MAX_FAILED_STARTS, error)
+                    if failures == MAX_FAILED_STARTS:
                         self._enter("failed", str(error))
                         self._on_failed(error)
                         return
-                await asyncio.sleep(self._limits.retry_s * failures)
-            logger.warning("the engine runs again, after %.1f s", time.monotonic() - begin)
+                await asyncio.sleep(self._timeouts.retry_s * failures)
+            logger.warning("the engine runs again after %.1f s", time.monotonic() - begin)
 
 
 def rebuild_error(name: str, message: str, param: str | None = None, code: str | None = None) -> OctavoError:
-    """An exception that was raised in another process. Of a class that is none of ours, the name is said."""
+    """The exception for an error of another process; an `EngineError` for names outside `octavo.errors`."""
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, OctavoError):
         return kind(message, param=param, code=code)
@@ -375,10 +378,10 @@ def rebuild_error(name: str, message: str, param: str | None = None, code: str |
 
 
 def cpu_time_s(pid: int) -> float:
-    """That a process has used, with all its threads; 0 where the system has no /proc to tell."""
+    """CPU seconds that a process has used, with all its threads; 0 on systems without /proc."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            numbers = file.read().rpartition(")")[2].split()  # before it stands the command, which may hold anything
+            numbers = file.read().rpartition(")")[2].split()  # the command comes before it, and may contain anything
     except OSError:
         return 0.0
     return (int(numbers[11]) + int(numbers[12])) / os.sysconf("SC_CLK_TCK")

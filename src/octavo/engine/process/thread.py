@@ -1,12 +1,12 @@
-"""An engine on a thread of its own, for readers on event loops.
+"""The engine on its own thread, for readers on event loops.
 
-    event loops                                     the engine's thread
-    -----------                                     -------------------
-    open() -> OutputQueue --- calls, in order -----------> add, abort, ... between two steps
-    await mail.read() <-- wake-up --- OutputQueue <------- the outputs of a step
+    event loops                                          engine thread
+    -----------                                          -------------
+    open_queue() -> OutputQueue --- calls, in order ---> add, abort, ... between two steps
+    await queue.get() <-- wake-up --- OutputQueue <----- outputs of a step
 
-The thread blocks while there is nothing to do, and nothing here blocks an event loop. A mailbox holds one output at
-most: whoever reads slowly gets outputs merged, and costs no memory.
+The thread blocks while there is no work, and nothing here blocks an event loop. A queue holds at most one output: a
+slow reader gets merged outputs and costs no memory.
 """
 
 from __future__ import annotations
@@ -16,51 +16,50 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import TypeVar
 
 from octavo.engine.engine import Engine
-from octavo.engine.outputs import CompletionOutput, RequestOutput
+from octavo.engine.outputs import RequestOutput, merge_outputs
 from octavo.errors import EngineError, OctavoError, ParameterError
 
 T = TypeVar("T")
 
 
 class OutputQueue:
-    """What one request has to tell its reader, who waits on the event loop on which the mailbox was made.
+    """The outputs of one request for its reader, on the event loop that created the queue.
 
-    joins   each output tells what is new (deltas), so that two make one; else the newer output replaces the older
+    merge   outputs are deltas, so unread ones are merged; otherwise a newer output replaces an unread one
     """
 
-    def __init__(self, request_id: str, *, joins: bool) -> None:
+    def __init__(self, request_id: str, *, merge: bool) -> None:
         self.request_id = request_id
         self.loop = asyncio.get_running_loop()
-        self._joins = joins
-        self._there = asyncio.Event()
+        self._merge = merge
+        self._ready = asyncio.Event()
         self._lock = threading.Lock()
         self._output: RequestOutput | None = None
         self._error: EngineError | None = None
 
-    async def read(self) -> RequestOutput:
-        """The next output, as soon as there is one. What was told before an error comes before it."""
+    async def get(self) -> RequestOutput:
+        """Wait for the next output. Raises the engine's error once all earlier outputs are read."""
         if asyncio.get_running_loop() is not self.loop:
-            raise EngineError("this iterator was begun on another event loop; read it there")
+            raise EngineError("this iterator was started on another event loop; read it there")
         while True:
             with self._lock:
                 output, self._output = self._output, None
                 if output is not None:
                     return output
                 if self._error is not None:
-                    raise again(self._error)
-                self._there.clear()
-            await self._there.wait()
+                    raise copy_error(self._error)
+                self._ready.clear()
+            await self._ready.wait()
 
     def put(self, output: RequestOutput) -> bool:
-        """From the engine's thread. Whether the reader has to be woken: not where an older output still lies."""
+        """Add an output from the engine thread. True if the reader must be woken: no unread output was left."""
         with self._lock:
             older, self._output = self._output, output
-            if older is not None and self._joins:
-                self._output = joined(older, output)
+            if older is not None and self._merge:
+                self._output = merge_outputs(older, output)
             return older is None
 
     def fail(self, error: EngineError) -> None:
@@ -68,51 +67,35 @@ class OutputQueue:
             self._error = error
 
     def wake(self) -> None:
-        """On the reader's loop."""
-        self._there.set()
+        """Wake the reader; call it on the reader's loop."""
+        self._ready.set()
 
 
 E = TypeVar("E", bound=OctavoError)
 
 
-def again(error: E) -> E:
-    """The same for one more reader: an exception that many raise would gather the tracebacks of all."""
+def copy_error(error: E) -> E:
+    """A copy for one more reader: an exception raised by many would collect all their tracebacks."""
     copy = type(error)(str(error), param=error.param, code=error.code)
     copy.__cause__ = error.__cause__
     return copy
 
 
-def joined(older: RequestOutput, newer: RequestOutput) -> RequestOutput:
-    """Two outputs that tell what is new, as one."""
-    parts = {c.index: c for c in older.outputs}
-    for c in newer.outputs:
-        parts[c.index] = _joined(parts[c.index], c) if c.index in parts else c
-    prompt_logprobs = older.prompt_logprobs if newer.prompt_logprobs is None else newer.prompt_logprobs
-    return replace(newer, outputs=[parts[index] for index in sorted(parts)], prompt_logprobs=prompt_logprobs)
-
-
-def _joined(older: CompletionOutput, newer: CompletionOutput) -> CompletionOutput:
-    both = replace(newer, text=older.text + newer.text, token_ids=[*older.token_ids, *newer.token_ids])
-    if older.logprobs is not None and newer.logprobs is not None:
-        both.logprobs = [*older.logprobs, *newer.logprobs]
-    return both
-
-
 class EngineThread:
-    """Owns an engine: from now on nobody else touches it but through `call`. Safe to use from any thread.
+    """Owns an engine; everything else accesses it through `call`. All methods are thread-safe.
 
-    When a step raises what only a bug or a lost device raises, the engine is dead: every reader gets an `EngineError`,
-    and so does whoever asks for anything later.
+    The engine is dead once a step raises an unexpected error, or the device is lost. Then every reader and every later
+    call gets an `EngineError`.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._mail: dict[str, OutputQueue] = {}
-        self._lock = threading.Lock()  # over `_mail`, `_error`, and the order of calls and the end
+        self._queues: dict[str, OutputQueue] = {}
+        self._lock = threading.Lock()  # guards `_queues`, `_error`, and the order of calls and shutdown
         self._error: EngineError | None = None
         self._closing = False
-        self._thread = threading.Thread(target=self._work, name="octavo-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
         self._thread.start()
 
     @property
@@ -120,14 +103,14 @@ class EngineThread:
         return self._error is None
 
     def call(self, work: Callable[[Engine], T]) -> Future[T]:
-        """Do something with the engine between two steps. Its result, or what it raises."""
+        """Call `work` with the engine between two steps; the future has its result or exception."""
         future: Future[T] = Future()
 
-        def carry_out() -> None:
+        def execute() -> None:
             if not future.set_running_or_notify_cancel():
                 return
             if self._error is not None:
-                future.set_exception(again(self._error))
+                future.set_exception(copy_error(self._error))
                 return
             try:
                 future.set_result(work(self._engine))
@@ -136,61 +119,61 @@ class EngineThread:
 
         with self._lock:
             if self._error is not None:
-                raise again(self._error)
-            self._calls.put(carry_out)
+                raise copy_error(self._error)
+            self._calls.put(execute)
         return future
 
-    def open(self, request_id: str, *, joins: bool = False) -> OutputQueue:
-        """The mailbox of a request that is about to be added; on a running event loop."""
-        mail = OutputQueue(request_id, joins=joins)
+    def open_queue(self, request_id: str, *, merge: bool = False) -> OutputQueue:
+        """Create the output queue of a request to be added; call it on a running event loop."""
+        outputs = OutputQueue(request_id, merge=merge)
         with self._lock:
             if self._error is not None:
-                raise again(self._error)
-            if request_id in self._mail:
+                raise copy_error(self._error)
+            if request_id in self._queues:
                 raise ParameterError(
                     f"a request {request_id!r} is running already; ids must differ", param="request_id"
                 )
-            self._mail[request_id] = mail
-        return mail
+            self._queues[request_id] = outputs
+        return outputs
 
-    def leave(self, mail: OutputQueue) -> None:
-        """Its reader has gone: the request is aborted, if it still runs, before the next step is planned."""
+    def close_queue(self, outputs: OutputQueue) -> None:
+        """Close the queue of a reader that leaves; a running request is aborted before the next step is scheduled."""
         with self._lock:
-            if self._mail.get(mail.request_id) is not mail:
-                return  # it has finished, or the engine has
-            self._calls.put(lambda: self._forget(mail))
+            if self._queues.get(outputs.request_id) is not outputs:
+                return  # the request or the engine has ended
+            self._calls.put(lambda: self._abort_unread(outputs))
 
     def abort(self, request_id: str) -> Future[bool]:
-        """End a request; its reader gets what there is of it, as a last output. Whether it was running."""
+        """Abort a request; its reader gets a last output. The future is True if the request was running."""
         return self.call(lambda engine: self._abort(engine, request_id))
 
     def close(self) -> None:
-        """End everything; waits for the step that runs. A second call does nothing."""
+        """Shut the engine down after the current step. A second call does nothing."""
         self._closing = True
-        self._calls.put(lambda: None)  # wakes it
+        self._calls.put(lambda: None)  # wakes the thread
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    # -- on the engine's thread ----------------------------------------------------------------------------------------
+    # -- on the engine thread ------------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
-        error = EngineError("the engine is closed; make a new one")
+    def _run(self) -> None:
+        error = EngineError("the engine is closed; create a new one")
         try:
             while not self._closing:
-                self._calls.get()()  # here it sleeps
+                self._calls.get()()  # blocks while there is no work
                 with self._engine.gc_pause:
                     while self._engine.has_work and not self._closing:
-                        self._carry_out_calls()
-                        self._post(self._engine.step())
+                        self._execute_calls()
+                        self._deliver(self._engine.step())
         except BaseException as cause:
             if self._engine.recorder is not None:
                 self._engine.recorder.dump_last("crash")
             error = EngineError(f"the engine died: {type(cause).__name__}: {cause}")
             error.__cause__ = cause
         finally:
-            self._end(error)
+            self._shut_down(error)
 
-    def _carry_out_calls(self) -> None:
+    def _execute_calls(self) -> None:
         while True:
             try:
                 call = self._calls.get_nowait()
@@ -201,53 +184,53 @@ class EngineThread:
     def _abort(self, engine: Engine, request_id: str) -> bool:
         output = engine.abort(request_id)
         if output is not None:
-            self._post([output])
+            self._deliver([output])
         return output is not None
 
-    def _forget(self, mail: OutputQueue) -> None:
+    def _abort_unread(self, outputs: OutputQueue) -> None:
         with self._lock:
-            mine = self._mail.get(mail.request_id) is mail
-            if mine:
-                del self._mail[mail.request_id]
-        if mine:
-            self._engine.abort(mail.request_id)
+            is_open = self._queues.get(outputs.request_id) is outputs
+            if is_open:
+                del self._queues[outputs.request_id]
+        if is_open:
+            self._engine.abort(outputs.request_id)
 
-    def _post(self, outputs: list[RequestOutput]) -> None:
-        """One wake-up a loop, however many requests have something to tell."""
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """Put outputs into their queues, with one wake-up per event loop."""
         waiting: dict[asyncio.AbstractEventLoop, list[OutputQueue]] = {}
         for output in outputs:
-            mail = self._mail.get(output.request_id)
-            if mail is None:
+            target = self._queues.get(output.request_id)
+            if target is None:
                 continue
             if output.finished:
                 with self._lock:
-                    del self._mail[output.request_id]
-            if mail.put(output):
-                waiting.setdefault(mail.loop, []).append(mail)
+                    del self._queues[output.request_id]
+            if target.put(output):
+                waiting.setdefault(target.loop, []).append(target)
         self._wake(waiting)
 
     def _wake(self, waiting: dict[asyncio.AbstractEventLoop, list[OutputQueue]]) -> None:
-        for loop, mails in waiting.items():
+        for loop, queues in waiting.items():
             try:
-                loop.call_soon_threadsafe(_wake_all, mails)
-            except RuntimeError:  # the loop was closed under its readers: nobody will ever read this
-                for mail in mails:
-                    self._forget(mail)
+                loop.call_soon_threadsafe(_wake_all, queues)
+            except RuntimeError:  # the loop is closed: its readers will never read
+                for unread in queues:
+                    self._abort_unread(unread)
 
-    def _end(self, error: EngineError) -> None:
+    def _shut_down(self, error: EngineError) -> None:
         with self._lock:
             self._error = error
-            mails = list(self._mail.values())
-            self._mail.clear()
-        self._carry_out_calls()  # each finds the error
+            queues = list(self._queues.values())
+            self._queues.clear()
+        self._execute_calls()  # each of them raises the error
         waiting: dict[asyncio.AbstractEventLoop, list[OutputQueue]] = {}
-        for mail in mails:
-            mail.fail(error)
-            waiting.setdefault(mail.loop, []).append(mail)
+        for failed in queues:
+            failed.fail(error)
+            waiting.setdefault(failed.loop, []).append(failed)
         self._wake(waiting)
         self._engine.close()
 
 
-def _wake_all(mails: list[OutputQueue]) -> None:
-    for mail in mails:
-        mail.wake()
+def _wake_all(queues: list[OutputQueue]) -> None:
+    for woken in queues:
+        woken.wake()
