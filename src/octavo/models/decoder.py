@@ -89,7 +89,7 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A causal language model over paged K and V. Its tensors are empty until `weights.load_decoder` fills them.
+    """A causal language model over paged K and V. Its tensors are empty until `weights.load_model` fills them.
 
     ops      the module of operations to compute with: `kernels.reference` or a fast path with the same signatures
     max_len  positions in the rotary table; default: all that the model knows
