@@ -1,4 +1,4 @@
-"""`octavo doctor` foretells what the engine settles on, and its remedies are ones."""
+"""`octavo doctor` predicts the engine's memory plan, and its remedies work."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def free_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The host's free memory, for the doctor and the engine alike; a test sets it."""
+    """Free memory of the host for the doctor and the engine; tests may set it."""
     free = [6 * GIB]
     monkeypatch.setattr(doctor, "free_memory", lambda: free[0])
     monkeypatch.setattr(building, "free_memory", lambda: free[0])
@@ -92,7 +92,7 @@ def free_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return free
 
 
-def made(directory: Path, config: dict[str, Any] = LLAMA, **more: Any) -> str:
+def write_config(directory: Path, config: dict[str, Any] = LLAMA, **more: Any) -> str:
     (directory / "config.json").write_text(json.dumps(config | more))
     return str(directory)
 
@@ -101,7 +101,7 @@ def made(directory: Path, config: dict[str, Any] = LLAMA, **more: Any) -> str:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_weights_take_what_the_model_takes(name: str) -> None:
+def test_weight_bytes_equal_the_model(name: str) -> None:
     spec = spec_from_config(CONFIGS[name])
     for dtype in (torch.float32, torch.bfloat16):
         model = empty_model(spec, ops=reference, dtype=dtype, device="meta", max_len=1)
@@ -109,17 +109,17 @@ def test_weights_take_what_the_model_takes(name: str) -> None:
     args = EngineArgs(model="m", quantization="int8")
     assert weight_bytes(spec, 2, int8=True) == building._weight_bytes(model, args)
     elements = {id(w.tensor.untyped_storage()): w.tensor.untyped_storage().nbytes() // 2 for w in model.weights()}
-    if name != "gemma3":  # whose norms are wider
+    if name != "gemma3":  # its norms are in float32
         assert num_params(spec) == sum(elements.values())
 
 
 @pytest.mark.parametrize("config", [LLAMA, SMOLLM2], ids=["tiny", "smollm2"])
 @pytest.mark.parametrize("free_gib", [1, 6])
-def test_the_engine_settles_on_what_was_foretold(
+def test_engine_plan_equals_the_prediction(
     tmp_path: Path, free_bytes: list[int], config: dict[str, Any], free_gib: int
 ) -> None:
     free_bytes[0] = free_gib * GIB
-    args: dict[str, Any] = {"model": made(tmp_path, config, num_hidden_layers=3), "load_format": "dummy"}
+    args: dict[str, Any] = {"model": write_config(tmp_path, config, num_hidden_layers=3), "load_format": "dummy"}
     report = examine(EngineArgs(**args, device="cpu"))
     with LLM(**args, device="cpu", skip_tokenizer_init=True) as llm:
         resolved = llm.config
@@ -138,7 +138,7 @@ def test_the_engine_settles_on_what_was_foretold(
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("format", ["safetensors", "gguf"])
-def test_dtypes_are_chosen_alike(
+def test_dtype_equals_the_engine(
     stored: str | None, asked: Any, quantization: Any, device: str, format: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = {**LLAMA, "dtype": stored} if stored else {k: v for k, v in LLAMA.items() if k != "dtype"}
@@ -151,15 +151,15 @@ def test_dtypes_are_chosen_alike(
         assert doctor.dtype_of(args, spec, checkpoint, device) == str(wanted).removeprefix("torch.")
 
 
-def test_the_processor_is_read_as_torch_reads_it() -> None:
+def test_bfloat16_detection_equals_torch() -> None:
     assert doctor.has_bfloat16_products() == packed.has_fast_bfloat16()
 
 
-def test_what_is_said_of_graphs_is_true() -> None:
+def test_graph_counts_equal_the_runner() -> None:
     assert [doctor.num_decode_graphs(n) for n in (1, 4, 100, 256, 600)] == [
         len(decode_sizes(n) + cascade_sizes(n)) for n in (1, 4, 100, 256, 600)
     ]
-    assert len(PrefillSizes.TOKENS_OF_FEW) + len(PrefillSizes.TOKENS_OF_MANY) == doctor.NUM_CHUNK_GRAPHS
+    assert len(PrefillSizes.TOKENS_OF_FEW) + len(PrefillSizes.TOKENS_OF_MANY) == doctor.NUM_PREFILL_GRAPHS
     assert (doctor.SPARE_BYTES, doctor.GRAPH_BYTES) == (runner_gpu.SPARE_BYTES, runner_gpu.GRAPH_BYTES)
 
 
@@ -167,7 +167,7 @@ def test_what_is_said_of_graphs_is_true() -> None:
 
 
 def with_flags(args: EngineArgs, remedy: tuple[str, ...]) -> EngineArgs:
-    """What the flags come to on a command line that had those of `args`."""
+    """The arguments of a command line like `args` with the flags applied."""
     changes: dict[str, Any] = {}
     for text in remedy:
         option, *value = shlex.split(text.removeprefix("without "))
@@ -198,7 +198,7 @@ def with_flags(args: EngineArgs, remedy: tuple[str, ...]) -> EngineArgs:
         (SMOLLM2, "h200", 6, {"max_model_len": 8192, "gpu_memory_utilization": 0.0125}, "--max-model-len"),
     ],
 )
-def test_a_remedy_makes_it_fit(
+def test_remedy_makes_the_model_fit(
     tmp_path: Path,
     free_bytes: list[int],
     monkeypatch: pytest.MonkeyPatch,
@@ -210,7 +210,7 @@ def test_a_remedy_makes_it_fit(
 ) -> None:
     monkeypatch.setattr(doctor, "has_bfloat16_products", lambda: True)
     free_bytes[0] = int(free_gib * GIB)
-    args = EngineArgs(model=made(tmp_path, config), **options)
+    args = EngineArgs(model=write_config(tmp_path, config), **options)
     report = examine(args, gpu)
     assert not report.fits and report.budget is not None
     assert any(flag.startswith(remedy) for flag in report.remedy), report.remedy
@@ -218,21 +218,21 @@ def test_a_remedy_makes_it_fit(
     assert again.fits and again.budget == report.budget and again.need == report.need
 
 
-def test_where_nothing_helps_another_machine_is_named(tmp_path: Path, free_bytes: list[int]) -> None:
+def test_without_a_remedy_a_gpu_is_suggested(tmp_path: Path, free_bytes: list[int]) -> None:
     free_bytes[0] = GIB // 20
-    report = examine(EngineArgs(model=made(tmp_path, SMOLLM2), device="cpu"))
+    report = examine(EngineArgs(model=write_config(tmp_path, SMOLLM2), device="cpu"))
     assert not report.fits and report.remedy == () and report.budget is None and "one l4 holds it" in report.advice
     assert "more than the free memory" in str(report.problem) and "octavo doctor" not in str(report.problem)
     larger = SMOLLM2 | {"hidden_size": 16_384, "intermediate_size": 65_536, "num_hidden_layers": 100}
-    report = examine(EngineArgs(model=made(tmp_path, larger)), "h200")
-    assert "no one GPU that is known" in report.advice and "weights take" in str(report.problem)
+    report = examine(EngineArgs(model=write_config(tmp_path, larger)), "h200")
+    assert "any single known GPU" in report.advice and "weights take" in str(report.problem)
 
 
-# -- what it says ------------------------------------------------------------------------------------------------------
+# -- the report --------------------------------------------------------------------------------------------------------
 
 
-def test_requests_at_once() -> None:
-    """1,000 blocks of 16, of which one that is begun is taken."""
+def test_concurrency_counts_started_blocks() -> None:
+    """1,000 blocks of 16; a partly filled block is taken."""
     spec = spec_from_config(SMOLLM2)
     budget = doctor.plan_memory(
         EngineArgs(model="m", num_gpu_blocks_override=1000).resolved("cpu"),
@@ -246,22 +246,23 @@ def test_requests_at_once() -> None:
     assert doctor._concurrency(budget, windows) == {1024: 1000 / 64, 4096: 1000 / 64, 8192: 1000 / 64}
 
 
-def test_the_command(tmp_path: Path, call: Call, free_bytes: list[int]) -> None:
-    model = made(tmp_path, SMOLLM2)
+def test_command_prints_the_report(tmp_path: Path, call: Call, free_bytes: list[int]) -> None:
+    model = write_config(tmp_path, SMOLLM2)
     done = call("doctor", model, "--device", "cpu", "--dtype", "bfloat16")
     assert done.code == 0, done.err
     assert "134.5 M parameters" in done.lines[0] and "6.00 GiB of memory free" in done.lines[1]
     assert "22.5 KiB a token: 4,185 blocks of 16, 66,960 tokens" in done.out
     assert done.lines[-1].split() == ["8,192", "8.2"]
-    told = json.loads(call("doctor", model, "--gpu", "H200", "--json").out)
-    assert told["fits"] and told["num_params"] == 134_515_008 and told["machine"]["device"] == "cuda"
-    assert told["kv_bytes_per_token"] == 2 * 30 * 3 * 64 * 2 and told["num_tokens"] == 16 * told["num_blocks"]
+    report = json.loads(call("doctor", model, "--gpu", "H200", "--json").out)
+    assert report["fits"] and report["num_params"] == 134_515_008 and report["machine"]["device"] == "cuda"
+    assert report["kv_bytes_per_token"] == 2 * 30 * 3 * 64 * 2 and report["num_tokens"] == 16 * report["num_blocks"]
     free_bytes[0] = GIB
     done = call("doctor", model, "--device", "cpu", "--dtype", "bfloat16", "--num-gpu-blocks-override", "90000")
     assert done.code == 1 and "It does not fit: No available memory for the cache blocks" in done.out
     assert "This makes it fit: without --num-gpu-blocks-override" in done.out
-    told = json.loads(call("doctor", model, "--max-model-len", "8192", "--swap-space", "9999", "--json").out)
-    assert told["fits"] and "cut to its size" in told["warnings"][0]
+    done = call("doctor", model, "--max-model-len", "8192", "--swap-space", "9999", "--json")
+    report = json.loads(done.out)
+    assert report["fits"] and "cut to its size" in report["warnings"][0]
 
 
 @pytest.mark.parametrize(
@@ -270,11 +271,13 @@ def test_the_command(tmp_path: Path, call: Call, free_bytes: list[int]) -> None:
         (("--gpu", "h20000"), 2, "no GPU 'h20000'; known: h200"),
         (("--gpu", "h200", "--device", "cpu"), 2, "remove one of them"),
         (("--gpu", "h200", "--quantization", "int8"), 2, "is for CPUs"),
-        (("--device", "cuda"), 2, "nvidia-smi finds none"),
+        (("--device", "cuda"), 2, "nvidia-smi finds no GPU"),
     ],
 )
-def test_what_makes_no_sense(tmp_path: Path, call: Call, args: tuple[str, ...], code: int, message: str) -> None:
-    done = call("doctor", made(tmp_path), *args)
+def test_contradictory_arguments_are_rejected(
+    tmp_path: Path, call: Call, args: tuple[str, ...], code: int, message: str
+) -> None:
+    done = call("doctor", write_config(tmp_path), *args)
     assert done.code == code and message in done.err
 
 
@@ -287,21 +290,21 @@ def test_nothing_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_no_torch_is_loaded(tmp_path: Path) -> None:
-    code = f"from octavo.cli.main import run\nassert run(['doctor', {made(tmp_path)!r}]) in (0, 1)"
+    code = f"from octavo.cli.main import run\nassert run(['doctor', {write_config(tmp_path)!r}]) in (0, 1)"
     loaded = loaded_by(code)
     assert "octavo.doctor" in loaded and not {"torch", "transformers", "triton"} & loaded
 
 
-def test_a_gpu_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_of_this_machine_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     program = tmp_path / "nvidia-smi"
     program.write_text('#!/bin/sh\necho "NVIDIA H100, 80GB HBM3, 81559, 3000"\necho "another, 1, 1"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    report: Report = examine(EngineArgs(model=made(tmp_path)))
+    report: Report = examine(EngineArgs(model=write_config(tmp_path)))
     assert (report.machine.name, report.machine.device) == ("NVIDIA H100, 80GB HBM3", "cuda")
     assert (report.machine.device_bytes, report.machine.held_bytes) == (81559 << 20, 3000 << 20)
     program.write_text("#!/bin/sh\nexit 9\n")
-    assert examine(EngineArgs(model=made(tmp_path))).machine.device == "cpu"
-    with pytest.raises(ParameterError, match="nvidia-smi finds none"):
-        examine(EngineArgs(model=made(tmp_path), device="cuda"))
+    assert examine(EngineArgs(model=write_config(tmp_path))).machine.device == "cpu"
+    with pytest.raises(ParameterError, match="nvidia-smi finds no GPU"):
+        examine(EngineArgs(model=write_config(tmp_path), device="cuda"))

@@ -1,4 +1,4 @@
-"""Nothing that comes from outside is run: neither pickles, nor text as code, nor code that lies beside a model."""
+"""No input is executed: neither pickles, nor text as code, nor code shipped with a model."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ RUNS_CODE = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "
 UNPICKLES = {"torch.load", "torch.jit.load", "yaml.load", "yaml.unsafe_load"}
 HARMLESS = {"multiprocessing.connection.wait"}
 METHODS = {"recv_pyobj", "send_pyobj", "read_pickle"}
-"""Of whatever object: ZeroMQ's sockets and pandas have methods that unpickle."""
+"""Methods of any object: sockets of ZeroMQ and pandas unpickle in these."""
 PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "multiprocessing"}
 FETCHES = {"requests", "httpx", "aiohttp", "urllib3", "ftplib", "http.client", "urllib.request", "huggingface_hub"}
 IMPORTS_BY_NAME = {"__init__.py", "simulate/experiments/__init__.py", "kernels/triton/precompile.py"}
-"""Of our own modules, from lists of our own."""
+"""Files that import modules of Octavo by name, from fixed lists."""
 
 
 def dotted(node: ast.expr) -> str:
-    """a.b.c"""
+    """The dotted name of an expression, such as a.b.c."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else "?"
@@ -51,14 +51,14 @@ def dangers(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"calls {called}"
         if called.split(".")[-1] == "import_module":
             yield node.lineno, "imports by name"
-        said = {k.arg: k.value.value if isinstance(k.value, ast.Constant) else "?" for k in node.keywords if k.arg}
-        if said.get("trust_remote_code", False) is not False or said.get("shell", False) is not False:
+        keywords = {k.arg: k.value.value if isinstance(k.value, ast.Constant) else "?" for k in node.keywords if k.arg}
+        if keywords.get("trust_remote_code", False) is not False or keywords.get("shell", False) is not False:
             yield node.lineno, f"{called} runs what it is given"
-        if called in ("np.load", "numpy.load") and said.get("allow_pickle", False) is not False:
+        if called in ("np.load", "numpy.load") and keywords.get("allow_pickle", False) is not False:
             yield node.lineno, f"{called} unpickles"
 
 
-def test_nothing_given_is_run() -> None:
+def test_no_input_is_executed() -> None:
     paths = sorted(SOURCE.rglob("*.py"))
     assert len(paths) > 100
     found = [
@@ -70,8 +70,8 @@ def test_nothing_given_is_run() -> None:
     assert not found
 
 
-def test_a_request_has_nothing_fetched() -> None:
-    """The server's own modules have nothing to fetch with."""
+def test_server_modules_import_no_http_client() -> None:
+    """A request cannot make the server fetch a URL."""
     found = [
         f"{path.name}: {name}"
         for path in sorted((SOURCE / "serve").rglob("*.py"))
@@ -98,10 +98,10 @@ def test_a_request_has_nothing_fetched() -> None:
         "np.load(path, allow_pickle=True)",
     ],
 )
-def test_each_of_these_would_be_found(code: str) -> None:
+def test_dangerous_code_is_found(code: str) -> None:
     assert list(dangers(ast.parse(f"def f():\n    {code}")))
 
 
 @pytest.mark.parametrize("code", ["re.compile(x)", "np.load(path, allow_pickle=False)", "model.eval()", "import json"])
-def test_none_of_these_would(code: str) -> None:
+def test_harmless_code_is_not_reported(code: str) -> None:
     assert not list(dangers(ast.parse(code)))

@@ -1,4 +1,4 @@
-"""What a server and its engine's process say, line by line."""
+"""Log lines of a server and of its engine process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 
 @pytest.mark.parametrize("as_json", [True, False], ids=["json", "text"])
-def test_the_engines_process_says_it_as_the_server_does(model: str, as_json: bool) -> None:
+def test_engine_process_logs_in_the_format_of_the_server(model: str, as_json: bool) -> None:
     command = [sys.executable, "-m", "octavo.cli.main", "serve", model, "--port", "0", "--max-model-len", "99999"]
     command += ["--log-format", "json"] if as_json else []
     lines: list[str] = []
@@ -23,9 +23,9 @@ def test_the_engines_process_says_it_as_the_server_does(model: str, as_json: boo
                 process.send_signal(signal.SIGINT)
     assert process.returncode == 0, lines
     if as_json:
-        told = [(entry["level"], entry["logger"], entry["message"]) for entry in map(json.loads, lines)]
+        records = [(entry["level"], entry["logger"], entry["message"]) for entry in map(json.loads, lines)]
     else:
-        told = [(words[0].lower(), words[3][1:-1], words[4]) for words in (line.split(maxsplit=4) for line in lines)]
-    levels = {(level, name) for level, name, message in told if "exceeds the model's" in message}
+        records = [(words[0].lower(), words[3][1:-1], words[4]) for words in (line.split(maxsplit=4) for line in lines)]
+    levels = {(level, name) for level, name, message in records if "exceeds the model's" in message}
     assert levels == {("warning", "octavo")}, lines
-    assert ("info", "octavo") in {(level, name) for level, name, message in told if "ready in" in message}
+    assert ("info", "octavo") in {(level, name) for level, name, message in records if "ready in" in message}

@@ -1,4 +1,4 @@
-"""The project's own rules: what may be imported where, how large a folder may be, and that its files agree."""
+"""Rules of the project: allowed imports, sizes of folders, and agreement between its files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -20,16 +21,16 @@ PACKAGE = ROOT / "src" / "octavo"
 
 
 def modules_in(folder: str) -> list[str]:
-    """The modules of one folder of the package, by their full names."""
+    """The full names of all modules in a folder of the package."""
     paths = sorted((PACKAGE / folder).rglob("*.py"))
     names = [".".join(("octavo", *p.relative_to(PACKAGE).with_suffix("").parts)) for p in paths]
     return [name.removesuffix(".__init__") for name in names]
 
 
 def loaded_by(code: str) -> set[str]:
-    """The modules that a fresh interpreter has loaded after `code`, beyond those that it starts with.
+    """The modules that `code` loads in a fresh interpreter, beyond those loaded at its start.
 
-    -S keeps site-packages' own start-up files out, which load modules before any code runs; the path is given instead.
+    -S skips site-packages' start-up files, which load modules before any code runs; the path is passed instead.
     """
     probe = f"import sys; before = set(sys.modules)\n{code}\nprint(*(set(sys.modules) - before), sep='\\n')"
     path = os.pathsep.join([str(PACKAGE.parent), *(p for p in sys.path if p.endswith("site-packages"))])
@@ -39,23 +40,23 @@ def loaded_by(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_core_is_the_standard_library_alone() -> None:
-    names = modules_in("core")
-    assert "octavo.core.scheduler" in names
+@pytest.mark.parametrize("folder", ["core", "params"])
+def test_folder_imports_only_the_standard_library(folder: str) -> None:
+    names = modules_in(folder)
+    assert {"core": "octavo.core.scheduler", "params": "octavo.params.sampling_params"}[folder] in names
     loaded = loaded_by("\n".join(f"import {name}" for name in names))
-    allowed = {"octavo", "octavo.errors", "octavo.core"}
-    strangers = {
+    allowed = {"octavo", "octavo.errors", "octavo.integers", "octavo.core", "octavo.params"}
+    assert not {
         name
         for name in loaded
         if name not in allowed
-        and not name.startswith("octavo.core.")
+        and not name.startswith(("octavo.core.", "octavo.params."))
         and name.split(".")[0] not in sys.stdlib_module_names
     }
-    assert not strangers
 
 
-@pytest.mark.parametrize("folder", ["core", "engine", "text", "view", "cli", "simulate"])
-def test_no_torch_where_no_tensors_are(folder: str) -> None:
+@pytest.mark.parametrize("folder", ["core", "params", "checkpoint", "engine", "text", "view", "cli", "simulate"])
+def test_folders_without_tensors_import_no_torch(folder: str) -> None:
     loaded = loaded_by("\n".join(f"import {name}" for name in modules_in(folder)))
     assert f"octavo.{folder}" in loaded
     assert not {"torch", "transformers", "triton"} & loaded
@@ -73,7 +74,7 @@ def test_no_torch_where_no_tensors_are(folder: str) -> None:
         "octavo.doctor",
     ],
 )
-def test_these_modules_load_no_torch(module: str) -> None:
+def test_modules_import_no_torch(module: str) -> None:
     if importlib.util.find_spec(module) is None:
         pytest.fail(f"{module} is gone; take it out of this list, or put it back")
     assert "torch" not in loaded_by(f"import {module}")
@@ -91,7 +92,7 @@ def test_these_modules_load_no_torch(module: str) -> None:
         ["models"],
     ],
 )
-def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
+def test_help_imports_no_heavy_library(arguments: list[str]) -> None:
     loaded = loaded_by(f"from octavo.cli.main import run\nassert run({arguments!r}) == 0")
     assert "octavo.cli.app" in loaded
     assert not {"torch", "numpy", "transformers", "tokenizers", "huggingface_hub"} & loaded
@@ -104,14 +105,55 @@ def test_versions_agree() -> None:
     assert octavo.__version__ in re.findall(r"^## \[?([\w.]+)\]?", changes, re.MULTILINE)
 
 
-def test_makefile_and_project_want_the_same_torch() -> None:
+def test_makefile_and_project_require_the_same_torch() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = next(d for d in project["dependencies"] if d.startswith("torch"))
     assert f"TORCH    ?= {wanted}\n" in (ROOT / "Makefile").read_text()
 
 
-def test_one_word_for_one_thing() -> None:
-    """A block is a block: neither of the words that other systems have for it."""
+MAX_FILES = 14
+ONE_FILE_EACH = {"cli/commands": "one file per command", "simulate/experiments": "one file per figure"}
+
+
+def test_folders_are_small() -> None:
+    """At most 14 Python files besides __init__: a larger folder holds more than one subject."""
+    counts = Counter(
+        path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"
+    )
+    assert ONE_FILE_EACH.keys() <= counts.keys()
+    assert not {folder: n for folder, n in counts.items() if n > MAX_FILES and folder not in ONE_FILE_EACH}
+
+
+COVERED_BY = {
+    "metadata.py": "reference/test_attention.py",
+    "row_state.py": "triton/sampling/test_step_inputs.py",
+    "reference/step.py": "triton/sampling/test_step_inputs.py",
+    "cpu/attention.py": "reference/test_attention.py",
+    "cpu/ops.py": "reference/test_norms.py",
+    "cpu/sampling.py": "reference/test_sampling.py",
+    "triton/launch.py": "triton/test_precompile.py",
+    "triton/rope.py": "triton/kv/test_write.py",
+    "triton/attention/common.py": "triton/attention/test_paged_attention.py",
+}
+"""Kernel files without a test file of their own -> the test file that covers them."""
+
+
+def test_kernel_tests_and_benchmarks_have_guessable_paths() -> None:
+    """kernels/a/b.py is tested by tests/kernels/a/test_b.py; tests and benchmarks are named after kernel files."""
+    kernels = {p.relative_to(PACKAGE / "kernels") for p in (PACKAGE / "kernels").rglob("*.py")}
+    kernels = {path for path in kernels if path.name != "__init__.py"}
+    folder = ROOT / "tests" / "kernels"
+    tests = {p.relative_to(folder).as_posix().replace("_compiled.py", ".py") for p in folder.rglob("test_*.py")}
+    missing = {str(path) for path in kernels if (path.parent / f"test_{path.name}").as_posix() not in tests}
+    assert missing == COVERED_BY.keys() and set(COVERED_BY.values()) <= tests
+    names = {path.name for path in kernels} | {"interpreter.py"}  # a check of Triton's interpreter
+    assert {Path(test).name.removeprefix("test_") for test in tests} <= names
+    benchmarks = (ROOT / "benchmarks" / "kernels").glob("bench_*.py")
+    assert {path.name.removeprefix("bench_") for path in benchmarks} <= names
+
+
+def test_blocks_are_called_blocks() -> None:
+    """Neither "page" nor "slab", the words of other systems."""
     wrong = re.compile(r"\b(pages?|slabs?)\b|_(page|slab)s?\b|\b(page|slab)s?_", re.IGNORECASE)
     found = [
         f"{path.relative_to(ROOT)}:{i}: {line.strip()}"
@@ -135,6 +177,11 @@ def size() -> ModuleType:
     return module
 
 
+def test_every_folder_has_a_size_budget(size: ModuleType) -> None:
+    """And no budget names a folder that does not exist."""
+    assert set(size.BUDGETS) == set(size.sizes(PACKAGE))
+
+
 SOURCE = '''"""A docstring
 of two lines."""
 
@@ -144,10 +191,10 @@ docstring"""  # and a comment
 
 
 class A:
-    """What it is."""
+    """Docstring."""
 
     x = 1
-    """What x is."""
+    """Description of x."""
 
     def f(self) -> int:
         return (
@@ -156,7 +203,7 @@ class A:
 '''
 
 
-def test_size_counts_code_and_not_its_explanation(size: ModuleType, tmp_path: Path) -> None:
+def test_size_counts_code_without_comments_and_docstrings(size: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "core").mkdir()
     (tmp_path / "core" / "a.py").write_text(SOURCE)
     (tmp_path / "top.py").write_text("x = 1\n")
@@ -173,5 +220,5 @@ def test_size_fails_above_a_budget(
     assert ("core is 1 lines over its budget of" in capsys.readouterr().err) == bool(code)
 
 
-def test_size_of_nothing_is_a_mistake(size: ModuleType, tmp_path: Path) -> None:
+def test_size_of_an_empty_folder_is_an_error(size: ModuleType, tmp_path: Path) -> None:
     assert size.main(tmp_path) == 1

@@ -1,4 +1,4 @@
-"""SiLU-mul of SmolLM2-135M's MLP, on a GPU of Llama-3.1-8B's:
+"""SiLU-mul with the MLP size of SmolLM2-135M, on a GPU of Llama-3.1-8B:
 `python benchmarks/kernels/bench_activation.py [--device cuda] [--threads N]`."""
 
 from __future__ import annotations

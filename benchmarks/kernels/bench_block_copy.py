@@ -1,4 +1,4 @@
-"""Copying and swapping whole blocks: `python benchmarks/kernels/bench_block_copy.py [--device cuda] [--threads N]`."""
+"""Block copies and swaps: `python benchmarks/kernels/bench_block_copy.py [--device cuda] [--threads N]`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main() -> None:
             lambda src=src, dst=dst: reference.block_copy(kv, src, dst),
             num_bytes=num_bytes,
         )
-        if not on_gpu():  # bench_swap.py
+        if not on_gpu():  # bench_swap.py times the GPU's swaps
             compare(
                 f"swap_out {n}",
                 lambda src=src: ops.swap_out(kv, host, src, src),

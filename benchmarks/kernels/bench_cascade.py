@@ -1,9 +1,9 @@
-"""Decoding sequences that begin alike: reading once what they have in common, beside each reading its own.
+"""Cascade attention: decode of sequences with a shared prefix, which is read once or by each sequence.
 
     PYTHONPATH=src python benchmarks/kernels/bench_cascade.py [--tune]
 
-Needs a CUDA device. Microseconds a layer, by replays of a CUDA graph over as many layers as a model has, blocks of 16
-in shuffled order; how many times as fast; and, with --tune, other tunings beside the one that is taken.
+Needs a CUDA device. Microseconds for each layer, from replays of a CUDA graph over all layers of a model, with blocks
+of 16 in shuffled order: without and with cascade attention, and the speed-up. With --tune, also other tunings.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from octavo.kernels.triton.attention.cascade import CascadeTuning, cascade_tunin
 from octavo.kernels.triton.attention.decode import decode_attention
 
 HEADS = [(14, 2, 64, 24), (16, 8, 128, 28), (32, 8, 128, 32)]
-"""Of Qwen2.5-0.5B, Qwen3-0.6B and Llama-3.1-8B: query heads, K/V heads, their size, layers."""
+"""Qwen2.5-0.5B, Qwen3-0.6B and Llama-3.1-8B: query heads, K/V heads, head_dim, layers."""
 BLOCK_SIZE = 16
 
 
 @dataclass
 class Load:
-    """num_groups of size sequences each, which have `common` tokens in common and `own` of their own."""
+    """num_groups of `size` sequences; a group shares `common` tokens, and each sequence has `own` further tokens."""
 
     num_groups: int
     size: int
@@ -68,7 +68,7 @@ LOADS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--heads", type=int, choices=range(len(HEADS)), help="of this model alone")
+    parser.add_argument("--heads", type=int, choices=range(len(HEADS)), help="time only this model")
     args = parser.parse_args()
     for shape in HEADS if args.heads is None else [HEADS[args.heads]]:
         for name, load in LOADS.items():
@@ -78,16 +78,16 @@ def main() -> None:
 
 
 def times(load: Load, num_heads: int, kv_heads: int, head_dim: int, num_layers: int, *, tune: bool) -> list[float]:
-    """Each sequence by itself; what is common once; that with other tunings."""
+    """Microseconds without cascade attention, with it, and with other tunings of it."""
     layers = min(num_layers, int(100e9) // (load.num_blocks * kv_heads * BLOCK_SIZE * head_dim * 4))
     pool = (load.num_blocks + 1, layers, 2, kv_heads, BLOCK_SIZE, head_dim)
     kv = torch.randn(pool, device=DEVICE, dtype=torch.bfloat16)
     q = torch.randn(len(load.seq_lens), num_heads, head_dim, device=DEVICE, dtype=torch.bfloat16)
-    lse, own = q.new_empty(0, dtype=torch.float32), load.batch()
-    alone = replace(own, common_prefix_lens=None)
+    lse, shared_batch = q.new_empty(0, dtype=torch.float32), load.batch()
+    separate_batch = replace(shared_batch, common_prefix_lens=None)
 
     def attend(batch: RaggedBatch, tuning: CascadeTuning | None, layer: int, out: torch.Tensor) -> None:
-        decode_attention(q, kv[:, layer], batch, out, lse, scale=0.1, window=0, alone=True, cascade=tuning)
+        decode_attention(q, kv[:, layer], batch, out, lse, scale=0.1, window=0, decode_only=True, cascade=tuning)
 
     def time(batch: RaggedBatch, tuning: CascadeTuning | None = None) -> float:
         batch, out = replace(batch, derived={}), torch.empty_like(q)
@@ -95,21 +95,25 @@ def times(load: Load, num_heads: int, kv_heads: int, head_dim: int, num_layers: 
 
     expected, out = (torch.full_like(q, torch.nan) for _ in range(2))
     for layer in (0, layers - 1):
-        attend(alone, None, layer, expected)
-        attend(own, None, layer, out)
+        attend(separate_batch, None, layer, expected)
+        attend(shared_batch, None, layer, out)
         assert (error := error_of(out, expected)) < 5e-3, error
-    return [time(alone), time(own), *(time(own, tuning) for tuning in (variants(cascade_tuning(q)) if tune else ()))]
-
-
-def variants(own: CascadeTuning) -> list[CascadeTuning]:
     return [
-        replace(own, num_stages=3, programs_per_multiprocessor=1),
-        replace(own, programs_per_multiprocessor=1),
-        replace(own, tile=32, programs_per_multiprocessor=3),
-        replace(own, rows=128, num_warps=8, programs_per_multiprocessor=1),
-        replace(own, rows=16),
-        replace(own, least=128),
-        replace(own, least=512),
+        time(separate_batch),
+        time(shared_batch),
+        *(time(shared_batch, tuning) for tuning in (variants(cascade_tuning(q)) if tune else ())),
+    ]
+
+
+def variants(tuning: CascadeTuning) -> list[CascadeTuning]:
+    return [
+        replace(tuning, num_stages=3, programs_per_multiprocessor=1),
+        replace(tuning, programs_per_multiprocessor=1),
+        replace(tuning, tile=32, programs_per_multiprocessor=3),
+        replace(tuning, rows=128, num_warps=8, programs_per_multiprocessor=1),
+        replace(tuning, rows=16),
+        replace(tuning, min_prefix_len=128),
+        replace(tuning, min_prefix_len=512),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Norms of SmolLM2-135M's hidden size, on a GPU of Llama-3.1-8B's:
+"""RMS norms with the hidden size of SmolLM2-135M, on a GPU of Llama-3.1-8B:
 `python benchmarks/kernels/bench_norms.py [--device cuda] [--threads N]`."""
 
 from __future__ import annotations

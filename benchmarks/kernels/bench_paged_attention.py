@@ -1,7 +1,7 @@
 """Attention over a paged pool on the CPU: `python benchmarks/kernels/bench_paged_attention.py [--threads N]`.
 
-SmolLM2-135M's shape: 9 query heads, 3 K/V heads, head_dim 64, float32; the rate is that of K and V read. Calls go round
-over several layers, as in a model, so that one layer's K and V have left the caches when its turn comes again.
+SmolLM2-135M's shape: 9 query heads, 3 K/V heads, head_dim 64, float32; the bandwidth counts K and V. Calls cycle over
+several layers, as in a model, so a layer's K and V have left the caches when it is read again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 9, 3, 64, 16, 8
 
 
 def case(query_lens: list[int], seq_lens: list[int]) -> tuple[torch.Tensor, torch.Tensor, RaggedBatch]:
-    """(q, pool, batch) of sequences whose blocks are strewn over the pool."""
+    """(q, pool, batch) of sequences with shuffled block ids."""
     num_blocks = [cdiv(n, BLOCK_SIZE) for n in seq_lens]
     ids = iter((torch.randperm(sum(num_blocks)) + 1).tolist())
     tables = [[next(ids) for _ in range(n)] for n in num_blocks]
@@ -43,7 +43,7 @@ def main() -> None:
     cases["prefill 512"] = ([512], [512])
     cases["prefill 20 x 32"] = ([32] * 20, [32] * 20)
     cases["chunk 512 at 512"] = ([512], [1024])
-    cases["64 at 448 beside 8 decodes of 512"] = ([64] + [1] * 8, [512] * 9)
+    cases["64 at 448 with 8 decodes of 512"] = ([64] + [1] * 8, [512] * 9)
     for name, (query_lens, seq_lens) in cases.items():
         q, kv, batch = case(query_lens, seq_lens)
         kv_bytes = 2 * sum(seq_lens) * NUM_KV_HEADS * HEAD_DIM * kv.element_size()

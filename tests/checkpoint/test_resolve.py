@@ -1,3 +1,5 @@
+"""Resolving a model's name or path to a checkpoint, and the errors on the way."""
+
 from __future__ import annotations
 
 import errno
@@ -24,8 +26,8 @@ def _no_network(tmp_path, monkeypatch):
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
 
 
-def refused(model, error, *words, **kwargs):
-    """The one-line message of the refusal, which must hold `words`."""
+def rejection(model, error, *words, **kwargs):
+    """The one-line error message, which must contain `words`."""
     with pytest.raises(error) as caught:
         open_checkpoint(model, **kwargs)
     message = str(caught.value)
@@ -35,7 +37,7 @@ def refused(model, error, *words, **kwargs):
     return message
 
 
-def test_a_directory(model_dir):
+def test_directory_is_opened(model_dir):
     checkpoint = open_checkpoint(model_dir)
     assert checkpoint.format == "safetensors"
     assert checkpoint.config["vocab_size"] == 362
@@ -46,14 +48,14 @@ def test_a_directory(model_dir):
         _ = checkpoint.gguf
 
 
-def test_a_gguf_file(write_gguf):
+def test_gguf_file_is_opened(write_gguf):
     checkpoint = open_checkpoint(write_gguf())
     assert checkpoint.format == "gguf"
     assert checkpoint.config["hidden_size"] == 16
     assert checkpoint.gguf is checkpoint.gguf
 
 
-def test_a_directory_without_a_model_hides_no_name_of_the_catalogue(write_gguf, monkeypatch, tmp_path):
+def test_directory_without_a_model_does_not_shadow_a_catalogue_name(write_gguf, monkeypatch, tmp_path):
     path = write_gguf()
     monkeypatch.setattr(catalog, "fetch", lambda name: path)
     monkeypatch.chdir(tmp_path)
@@ -64,21 +66,21 @@ def test_a_directory_without_a_model_hides_no_name_of_the_catalogue(write_gguf, 
         open_checkpoint("smollm2")
 
 
-def test_a_name_of_the_catalogue_is_fetched(write_gguf, monkeypatch):
+def test_catalogue_name_is_downloaded(write_gguf, monkeypatch):
     path, asked = write_gguf(), []
     monkeypatch.setattr(catalog, "fetch", lambda name: asked.append(name) or path)
     assert open_checkpoint("SmolLM2-135M-Instruct").path == path
     assert asked == ["SmolLM2-135M-Instruct"]
-    refused("smollm2", ModelNotFoundError, "octavo models fetch", download=False)
+    rejection("smollm2", ModelNotFoundError, "octavo models fetch", download=False)
 
 
-def test_a_directory_goes_before_a_name(model_dir, monkeypatch):
+def test_directory_precedes_a_catalogue_name(model_dir, monkeypatch):
     monkeypatch.chdir(model_dir.parent)
     model_dir.rename("smollm2")
     assert open_checkpoint("smollm2").format == "safetensors"
 
 
-def test_a_hub_repository(model_dir, monkeypatch):
+def test_hub_repository_is_downloaded(model_dir, monkeypatch):
     calls = []
 
     def snapshot(name, *, revision, allow_patterns, local_files_only):
@@ -91,10 +93,10 @@ def test_a_hub_repository(model_dir, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert open_checkpoint("org/name", revision="v1").path == model_dir
     assert calls == [("org/name", "v1", True), ("org/name", "v1", False)]
-    refused("org/name", ModelNotFoundError, "downloads are off", download=False)
+    rejection("org/name", ModelNotFoundError, "downloads are off", download=False)
 
 
-def test_a_hub_repository_in_the_cache_asks_no_network(model_dir, monkeypatch):
+def test_cached_hub_repository_needs_no_network(model_dir, monkeypatch):
     def snapshot(name, *, local_files_only, **_):
         assert local_files_only
         return str(model_dir)
@@ -103,7 +105,7 @@ def test_a_hub_repository_in_the_cache_asks_no_network(model_dir, monkeypatch):
     assert open_checkpoint("org/name").path == model_dir
 
 
-def test_a_download_that_was_broken_off_is_taken_up(model_dir, tmp_path, monkeypatch):
+def test_interrupted_download_is_resumed(model_dir, tmp_path, monkeypatch):
     broken = tmp_path / "broken"
     broken.mkdir()
     monkeypatch.setattr(
@@ -124,98 +126,98 @@ def test_a_download_that_was_broken_off_is_taken_up(model_dir, tmp_path, monkeyp
         (RuntimeError("two\nlines"), "RuntimeError; check the network"),
     ],
 )
-def test_why_the_hub_gave_nothing(monkeypatch, error, words):
+def test_hub_errors_have_a_reason(monkeypatch, error, words):
     def snapshot(*args, **kwargs):
         raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    refused("org/name", ModelNotFoundError, "org/name", words)
+    rejection("org/name", ModelNotFoundError, "org/name", words)
 
 
-def test_a_hub_repository_that_is_unusable_says_so(model_dir, monkeypatch):
+def test_unusable_hub_repository_is_reported(model_dir, monkeypatch):
     (model_dir / "config.json").write_text("{")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(model_dir))
-    refused("org/name", CheckpointError, "config.json")
-    refused("org/name", CheckpointError, "config.json", download=False)
+    rejection("org/name", CheckpointError, "config.json")
+    rejection("org/name", CheckpointError, "config.json", download=False)
 
 
-def test_nothing_of_that_name(tmp_path):
-    refused("org/name", ModelNotFoundError, "hub cannot be reached")
-    refused("smollm2-135m-instuct", ModelNotFoundError, "did you mean 'smollm2-135m-instruct'?")
-    refused(tmp_path / "smollm2-135", ModelNotFoundError, "smollm2-135")
-    refused(str(tmp_path / "nothing.gguf"), ModelNotFoundError, "nothing.gguf")
-    refused("https://huggingface.co/org/name", ModelNotFoundError, '"org/name"')
-    refused("../x/../y", ModelNotFoundError)
-    refused("", ModelNotFoundError)
-    refused("a\0b", ModelNotFoundError)
-    refused("x" * 5000, ModelNotFoundError)
+def test_unknown_name_is_reported(tmp_path):
+    rejection("org/name", ModelNotFoundError, "hub cannot be reached")
+    rejection("smollm2-135m-instuct", ModelNotFoundError, "did you mean 'smollm2-135m-instruct'?")
+    rejection(tmp_path / "smollm2-135", ModelNotFoundError, "smollm2-135")
+    rejection(str(tmp_path / "nothing.gguf"), ModelNotFoundError, "nothing.gguf")
+    rejection("https://huggingface.co/org/name", ModelNotFoundError, '"org/name"')
+    rejection("../x/../y", ModelNotFoundError)
+    rejection("", ModelNotFoundError)
+    rejection("a\0b", ModelNotFoundError)
+    rejection("x" * 5000, ModelNotFoundError)
 
 
-def test_paths_that_are_there_and_useless(tmp_path, model_dir):
+def test_unusable_paths_are_reported(tmp_path, model_dir):
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
-    refused(loop, ModelNotFoundError, "loop of symbolic links")
+    rejection(loop, ModelNotFoundError, "loop of symbolic links")
     (tmp_path / "dangling").symlink_to("gone")
-    refused(tmp_path / "dangling", ModelNotFoundError, "gone")
-    refused(model_dir / "config.json", UnsupportedModelError, "not a .gguf")
+    rejection(tmp_path / "dangling", ModelNotFoundError, "gone")
+    rejection(model_dir / "config.json", UnsupportedModelError, "not a .gguf")
     empty = tmp_path / "empty"
     empty.mkdir()
-    refused(empty, ModelNotFoundError, "config.json")
+    rejection(empty, ModelNotFoundError, "config.json")
     (empty / "x.gguf").touch()
-    refused(empty, ModelNotFoundError, str(empty / "x.gguf"))
+    rejection(empty, ModelNotFoundError, str(empty / "x.gguf"))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_no_permission(model_dir):
+def test_missing_permission_is_reported(model_dir):
     model_dir.chmod(0)
     try:
-        refused(model_dir, ModelNotFoundError, "permission denied")
-        refused(model_dir / "config.json", ModelNotFoundError, "permission denied")
+        rejection(model_dir, ModelNotFoundError, "permission denied")
+        rejection(model_dir / "config.json", ModelNotFoundError, "permission denied")
     finally:
         model_dir.chmod(0o755)
 
 
-def test_no_permission_said_by_the_system(model_dir, monkeypatch):
+def test_permission_error_of_the_system_is_reported(model_dir, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
-    refused(model_dir, ModelNotFoundError, "permission denied")
+    rejection(model_dir, ModelNotFoundError, "permission denied")
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth", "model.ckpt", "model.pkl"])
-def test_pickles_are_refused(model_dir, name):
+def test_pickles_are_rejected(model_dir, name):
     (model_dir / "model.safetensors").unlink()
     (model_dir / name).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
-    refused(model_dir, UnsupportedModelError, "safetensors or GGUF only", "docs/models.md")
-    refused(model_dir / name, UnsupportedModelError, "safetensors or GGUF only", "docs/models.md")
+    rejection(model_dir, UnsupportedModelError, "safetensors or GGUF only", "docs/models.md")
+    rejection(model_dir / name, UnsupportedModelError, "safetensors or GGUF only", "docs/models.md")
 
 
 @pytest.mark.parametrize("key", ["auto_map", "custom_code", "trust_remote_code"])
-def test_custom_code_is_refused_and_not_imported(model_dir, key):
+def test_custom_code_is_rejected_and_not_imported(model_dir, key):
     canary = model_dir / "canary"
     (model_dir / "modeling.py").write_text(f"open({str(canary)!r}, 'w')")
     value = {"AutoModel": "modeling.Model"} if key == "auto_map" else True
     (model_dir / "config.json").write_text(json.dumps({"architectures": ["X"], key: value}))
-    refused(model_dir, UnsupportedModelError, "custom code", key)
+    rejection(model_dir, UnsupportedModelError, "custom code", key)
     assert not canary.exists()
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "null", "", "\xff", "[" * 100_000])
-def test_config_json_that_is_no_object(model_dir, text):
+def test_config_json_must_be_an_object(model_dir, text):
     (model_dir / "config.json").write_bytes(text.encode("latin-1"))
-    refused(model_dir, CheckpointError, "config.json")
+    rejection(model_dir, CheckpointError, "config.json")
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
-def test_a_key_twice_is_refused_in_every_file(model_dir, name):
+def test_duplicate_key_is_rejected_in_every_file(model_dir, name):
     (model_dir / name).write_text('{"a": {"b": 1, "b": 2}}')
-    refused(model_dir, CheckpointError, name, "the key 'b' occurs twice")
+    rejection(model_dir, CheckpointError, name, "the key 'b' occurs twice")
     (model_dir / name).write_text(json.dumps("k" * 1_000_000).join(["{", ': 1, "c": 2, ', ": 2}"]))
-    assert len(refused(model_dir, CheckpointError, "occurs twice")) < 500
+    assert len(rejection(model_dir, CheckpointError, "occurs twice")) < 500
 
 
-def test_a_json_file_of_a_gigabyte_is_not_read(model_dir):
+def test_huge_json_file_is_not_read(model_dir):
     with open(model_dir / "config.json", "wb") as file:
         file.truncate(1 << 30)  # sparse
-    refused(model_dir, CheckpointError, "1,073,741,824 bytes")
+    rejection(model_dir, CheckpointError, "1,073,741,824 bytes")
 
 
 def write_index(folder: Path, *names: object) -> None:
@@ -254,29 +256,29 @@ def test_shards_may_be_links_out_of_the_directory(model_dir, tmp_path):
         7,
     ],
 )
-def test_shards_outside_the_directory(model_dir, name):
+def test_shards_outside_the_directory_are_rejected(model_dir, name):
     (model_dir.parent / "model.safetensors").write_bytes(b"x")
     write_index(model_dir, name)
-    refused(model_dir, CheckpointError, "inside the directory")
+    rejection(model_dir, CheckpointError, "inside the directory")
 
 
 def test_missing_shards_are_listed_up_to_ten(model_dir):
     (model_dir / "empty.safetensors").touch()
     write_index(model_dir, "empty.safetensors", *(f"s{i:02}.safetensors" for i in range(14)))
-    message = refused(model_dir, CheckpointError, "empty.safetensors is empty", "and 5 more", "fetch the model again")
+    message = rejection(model_dir, CheckpointError, "empty.safetensors is empty", "and 5 more", "fetch the model again")
     assert message.count("is missing") == MAX_PROBLEMS - 1
 
 
-def test_weights_that_are_not_there(model_dir):
+def test_missing_weights_are_reported(model_dir):
     (model_dir / "model.safetensors").rename(model_dir / "model-00001-of-00002.safetensors")
     assert len(open_checkpoint(model_dir).shards) == 1  # one file, whatever its name
     (model_dir / "model-00002-of-00002.safetensors").write_bytes(b"x")
-    refused(model_dir, CheckpointError, "index.json")
+    rejection(model_dir, CheckpointError, "index.json")
     write_index(model_dir)
-    refused(model_dir, CheckpointError, "weight_map")
+    rejection(model_dir, CheckpointError, "weight_map")
     for file in model_dir.glob("*.safetensors*"):
         file.unlink()
-    refused(model_dir, CheckpointError, "no weights")
+    rejection(model_dir, CheckpointError, "no weights")
 
 
 def test_imports_neither_torch_nor_the_hub():

@@ -1,4 +1,4 @@
-"""Names of tensors, read without torch."""
+"""Headers of safetensors files, read without torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONG = "x" * 1_000_000
 
 
 def write(path: Path, *names: str, text: str | None = None) -> None:
-    """A file with tensors of four bytes, or with `text` as its header."""
+    """A file with tensors of four bytes each, or with `text` as its header."""
     entries = [f"{json.dumps(name)}: {json.dumps(ONE)}" for name in names]
     header = ("{" + ", ".join(entries) + "}" if text is None else text).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 4)
@@ -38,7 +38,7 @@ def index(folder: Path, **homes: str) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def refusal(folder: Path) -> str:
+def rejection(folder: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         check_headers(open_checkpoint(folder))
     message = str(caught.value)
@@ -53,40 +53,40 @@ def test_files_that_agree_with_their_index_pass(model: Path) -> None:
 
 def test_tensor_that_the_index_misses_is_named(model: Path) -> None:
     index(model, one="a", three="b")
-    assert "two is in a.safetensors, but not in the index" in refusal(model)
+    assert "two is in a.safetensors, but not in the index" in rejection(model)
 
 
 def test_tensor_that_only_the_index_has_is_named(model: Path) -> None:
     index(model, one="a", two="a", three="b", four="b")
-    assert "four is missing: the index puts it in b.safetensors" in refusal(model)
+    assert "four is missing: the index puts it in b.safetensors" in rejection(model)
 
 
-def test_shards_that_were_swapped_are_named(model: Path) -> None:
+def test_swapped_shards_are_named(model: Path) -> None:
     index(model, one="b", two="a", three="a")
-    message = refusal(model)
+    message = rejection(model)
     assert "one is in a.safetensors, but the index puts it in b.safetensors" in message
     assert "three is in b.safetensors, but the index puts it in a.safetensors" in message
 
 
 def test_tensor_in_two_shards_is_named(model: Path) -> None:
     write(model / "b.safetensors", "three", "one")
-    assert "one is in two shards, a.safetensors and b.safetensors" in refusal(model)
+    assert "one is in two shards, a.safetensors and b.safetensors" in rejection(model)
 
 
-def test_two_tensors_of_one_name_are_refused(model: Path) -> None:
+def test_duplicate_tensor_name_is_rejected(model: Path) -> None:
     write(model / "b.safetensors", "three", "three")
-    assert "b.safetensors is cut short or damaged (the key 'three' occurs twice)" in refusal(model)
+    assert "b.safetensors is cut short or damaged (the key 'three' occurs twice)" in rejection(model)
 
 
 def test_ten_problems_are_listed(model: Path) -> None:
     write(model / "b.safetensors", "three", *(f"t{i}" for i in range(14)))
-    assert "; and 4 more; fetch the model again" in refusal(model)
+    assert "; and 4 more; fetch the model again" in rejection(model)
 
 
 @pytest.mark.parametrize("names", [[LONG], [LONG, LONG], [LONG + str(i) for i in range(12)]])
-def test_a_megabyte_of_name_makes_no_long_message(model: Path, names: list[str]) -> None:
+def test_huge_tensor_name_gives_a_short_message(model: Path, names: list[str]) -> None:
     write(model / "b.safetensors", "three", *names)
-    assert "characters" in refusal(model)
+    assert "characters" in rejection(model)
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,13 @@ def test_a_megabyte_of_name_makes_no_long_message(model: Path, names: list[str])
 )
 def test_damaged_header_is_one_line(model: Path, text: str) -> None:
     write(model / "b.safetensors", text=text)
-    assert "b.safetensors is cut short or damaged" in refusal(model)
+    assert "b.safetensors is cut short or damaged" in rejection(model)
 
 
 @pytest.mark.parametrize("data", [b"1", b"\xff" * 8, struct.pack("<Q", 9) + b"{}"])
-def test_file_cut_short_in_its_header_is_one_line(model: Path, data: bytes) -> None:
+def test_truncated_header_is_one_line(model: Path, data: bytes) -> None:
     (model / "b.safetensors").write_bytes(data)
-    assert "b.safetensors is cut short or damaged (its header reaches past its end)" in refusal(model)
+    assert "b.safetensors is cut short or damaged (its header reaches past its end)" in rejection(model)
 
 
 def test_metadata_is_no_tensor(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from octavo.kernels import reference
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton import ops as cuda
-from octavo.kernels.triton.attention.prefill_hopper import can_prefill
-from octavo.kernels.triton.linear.skinny_hopper import StreamTuning
+from octavo.kernels.triton.attention.prefill_hopper import supports_hopper_prefill
+from octavo.kernels.triton.linear.skinny_hopper import SkinnyHopperTuning
 from tests.kernels.pool import Case, make_case, norm_error, relative_error
 from tests.kernels.triton.attention.checks import attend, check
 from tests.kernels.triton.attention.test_cascade import *  # noqa: F403
@@ -124,14 +124,14 @@ def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
 @pytest.mark.parametrize(
     "tuning",
     [
-        *(StreamTuning(128, 64, 1, 3), StreamTuning(128, 64, 4, 5)),
-        *(StreamTuning(64, 128, 2, 2), StreamTuning(128, 64, 16, 3)),  # shares of 32 rows, and of 8
-        StreamTuning(64, 128, 2, 4, registers=232),
+        *(SkinnyHopperTuning(128, 64, 1, 3), SkinnyHopperTuning(128, 64, 4, 5)),
+        *(SkinnyHopperTuning(64, 128, 2, 2), SkinnyHopperTuning(128, 64, 16, 3)),  # shares of 32 rows, and of 8
+        SkinnyHopperTuning(64, 128, 2, 4, registers=232),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("gate", ["", "silu", "gelu"])
-def test_products_with_streamed_weights(gate: Any, tuning: StreamTuning, num_tokens: int) -> None:
+def test_products_with_streamed_weights(gate: Any, tuning: SkinnyHopperTuning, num_tokens: int) -> None:
     """Whose rows and columns end within a tile; three times, the same bits: where programs meet is left as it was."""
     size, num_in, num_out = 328, 1200, 200
     stream = cuda.make_normed_residual(random(num_tokens, size), 1 + random(size, scale=0.1))
@@ -246,7 +246,7 @@ def test_long_queries_of_sizes_that_nothing_divides(group: int, head_dim: int, b
     shape = {"num_kv_heads": 1, "group_size": group, "head_dim": head_dim, "block_size": block_size}
     case = make_case([130, 1, 7], [140, 90, 300], dtype=dtype, **shape)
     if torch.cuda.get_device_capability() == (9, 0):
-        assert can_prefill(case.q.cuda(), case.kv.cuda()[:, 1])
+        assert supports_hopper_prefill(case.q.cuda(), case.kv.cuda()[:, 1])
     check(case)
 
 

@@ -21,9 +21,9 @@ from octavo.models.linear import TensorParallel
 from tests.models.tiny import (
     PagedRun,
     assert_close,
+    load_tiny,
     make_tiny_checkpoint,
     random_prompts,
-    read_decoder,
     read_spec,
     transformers_logits,
 )
@@ -160,7 +160,7 @@ class Thin(ModuleType):
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers(models: Any, case: str, ops: ModuleType) -> None:
     directory, expected = models[case]
-    decoder = read_decoder(directory, ops)
+    decoder = load_tiny(directory, ops)
     for block_size, chunk in [(16, 999), (8, 7), (1, 4), (8, random_steps(1)), (16, 1)]:
         got = PagedRun(decoder, PROMPTS, block_size=block_size, seed=block_size).run(chunk)
         for actual, wanted in zip(got, expected, strict=True):
@@ -172,14 +172,14 @@ def test_logits_equal_transformers(models: Any, case: str, ops: ModuleType) -> N
 @pytest.mark.parametrize("chunk", [1, 7, 999, "mixed"])
 def test_every_schedule_gives_the_same_logits(models: Any, chunk: Any, block_size: int, ops: ModuleType) -> None:
     directory, expected = models["qwen3 grouped"]
-    run = PagedRun(read_decoder(directory, ops), PROMPTS, block_size=block_size, seed=3)
+    run = PagedRun(load_tiny(directory, ops), PROMPTS, block_size=block_size, seed=3)
     for actual, wanted in zip(run.run(random_steps(block_size) if chunk == "mixed" else chunk), expected, strict=True):
         assert_close(actual, wanted)
 
 
 def test_only_the_rows_asked_for_get_logits(models: Any) -> None:
     directory, expected = models["llama"]
-    run = PagedRun(read_decoder(directory), PROMPTS, block_size=8)
+    run = PagedRun(load_tiny(directory), PROMPTS, block_size=8)
     forward, wanted_rows = run.decoder.forward, torch.tensor([32, 0, 9])  # ends of sequences 2, 0 and 1
     seen = {}
     run.decoder.forward = lambda ids, batch, kv, rows: seen.setdefault("logits", forward(ids, batch, kv, wanted_rows))  # type: ignore[method-assign]
@@ -193,16 +193,16 @@ def test_only_the_rows_asked_for_get_logits(models: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_stays_near(models: Any, dtype: torch.dtype, case: str) -> None:
     directory, expected = models[case]
-    decoder = read_decoder(directory, cpu, dtype)
+    decoder = load_tiny(directory, cpu, dtype)
     norms = [w.tensor.nbytes for w in decoder.weights() if case == "gemma3" and "norm" in w.name]  # stay in float32
-    assert decoder.num_bytes * 2 - sum(norms) == read_decoder(directory).num_bytes
+    assert decoder.num_bytes * 2 - sum(norms) == load_tiny(directory).num_bytes
     for actual, wanted in zip(PagedRun(decoder, PROMPTS, block_size=16).run(999), expected, strict=True):
         assert actual.dtype == torch.float32
         assert_close(actual, wanted, 0.1)
 
 
 def test_tied_weights_are_counted_once(models: Any) -> None:
-    tied, untied = (read_decoder(models[case][0]) for case in ("llama tied", "llama"))
+    tied, untied = (load_tiny(models[case][0]) for case in ("llama tied", "llama"))
     assert isinstance(tied, Decoder)
     assert tied.vocabulary.weight is tied.vocabulary.embedding
     assert untied.num_bytes - tied.num_bytes == tied.vocabulary.embedding.nbytes
@@ -210,23 +210,23 @@ def test_tied_weights_are_counted_once(models: Any) -> None:
 
 def test_max_len_shortens_the_rotary_table_only(models: Any) -> None:
     directory, expected = models["llama"]
-    decoder = read_decoder(directory, max_len=23)
+    decoder = load_tiny(directory, max_len=23)
     assert isinstance(decoder, Decoder)
     assert decoder.cos_sin.shape == (23, 16)
     assert_close(PagedRun(decoder, PROMPTS, block_size=8).run(999)[2], expected[2])
 
 
 def test_only_layers_with_a_window_turn_by_the_local_table(models: Any) -> None:
-    decoder = read_decoder(models["gemma3"][0])
+    decoder = load_tiny(models["gemma3"][0])
     assert isinstance(decoder, Decoder)
     assert decoder.spec.windows == (6, 6, 0)
     assert not torch.equal(decoder.cos_sin, decoder.local_cos_sin)
-    other = read_decoder(models["llama"][0])
+    other = load_tiny(models["llama"][0])
     assert isinstance(other, Decoder) and other.local_cos_sin is other.cos_sin
 
 
 def test_embeddings_are_scaled_in_the_dtype_of_the_model(models: Any) -> None:
-    wide, narrow = (read_decoder(models["gemma3"][0], dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    wide, narrow = (load_tiny(models["gemma3"][0], dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
     assert isinstance(wide, Decoder) and isinstance(narrow, Decoder)
     assert wide.embedding_scale == pytest.approx(56**0.5, rel=1e-7)
     assert narrow.embedding_scale == torch.tensor(56**0.5).bfloat16().item() != wide.embedding_scale
@@ -239,15 +239,15 @@ def test_dynamic_rope_beyond_the_trained_length(tmp_path: Path) -> None:
     spec = read_spec(directory)
     assert [spec.max_model_len(asked) for asked in (None, 9, 16, 23, 99)] == [16, 16, 16, 32, 32]
     (expected,) = transformers_logits(directory, PROMPTS[2:3])
-    stretched = PagedRun(read_decoder(directory, max_len=23), PROMPTS[2:3], block_size=8).run(5)
+    stretched = PagedRun(load_tiny(directory, max_len=23), PROMPTS[2:3], block_size=8).run(5)
     assert_close(stretched[0], expected)
-    plain = PagedRun(read_decoder(directory, max_len=16), PROMPTS[1:2], block_size=8).run(5)
+    plain = PagedRun(load_tiny(directory, max_len=16), PROMPTS[1:2], block_size=8).run(5)
     assert_close(plain[0], transformers_logits(directory, PROMPTS[1:2])[0])
 
 
 @pytest.mark.parametrize("case", ["gemma3", "gpt2", "opt norms behind"])
 def test_every_projection_is_listed_once(models: Any, case: str) -> None:
-    decoder = read_decoder(models[case][0])
+    decoder = load_tiny(models[case][0])
     listed = [matrix.weight.data_ptr() for matrix in decoder.matrices()]
     assert len(listed) == len(set(listed)) == 4 * decoder.spec.num_layers + 1  # the vocabulary
     matrices = {w.tensor.untyped_storage().data_ptr() for w in decoder.weights() if w.tensor.ndim == 2}
@@ -279,7 +279,7 @@ def test_two_ranks_make_one_model(models: Any, case: str) -> None:
 
     def run(rank: int) -> list[Tensor]:
         try:
-            decoder = read_decoder(directory, tp=ranks.rank(rank))
+            decoder = load_tiny(directory, tp=ranks.rank(rank))
             return PagedRun(decoder, PROMPTS, block_size=8, tp_size=2).run(7)
         except BaseException:
             ranks.barrier.abort()  # or the other rank would wait
@@ -294,4 +294,4 @@ def test_two_ranks_make_one_model(models: Any, case: str) -> None:
 
 def test_a_tensor_parallel_size_that_does_not_fit_is_refused(models: Any) -> None:
     with pytest.raises(ParameterError, match="tensor_parallel_size 3 does not divide the model's 4 attention heads"):
-        read_decoder(models["llama"][0], tp=TensorParallel(0, 3))
+        load_tiny(models["llama"][0], tp=TensorParallel(0, 3))

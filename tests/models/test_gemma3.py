@@ -10,7 +10,7 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.kernels.cpu import ops as cpu
-from tests.models.tiny import PagedRun, assert_close, make_tiny_checkpoint, random_prompts, read_decoder
+from tests.models.tiny import PagedRun, assert_close, load_tiny, make_tiny_checkpoint, random_prompts
 
 # Gemma 3 270M by its config.json, but for the vocabulary, whose 262,144 rows would be two thirds of the work.
 LIKE_270M: dict[str, Any] = {
@@ -55,7 +55,7 @@ def check(directory: Path, window: int, num_prompt: int, num_new: int, seed: int
     best = expected[num_prompt - 1 : -1].topk(2).values
     assert (best[:, 0] - best[:, 1]).min() > MARGIN * expected.abs().max(), "choose another seed"
 
-    decoder = read_decoder(directory, cpu)
+    decoder = load_tiny(directory, cpu)
     assert set(decoder.spec.windows) == {window, 0} and len(answer) > window + num_new
     run = PagedRun(decoder, [answer], block_size=16, seed=seed)
     prefill = run.step([num_prompt])[0]

@@ -15,7 +15,7 @@ from octavo.models.decoder import Decoder
 from octavo.models.linear import PackableWeight, VocabEmbedding
 from octavo.models.loading.loader import dummy_model
 from tests.kernels.cpu.backends import use_backend
-from tests.models.tiny import PagedRun, assert_close, make_tiny_checkpoint, random_prompts, read_decoder, read_spec
+from tests.models.tiny import PagedRun, assert_close, load_tiny, make_tiny_checkpoint, random_prompts, read_spec
 
 PROMPTS = random_prompts(11, 3, 30)
 
@@ -29,7 +29,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def logits(directory: Path, quantization: packed.Quantization | None, *, pack: bool = True) -> torch.Tensor:
     finish = methodcaller("pack", quantization) if pack else None
-    decoder = read_decoder(directory, cpu, torch.bfloat16, finish=finish)
+    decoder = load_tiny(directory, cpu, torch.bfloat16, finish=finish)
     assert all((matrix.packed is not None) == pack for matrix in decoder.matrices())
     return torch.cat(PagedRun(decoder, PROMPTS, block_size=8).run(7))
 
@@ -45,7 +45,7 @@ def test_int8_models_compute_nearly_the_same(directory: Path) -> None:
 
 
 def test_of_a_packed_matrix_only_the_shape_is_left(directory: Path) -> None:
-    decoder = read_decoder(directory, cpu, torch.bfloat16)
+    decoder = load_tiny(directory, cpu, torch.bfloat16)
     shapes = [matrix.weight.shape for matrix in decoder.matrices()]
     num_bytes = decoder.num_bytes
     for matrix in decoder.matrices():
@@ -56,7 +56,7 @@ def test_of_a_packed_matrix_only_the_shape_is_left(directory: Path) -> None:
 
 
 def test_one_table_serves_both_ends_of_a_tied_model(directory: Path) -> None:
-    vocabulary = read_decoder(directory, cpu, torch.bfloat16).vocabulary
+    vocabulary = load_tiny(directory, cpu, torch.bfloat16).vocabulary
     table, token_ids = vocabulary.embedding.clone(), torch.tensor([5, 0, 96, 5])
     vocabulary.pack()
     assert vocabulary.embedding.is_meta == vocabulary.tied
@@ -98,5 +98,5 @@ def test_never_more_than_a_few_matrices_are_there_twice(directory: Path, monkeyp
     assert len(plain_left) == len(list(decoder.matrices()))
     decoders.clear()
     plain_left.clear()
-    read_decoder(directory, cpu, torch.bfloat16, finish=finish)
+    load_tiny(directory, cpu, torch.bfloat16, finish=finish)
     assert plain_left == list(range(len(plain_left) - 1, -1, -1))

@@ -23,7 +23,7 @@ from octavo.checkpoint.resolve import open_checkpoint
 from octavo.kernels import reference
 from octavo.kernels.metadata import RaggedBatch
 from octavo.models.config import ModelSpec, spec_from_config
-from octavo.models.loading.loader import Model, load_decoder
+from octavo.models.loading.loader import Model, load_model
 
 VOCAB_SIZE = 97
 
@@ -116,9 +116,9 @@ def read_spec(path: Path) -> ModelSpec:
     return spec_from_config(checkpoint.config, checkpoint.generation_config)
 
 
-def read_decoder(path: Path, ops: ModuleType = reference, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Model:
-    """The model in a directory or a .gguf file, on the CPU."""
-    return load_decoder(open_checkpoint(path), read_spec(path), dtype=dtype, device="cpu", ops=ops, **kwargs)
+def load_tiny(path: Path, ops: ModuleType = reference, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Model:
+    """Load the model of a directory or a .gguf file on the CPU."""
+    return load_model(open_checkpoint(path), read_spec(path), dtype=dtype, device="cpu", ops=ops, **kwargs)
 
 
 def random_prompts(*lengths: int, vocab_size: int = VOCAB_SIZE, seed: int = 0) -> list[list[int]]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from octavo import RequestOutput, SamplingParams
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.row_state import DecodeInputs, RowState
-from tests.models.tiny import PagedRun, make_tiny_checkpoint, random_prompts, read_decoder
+from tests.models.tiny import PagedRun, load_tiny, make_tiny_checkpoint, random_prompts
 from tests.proof.ways import OPTIONS, WAYS
 
 MARGIN = 0.05
@@ -101,7 +101,7 @@ class Judge:
     """A checkpoint's model in float32, by the reference's operations, on the CPU."""
 
     def __init__(self, directory: Path) -> None:
-        self.decoder: Any = read_decoder(directory)
+        self.decoder: Any = load_tiny(directory)
         if hasattr(self.decoder, "embedding_scale"):  # a weight, too: see `Decoder`
             scale = torch.tensor(self.decoder.embedding_scale, dtype=torch.bfloat16)
             self.decoder.embedding_scale = scale.item()

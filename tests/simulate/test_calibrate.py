@@ -1,4 +1,4 @@
-"""Calibration: the terms of a cost are found again from steps that took what it says."""
+"""Calibration: the fit recovers the terms of a cost model from steps timed by it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from octavo.config import EngineArgs
 from octavo.core.plan import StepPlan
 from octavo.errors import UsageError
+from octavo.integers import cdiv
 from octavo.simulate.calibrate import (
     HOST_TERMS,
     ROUNDS,
@@ -58,29 +59,29 @@ def steps(noise: float = 0.0, seed: int = 0) -> list[MeasuredStep]:
     return found
 
 
-def test_the_terms_are_found_again() -> None:
+def test_fit_recovers_the_terms() -> None:
     found = fit(steps())
     for name in (*TERMS, *HOST_TERMS):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=1e-6), name
     assert median_error(found, steps()) < 1e-9
 
 
-def test_noise_is_evened_out() -> None:
+def test_fit_averages_noise() -> None:
     found = fit(steps(noise=0.2), move_s=7e-4)
     assert found.pass_s == pytest.approx(TRUE.pass_s, rel=0.1) and found.move_s == 7e-4
     assert median_error(found, steps()) < 0.05 < median_error(LinearCost(4e-3, 0, 0), steps())
 
 
-def test_steps_that_were_held_up_count() -> None:
-    """A third takes twice as long: over all of them, what is expected is what passed."""
+def test_delayed_steps_count() -> None:
+    """A third of the steps takes twice as long: the expected total equals the measured total."""
     rnd = random.Random(1)
     late = [MeasuredStep(s.work, s.step_s * rnd.choice([1, 1, 2]), s.host_s) for s in steps()]
     cost = fit(late)
     assert sum(cost.work_s(s.work) for s in late) == pytest.approx(sum(s.step_s for s in late), rel=0.04)
 
 
-def test_no_term_is_below_0() -> None:
-    """The plain fit of these would be 3 and -1."""
+def test_terms_are_nonnegative() -> None:
+    """The unconstrained fit would be 3 and -1."""
     rows = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
     found = fit_nonnegative(rows, np.array([2.0, 1.0, 0.0]))
     assert (found >= 0).all() and found[1] == 0 and found[0] == pytest.approx(1.0)
@@ -88,18 +89,18 @@ def test_no_term_is_below_0() -> None:
     assert (fit_nonnegative(rows, np.array([-1.0, -1.0, -1.0])) == 0).all()
 
 
-def test_an_engine_is_measured_by_its_own_clock() -> None:
-    """A simulated engine stands for a real one: what it is measured to take is what its cost model says."""
+def test_measured_times_match_the_cost_model() -> None:
+    """A simulated engine is measured in place of a real one."""
     args = EngineArgs(model="x", num_gpu_blocks_override=400, async_scheduling=False, decode_window=1,
                       enable_prefix_caching=False)  # fmt: skip
     setup = SimConfig(MODELS["opt-13b"], DEVICES["h100"], args, cost=TRUE)
     replica = Replica(setup, Records(), interval_s=1e9)
     replica.engine.vocab_size = 1000
     executor, clock = replica.engine.executor, replica.clock
-    said: list[str] = []
-    found = measure(replica.engine, repeats=1, progress=said.append, clock=clock)
+    progress_lines: list[str] = []
+    found = measure(replica.engine, repeats=1, progress=progress_lines.append, clock=clock)
     assert replica.engine.executor is executor and not replica.engine.has_work
-    assert len(said) == 2 * len(ROUNDS) and len(found) > 100
+    assert len(progress_lines) == 2 * len(ROUNDS) and len(found) > 100
     found = [MeasuredStep(s.work, s.step_s - submitting_s(s.work), s.host_s) for s in found]  # part of a step here
     cost = fit(found)
     assert median_error(cost, found) < 0.01
@@ -114,8 +115,8 @@ def on_a_gpu(num_blocks: int, max_num_seqs: int, cost: LinearCost = TRUE) -> Rep
     return replica
 
 
-def test_of_two_steps_in_flight_each_has_its_own_time() -> None:
-    """What the host does passes beside them: neither is in the other, in windows and in chunks of a whole budget."""
+def test_overlapping_steps_are_timed_separately() -> None:
+    """Host time overlaps the steps and is not part of them, for decode windows and for full prefill chunks."""
     replica = on_a_gpu(9000, 96)
     found = measure(replica.engine, device="cuda", repeats=1, warm_up=False, clock=replica.clock)
     assert not replica.engine.overlap and not replica.engine.has_work
@@ -127,8 +128,8 @@ def test_of_two_steps_in_flight_each_has_its_own_time() -> None:
         assert getattr(cost, name) == pytest.approx(getattr(TRUE, name), rel=1e-6), name
 
 
-def test_a_result_that_lay_ready_is_no_time_of_the_device() -> None:
-    """A host that takes ten times as long as the steps: none of them can be told, and the host can."""
+def test_ready_result_gives_no_step_time() -> None:
+    """The host takes ten times as long as the steps: no step can be timed, but host times can."""
     slow = LinearCost(1e-4, 0, 0, host_s=1e-2)
     replica = on_a_gpu(9000, 8, slow)
     found = measure(replica.engine, device="cuda", repeats=1, warm_up=False, clock=replica.clock)
@@ -138,35 +139,35 @@ def test_a_result_that_lay_ready_is_no_time_of_the_device() -> None:
     assert fit([*found, MeasuredStep(found[0].work, 1e-4, 0.0)]).host_s == pytest.approx(1e-2)
 
 
-def test_after_the_host_was_late_two_results_must_be_waited_for() -> None:
+def test_after_a_late_host_two_results_must_be_awaited() -> None:
     clock = VirtualClock()
     timed = TimedExecutor(SimulatedExecutor(LinearCost(1.0, 0, 0), clock), clock, overlap=True)
     flight = [timed.submit(StepPlan(0)), timed.submit(StepPlan(1))]
     for number in range(2, 7):
         flight.pop(0).result()
         if number == 4:
-            clock.advance_to(clock.now + 1.5)  # the third is done meanwhile, and the fourth begins late
+            clock.advance_to(clock.now + 1.5)  # the third step ends meanwhile, and the fourth starts late
         flight.append(timed.submit(StepPlan(number)))
     assert [s.step_s for s in timed.steps] == [0.0, 1.0, 1.0, 0.0, 0.0]
     assert [s.host_s for s in timed.steps[2:]] == [0.0, 0.0, 1.5]
 
 
-def test_on_a_gpu_all_fit_into_the_pool() -> None:
+def test_gpu_rounds_fit_into_the_pool() -> None:
     for num_blocks, max_num_seqs in ((1, 256), (40, 256), (3000, 256), (60_000, 512)):
         replica = on_a_gpu(num_blocks, max_num_seqs)
         for batch, prompt, output in calibration_rounds(replica.engine, "cuda"):
             assert 1 <= batch <= max_num_seqs and prompt >= 1 and output >= 1
             assert prompt + output <= replica.engine.max_model_len
-            assert batch * -(-(prompt + output) // 16) <= num_blocks
+            assert batch * cdiv(prompt + output, 16) <= num_blocks
 
 
-def test_time_before_a_round_is_nobodys() -> None:
+def test_time_before_a_round_is_not_measured() -> None:
     clock = VirtualClock()
     timed = TimedExecutor(SimulatedExecutor(LinearCost(1.0, 0, 0), clock), clock)
     timed.submit(StepPlan()).result()
     clock.advance_to(5.0)
     timed.submit(StepPlan(1)).result()
-    timed.rest()
+    timed.reset()
     clock.advance_to(50.0)
     timed.submit(StepPlan(2)).result()
     assert [s.host_s for s in timed.steps] == [0.0, 4.0, 0.0]

@@ -1,4 +1,4 @@
-"""What a plan costs: the sums that are taken of it, and how they become seconds."""
+"""Cost models: the work of a plan, and its time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from octavo.simulate.models import MODELS, find_model
 
 
 def plan_of(*slices: tuple[int, int, int], chunks: tuple[int, ...] = ()) -> StepPlan:
-    """Slices as (start, positions, sampled); `chunks` are those with tokens of the host."""
+    """Slices are (start, positions, sampled); `chunks` are those with tokens from the host."""
     plan = StepPlan()
     for i, (start, count, sampled) in enumerate(slices):
         plan.rows.append(i)
@@ -27,8 +27,8 @@ def plan_of(*slices: tuple[int, int, int], chunks: tuple[int, ...] = ()) -> Step
     return plan
 
 
-def slowly(plan: StepPlan) -> tuple[int, int]:
-    """(pairs of chunks, keys read for single queries), a position at a time."""
+def reference_work(plan: StepPlan) -> tuple[int, int]:
+    """(query-key pairs of chunks, keys read for single queries), counted position by position."""
     pairs = reads = 0
     for i, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
         if i in plan.host_tokens and count > 1:
@@ -51,30 +51,30 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_the_sums_of_a_plan(name: str) -> None:
+def test_work_matches_the_reference(name: str) -> None:
     plan = PLANS[name]
     work = step_work(plan)
-    assert (work.chunk_pairs, work.kv_tokens) == slowly(plan)
+    assert (work.chunk_pairs, work.kv_tokens) == reference_work(plan)
     assert work.num_new + work.num_decoding == plan.num_tokens and work.num_slices == len(plan.rows)
     assert work.num_passes == max(1, *plan.num_sampled)
 
 
-def test_moves_are_counted() -> None:
+def test_copies_and_swaps_are_counted() -> None:
     plan = plan_of()
     plan.copies, plan.swap_outs, plan.swap_ins = [BlockCopy(1, 2)], [SwapOut(3, 1), SwapOut(4, 2)], [SwapIn(5, 6)]
     assert step_work(plan) == StepWork(0, 0, 0, 1, 0, 0, 1, 3, 0)
     assert LinearCost(0, 0, 0, copy_s=1.0, move_s=10.0).step_s(plan) == 31.0
 
 
-def test_a_linear_cost_is_the_sum_of_its_terms() -> None:
+def test_linear_cost_is_the_sum_of_its_terms() -> None:
     plan = PLANS["both"]
-    pairs, reads = slowly(plan)
+    pairs, reads = reference_work(plan)
     cost = LinearCost(1.0, 1e-2, 1e-3, 1e-6, 1e-7)
     assert cost.step_s(plan) == pytest.approx(1 + 41e-2 + 1e-3 + pairs * 1e-6 + reads * 1e-7)
     assert cost.faster(4).step_s(plan) == pytest.approx(cost.step_s(plan) / 4)
 
 
-def test_a_decode_step_is_bound_by_bandwidth_and_a_prompt_by_arithmetic() -> None:
+def test_decode_is_bandwidth_bound_and_prefill_compute_bound() -> None:
     model, device = MODELS["llama-3.1-8b"], DEVICES["h200"]
     cost = RooflineCost(model, device, 16)
     weights_s = model.weight_bytes / (device.bandwidth * device.bandwidth_share)
@@ -85,21 +85,21 @@ def test_a_decode_step_is_bound_by_bandwidth_and_a_prompt_by_arithmetic() -> Non
     assert flops_s < prompt < 1.3 * flops_s
 
 
-def test_long_contexts_cost_their_keys_and_values() -> None:
+def test_long_contexts_cost_reads_of_kv() -> None:
     model, device = MODELS["llama-3.1-8b"], DEVICES["h200"]
     cost = RooflineCost(model, device, 16)
     more = cost.step_s(plan_of((100_000, 1, 1))) - cost.step_s(plan_of((0, 1, 1)))
     assert more == pytest.approx(100_000 * 131_072 / (device.bandwidth * device.bandwidth_share))
 
 
-def test_a_window_pays_for_each_of_its_passes() -> None:
+def test_decode_window_pays_for_each_pass() -> None:
     cost = RooflineCost(MODELS["llama-3.1-8b"], DEVICES["h200"], 16)
     window = cost.step_s(plan_of((10, 8, 8), (20, 8, 8)))
     singly = sum(cost.step_s(plan_of((10 + j, 1, 1), (20 + j, 1, 1))) for j in range(8))
     assert window == pytest.approx(singly, rel=1e-6)
 
 
-def test_two_devices_halve_the_work_and_pay_for_talking() -> None:
+def test_tensor_parallelism_halves_work_and_adds_all_reduces() -> None:
     plan = PLANS["decode"]
     one, two = (RooflineCost(MODELS["llama-3.1-70b"], DEVICES["h200"], 16, n).step_s(plan) for n in (1, 2))
     assert one / 2 < two < one
@@ -108,15 +108,15 @@ def test_two_devices_halve_the_work_and_pay_for_talking() -> None:
     ).step_s(plan), "a small model is not worth two"
 
 
-def test_an_all_reduce_sends_most_of_the_numbers_twice() -> None:
-    """A ring of n: 2 (n - 1) / n of [num_tokens, hidden_size], two times a layer."""
+def test_all_all_reduce_sends_most_data_twice() -> None:
+    """A ring of n devices sends 2 (n - 1) / n of [num_tokens, hidden_size], twice per layer."""
     model, device = MODELS["llama-3.1-8b"], DEVICES["h200"]
     for n in (2, 4):
         each = 2 * (n - 1) / n * 1000 * 4096 * 2 / device.peer_link + device.peer_s
-        assert RooflineCost(model, device, 16, n)._reduce_s(1000) == pytest.approx(2 * 32 * each)
+        assert RooflineCost(model, device, 16, n)._all_reduce_s(1000) == pytest.approx(2 * 32 * each)
 
 
-def test_swapping_goes_over_the_link() -> None:
+def test_swaps_use_the_host_link() -> None:
     model, device = MODELS["opt-13b"], DEVICES["a100-40"]
     cost = RooflineCost(model, device, 16)
     plan = plan_of((0, 1, 1))
@@ -125,7 +125,7 @@ def test_swapping_goes_over_the_link() -> None:
     assert cost.step_s(plan) - before == pytest.approx(cost.move_s) == pytest.approx(16 * 819_200 / 22e9, rel=0.02)
 
 
-def test_what_is_calibrated_is_kept_as_json(tmp_path: Path) -> None:
+def test_calibration_is_saved_as_json(tmp_path: Path) -> None:
     cost, path = LinearCost(1e-3, 2e-6, 3e-6, kv_s=4e-9), tmp_path / "c.json"
     cost.save(path, machine="mine")
     assert LinearCost.load(path) == cost and json.loads(path.read_text())["machine"] == "mine"
@@ -134,13 +134,13 @@ def test_what_is_calibrated_is_kept_as_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", '{"cost": {}}', '{"cost": {"pass_s": -1, "new_s": 0, "decode_s": 0}}',
                                   '{"cost": {"pass_s": 1, "new_s": 0, "decode_s": 0, "x": 1}}',
                                   '{"cost": {"pass_s": "1", "new_s": 0, "decode_s": 0}}'])  # fmt: skip
-def test_what_is_no_calibration_is_refused(tmp_path: Path, text: str) -> None:
+def test_invalid_calibration_is_rejected(tmp_path: Path, text: str) -> None:
     (tmp_path / "c.json").write_text(text)
     with pytest.raises(UsageError, match="is not a calibration; run `octavo calibrate"):
         LinearCost.load(tmp_path / "c.json")
 
 
-def test_devices_and_models_by_name() -> None:
+def test_devices_and_models_are_found_by_name() -> None:
     assert find_device("H200") is DEVICES["h200"] and find_model("OPT-13B") is MODELS["opt-13b"]
     with pytest.raises(ParameterError, match="did you mean h200"):
         find_device("h20")
@@ -148,19 +148,19 @@ def test_devices_and_models_by_name() -> None:
         find_model("opt-13")
 
 
-def test_this_machine_is_a_device() -> None:
+def test_this_cpu_is_a_device() -> None:
     device = this_cpu()
     assert device.bandwidth > 1e8 and device.flops > 1e8 and device.memory_bytes > 1e8
 
 
-def test_the_papers_models_take_what_its_table_says() -> None:
-    """Table 1 and section 6.1: 26 GB of weights, 800 KB a token, 1.6 GB for 2,048 of them."""
+def test_paper_models_match_table_1() -> None:
+    """Table 1 and section 6.1: 26 GB of weights, 800 KB per token, 1.6 GB for 2,048 tokens."""
     model = MODELS["opt-13b"]
     assert model.weight_bytes == 26e9 and model.kv_bytes_per_token == 819_200
     assert [MODELS[f"opt-{size}"].weight_bytes / 1e9 for size in ("66b", "175b")] == [132, 346]
 
 
-def test_a_model_from_its_config(tmp_path: Path) -> None:
+def test_model_shape_from_config_json(tmp_path: Path) -> None:
     config = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096,
         "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,

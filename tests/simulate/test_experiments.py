@@ -1,4 +1,4 @@
-"""The paper's figures, on short traces: what must hold of them at any length. `octavo reproduce` does them in full."""
+"""The paper's figures on short traces: properties that hold at any length. `octavo reproduce` runs them in full."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def waste() -> Figure:
     return experiment("fig2")(Paper(time=0.5))
 
 
-def test_waste_is_the_papers(waste: Figure) -> None:
+def test_waste_matches_the_paper(waste: Figure) -> None:
     """Figure 2 within 6 points, from 18 percentiles of the lengths and half of the time."""
     for row in waste.rows:
         assert row.paper is not None and abs(row.ours - row.paper) < 6, row
@@ -48,11 +48,11 @@ def test_waste_is_the_papers(waste: Figure) -> None:
         assert sum(shares) == pytest.approx(100) and min(shares) >= 0
 
 
-def test_a_figure_is_written_and_printed(waste: Figure, tmp_path: Path) -> None:
+def test_figure_is_written_and_printed(waste: Figure, tmp_path: Path) -> None:
     waste.write(tmp_path / "deep")
-    told = json.loads((tmp_path / "deep" / "fig2.json").read_text())
-    assert told["figure"] == "fig2" and told["setup"]["seed"] == 0
-    assert set(told["rows"][0]) == {"system", "metric", "paper", "ours"}
+    written = json.loads((tmp_path / "deep" / "fig2.json").read_text())
+    assert written["figure"] == "fig2" and written["setup"]["seed"] == 0
+    assert set(written["rows"][0]) == {"system", "metric", "paper", "ours"}
     ElementTree.parse(tmp_path / "deep" / "fig2.svg")
     text = "\n".join(waste.lines())
     assert "Orca (Max)" in text and "tokens %" in text and "33.4 ms" in text
@@ -64,8 +64,8 @@ def test_differences_are_points_or_per_cent() -> None:
     assert Row("a", "b", None, 50.0).difference() == ""
 
 
-def test_batches_are_in_the_papers_order() -> None:
-    """Figure 13: Max runs 7, ours far more than Oracle."""
+def test_batch_sizes_are_in_the_order_of_the_paper() -> None:
+    """Figure 13: Max runs 7 requests, Octavo far more than Oracle."""
     figure = experiment("fig13")(Paper(time=0.12))
     for workload in ("ShareGPT, 2/s", "Alpaca-like, 30/s"):
         running = [ours_of(figure, system, workload) for system in (MAX, POW2, ORACLE, OURS)]
@@ -73,8 +73,8 @@ def test_batches_are_in_the_papers_order() -> None:
     assert ours_of(figure, OURS, "ShareGPT, 2/s") > 1.5 * ours_of(figure, ORACLE, "ShareGPT, 2/s")
 
 
-def test_at_a_rate_that_ours_bears_the_others_do_not() -> None:
-    """Figure 12 at 1.5 requests/s: ours answers at its ease, and the rest in the paper's order."""
+def test_rate_sustained_by_octavo_overloads_the_baselines() -> None:
+    """Figure 12 at 1.5 requests/s: Octavo sustains it, and the others are in the order of the paper."""
     latencies = []
     for system in (OURS, ORACLE, POW2, MAX, FT):
         setup = setup_for(system, OPT_13B, era_cost(OPT_13B))
@@ -83,7 +83,7 @@ def test_at_a_rate_that_ours_bears_the_others_do_not() -> None:
     assert latencies[0] < 0.12 and latencies[1] > 3 * latencies[0]
 
 
-def test_sharing_saves_what_the_paper_says() -> None:
+def test_sharing_saves_as_much_as_in_the_paper() -> None:
     """Figure 15: parallel sampling within 5 points, beams of 2 within 6."""
     paper = Paper(time=0.15)
     assert 100 * fig15.saving(paper, "Alpaca-like", 2, False) == pytest.approx(6.09, abs=5)
@@ -92,7 +92,7 @@ def test_sharing_saves_what_the_paper_says() -> None:
 
 
 @pytest.mark.slow
-def test_more_open_places_make_beams_share_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_open_positions_make_beams_share_more(monkeypatch: pytest.MonkeyPatch) -> None:
     savings = []
     for share in (0.02, 0.5):
         monkeypatch.setattr(beams, "OPEN_SHARE", share)
@@ -100,18 +100,18 @@ def test_more_open_places_make_beams_share_more(monkeypatch: pytest.MonkeyPatch)
     assert 0.1 < savings[0] < savings[1] - 0.05 < 0.5, "two beams share half of all at most"
 
 
-def test_recomputing_does_not_depend_on_the_block_and_swapping_apart_does() -> None:
+def test_swap_time_depends_on_block_size_and_recompute_time_does_not() -> None:
     figure = experiment("fig19")(Paper(time=0.02))
     metric = "256 tokens, blocks of {}: ms"
     apart, whole = ("swap, K and V of each layer apart", "swap, a block in one piece")
     assert ours_of(figure, "recompute", metric.format(1)) == ours_of(figure, "recompute", metric.format(256))
-    assert ours_of(figure, apart, metric.format(1)) == pytest.approx(135, rel=0.15)  # the paper's, read off
+    assert ours_of(figure, apart, metric.format(1)) == pytest.approx(135, rel=0.15)  # read off the paper's plot
     assert ours_of(figure, apart, metric.format(256)) < 20
     assert ours_of(figure, whole, metric.format(1)) < 20
 
 
-def test_a_prompt_of_1024_rounds_up_to_the_same_for_all_orcas() -> None:
-    """Figure 17: prompt and any output are above 1,024, so that Oracle's piece is Max's."""
+def test_prompt_of_1024_reserves_the_same_in_all_orcas() -> None:
+    """Figure 17: prompt and any output exceed 1,024 tokens, so that Oracle's chunk equals Max's."""
     paper = Paper(time=0.1)
     lengths = paper.sharegpt(2000)
     oracle, most = (fig17._latency(paper, system, lengths, 0.03, 0.5) for system in (ORACLE, MAX))
@@ -119,8 +119,8 @@ def test_a_prompt_of_1024_rounds_up_to_the_same_for_all_orcas() -> None:
     assert ours < oracle <= most * 1.02
 
 
-def test_padding_is_paid_for() -> None:
-    """A batch of 3 and 1,000 tokens costs two prompts of 1,000, and its last token a row for each of the two."""
+def test_padding_has_a_cost() -> None:
+    """A batch of prompts of 3 and 1,000 tokens costs two of 1,000, and its last token a row for each."""
     from array import array
 
     from octavo.core.plan import StepPlan
@@ -142,7 +142,7 @@ def test_request_level_batches_wait_for_each_other() -> None:
     assert any(1 <= s.num_running < 5 and s.num_waiting for s in records.samples), "rows stand empty while others wait"
 
 
-def test_a_knee_is_bisected() -> None:
+def test_knee_is_bisected() -> None:
     asked = []
 
     def latency(rate: float) -> float:
@@ -154,6 +154,6 @@ def test_a_knee_is_bisected() -> None:
     assert len(asked) < 40
 
 
-def test_all_are_there() -> None:
+def test_every_figure_has_a_module() -> None:
     for name in ALL:
         assert callable(experiment(name))

@@ -1,4 +1,4 @@
-"""The planner: the cheapest that keeps the SLO, found by simulation."""
+"""The planner finds the cheapest deployment that meets the SLO by simulation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def planner(rate: float, slo: SLO, **options: object) -> Planner:
     return Planner(MODEL, load(rate), slo, **options)  # type: ignore[arg-type]
 
 
-def test_the_fewest_gpus_and_then_the_least_memory() -> None:
+def test_fewest_gpus_then_least_memory_win() -> None:
     answer = planner(5.0, SLO(1.0, 0.05), devices=[DEVICES["h200"], DEVICES["a100-40"]]).search()
     assert answer.best is not None
     assert (answer.best.num_gpus, answer.best.device.name) == (1, "a100-40")
@@ -29,7 +29,7 @@ def test_the_fewest_gpus_and_then_the_least_memory() -> None:
     assert answer.tried[0] is answer.best
 
 
-def test_prices_decide_where_there_are_some() -> None:
+def test_prices_decide_if_given() -> None:
     devices = [DEVICES["a100-40"], DEVICES["h200"]]
     answer = planner(5.0, SLO(1.0, 0.05), devices=devices, prices={"h200": 1.0, "a100-40": 5.0}).search()
     assert answer.best is not None and answer.best.device.name == "h200" and answer.best.price == 1.0
@@ -37,8 +37,8 @@ def test_prices_decide_where_there_are_some() -> None:
     assert {c.device.name for c in only.tried} == {"h200"}
 
 
-def test_one_replica_fewer_does_not_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is told as the fewest was tried with fewer, too, with every setting there is."""
+def test_one_replica_fewer_misses_the_slo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best deployment was also tried with one replica fewer and every variant of the settings."""
     monkeypatch.setattr("octavo.simulate.planner.NUMBERS_OF_DEVICES", (1,))
     answer = planner(150.0, SLO(1.0, 0.1), devices=[DEVICES["l4"]]).search()
     best = answer.best
@@ -52,7 +52,7 @@ def test_one_replica_fewer_does_not_keep_it(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(fewer) > 3 and all(c.kept < 0.95 for c in fewer)
 
 
-def test_what_cannot_be_had_is_said() -> None:
+def test_unreachable_slo_has_no_best_deployment() -> None:
     answer = planner(5.0, SLO(None, 0.0005), devices=[DEVICES["l4"]], max_gpus=4).search()
     assert answer.best is None and answer.margin == 0 and answer.tried
     assert all(c.num_gpus <= 4 for c in answer.tried)
@@ -60,13 +60,13 @@ def test_what_cannot_be_had_is_said() -> None:
     assert kept == sorted(kept, reverse=True)
 
 
-def test_a_model_that_does_not_fit_is_no_candidate() -> None:
+def test_model_that_does_not_fit_is_not_tried() -> None:
     answer = Planner(MODELS["llama-3.1-70b"], load(0.2, 10), SLO(5.0), devices=[DEVICES["h100"]], max_gpus=4).search()
     assert answer.best is not None and answer.best.num_devices >= 2
     assert all(c.num_devices >= 2 for c in answer.tried)
 
 
-def test_the_margin_is_borne() -> None:
+def test_margin_is_sustained() -> None:
     slo, devices = SLO(0.5, 0.03), [DEVICES["h100"]]
     search = planner(30.0, slo, devices=devices, max_gpus=1)
     answer = search.search()

@@ -1,5 +1,5 @@
-"""Giving way by cost, on a virtual clock: `auto` is about as fast as the better of recomputing and swapping, and
-nobody is thrown out again and again."""
+"""Preemption by cost on a virtual clock: `auto` is about as fast as the better of recompute and swap, without
+preempting a request repeatedly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_TOKENS = 12_000
 
 
 def finish(mode: str, block_size: int, device: str, num: int, **options: str) -> tuple[float, list[int]]:
-    """Seconds until a ShareGPT-like load is served, and how often each request was preempted."""
+    """Seconds until a ShareGPT-like load is served, and the number of preemptions per request."""
     args = EngineArgs(
         model="llama-3.1-8b",
         num_gpu_blocks_override=NUM_TOKENS // block_size,
@@ -59,14 +59,14 @@ def finish(mode: str, block_size: int, device: str, num: int, **options: str) ->
         ),
     ],
 )
-def test_auto_is_never_slower_than_the_better_of_both(device: str, block_size: int, num: int) -> None:
+def test_auto_is_as_fast_as_the_better_mode(device: str, block_size: int, num: int) -> None:
     seconds = {mode: finish(mode, block_size, device, num)[0] for mode in ("auto", "recompute", "swap")}
     assert seconds["auto"] <= 1.05 * min(seconds.values()), seconds
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("victim", ["latest", "least_lost"])
-def test_nobody_is_thrown_out_again_and_again(mode: str, victim: str) -> None:
+def test_no_request_is_preempted_repeatedly(mode: str, victim: str) -> None:
     _, preempted = finish(mode, 16, "h100", 300, preemption_victim=victim)
     assert sum(preempted) > 50
     assert max(preempted) <= 8 and median(preempted) <= 1, Counter(preempted)

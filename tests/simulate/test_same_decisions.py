@@ -1,7 +1,7 @@
-"""A simulation decides what the engine decides: given the times of a real run, the same events in order.
+"""A simulation with the clock readings of a real run makes the same decisions: the same events in the same order.
 
-The run is a real one: a tiny model on the CPU, on the real clock, with a pool so small that requests are preempted,
-with shared prefixes, samples that fork, stop tokens and aborts.
+The run uses a tiny model on the CPU and the real clock. Its pool is so small that requests are preempted. It has shared
+prefixes, samples that fork, stop tokens and aborts.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_checkpoint("llama", tmp_path_factory.mktemp("tiny"), num_hidden_layers=1)
 
 
-class Live(NamedTuple):
-    """A run: outputs, events, and what the engine saw of time. `move_s` is what it measured of swapping a block."""
+class LiveRun(NamedTuple):
+    """A real run: outputs, events, clock readings. `move_s` is its measured time of swapping a block."""
 
     outputs: dict[str, RequestOutput]
     events: list[ev.Event]
@@ -72,7 +72,7 @@ def calls_of(num_requests: int, rate: float, seed: int) -> list[ScheduledCall]:
     return sorted(calls, key=lambda call: call.time_s)
 
 
-def live(directory: Path, calls: list[ScheduledCall], **options: Any) -> Live:
+def live(directory: Path, calls: list[ScheduledCall], **options: Any) -> LiveRun:
     built = build(EngineArgs(model=str(directory), device="cpu", skip_tokenizer_init=True, **OPTIONS, **options))
     engine, events, watch = built.engine, list[ev.Event](), RecordingClock()
     engine._clock = watch
@@ -82,11 +82,11 @@ def live(directory: Path, calls: list[ScheduledCall], **options: Any) -> Live:
             outputs = run_calls(engine, calls, watch)
     finally:
         engine.close()
-    return Live(outputs, events, watch.readings_s, engine.scheduler.policy.costs.move_s)
+    return LiveRun(outputs, events, watch.readings_s, engine.scheduler.policy.costs.move_s)
 
 
-def followed(calls: list[ScheduledCall], run: Live, **options: Any) -> Live:
-    """The same calls through the simulator: the run's clock for a clock, its outputs for a model."""
+def replayed(calls: list[ScheduledCall], run: LiveRun, **options: Any) -> LiveRun:
+    """The same calls in a simulation with the run's clock readings and output tokens."""
     shape = ModelShape("tiny", 10_000, 1, 64, 4, 2, 16, 96, 4)
     args = EngineArgs(model="tiny", **OPTIONS, **options)
     setup = SimConfig(shape, DEVICES["h100"], args.resolved("cpu"), cost=LinearCost(1e-3, 0, 0, move_s=run.move_s))
@@ -96,15 +96,15 @@ def followed(calls: list[ScheduledCall], run: Live, **options: Any) -> Live:
     replica.engine._clock = clock
     replica.scheduler.events.subscribe(events.append, blocks=True)
     try:
-        return Live(run_calls(replica.engine, calls, clock), events)
-    except StopIteration:  # it looked more often
-        return Live({}, events)
+        return LiveRun(run_calls(replica.engine, calls, clock), events)
+    except StopIteration:  # it read the clock more often
+        return LiveRun({}, events)
 
 
 def compare(directory: Path, num_requests: int, rate: float, seed: int, **options: Any) -> Counter[str]:
     calls = calls_of(num_requests, rate, seed)
     run = live(directory, calls, **options)
-    again = followed(calls, run, **options)
+    again = replayed(calls, run, **options)
     decided, simulated = run.events, again.events
     for i, (a, b) in enumerate(zip(decided, simulated, strict=False)):
         assert a == b, (i, decided[i - 3 : i + 1], simulated[i - 3 : i + 1])
@@ -123,8 +123,8 @@ def compare(directory: Path, num_requests: int, rate: float, seed: int, **option
     ("window", "overlap", "mode"),
     [(1, True, "auto"), (4, True, "recompute"), (1, False, "swap"), (4, False, "auto")],
 )
-def test_a_simulation_decides_as_the_engine_did(tiny: Path, window: int, overlap: bool, mode: str) -> None:
-    """With `auto`, how somebody gives way depends on what the engine has measured: by the same clock, the same."""
+def test_simulation_makes_the_decisions_of_the_run(tiny: Path, window: int, overlap: bool, mode: str) -> None:
+    """With `auto`, the preemption mode depends on times measured by the engine: with the same clock, the same mode."""
     seen = compare(tiny, 160, 400, window, decode_window=window, async_scheduling=overlap, preemption_mode=mode)
     for what in ("Preempted", "ended by abort", "ended by stop", "Copied", "cached"):
         assert seen[what] > 0, (what, seen)
@@ -133,17 +133,17 @@ def test_a_simulation_decides_as_the_engine_did(tiny: Path, window: int, overlap
 
 
 @pytest.mark.slow
-def test_ten_thousand_requests(tiny: Path) -> None:
+def test_ten_thousand_requests_have_the_same_decisions(tiny: Path) -> None:
     seen = compare(tiny, 10_000, 1_000, 0)
     assert seen["Preempted"] > 100, seen
     for what in ("ended by abort", "ended by stop", "Copied", "cached"):
         assert seen[what] > 500, (what, seen)
 
 
-def test_following_needs_the_times(tiny: Path) -> None:
-    """Another clock sees other arrivals at a turn, and what is decided differs: the comparison above is not idle."""
+def test_another_clock_leads_to_other_decisions(tiny: Path) -> None:
+    """Shows that the comparison above can fail: other times bring other arrivals to an iteration."""
     calls = calls_of(120, 400, 7)
     run = live(tiny, calls)
     late = run._replace(readings_s=array("d", [look * 1.5 for look in run.readings_s]))
-    assert followed(calls, run).events == run.events
-    assert followed(calls, late).events != run.events
+    assert replayed(calls, run).events == run.events
+    assert replayed(calls, late).events != run.events

@@ -1,4 +1,4 @@
-"""The loop: a trace through real engines on virtual clocks, and what is told of it."""
+"""The simulation loop: a trace through real engines on virtual clocks, and its report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEP_S = 0.5
 
 
 def setup(**options: Any) -> SimConfig:
-    """A machine that takes half a second for every step, whatever is in it."""
+    """A machine on which every step takes half a second."""
     cost = options.pop("cost", LinearCost(STEP_S, 0.0, 0.0))
     replicas = options.pop("replicas", 1)
     defaults = {"block_size": 4, "num_gpu_blocks_override": 64, "decode_window": 1, "async_scheduling": False}
@@ -39,8 +39,8 @@ def arrivals(*requests: tuple[float, int, int]) -> Iterator[Arrival]:
         yield Arrival(time_s, ((FIRST_TOKEN + i, num_prompt),), num_output)
 
 
-def test_times_are_those_of_the_steps() -> None:
-    """One prompt, three tokens: steps end at 10.5, 11 and 11.5. A second request comes while a step runs."""
+def test_request_times_are_step_times() -> None:
+    """One prompt, three tokens: steps end at 10.5, 11 and 11.5. A second request arrives during a step."""
     records = simulate(setup(), arrivals((10.0, 5, 3), (10.7, 5, 1)))
     by_index = np.argsort(records.column("index"))
     assert records.column("arrived_s")[by_index].tolist() == [10.0, 10.7]
@@ -50,15 +50,15 @@ def test_times_are_those_of_the_steps() -> None:
     assert report.ttft(records)[by_index].tolist() == pytest.approx([0.5, 0.8])
     assert report.tpot(records)[by_index].tolist() == pytest.approx([0.5, 0.0])
     assert report.normalized_latency(records) == pytest.approx((1.5 / 3 + 0.8) / 2)
-    records.num_output[by_index[1]] = 0  # as of a beam search in a recording
+    records.num_output[by_index[1]] = 0  # as for a beam search in a recording
     assert report.normalized_latency(records) == pytest.approx(1.5 / 3)
     records.num_output[by_index[0]] = 0
-    told = report.summary(records)
-    assert "normalized_latency_s" not in told and "normalised" not in "\n".join(report.format_summary(told))
-    assert json.loads(json.dumps(told, allow_nan=False))["num_requests"] == 2
+    stats = report.summary(records)
+    assert "normalized_latency_s" not in stats and "normalised" not in "\n".join(report.format_summary(stats))
+    assert json.loads(json.dumps(stats, allow_nan=False))["num_requests"] == 2
 
 
-def test_overlap_hides_the_host_and_its_absence_does_not() -> None:
+def test_async_scheduling_hides_host_time() -> None:
     cost = LinearCost(STEP_S, 0.0, 0.0, host_s=0.1)
     ends = [
         simulate(setup(cost=cost, async_scheduling=overlap), arrivals((0.0, 5, 20))).end_s for overlap in (True, False)
@@ -67,13 +67,13 @@ def test_overlap_hides_the_host_and_its_absence_does_not() -> None:
     assert ends[1] == pytest.approx(20 * (STEP_S + 0.1))
 
 
-def test_windows_take_fewer_steps_and_as_much_device_time() -> None:
+def test_decode_windows_take_fewer_steps_and_equal_device_time() -> None:
     single, window = (simulate(setup(decode_window=n), arrivals((0.0, 5, 33))) for n in (1, 8))
     assert (single.num_steps, window.num_steps) == (33, 5)
     assert single.busy_s == window.busy_s == 33 * STEP_S
 
 
-def test_a_shared_prefix_is_found() -> None:
+def test_shared_prefix_hits_the_cache() -> None:
     requests = [Arrival(float(i), ((FIRST_TOKEN, 40), (FIRST_TOKEN + 1 + i, 3)), 2) for i in range(3)]
     records = simulate(setup(), requests)
     assert records.column("num_cached").tolist() == [0, 40, 40]
@@ -82,7 +82,7 @@ def test_a_shared_prefix_is_found() -> None:
     assert off.column("num_cached").tolist() == [0, 0, 0]
 
 
-def test_the_next_round_of_a_chat_finds_the_answer() -> None:
+def test_next_chat_round_hits_the_cached_output() -> None:
     chat = traces.chat(traces.Lengths("c", np.full(4, 6), np.full(4, 6)), [0.0, 50.0, 100.0, 150.0], new_chance=0.0)
     records = simulate(setup(), chat)
     assert records.column("num_prompt").tolist() == [6, 18, 30, 42]
@@ -94,35 +94,35 @@ def test_the_next_round_of_a_chat_finds_the_answer() -> None:
     ]  # full blocks of 4
 
 
-def test_a_small_pool_preempts_and_says_why() -> None:
+def test_small_pool_preempts_and_reports_why() -> None:
     records = simulate(setup(num_gpu_blocks_override=10, preemption_mode="recompute"), arrivals(*[(0.0, 8, 20)] * 3))
-    told = report.summary(records)
-    assert told["num_preempted"]["recompute"] > 0 and told["num_waits"]["blocks"] > 0
-    assert told["num_requests"] == 3 and told["num_unfinished"] == 0
-    assert any("preempted" in line and "recompute" in line for line in report.format_summary(told))
+    stats = report.summary(records)
+    assert stats["num_preempted"]["recompute"] > 0 and stats["num_waits"]["blocks"] > 0
+    assert stats["num_requests"] == 3 and stats["num_unfinished"] == 0
+    assert any("preempted" in line and "recompute" in line for line in report.format_summary(stats))
 
 
-def test_what_could_never_run_is_refused_and_counted() -> None:
+def test_impossible_requests_are_refused_and_counted() -> None:
     records = simulate(setup(), arrivals((0.0, 5, 3), (1.0, 3000, 3), (2.0, 5, 1000)))
     assert len(records) == 1
-    told = report.summary(records)
-    assert {kind: r["count"] for kind, r in told["refused"].items()} == {"ContextLengthError": 1, "CapacityError": 1}
-    assert "refused 1: " in "\n".join(report.format_summary(told))
+    stats = report.summary(records)
+    assert {kind: r["count"] for kind, r in stats["refused"].items()} == {"ContextLengthError": 1, "CapacityError": 1}
+    assert "refused 1: " in "\n".join(report.format_summary(stats))
 
 
-def test_it_ends_when_it_is_told_to() -> None:
+def test_simulation_ends_at_until_s() -> None:
     records = simulate(setup(), arrivals(*[(float(i), 5, 8) for i in range(20)]), until_s=10.0)
     assert 10.0 <= records.end_s <= 10.0 + STEP_S and 0 < len(records) < 20 and records.num_unfinished > 0
 
 
-def test_the_router_takes_the_replica_with_the_fewest() -> None:
-    """Four requests at once: one replica serves them four times as slowly as a machine of one row a step allows."""
+def test_router_picks_the_replica_with_the_fewest_requests() -> None:
+    """Four requests at once, one row per replica: four replicas run them concurrently, one runs them in turn."""
     one, four = (simulate(setup(max_num_seqs=1, replicas=n), arrivals(*[(1.0, 5, 4)] * 4)) for n in (1, 4))
     assert four.column("finished_s").tolist() == [3.0] * 4
     assert one.column("finished_s").tolist() == [3.0, 5.0, 7.0, 9.0]
 
 
-def test_looks_at_memory_thin_out() -> None:
+def test_pool_samples_are_thinned_out() -> None:
     records = simulate(setup(), arrivals(*[(0.0, 4, 120)] * 40), interval_s=0.001)
     assert 100 < len(records.samples) <= MAX_POOL_SAMPLES
     long = simulate(
@@ -136,7 +136,7 @@ def test_looks_at_memory_thin_out() -> None:
         assert sum(sample.split) == 64 * 4
 
 
-def test_the_budget_of_blocks() -> None:
+def test_num_blocks_follows_the_memory_budget() -> None:
     model, device = MODELS["llama-3.1-8b"], DEVICES["h200"]
     setup = SimConfig(model, device, EngineArgs(model="x", gpu_memory_utilization=0.5))
     assert setup.num_blocks() == int((141e9 * 0.5 - 16.06e9) // (131_072 * 16))
@@ -146,7 +146,7 @@ def test_the_budget_of_blocks() -> None:
     assert SimConfig(MODELS["llama-3.1-70b"], device, EngineArgs(model="x"), num_devices=2).num_blocks() > 10_000
 
 
-def test_a_simulation_is_the_same_twice() -> None:
+def test_simulation_is_deterministic() -> None:
     def run() -> Records:
         lengths = traces.sharegpt_like(60)
         return simulate(setup(num_gpu_blocks_override=600), traces.from_lengths(lengths, traces.poisson(0.4)))
@@ -155,15 +155,15 @@ def test_a_simulation_is_the_same_twice() -> None:
     assert one.finished_s == two.finished_s and one.num_steps == two.num_steps and len(one) == 60
 
 
-def test_samples_fork() -> None:
+def test_samples_fork_and_share_blocks() -> None:
     records = simulate(setup(), [Arrival(0.0, ((FIRST_TOKEN, 10),), 5, n=3)], interval_s=0.1)
     assert records.column("num_output").tolist() == [15] and records.column("longest").tolist() == [5]
     assert report.tpot(records).tolist() == pytest.approx([STEP_S]), "a step gives each of them a token"
-    # Two siblings do without the prompt's two full blocks each; without its tail until they write there.
+    # Each sibling saves the prompt's two full blocks, and its last block until it writes there.
     assert [saved for saved, _ in itertools.groupby(s.num_saved for s in records.samples)] == [6, 4, 0]
 
 
-def test_a_step_begins_when_the_one_before_has_ended() -> None:
+def test_steps_run_one_after_another() -> None:
     from octavo.core.plan import StepPlan
     from octavo.simulate.clock import VirtualClock
 
@@ -178,25 +178,25 @@ def test_a_step_begins_when_the_one_before_has_ended() -> None:
     assert clock() == 2.0
 
 
-# -- telling -----------------------------------------------------------------------------------------------------------
+# -- report ------------------------------------------------------------------------------------------------------------
 
 
-def test_goodput_counts_who_keeps_the_slo() -> None:
+def test_goodput_counts_requests_within_the_slo() -> None:
     records = simulate(setup(), arrivals((10.0, 5, 3), (10.7, 5, 1)))
     assert SLO(0.6, 0.6).kept(records).sum() == 1 and SLO(None, 0.6).kept(records).all()
-    assert SLO(None, 0.4).kept(records).sum() == 1  # the one that has one token alone
+    assert SLO(None, 0.4).kept(records).sum() == 1  # the request with a single token
     assert not SLO(0.4).kept(records).any()
-    told = report.summary(records, SLO(0.6))
-    assert told["slo_kept"] == 0.5 and told["goodput_requests_per_s"] == pytest.approx(1 / 1.5)
-    assert any(line.startswith("good ") and "50.0%" in line for line in report.format_summary(told))
-    json.dumps(told)
+    stats = report.summary(records, SLO(0.6))
+    assert stats["slo_kept"] == 0.5 and stats["goodput_requests_per_s"] == pytest.approx(1 / 1.5)
+    assert any(line.startswith("good ") and "50.0%" in line for line in report.format_summary(stats))
+    json.dumps(stats)
 
 
 @pytest.mark.parametrize(
     ("text", "slo"),
     [("ttft=500ms,tpot=50ms", SLO(0.5, 0.05)), ("ttft=2s", SLO(2.0)), (" tpot=0.1s ", SLO(None, 0.1))],
 )
-def test_an_slo_is_read(text: str, slo: SLO) -> None:
+def test_slo_is_parsed(text: str, slo: SLO) -> None:
     assert SLO.parse(text) == slo
 
 
@@ -208,17 +208,17 @@ def test_an_slo_is_read(text: str, slo: SLO) -> None:
         *("ttft=1_0s", "ttft=s", "ttft=1s,", "ttft=" + "9" * 400 + "s"),
     ],
 )
-def test_an_slo_that_says_nothing_is_refused(text: str) -> None:
-    with pytest.raises(ParameterError, match="give times with units, s or ms, such as ttft=500ms"):
+def test_invalid_slo_is_rejected(text: str) -> None:
+    with pytest.raises(ParameterError, match="pass times with units, s or ms, such as ttft=500ms"):
         SLO.parse(text)
 
 
-def test_nothing_finished_is_told_too() -> None:
-    told = report.summary(simulate(setup(), arrivals((0.0, 3000, 3))))
-    assert told["num_requests"] == 0 and report.format_summary(told)[0] == "no request finished"
+def test_summary_without_finished_requests() -> None:
+    stats = report.summary(simulate(setup(), arrivals((0.0, 3000, 3))))
+    assert stats["num_requests"] == 0 and report.format_summary(stats)[0] == "no request finished"
 
 
-def test_pictures_are_svg() -> None:
+def test_charts_are_svg() -> None:
     records = simulate(setup(), arrivals(*[(float(i), 5, 8) for i in range(20)]), interval_s=1.0)
     charts = report.summary_charts(records)
     root = ElementTree.fromstring(svg(charts))
@@ -228,8 +228,8 @@ def test_pictures_are_svg() -> None:
     assert len(polygons) >= 2
 
 
-def test_marks_stand_where_values_are() -> None:
-    """The axis ends at `top`; twice the value is twice as high, and what runs away is cut at the edge."""
+def test_chart_marks_are_at_their_values() -> None:
+    """The axis ends at `top`; twice the value is twice as high, and larger values are cut off."""
     chart = Chart("a < b", "x", "y", lines=[Line("one", [0, 5, 10], [0.0, 0.5, 9.0])], top=1.0)
     root = ElementTree.fromstring(svg([chart]))
     circles = [(float(c.get("cx", 0)), float(c.get("cy", 0))) for c in root.iter("{http://www.w3.org/2000/svg}circle")]
@@ -242,7 +242,7 @@ def test_marks_stand_where_values_are() -> None:
         if r.get("height") != "10"
     ]
     assert rects[1][1] == pytest.approx(2 * rects[0][1], abs=0.2)
-    assert rects[1][0] + rects[1][1] == pytest.approx(rects[0][0], abs=0.2)  # one upon the other
+    assert rects[1][0] + rects[1][1] == pytest.approx(rects[0][0], abs=0.2)  # stacked
     areas = Chart("c", "x", "y", xs=[1, 10, 100], areas=[Area("z", [1, 2, 3])], log_x=True)
     (polygon,) = ElementTree.fromstring(svg([areas])).iter("{http://www.w3.org/2000/svg}polygon")
     xs = [float(p.split(",")[0]) for p in polygon.get("points", "").split()[:3]]

@@ -1,4 +1,4 @@
-"""Traces: what files say, what is drawn, and what is said of a file that is wrong."""
+"""Traces: reading files, generating arrivals, and errors for malformed files."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ def write(path: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_mooncake(tmp_path: Path, suffix: str) -> None:
+def test_mooncake_trace_is_read(tmp_path: Path, suffix: str) -> None:
     text = mooncake(0, 1000, 20, [7, 8]) + "\n" + mooncake(0, 600, 5, [7, 9]) + mooncake(3000, 3, 1, [10])
     first, second, third = read_trace(write(tmp_path / f"t.jsonl{suffix}", text))
     assert first.runs == ((FIRST_TOKEN + 7, 512), (FIRST_TOKEN + 8, 488)) and first.num_prompt == 1000
     assert second.runs == ((FIRST_TOKEN + 7, 512), (FIRST_TOKEN + 9, 88)) and second.num_output == 5
-    assert [a.time_s for a in (first, second, third)] == [0.0, 1.5, 3.0]  # a tick is spread
+    assert [a.time_s for a in (first, second, third)] == [0.0, 1.5, 3.0]  # spread over the tick
     prompt = first.prompt()
     assert len(prompt) == 1000 and prompt[511] == FIRST_TOKEN + 7 and prompt[512] == FIRST_TOKEN + 8
 
 
-def test_a_scaled_trace_shares_as_before(tmp_path: Path) -> None:
+def test_scaled_trace_keeps_its_sharing(tmp_path: Path) -> None:
     text = mooncake(0, 1600, 160, [1, 2, 3, 4]) + mooncake(10, 1600, 160, [1, 2, 3, 5])
     a, b = read_trace(write(tmp_path / "t.jsonl", text), scale=1 / 16)
     assert (a.num_prompt, a.num_output) == (100, 10)
     assert a.runs[:3] == b.runs[:3] == tuple((FIRST_TOKEN + h, 32) for h in (1, 2, 3)) and a.runs[3] != b.runs[3]
 
 
-def test_azure_and_vidur(tmp_path: Path) -> None:
+def test_azure_and_vidur_traces_are_read(tmp_path: Path) -> None:
     azure = AZURE + "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
     a, b = read_trace(write(tmp_path / "a.csv", azure))
     assert (a.time_s, a.num_prompt, a.num_output) == (0.0, 374, 44)
@@ -64,13 +64,13 @@ def test_azure_and_vidur(tmp_path: Path) -> None:
     assert [(v.time_s, v.num_prompt, v.num_output) for v in read_trace(vidur)] == [(0.0, 10, 3), (2.0, 20, 1)]
 
 
-def test_a_trace_can_be_played_at_another_rate(tmp_path: Path) -> None:
+def test_rate_rescales_the_times(tmp_path: Path) -> None:
     path = write(tmp_path / "v.csv", VIDUR + "".join(f"{i / 2},10,3\n" for i in range(11)))
     arrivals = list(read_trace(path, rate=8.0))
     assert arrivals[10].time_s == pytest.approx(10 / 8)
 
 
-def test_lengths_alone(tmp_path: Path) -> None:
+def test_lengths_file_gets_poisson_arrivals(tmp_path: Path) -> None:
     np.savez(tmp_path / "l.npz", input_len=np.array([3, 4]), output_len=np.array([5, 6]))
     a, b = read_trace(tmp_path / "l.npz", rate=2.0)
     assert (a.num_prompt, a.num_output, b.num_prompt, b.num_output) == (3, 5, 4, 6) and 0 < a.time_s < b.time_s
@@ -110,14 +110,14 @@ BAD = {
     "infinite": ("v.csv", VIDUR + "inf,10,3\n", ":2: arrived_at is 'inf'; expected a finite number"),
     "a huge length": ("v.csv", VIDUR + "0,1e300,3\n", ":2: num_prefill_tokens is "),
     "true": ("m.jsonl", '{"timestamp": 0, "input_length": true, "output_length": 3}', "input_length is 'True'"),
-    "binary": ("v.csv.gz", "no gzip", "expected a text file"),
+    "binary": ("v.csv.gz", "no gzip", "expected a complete text file"),
     "what": ("v.txt", "x", "is not a trace; pass a .jsonl, .csv or .npz"),
     "lengths": ("l.npz", "PK no", "expected an .npz file"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_wrong_with_a_trace_is_said_with_its_line(tmp_path: Path, case: str) -> None:
+def test_trace_error_names_the_line(tmp_path: Path, case: str) -> None:
     name, text, message = BAD[case]
     path = tmp_path / name
     path.write_text(text)
@@ -126,22 +126,22 @@ def test_what_is_wrong_with_a_trace_is_said_with_its_line(tmp_path: Path, case: 
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
 
 
-def test_bad_lengths_name_the_row(tmp_path: Path) -> None:
+def test_bad_lengths_error_names_the_row(tmp_path: Path) -> None:
     np.savez(tmp_path / "l.npz", input_len=np.array([3, 0]), output_len=np.array([5, 6]))
     with pytest.raises(TraceError, match=r"input_len\[1\] is 0"):
         next(read_trace(tmp_path / "l.npz", rate=1.0))
 
 
-def test_a_long_trace_is_read_as_it_is_used(tmp_path: Path) -> None:
-    """What is wrong a million lines on does not matter to who takes ten; nothing is read ahead but a thousand lines."""
+def test_trace_is_read_lazily(tmp_path: Path) -> None:
+    """An error a million lines later does not matter to a reader of ten; at most a thousand lines are read ahead."""
     path = write(tmp_path / "v.csv", VIDUR + "".join(f"{i},10,3\n" for i in range(3000)) + "rubbish\n")
     assert len(list(itertools.islice(read_trace(path, rate=5.0), 10))) == 10
     with pytest.raises(TraceError, match=":3002:"):
         list(read_trace(path))
 
 
-class Endless(io.StringIO):
-    """A file of Vidur's that goes on for ever, and counts its lines."""
+class EndlessFile(io.StringIO):
+    """An endless Vidur file that counts its lines."""
 
     num_lines = 0
 
@@ -150,9 +150,9 @@ class Endless(io.StringIO):
         return VIDUR if self.num_lines == 1 else f"{self.num_lines},10,3\n"
 
 
-def test_a_trace_without_an_end_is_read_as_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is ahead of those that are used: the header, and the first thousand requests for the rate."""
-    file = Endless()
+def test_endless_trace_is_read_lazily(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read ahead are only the header and the first thousand requests, for the rate."""
+    file = EndlessFile()
     monkeypatch.setattr(traces, "_open", lambda path: file)
     arrivals = read_trace(Path("v.csv"), rate=5.0)
     for num_used in range(1, 3000):
@@ -160,8 +160,8 @@ def test_a_trace_without_an_end_is_read_as_it_is_used(monkeypatch: pytest.Monkey
         assert file.num_lines <= max(num_used, 1000) + 1
 
 
-def test_ten_gigabytes_are_read_as_far_as_they_are_used(tmp_path: Path) -> None:
-    """The rest of the file is a hole: looking at it would take minutes, and holding it more memory than there is."""
+def test_file_of_ten_gigabytes_is_read_lazily(tmp_path: Path) -> None:
+    """The rest of the file is a hole: reading it would take minutes, holding it more memory than there is."""
     path = write(tmp_path / "v.csv", VIDUR + "".join(f"{i},10,3\n" for i in range(5000)))
     try:
         os.truncate(path, 10 << 30)
@@ -173,23 +173,23 @@ def test_ten_gigabytes_are_read_as_far_as_they_are_used(tmp_path: Path) -> None:
         next(arrivals)
 
 
-def test_requests_of_one_time_are_not_held_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_with_one_timestamp_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traces, "MAX_REQUESTS_PER_TICK", 50)
     path = write(tmp_path / "m.jsonl", mooncake(0, 5, 3, [1]) * 60)
     with pytest.raises(TraceError, match=":51: over 50 requests at 0 s; expected rising times"):
         list(read_trace(path))
 
 
-def test_a_line_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_line_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traces, "MAX_LINE_BYTES", 64)
     with pytest.raises(TraceError, match=":1: a line of over"):
         list(read_trace(write(tmp_path / "m.jsonl", "x" * 65)))
 
 
-# -- what is drawn -----------------------------------------------------------------------------------------------------
+# -- generated traces -------------------------------------------------------------------------------------------------
 
 
-def test_arrivals_are_poisson_or_come_in_bursts() -> None:
+def test_arrivals_are_poisson_or_bursty() -> None:
     for burstiness, deviation in ((1.0, 1.0), (1 / 9, 3.0), (4.0, 0.5)):
         gaps = np.diff(list(itertools.islice(traces.bursty(4.0, burstiness, seed=3), 20_000)))
         assert gaps.min() >= 0
@@ -204,12 +204,12 @@ def test_arrivals_are_poisson_or_come_in_bursts() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_rate_is_above_0(rate: float) -> None:
+def test_rate_must_be_positive(rate: float) -> None:
     with pytest.raises(ParameterError, match="rate is"):
         next(traces.poisson(rate))
 
 
-def test_lengths_are_those_of_the_paper() -> None:
+def test_lengths_match_the_paper() -> None:
     """Figure 11: ShareGPT 161 and 338 tokens, Alpaca 19.31 and 58.45; all below 2,048 together."""
     sharegpt, alpaca = traces.sharegpt_like(60_000), traces.alpaca_like(60_000)
     assert len(sharegpt.prompts) == len(sharegpt.outputs) == 60_000
@@ -225,7 +225,7 @@ def test_lengths_are_those_of_the_paper() -> None:
     assert (traces.sharegpt_like(50, 1).prompts != sharegpt.prompts[:50]).any()
 
 
-def test_a_prefix_is_shared_and_the_rest_is_not() -> None:
+def test_only_the_prefix_is_shared() -> None:
     a, b = traces.from_lengths(traces.sharegpt_like(2), iter([0.0, 1.0]), prefix=80)
     assert a.runs[0] == b.runs[0] == (FIRST_TOKEN, 80)
     assert a.runs[1][0] != b.runs[1][0] and not {a.runs[1][0], b.runs[1][0]} & {FIRST_TOKEN, OUTPUT_TOKEN}
@@ -236,8 +236,8 @@ def rounds(new_chance: float, num: int = 400) -> Iterator[Arrival]:
     return traces.chat(lengths, traces.poisson(1.0), new_chance=new_chance)
 
 
-def test_a_chat_goes_on_where_it_stopped() -> None:
-    """With no cut, a later round begins with all that an earlier one said, its answer included."""
+def test_chat_round_continues_its_conversation() -> None:
+    """Without truncation, a later round starts with all earlier queries and outputs."""
     lengths = traces.Lengths("short", np.full(50, 7), np.full(50, 5))
     known: set[tuple[tuple[int, int], ...]] = {()}
     for arrival in traces.chat(lengths, traces.poisson(1.0), new_chance=0.3, max_prompt=1 << 20):
@@ -247,7 +247,7 @@ def test_a_chat_goes_on_where_it_stopped() -> None:
     assert max(map(len, known)) > 6
 
 
-def test_a_chat_keeps_the_end_of_what_was_said() -> None:
+def test_chat_prompt_keeps_the_end_of_the_conversation() -> None:
     arrivals = list(rounds(0.05))
     assert max(a.num_prompt for a in arrivals) == 1024
     assert max(a.num_output for a in arrivals) <= 1016
@@ -255,7 +255,7 @@ def test_a_chat_keeps_the_end_of_what_was_said() -> None:
     assert sum(len(a.runs) == 1 for a in rounds(1.0)) == 400
 
 
-# -- the real ones -----------------------------------------------------------------------------------------------------
+# -- real traces -------------------------------------------------------------------------------------------------------
 
 shared = pytest.mark.skipif(not SHARED.exists(), reason=f"no {SHARED}")
 
@@ -269,7 +269,7 @@ shared = pytest.mark.skipif(not SHARED.exists(), reason=f"no {SHARED}")
         ("azure_llm_2023_conv.csv.gz", 19_366, 1_154.7, 211.1),
     ],
 )
-def test_real_traces(name: str, num: int, mean_prompt: float, mean_output: float) -> None:
+def test_real_traces_are_read(name: str, num: int, mean_prompt: float, mean_output: float) -> None:
     arrivals = list(read_trace(SHARED / name))
     assert len(arrivals) == num
     assert np.mean([a.num_prompt for a in arrivals]) == pytest.approx(mean_prompt, rel=0.01)
@@ -279,7 +279,7 @@ def test_real_traces(name: str, num: int, mean_prompt: float, mean_output: float
 
 @pytest.mark.shared
 @shared
-def test_real_lengths() -> None:
+def test_real_lengths_match_the_paper() -> None:
     """The paper's filter leaves 79,725 pairs with means of 161.18 and 338.00."""
     lengths = traces.Lengths("real", *traces.load_lengths(SHARED / "sharegpt_opt_lengths.npz")).below(2048)
     assert len(lengths.prompts) == 79_725

@@ -1,3 +1,5 @@
+"""Chat templates: rendering, errors, the sandbox and its bounds."""
+
 from __future__ import annotations
 
 import datetime
@@ -27,7 +29,7 @@ def fails(template: str, *words: str, messages=USER, **kwargs) -> None:
         assert word in str(caught.value)
 
 
-def test_chatml():
+def test_chatml_is_rendered():
     template = (
         "{% for m in messages %}\n"
         "    {{- '<|im_start|>' + m.role + '\\n' + m['content'] | trim + '<|im_end|>\\n' -}}\n"
@@ -74,15 +76,15 @@ def test_chatml():
         ("{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ 'q' in ['q', 'r'] }}", "1True"),
     ],
 )
-def test_what_templates_use(template, text):
+def test_features_that_templates_use(template, text):
     assert run(template, enable_thinking=False) == text
 
 
-def test_today():
+def test_strftime_now():
     assert run("{{ strftime_now('%Y') }}") in {str(datetime.datetime.now().year - d) for d in (0, 1)}
 
 
-def test_tools():
+def test_tools_are_passed_to_the_template():
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert run("{% if tools %}{{ tools[0].function.name }}{% endif %}", tools=tools) == "f"
     assert run("{% if tools %}x{% endif %}", tools=[]) == ""
@@ -109,13 +111,13 @@ def test_continue_final_message(template, content, text):
     assert messages[-1]["content"] == content
 
 
-def test_continue_a_final_message_of_parts():
+def test_continue_final_message_of_parts():
     template = "{% for m in messages %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}"
     messages = [{"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     assert run(template, messages, add_generation_prompt=False, continue_final_message=True) == "[a][b"
 
 
-def test_continue_what_cannot_be_continued():
+def test_messages_that_cannot_be_continued():
     fails(TURNS, "exclude each other", continue_final_message=True)
     for content in (None, [], [{"type": "image"}], 7):
         messages = [{"role": "assistant", "content": content}]
@@ -127,11 +129,11 @@ def test_continue_what_cannot_be_continued():
 
 
 @pytest.mark.parametrize("messages", [None, [], {}, "Hi", ["Hi"], [None], [USER]])
-def test_messages_that_are_none(messages):
+def test_invalid_messages_are_rejected(messages):
     fails("x", "list of at least one object", messages=messages)
 
 
-def test_a_template_may_refuse():
+def test_template_may_reject_messages():
     fails("{{ raise_exception('roles must\nalternate') }}", "rejects the messages: roles must alternate")
 
 
@@ -150,7 +152,7 @@ def test_a_template_may_refuse():
         ("x" * (1 << 21), "1,048,576"),
     ],
 )
-def test_errors_are_one_line(template, words):
+def test_template_errors_are_one_line(template, words):
     fails(template, words)
 
 
@@ -167,7 +169,7 @@ WRONG_TEMPLATES = [
 
 
 @pytest.mark.parametrize(("template", "words"), WRONG_TEMPLATES)
-def test_check_finds_what_is_wrong_before_any_chat(template, words, monkeypatch):
+def test_check_rejects_broken_templates(template, words, monkeypatch):
     monkeypatch.setattr(chat_template, "MAX_RENDER_S", 0.2)
     with pytest.raises(TemplateError, match=words):
         chat_template.check(template)
@@ -186,12 +188,12 @@ def test_check_finds_what_is_wrong_before_any_chat(template, words, monkeypatch)
         "{{ 1 / 0 }}",
     ],
 )
-def test_check_leaves_alone_what_may_suit_another_chat(template):
+def test_check_accepts_templates_that_reject_its_sample(template):
     chat_template.check(template)
     assert chat_template.load(template) == template
 
 
-def test_a_template_from_a_file(tmp_path):
+def test_template_is_loaded_from_a_file(tmp_path):
     file = tmp_path / "chat.jinja"
     file.write_text("ü {{ messages[0].content }}\n", encoding="utf-8")
     assert run(chat_template.load(str(file))) == "ü Hi"
@@ -228,7 +230,7 @@ def test_a_template_from_a_file(tmp_path):
         "{{ environment }}{{ environment.filters }}",
     ],
 )
-def test_the_sandbox_holds(template):
+def test_sandbox_blocks_escapes(template):
     before = [dict(m) for m in USER]
     try:
         text = run(template)
@@ -319,7 +321,7 @@ def test_the_sandbox_holds(template):
         ("{{ lipsum(999999999) }}", "lipsum"),
         ("{{ ([1] * 999999) | tojson(indent=16) }}", "1,048,576"),
         ("{{ [1] | tojson(indent='x' * 1048577) }}", "1,048,576"),
-        # One behind the other, without a loop, and each a few times what it was given.
+        # A long chain without a loop; each expands its input a few times.
         ("{% set x = 'ab' * 500 %}" + "{% set x = x | list | string %}" * 12, "1,048,576"),
         ("{% set x = '&' * 9999 %}" + "{% set x = x | forceescape | string %}" * 99, "1,048,576"),
         ("{% set x = ' ' * 9999 %}" + "{% set x = x | urlencode %}" * 99, "1,048,576"),
@@ -335,18 +337,18 @@ def test_the_sandbox_holds(template):
         ("{% set x = 'x' * 499999 %}" + "{% set y = x + x %}" * 29999, "longer than 0.2 s"),
     ],
 )
-def test_bounds(template, words, monkeypatch):
+def test_templates_are_bounded(template, words, monkeypatch):
     # The others must not depend on how busy the machine is.
     monkeypatch.setattr(chat_template, "MAX_RENDER_S", 0.2 if "0.2 s" in words else 30)
     fails(template, words)
 
 
-def test_bounds_leave_long_chats_alone():
+def test_long_chats_are_within_the_bounds():
     messages = [{"role": "user", "content": "x" * 1000}] * 900
     assert len(run(TURNS, messages)) == 900 * 1013
 
 
-def test_templates_are_compiled_once_and_not_kept_forever():
+def test_compiled_templates_are_cached_and_evicted():
     chat_template._compile.cache_clear()
     for n in range(40):
         run(f"{{{{ {n} }}}}")
@@ -355,7 +357,7 @@ def test_templates_are_compiled_once_and_not_kept_forever():
     assert (info.hits, info.misses, info.currsize) == (40, 40, 32)
 
 
-def test_one_rendering_leaves_nothing_to_the_next(monkeypatch):
+def test_renderings_share_no_state(monkeypatch):
     monkeypatch.setattr(chat_template, "MAX_RENDER_S", 0.2)
     template = "{% set ns = namespace(x=1) %}{{ x is defined }}{% set x = 1 %}"
     assert run(template) == run(template) == "False"

@@ -1,4 +1,4 @@
-"""Grammars: masks that are exact, errors that are said, and compilations that cannot harm anybody."""
+"""Grammars: exact bitmasks, error messages, and compilations that cannot harm the server."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from tokenizers import decoders, models
 
 from octavo.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, request_failed_error
 from octavo.errors import EngineError, ParameterError, RequestFailedError
+from octavo.integers import cdiv
 from octavo.serve.openai import errors
 from octavo.text import grammar as grammar_module
 from octavo.text import grammar_sandbox
@@ -60,7 +61,7 @@ def allowed(matcher: Matcher) -> set[int]:
 
 
 def check_masks(tokenizer: Tokenizer, matcher: Matcher, texts: list[bytes], prefix: bytes = b"") -> int:
-    """Every token at every reachable place, against the texts themselves -> the number of places."""
+    """Compare the mask at every reachable state with the texts themselves; returns the number of states."""
     going_on = [t for t in texts if t.startswith(prefix)]
     expected = {
         i
@@ -80,27 +81,27 @@ def check_masks(tokenizer: Tokenizer, matcher: Matcher, texts: list[bytes], pref
     return places
 
 
-def test_a_mask_has_exactly_the_tokens_that_may_come_next(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+def test_bitmask_has_exactly_the_allowed_tokens(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     texts = ["the dog", "the dogs", "then", 'a"b\\c\n/', "漢é", "漢", "<|im_end|>x"]
     made = compiler.compile(choice_grammar(texts))
-    assert compute_bitmasks([made.start()]).shape == (1, -(-(tokenizer.vocab_size + PADDING) // 32) + 1)
+    assert compute_bitmasks([made.start()]).shape == (1, cdiv(tokenizer.vocab_size + PADDING, 32) + 1)
     assert check_masks(tokenizer, made.start(), [t.encode() for t in texts]) > 70
 
 
-def test_masks_of_many(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
-    """Of several grammars, ended and broken ones among them: each as by itself."""
+def test_bitmasks_of_many_matchers(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """Matchers of several grammars, ended and failed ones included, get the same mask as alone."""
     texts = [regex_grammar("[ab]{4}"), choice_grammar(["cat", "car", "dog"]), json_grammar('{"type": "integer"}')]
     made = [compiler.compile(text) for text in texts]
     matchers = [made[i % 3].start() for i in range(12)]
-    said = ["ab", "ca", "-1", "abba", "dog", "7", "x", "do", "1", "a", "", ""]
-    for matcher, text in zip(matchers, said, strict=True):
+    texts = ["ab", "ca", "-1", "abba", "dog", "7", "x", "do", "1", "a", "", ""]
+    for matcher, text in zip(matchers, texts, strict=True):
         matcher.accept_tokens(tokenizer.encode(text))
     alone = [compute_bitmasks([matcher.fork()])[0].tolist() for matcher in matchers]
     assert made[1].bitmasks(matchers).tolist() == alone and len({str(mask) for mask in alone}) > 6
     assert not any(alone[3]) and not any(alone[6]) and matchers[6].error and not matchers[3].error
 
 
-def test_of_sentencepieces(compiler: GrammarCompiler) -> None:
+def test_sentencepiece_tokenizer(compiler: GrammarCompiler) -> None:
     tokenizer = Tokenizer(make_sentencepiece())
     made = GrammarCompiler(tokenizer, tokenizer.vocab_size)
     texts = [" the", "and a", "é</s>"]
@@ -108,7 +109,7 @@ def test_of_sentencepieces(compiler: GrammarCompiler) -> None:
     made.close()
 
 
-def test_special_tokens_are_never_text(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+def test_special_tokens_are_never_allowed(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     matcher = compiler.compile(regex_grammar(r"(.|\n)*")).start()
     unseen = tokenizer.special_ids | set(range(tokenizer.vocab_size, tokenizer.vocab_size + PADDING + 32))
     assert allowed(matcher) == set(range(tokenizer.vocab_size)) - unseen - {
@@ -120,7 +121,7 @@ def test_special_tokens_are_never_text(tokenizer: Tokenizer, compiler: GrammarCo
 
 
 def is_start_of_utf8(piece: bytes) -> bool:
-    """Whether some text begins with it."""
+    """True if some text starts with these bytes."""
     for tail in (b"", b"\x80", b"\x80\x80", b"\x80\x80\x80", b"\xa0\x80", b"\x90\x80\x80"):
         try:
             (piece + tail).decode()
@@ -137,7 +138,7 @@ REGEXES = [
 
 
 @pytest.mark.parametrize("pattern", REGEXES)
-def test_what_follows_a_regex_matches_it(pattern: str, tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+def test_text_that_follows_a_regex_matches_it(pattern: str, tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     made = compiler.compile(regex_grammar(pattern))
     texts = {walk(tokenizer, made, random.Random(seed)) for seed in range(25)}
     for text in texts:
@@ -156,7 +157,7 @@ def walk(tokenizer: Tokenizer, made: Grammar, rng: random.Random) -> str:
         matcher.accept_tokens(ids[-1:])
 
 
-def test_white_space_in_json(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+def test_json_white_space_is_limited(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     schema = json.dumps({"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]})
 
     def takes(text: str, **options: Any) -> bool:
@@ -171,14 +172,14 @@ def test_white_space_in_json(tokenizer: Tokenizer, compiler: GrammarCompiler) ->
     assert takes('{"a":  1}', whitespace_pattern=" {2}") and not takes('{"a": 1}', whitespace_pattern=" {2}")
 
 
-def test_a_token_that_is_not_allowed_is_an_error_from_then_on(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+def test_disallowed_token_is_a_permanent_error(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     matcher = compiler.compile(regex_grammar("abc")).start()
     matcher.accept_tokens(tokenizer.encode("x"))
     assert matcher.error and not compute_bitmasks([matcher]).any() and not matcher.is_accepting
 
 
-def test_what_becomes_too_complex_on_the_way_is_an_error(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
-    """It compiles, since nothing is worked out before it has to be, and the walk of its trial ends before."""
+def test_grammar_that_becomes_too_complex_later_is_an_error(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """It compiles, since states are computed lazily, and the probe in the sandbox ends before."""
     matcher = compiler.compile(regex_grammar("b{40}" + "(" * 30 + "a" + "{1,9})" * 30)).start()
     for _ in range(40):
         matcher.accept_tokens(tokenizer.encode("b"))
@@ -229,7 +230,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name: str, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_grammars_are_rejected(name: str, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_module, "COMPILE_S", 30.0)  # no case depends on the time limit, on a busy machine too
     source, text = REFUSED[name]
     with pytest.raises(ParameterError) as caught:
@@ -252,7 +253,7 @@ FINE = {
 
 
 @pytest.mark.parametrize("name", FINE)
-def test_what_is_large_but_no_harm(name: str, tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+def test_large_but_harmless_grammars_compile(name: str, tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     matcher = compiler.compile(FINE[name]).start()
     rng = random.Random(name)
     begin = time.perf_counter()
@@ -263,11 +264,11 @@ def test_what_is_large_but_no_harm(name: str, tokenizer: Tokenizer, compiler: Gr
     assert not matcher.error and time.perf_counter() - begin < 40
 
 
-def test_an_explosion_delays_nobody(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This one holds the compiler up for minutes."""
+def test_exploding_grammar_does_not_delay_others(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This one keeps the compiler busy for minutes."""
     monkeypatch.setattr(grammar_module, "COMPILE_S", 3.0)
     for warm in [compiler.submit(regex_grammar(f"warm{i}")) for i in range(4)]:
-        warm.result()  # as many processes
+        warm.result()  # starts all processes
     explosion = compiler.submit(json_grammar('{"type": "integer", "multipleOf": 99999989}'))
     begin, num_turns = time.perf_counter(), 0
     others = [compiler.submit(regex_grammar(f"other{i}")) for i in range(4)]
@@ -284,7 +285,7 @@ def test_an_explosion_delays_nobody(compiler: GrammarCompiler, monkeypatch: pyte
 # -- what is kept ------------------------------------------------------------------------------------------------------
 
 
-def test_grammars_are_kept_for_a_while(
+def test_grammars_are_cached_and_evicted(
     tokenizer: Tokenizer, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_module, "NUM_CACHED", 3)
@@ -292,22 +293,22 @@ def test_grammars_are_kept_for_a_while(
     assert compiler.compile(regex_grammar("one")) is first
     compiler.compile(regex_grammar("two"))
     compiler.compile(regex_grammar("three"))
-    assert compiler.compile(regex_grammar("one")) is first  # used of late
-    compiler.compile(regex_grammar("four"))  # in the place of "two"
+    assert compiler.compile(regex_grammar("one")) is first  # recently used
+    compiler.compile(regex_grammar("four"))  # evicts "two"
     assert compiler.compile(regex_grammar("one")) is first
     compiler.compile(regex_grammar("five"))
     compiler.compile(regex_grammar("six"))
     compiler.compile(regex_grammar("seven"))
     assert compiler.compile(regex_grammar("one")) is not first
-    monkeypatch.setattr(grammar_module, "CACHED_CHARS", 150)  # what is large makes room for itself
+    monkeypatch.setattr(grammar_module, "CACHED_CHARS", 150)  # a large grammar evicts several
     long = compiler.compile(regex_grammar("[a-z]" * 20))
     assert compiler.compile(regex_grammar("[a-z]" * 20)) is long and len(compiler._futures) == 3
     compiler.compile(regex_grammar("[a-y]" * 20))
     assert compiler.compile(regex_grammar("[a-z]" * 20)) is not long and len(compiler._futures) == 1
 
 
-def test_a_failure_is_not_kept(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine may have been busy."""
+def test_failure_is_not_cached(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine may have been overloaded."""
     source = regex_grammar("a grammar without luck")
     with monkeypatch.context() as patch:
         patch.setattr(grammar_module._SandboxPool, "run", lambda *args: "no time")
@@ -316,8 +317,8 @@ def test_a_failure_is_not_kept(compiler: GrammarCompiler, monkeypatch: pytest.Mo
     assert compute_bitmasks([compiler.compile(source).start()]).any()
 
 
-def test_without_a_process_one_request_fails(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that cannot be started, and one that says nothing."""
+def test_without_a_sandbox_process_the_request_fails(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process cannot be started, another sends nothing."""
     made = GrammarCompiler(tokenizer, tokenizer.vocab_size)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/no/such/python")
@@ -332,7 +333,7 @@ def test_without_a_process_one_request_fails(tokenizer: Tokenizer, monkeypatch: 
 
 
 @pytest.mark.parametrize("forgotten", [False, True])
-def test_its_processes_end_with_it(tokenizer: Tokenizer, forgotten: bool) -> None:
+def test_sandbox_processes_end_with_the_compiler(tokenizer: Tokenizer, forgotten: bool) -> None:
     made = GrammarCompiler(tokenizer, tokenizer.vocab_size)
     made.compile(regex_grammar("a"))
     (process,) = made._sandboxes._idle
@@ -348,20 +349,20 @@ def test_its_processes_end_with_it(tokenizer: Tokenizer, forgotten: bool) -> Non
     assert process.poll() is not None and process.stdin is not None and process.stdin.closed
 
 
-def test_limits_of_its_processes(compiler: GrammarCompiler) -> None:
-    """The last of them ends a process that nobody is left to end."""
+def test_resource_limits_of_sandbox_processes(compiler: GrammarCompiler) -> None:
+    """The CPU limit ends a process whose parent is gone."""
     compiler.compile(regex_grammar("limited"))
     limits = Path(f"/proc/{compiler._sandboxes._idle[-1].pid}/limits")
     if not limits.exists():
-        pytest.skip("only Linux tells the limits of another process")
+        pytest.skip("only Linux shows the limits of another process")
     soft = {line[:25].strip(): line.split()[-3] for line in limits.read_text().splitlines()[1:] if "  " in line}
     assert soft["Max address space"] == str(grammar_sandbox.MEMORY_BYTES) and soft["Max core file size"] == "0"
     assert soft["Max stack size"] == str(grammar_sandbox.STACK_BYTES)
     assert grammar_sandbox.MAX_CPU_S <= int(soft["Max cpu time"]) < grammar_sandbox.MAX_CPU_S + 60
 
 
-def test_a_process_that_died_is_replaced(compiler: GrammarCompiler) -> None:
-    """And the grammar that it would have been asked of is none the worse for it."""
+def test_dead_sandbox_process_is_replaced(compiler: GrammarCompiler) -> None:
+    """The next grammar compiles all the same."""
     compiler.compile(regex_grammar("a"))
     for process in compiler._sandboxes._idle:
         process.kill()
@@ -370,15 +371,15 @@ def test_a_process_that_died_is_replaced(compiler: GrammarCompiler) -> None:
         compiler.compile(regex_grammar(f"b{i}"))
 
 
-def test_its_stack_is_shorter_than_any_that_compiles_after_it() -> None:
-    """A limit that is lifted (`ulimit -s unlimited`) leaves threads 2 MB: what does not fit there ends the server."""
+def test_sandbox_stack_is_shorter_than_a_thread_stack() -> None:
+    """Without a limit (`ulimit -s unlimited`) threads get 2 MB: a grammar that exceeds them there ends the server."""
     code = "import sys; sys.path.insert(0, sys.argv[1]); import test_grammar; test_grammar.compile_alone(400)"
     run = subprocess.run([sys.executable, "-c", code, str(Path(__file__).parent)], timeout=120)
     assert run.returncode == 0
 
 
 def compile_alone(length: int) -> None:
-    """Compiled or refused, it is told."""
+    """Compiles or rejects the grammar."""
     threading.stack_size(2 << 20)
     tokenizer = Tokenizer(train_byte_level())
     made = GrammarCompiler(tokenizer, tokenizer.vocab_size)
@@ -387,8 +388,8 @@ def compile_alone(length: int) -> None:
     made.close()
 
 
-def test_many_at_once(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
-    """Threads that ask for the same and for different ones, and start sequences meanwhile."""
+def test_concurrent_compilation(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """Threads submit equal and different grammars, and start matchers meanwhile."""
     texts: list[str] = []
 
     def work(seed: int) -> None:
@@ -403,15 +404,15 @@ def test_many_at_once(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     assert len(texts) == 160 and all(re.fullmatch("[a-c]{1,3}", text) for text in texts)
 
 
-def test_a_tokenizer_without_bytes() -> None:
+def test_tokenizer_without_token_bytes_is_rejected() -> None:
     backend = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     backend.decoder = decoders.WordPiece()
     with pytest.raises(ParameterError, match="bytes of their own"):
         GrammarCompiler(Tokenizer(backend), 2)
 
 
-def test_a_grammar_that_grows_too_large_on_the_way_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It compiles; its automaton grows with the output."""
+def test_growing_automaton_is_reported_as_too_complex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grammar compiles; its automaton grows with the output."""
     vocabulary = grammar_sandbox.GuidanceTokenizer([bytes([i]) for i in range(256)], [])
     limits = LLParserLimits(max_lexer_states=500, verbose_errors=False)
     monkeypatch.setattr(grammar_sandbox, "LIMITS", limits)
@@ -430,9 +431,11 @@ def test_a_grammar_that_grows_too_large_on_the_way_says_so(monkeypatch: pytest.M
     assert (problem.status, problem.code, problem.param) == (400, "grammar_too_complex", "structured_outputs")
 
 
-def test_a_schema_of_too_many_choices_at_one_place_says_so(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
-    """Where any of its properties may come next, the parser has more items than it may. Its trial gets there first: the
-    parser takes tens of milliseconds to give up, which would stop a step."""
+def test_schema_with_too_many_choices_is_reported_as_too_complex(
+    tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    """If any of its properties may come next, the parser exceeds its item limit. The sandbox finds out first: giving up
+    takes the parser tens of milliseconds, which would delay a step."""
     properties = {f"p{i}": {"type": "string"} for i in range(1200)}
     schema = {"type": "object", "properties": properties, "additionalProperties": False}
     with pytest.raises(ParameterError, match="items") as caught:

@@ -1,4 +1,4 @@
-"""Answers taken apart: however the text is cut, the same pieces come out, and nothing shown is taken back."""
+"""Output parsing: the parts do not depend on how the text is cut, and returned parts are never taken back."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ARGUMENTS = {"city": 'Oslo "}{', "days": [1, {"a": 2}]}
 LLAMA = '{"name": "weather", "parameters": {"city": "Oslo"}}'
 
 
-def taken_apart(text: str, cuts: list[int], **options: Any) -> tuple[str, str, list[tuple[str, str]]]:
-    """(reasoning, content, [(name, arguments)])."""
+def parse_all(text: str, cuts: list[int], **options: Any) -> tuple[str, str, list[tuple[str, str]]]:
+    """Returns (reasoning, content, [(name, arguments)])."""
     parser = OutputParser(**options)
     parts = [part for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True) for part in parser.push(text[a:b])]
     parts += parser.finish()
@@ -79,19 +79,19 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, str, list[tuple[str, Any]]]]] 
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
-def test_however_it_is_cut(number: int) -> None:
+def test_parts_do_not_depend_on_the_cuts(number: int) -> None:
     text, options, (reasoning, content, calls) = CASES[number]
     rng = random.Random(number)
     ways = [[], list(range(1, len(text)))]
     ways += [sorted(rng.sample(range(1, len(text)), min(4, len(text) - 1))) for _ in range(40)]
     for cuts in ways:
-        got = taken_apart(text, cuts, **options)
-        # White space before a call, or around calls, is nobody's; how much of it was seen depends on the cuts.
+        got = parse_all(text, cuts, **options)
+        # White space before or around calls is dropped; how much is returned before depends on the cuts.
         assert got[0] == reasoning and (got[1] == content or (calls and got[1].strip() == content.strip()))
         assert [(name, json.loads(arguments)) for name, arguments in got[2]] == calls
 
 
-def test_arguments_stream_and_content_is_held_no_longer_than_it_must() -> None:
+def test_arguments_and_content_stream_without_delay() -> None:
     parser = OutputParser(tools="hermes")
     assert [p.text for p in parser.push("a <")] == ["a "]
     assert [p.text for p in parser.push("b")] == ["<b"]
@@ -103,7 +103,7 @@ def test_arguments_stream_and_content_is_held_no_longer_than_it_must() -> None:
     assert OutputParser(reasoning=True, starts_in_reasoning=True).in_reasoning
 
 
-def test_what_a_template_tells() -> None:
+def test_formats_are_detected_from_the_template() -> None:
     assert detect_tool_format(None) is None and detect_tool_format("{{ messages }}") is None
     assert detect_tool_format("{% if tools %}<tool_call>{% endif %}") == "hermes"
     assert detect_tool_format("{% if tools %}<|python_tag|>{% endif %}") == "llama3_json"
@@ -111,10 +111,10 @@ def test_what_a_template_tells() -> None:
     assert has_reasoning("{% if '</think>' in m %}") and not has_reasoning("a") and not has_reasoning(None)
 
 
-def test_half_a_surrogate_pair_stays_an_escape() -> None:
-    """JSON can spell it; the answer that held it could not be sent."""
+def test_lone_surrogate_stays_an_escape() -> None:
+    """JSON can spell it, but an output that contains it could not be sent."""
     call = '{"arguments": {"a": "\\ud83d"}, "name": "f"}'
-    assert taken_apart(f"<tool_call>{call}</tool_call>", [], **H)[2] == [("f", '{"a": "\\ud83d"}')]
+    assert parse_all(f"<tool_call>{call}</tool_call>", [], **H)[2] == [("f", '{"a": "\\ud83d"}')]
     for call in ('{"name": "f", "arguments": "\\ud83d"}', '{"name": "\\ud83d", "arguments": {}}'):
         text = f"<tool_call>{call}</tool_call>"
-        assert taken_apart(text, [], **H) == ("", text, [])
+        assert parse_all(text, [], **H) == ("", text, [])

@@ -1,3 +1,5 @@
+"""The stop string automaton against plain comparison, and its cost."""
+
 from __future__ import annotations
 
 import time
@@ -17,7 +19,7 @@ words = st.text(st.sampled_from("abc"), min_size=1, max_size=7)
 
 
 @given(texts=st.lists(words, min_size=1, max_size=7), text=st.text(st.sampled_from("abc"), max_size=30))
-def test_the_automaton_finds_and_holds_what_plain_comparison_does(texts: list[str], text: str) -> None:
+def test_automaton_agrees_with_plain_comparison(texts: list[str], text: str) -> None:
     stops, place = StopStrings(texts), ROOT
     for at in range(1, len(text) + 1):
         before = text[:at]
@@ -37,19 +39,19 @@ def test_samples_of_a_request_share_one_automaton() -> None:
     assert len({id(make(request)._stops) for _ in range(3)}) == 1
 
 
-def test_time_grows_in_line_with_the_strings_and_the_text() -> None:
-    """The largest stop strings that a request may have, and texts that fail late in them again and again."""
+def test_time_is_linear_in_strings_and_text() -> None:
+    """The largest stop strings of a request, and texts that repeatedly fail late in them."""
 
     def taken_s(n: int, strings: Callable[[int], list[str]]) -> float:
         text = ("a" * (n - 1) + "c") * 8
 
-        def once() -> float:
+        def run_once() -> float:
             begin, stops, place = time.perf_counter(), StopStrings(strings(n)), ROOT
             for char in text:
                 place = stops.step(place, char)
             return time.perf_counter() - begin
 
-        return min(once() for _ in range(3))
+        return min(run_once() for _ in range(3))
 
     kinds: list[Callable[[int], list[str]]] = [
         lambda n: ["a" * n + chr(100 + i) for i in range(64)],

@@ -1,3 +1,5 @@
+"""Tokenizers: encoding, decoding, special tokens in user text, and loading."""
+
 from __future__ import annotations
 
 import json
@@ -39,12 +41,12 @@ hostile = st.lists(pieces, max_size=8).map("".join)
 
 @BOTH
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters=MARK)))
-def test_text_comes_back(tokenizer, text):
+def test_text_round_trips(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text, parse_special=False)) == text
 
 
 @BOTH
-def test_encoding_is_the_library_s(tokenizer):
+def test_encoding_equals_the_library(tokenizer):
     plain = tokenizers.Tokenizer.from_str(
         (train_byte_level() if tokenizer is BYTE_LEVEL else make_sentencepiece()).to_str()
     )
@@ -54,8 +56,8 @@ def test_encoding_is_the_library_s(tokenizer):
     assert tokenizer.encode_batch([]) == []
 
 
-def test_a_long_text_lets_other_threads_run():
-    """What tokenises a prompt of megabytes beside an event loop must not stop it."""
+def test_encoding_long_text_releases_the_gil():
+    """Tokenizing a prompt of megabytes must not block an event loop."""
     text, num_turns = "x" * 1_000_000, 0
     tokenizer = Tokenizer(tokenizers.Tokenizer(models.BPE({"x": 0}, [])))
     thread = threading.Thread(target=tokenizer.encode, args=[text])
@@ -67,7 +69,7 @@ def test_a_long_text_lets_other_threads_run():
     assert tokenizer.encode(text[:5000]) == [0] * 5000
 
 
-def test_cutting_and_padding_are_switched_off():
+def test_truncation_and_padding_are_off():
     backend = train_byte_level()
     backend.enable_truncation(3)
     backend.enable_padding(length=50)
@@ -75,12 +77,12 @@ def test_cutting_and_padding_are_switched_off():
 
 
 @pytest.mark.parametrize("ids", [[-1], [362], [1, 10**12], [1.5], ["a"], [None]])
-def test_ids_out_of_range(ids):
+def test_ids_out_of_range_are_rejected(ids):
     with pytest.raises(PromptError, match="0 to 361"):
         BYTE_LEVEL.decode(ids)
 
 
-def test_ids_of_a_padded_embedding_decode_to_nothing():
+def test_padding_ids_decode_to_nothing():
     padded = Tokenizer(train_byte_level(), num_ids=512)
     assert (padded.vocab_size, padded.num_ids) == (362, 512)
     assert padded.decode([511, *padded.encode("the"), 362]) == "the"
@@ -90,35 +92,35 @@ def test_ids_of_a_padded_embedding_decode_to_nothing():
 
 
 @pytest.mark.parametrize("text", [None, 7, b"the", ["the"], {}])
-def test_prompts_that_are_no_text(text):
+def test_prompts_must_be_text(text):
     with pytest.raises(PromptError, match=type(text).__name__):
         BYTE_LEVEL.encode(text)
     with pytest.raises(PromptError, match=type(text).__name__):
         BYTE_LEVEL.encode_batch(["a", text], parse_special=False)
 
 
-def test_a_lone_surrogate():
+def test_lone_surrogate_is_rejected():
     with pytest.raises(PromptError, match="surrogate"):
         BYTE_LEVEL.encode("ab\ud800")
 
 
 @BOTH
 @given(ids=st.lists(st.integers(0, 280), max_size=12))
-def test_bytes_of_tokens_make_the_text(tokenizer, ids):
+def test_token_bytes_make_up_the_text(tokenizer, ids):
     raw = b"".join(map(tokenizer.token_bytes, ids))
     text = tokenizer.decode(ids, skip_special_tokens=False)
     if tokenizer is BYTE_LEVEL:
         assert raw.decode("utf-8", "replace") == text
-    elif "\ufffd" not in text:  # the library drops whole runs with one bad byte in them
+    elif "\ufffd" not in text:  # the library drops a whole run with one bad byte in it
         assert raw.decode().removeprefix(" ") == text
 
 
-def test_every_token_has_the_library_s_bytes():
+def test_token_bytes_equal_the_library():
     for i in range(BYTE_LEVEL.vocab_size):
         assert BYTE_LEVEL.token_bytes(i).decode("utf-8", "replace") == BYTE_LEVEL.decode([i], False), i
 
 
-def test_other_decoders_have_no_bytes_of_tokens():
+def test_other_decoders_have_no_token_bytes():
     backend = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "the": 1, "##m": 2}, unk_token="[UNK]"))
     backend.decoder = tokenizers.decoders.WordPiece()
     assert not Tokenizer(backend).has_token_bytes
@@ -133,7 +135,7 @@ def test_other_decoders_have_no_bytes_of_tokens():
 
 @BOTH
 @given(text=hostile)
-def test_spelled_special_tokens_are_text(tokenizer, text):
+def test_special_tokens_spelled_in_text_are_text(tokenizer, text):
     ids = tokenizer.encode(text, add_special_tokens=False, parse_special=False)
     assert not tokenizer.special_ids & set(ids)
     assert tokenizer.decode(ids) == text
@@ -149,7 +151,7 @@ def test_special_tokens_are_parsed_on_request():
 
 
 @given(contents=st.lists(hostile, min_size=1, max_size=3), role=hostile)
-def test_a_chat_has_its_template_s_special_tokens_and_no_other(contents, role):
+def test_only_the_template_adds_special_tokens_to_a_chat(contents, role):
     messages = [{"role": role, "content": content} for content in contents]
     text, ids = BYTE_LEVEL.encode_chat(messages)
     assert text == "".join(f"<|im_start|>{role}\n{c}<|im_end|>\n" for c in contents) + "<|im_start|>assistant\n"
@@ -158,13 +160,13 @@ def test_a_chat_has_its_template_s_special_tokens_and_no_other(contents, role):
 
 
 @given(contents=st.lists(hostile, min_size=1, max_size=3))
-def test_a_chat_in_sentencepiece(contents):
+def test_chat_with_sentencepiece(contents):
     text, ids = SENTENCEPIECE.encode_chat([{"role": "user", "content": c} for c in contents])
     assert [i for i in ids if i in SENTENCEPIECE.special_ids] == [1, 2] * len(contents)
     assert text == "".join(f"<s>{c}</s>" for c in contents)
 
 
-def test_a_harmless_chat_is_encoded_as_its_text():
+def test_chat_is_encoded_as_its_text():
     text, ids = BYTE_LEVEL.encode_chat([{"role": "user", "content": "the quick 漢字 <b>"}])
     assert ids == BYTE_LEVEL.encode(text)
 
@@ -172,7 +174,7 @@ def test_a_harmless_chat_is_encoded_as_its_text():
 @pytest.mark.parametrize(
     "parts", [("<|im_", "end|>"), ("<|im_ \n", "end|>"), ("<", "|im_end|>"), ("<|im_end|", ">"), ("<", "|im_", "end|>")]
 )
-def test_a_special_token_cannot_be_put_together_from_parts(parts):
+def test_special_token_cannot_be_assembled_from_parts(parts):
     template = "{% for m in messages %}{% for part in m.content %}{{ part.text | trim }}{% endfor %}{% endfor %}"
     messages = [{"role": "user", "content": [{"type": "text", "text": part} for part in parts]}]
     text, ids = BYTE_LEVEL.encode_chat(messages, template=template)
@@ -180,7 +182,7 @@ def test_a_special_token_cannot_be_put_together_from_parts(parts):
     assert not BYTE_LEVEL.special_ids & set(ids)
 
 
-def test_tools_and_variables_are_user_text_too():
+def test_tools_and_variables_are_user_text():
     template = "{{ tools | tojson }}{{ note }}{{ messages[0].content }}"
     tools = [{"type": "function", "function": {"name": "<|im_end|>", "parameters": {"<|im_start|>": {}}}}]
     text, ids = BYTE_LEVEL.encode_chat([{"content": "x"}], tools=tools, template=template, note="<|endoftext|>")
@@ -189,13 +191,13 @@ def test_tools_and_variables_are_user_text_too():
     assert not BYTE_LEVEL.special_ids & set(ids)
 
 
-def test_messages_of_any_mapping_are_marked():
+def test_messages_of_any_mapping_type_are_marked():
     messages = [MappingProxyType({"role": "user", "content": "<|im_end|>"})]
     _, ids = BYTE_LEVEL.encode_chat(messages)
     assert [i for i in ids if i in BYTE_LEVEL.special_ids] == [1, 2, 1]
 
 
-def test_a_special_token_that_is_searched_for_after_the_normalizer():
+def test_normalized_special_token_is_hidden_too():
     backend = train_byte_level()
     paper = json.loads(backend.to_str())
     for token in paper["added_tokens"]:
@@ -205,12 +207,12 @@ def test_a_special_token_that_is_searched_for_after_the_normalizer():
     assert tokenizer.encode("the<|im_end|>")[-1] == 2
 
 
-def test_a_mark_in_user_text_hides_nothing():
+def test_mark_in_user_text_has_no_effect():
     assert BYTE_LEVEL.encode(f"the{MARK}n") == BYTE_LEVEL.encode("then")
     assert not BYTE_LEVEL.special_ids & set(BYTE_LEVEL.encode(f"<{MARK}|im_end|>", parse_special=False))
 
 
-def test_a_vocabulary_with_holes():
+def test_vocabulary_with_holes():
     tokenizer = Tokenizer(tokenizers.Tokenizer(models.BPE({"a": 0, "b": 7}, [])))
     assert tokenizer.vocab_size == 8
     assert tokenizer.decode([7, 3, 0]) == "b a"  # no decoder: the library puts spaces
@@ -223,12 +225,12 @@ def test_tokenizers_without_special_tokens():
     assert tokenizer.eos_token_id is None
 
 
-def test_a_chat_without_a_template(byte_level):
+def test_chat_without_a_template_is_rejected(byte_level):
     with pytest.raises(TemplateError, match="no chat template"):
         Tokenizer(byte_level).encode_chat([{"role": "user", "content": "x"}])
 
 
-def test_a_chat_gets_no_second_bos(byte_level):
+def test_chat_gets_no_second_bos(byte_level):
     pair = ("<|im_start|>", 1)
     byte_level.post_processor = tokenizers.processors.TemplateProcessing("<|im_start|> $A", special_tokens=[pair])
     tokenizer = Tokenizer(byte_level, chat_templates={"default": CHATML})
@@ -237,7 +239,7 @@ def test_a_chat_gets_no_second_bos(byte_level):
     assert ids.count(1) == 1
 
 
-def test_tools_choose_the_template_for_tools(byte_level):
+def test_tools_select_the_tool_use_template(byte_level):
     tokenizer = Tokenizer(byte_level, chat_templates={"default": "plain", "tool_use": "tools"})
     assert tokenizer.encode_chat([{"content": ""}])[0] == "plain"
     assert tokenizer.encode_chat([{"content": ""}], tools=[{"name": "f"}])[0] == "tools"
@@ -246,7 +248,7 @@ def test_tools_choose_the_template_for_tools(byte_level):
 # ---- from a directory
 
 
-def test_a_directory(model_dir):
+def test_tokenizer_of_a_directory(model_dir):
     tokenizer = Tokenizer.from_checkpoint(open_checkpoint(model_dir))
     assert tokenizer.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.eos_token_ids) == (1, 2, (2, 0))
@@ -255,7 +257,7 @@ def test_a_directory(model_dir):
     assert tokenizer.special_ids == {0, 1, 2}
 
 
-def test_a_directory_with_nothing_but_tokenizer_json(model_dir):
+def test_directory_with_only_tokenizer_json(model_dir):
     (model_dir / "tokenizer_config.json").unlink()
     (model_dir / "config.json").write_text(json.dumps(CONFIG | {"bos_token_id": 1, "vocab_size": 512}))
     tokenizer = Tokenizer.from_checkpoint(open_checkpoint(model_dir))
@@ -265,8 +267,8 @@ def test_a_directory_with_nothing_but_tokenizer_json(model_dir):
 
 
 @pytest.mark.parametrize("nothing", [-1, 1 << 70])
-def test_ids_that_stand_for_no_token(model_dir, nothing):
-    """Some converted models have -1 where there is none."""
+def test_negative_ids_mean_no_token(model_dir, nothing):
+    """Some converted models have -1 for a missing token."""
     (model_dir / "tokenizer_config.json").unlink()
     (model_dir / "config.json").write_text(json.dumps(CONFIG | {"bos_token_id": nothing, "eos_token_id": [nothing, 2]}))
     tokenizer = Tokenizer.from_checkpoint(open_checkpoint(model_dir))
@@ -274,13 +276,13 @@ def test_ids_that_stand_for_no_token(model_dir, nothing):
     assert nothing not in tokenizer.eos_token_ids
 
 
-def test_tokenizer_config_goes_before_the_older_file(model_dir):
+def test_tokenizer_config_overrides_special_tokens_map(model_dir):
     (model_dir / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|endoftext|>", "unk_token": "?"}))
     tokenizer = Tokenizer.from_checkpoint(open_checkpoint(model_dir))
     assert tokenizer.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "?"}
 
 
-def test_templates_of_a_directory(model_dir):
+def test_chat_templates_of_a_directory(model_dir):
     named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}, "nonsense", {}]
     (model_dir / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     assert Tokenizer.from_checkpoint(open_checkpoint(model_dir)).chat_templates == {"default": "a", "tool_use": "b"}
@@ -295,27 +297,27 @@ def test_templates_of_a_directory(model_dir):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"model": {"type": "BPE"}}', "\xff"])
-def test_a_broken_tokenizer(model_dir, content):
+def test_broken_tokenizer_is_rejected(model_dir, content):
     (model_dir / "tokenizer.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(CheckpointError, match="skip_tokenizer_init=True") as caught:
         Tokenizer.from_checkpoint(open_checkpoint(model_dir))
     assert "\n" not in str(caught.value)
 
 
-def test_no_tokenizer(model_dir):
+def test_missing_tokenizer_is_reported(model_dir):
     (model_dir / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match="skip_tokenizer_init=True"):
         Tokenizer.from_checkpoint(open_checkpoint(model_dir))
 
 
-def test_a_tokenizer_of_a_gigabyte(model_dir):
+def test_huge_tokenizer_file_is_not_read(model_dir):
     with open(model_dir / "tokenizer.json", "r+b") as file:
         file.truncate(1 << 30)
     with pytest.raises(CheckpointError, match="1,073,741,824"):
         Tokenizer.from_checkpoint(open_checkpoint(model_dir))
 
 
-def test_custom_code_is_refused(model_dir):
+def test_custom_code_is_rejected(model_dir):
     (model_dir / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["t.T", None]}}))
     with pytest.raises(UnsupportedModelError, match="custom code"):
         Tokenizer.from_checkpoint(open_checkpoint(model_dir))
@@ -341,7 +343,7 @@ def byte_level_metadata(pre: str, **more: object) -> dict[str, object]:
     }
 
 
-def test_byte_level_from_gguf_is_the_same_tokenizer(write_gguf):
+def test_byte_level_from_gguf_equals_the_original(write_gguf):
     tokenizer = Tokenizer.from_checkpoint(open_checkpoint(write_gguf(metadata=byte_level_metadata("gpt-2"))))
     for text in [
         "the quick brown 123 dogs'",
@@ -366,7 +368,7 @@ def test_byte_level_from_gguf_is_the_same_tokenizer(write_gguf):
         ("llama-bpe", ["It", "'s", " ", "123", "45", " DON", "'T", " é", "...\n", " ", " x"]),
     ],
 )
-def test_words_are_cut_as_the_model_expects(write_gguf, pre, words):
+def test_pre_tokenizers_split_words_as_their_models_do(write_gguf, pre, words):
     path = write_gguf(metadata=byte_level_metadata(pre))
     tokenizer = Tokenizer.from_checkpoint(open_checkpoint(path))
     text = "It's 12345 DON'T é...\n  x"
@@ -374,13 +376,13 @@ def test_words_are_cut_as_the_model_expects(write_gguf, pre, words):
     assert [text[a:b] for _, (a, b) in spans] == words
 
 
-def test_qwen2_composes_characters(write_gguf):
+def test_qwen2_normalizes_to_nfc(write_gguf):
     tokenizer = Tokenizer.from_checkpoint(open_checkpoint(write_gguf(metadata=byte_level_metadata("qwen2"))))
     assert tokenizer.encode("e\u0301") == tokenizer.encode("é")
-    assert tokenizer.encode("ﬁ") != tokenizer.encode("fi")  # but changes no character for a similar one
+    assert tokenizer.encode("ﬁ") != tokenizer.encode("fi")  # NFC does not replace compatibility characters
 
 
-def test_llama3_looks_whole_words_up_first(write_gguf):
+def test_llama3_looks_up_whole_words_first(write_gguf):
     """ "ab" cannot be merged from its letters, yet it is a token."""
     for pre, pieces in (("llama-bpe", ["ab"]), ("gpt-2", ["a", "b"])):
         path = write_gguf(
@@ -404,7 +406,7 @@ def test_llama3_looks_whole_words_up_first(write_gguf):
         ("gpt-2", {"tokenizer.ggml.add_eos_token": True}, [2]),
     ],
 )
-def test_ends_of_a_text(write_gguf, pre, flags, ids):
+def test_bos_and_eos_follow_the_gguf_flags(write_gguf, pre, flags, ids):
     path = write_gguf(metadata=byte_level_metadata(pre, **flags))
     tokenizer = Tokenizer.from_checkpoint(open_checkpoint(path))
     assert tokenizer.encode("") == ids
@@ -430,7 +432,7 @@ def test_sentencepiece_from_gguf(write_gguf):
     assert [piece(i) for i in tokenizer.encode("the and thin")] == ["<s>", "▁the", "▁and", "▁th", "in"]
     assert [piece(i) for i in tokenizer.encode("漢", False)] == ["▁", "<0xE6>", "<0xBC>", "<0xA2>"]
     assert tokenizer.decode(tokenizer.encode(" the 漢é\n")) == " the 漢é\n"
-    # "</" + "s>" are pieces, but no merge makes the control token out of them.
+    # "</" and "s>" are tokens, but no merge turns them into the control token.
     assert [piece(i) for i in tokenizer.encode("</s>", False, parse_special=False)] == ["▁", "</", "s>"]
     assert tokenizer.encode("a</s>", False)[-1] == 2
     assert tokenizer.strips_first_space
@@ -441,7 +443,7 @@ def test_sentencepiece_from_gguf(write_gguf):
 
 
 def test_gemma_from_gguf(write_gguf):
-    """SentencePiece without a space before the text, and runs of spaces and newlines as tokens of their own."""
+    """SentencePiece without a space before the text, and with tokens for runs of spaces and newlines."""
     tokens, types, scores = sentencepiece_parts()
     tokens, types = [*tokens, "   ", "\n\n", "<start_of_turn>"], [*types, 4, 4, 3]
     metadata = {
@@ -484,14 +486,14 @@ def test_gemma_from_gguf(write_gguf):
         ({"tokenizer.chat_templates": 1}, "chat_templates is 1"),
     ],
 )
-def test_gguf_tokenizers_that_cannot_be_used(write_gguf, metadata, words):
+def test_unusable_gguf_tokenizers_are_rejected(write_gguf, metadata, words):
     checkpoint = open_checkpoint(write_gguf(metadata=metadata))
     with pytest.raises(CheckpointError, match=words) as caught:
         Tokenizer.from_checkpoint(checkpoint)
     assert "\n" not in str(caught.value)
 
 
-def test_a_token_that_stands_twice_is_found_at_once(write_gguf):
+def test_duplicate_token_is_found_quickly(write_gguf):
     checkpoint = open_checkpoint(write_gguf(metadata={"tokenizer.ggml.tokens": [*map(str, range(80_000)), "79999"]}))
     begin = time.perf_counter()
     with pytest.raises(CheckpointError, match="'79999' twice"):
@@ -503,7 +505,7 @@ def test_a_token_that_stands_twice_is_found_at_once(write_gguf):
 
 
 def prompts() -> list[str]:
-    """Texts that a tokenizer may trip over, and real questions where the data folder is there."""
+    """Texts that are hard for tokenizers, and real questions if the data folder is present."""
     texts = [
         "Hello, World!",
         "  two  spaces ",
@@ -524,7 +526,7 @@ def prompts() -> list[str]:
 def test_smollm2_agrees_with_transformers():
     path = catalog.cached_path("smollm2")
     ours = Tokenizer.from_checkpoint(open_checkpoint(path))
-    # In a process of its own: it brings torch, and takes seconds.
+    # In a subprocess: it imports torch and takes seconds.
     code = (
         "import sys, json, warnings; warnings.simplefilter('ignore'); from transformers import AutoTokenizer\n"
         "t = AutoTokenizer.from_pretrained(sys.argv[1], gguf_file=sys.argv[2])\n"
@@ -556,7 +558,7 @@ def test_smollm2_known_ids():
 
 @pytest.mark.shared
 @pytest.mark.skipif(not STORIES.exists(), reason="shared/data is not there")
-def test_stories260k_comes_back():
+def test_stories260k_round_trips():
     tokenizer = Tokenizer.from_checkpoint(open_checkpoint(STORIES))
     text = "Once upon a time, there was a little girl named Lily. 漢"
     ids = tokenizer.encode(text)
@@ -568,7 +570,7 @@ def test_stories260k_comes_back():
 
 @pytest.mark.shared
 @pytest.mark.skipif(not STORIES.exists(), reason="shared/data is not there")
-def test_stories260k_through_gguf_is_the_same_tokenizer(write_gguf):
+def test_stories260k_through_gguf_equals_the_original(write_gguf):
     paper = json.loads((STORIES / "tokenizer.json").read_text())
     vocab = sorted(paper["model"]["vocab"], key=paper["model"]["vocab"].get)
     rank = {left + right: -float(n) for n, (left, right) in reversed(list(enumerate(paper["model"]["merges"])))}

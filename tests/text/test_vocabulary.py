@@ -1,4 +1,4 @@
-"""Tokenizers from vocab.json and merges.txt, and files that say something else than the library reads."""
+"""Tokenizers from vocab.json and merges.txt, and files that the library misreads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FILES = ("tokenizer.json", "special_tokens_map.json", "tokenizer_config.json")
 
 @pytest.fixture
 def folder(model_dir: Path) -> Path:
-    """The usual directory, its tokenizer written as GPT-2's and Qwen's first ones were."""
+    """A model directory with its tokenizer in the files of the first GPT-2 and Qwen tokenizers."""
     paper = json.loads((model_dir / "tokenizer.json").read_text())
     for name in FILES:
         (model_dir / name).unlink(missing_ok=True)
@@ -52,7 +52,7 @@ def read(folder: Path) -> Tokenizer:
     return Tokenizer.from_checkpoint(open_checkpoint(folder))
 
 
-def test_it_is_the_tokenizer_that_tokenizer_json_describes(folder: Path) -> None:
+def test_vocab_json_gives_the_tokenizer_of_tokenizer_json(folder: Path) -> None:
     settings(
         folder, tokenizer_class="GPT2Tokenizer", additional_special_tokens=["<|im_start|>", {"content": "<|im_end|>"}]
     )
@@ -64,7 +64,7 @@ def test_it_is_the_tokenizer_that_tokenizer_json_describes(folder: Path) -> None
     assert ours.special_tokens["eos_token"] == "<|endoftext|>"
 
 
-def test_added_tokens_of_the_newer_file(folder: Path) -> None:
+def test_added_tokens_decoder_is_read(folder: Path) -> None:
     (folder / "added_tokens.json").unlink()
     entry = {"content": "<tool>", "special": True, "lstrip": False}
     settings(folder, eos_token={"content": "<|im_end|>"}, added_tokens_decoder={"360": entry})
@@ -74,7 +74,7 @@ def test_added_tokens_of_the_newer_file(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "opt", "qwen2", "prefix"])
-def test_transformers_reads_the_same(folder: Path, kind: str) -> None:
+def test_transformers_agrees(folder: Path, kind: str) -> None:
     from transformers import AutoTokenizer
 
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "<|endoftext|>")
@@ -94,7 +94,7 @@ def test_transformers_reads_the_same(folder: Path, kind: str) -> None:
     assert ours.bos_token_id == theirs.bos_token_id and ours.eos_token_id == theirs.eos_token_id
 
 
-def test_qwen2_by_its_model_type_alone(folder: Path) -> None:
+def test_qwen2_is_recognised_by_model_type(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG | {"model_type": "qwen2"}))
     (qwen2,) = [read(folder)]
     assert qwen2.encode("e\u0301") == qwen2.encode("é")
@@ -116,7 +116,7 @@ def test_qwen2_by_its_model_type_alone(folder: Path) -> None:
         ("tokenizer_config.json", '{"tokenizer_class": "CLIPTokenizer"}', "'CLIPTokenizer'; known: GPT2Tokenizer"),
     ],
 )
-def test_vocabularies_that_cannot_be_used(folder: Path, name: str, content: str, words: str) -> None:
+def test_unusable_vocabularies_are_rejected(folder: Path, name: str, content: str, words: str) -> None:
     (folder / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(CheckpointError, match=words) as caught:
         read(folder)
@@ -125,7 +125,7 @@ def test_vocabularies_that_cannot_be_used(folder: Path, name: str, content: str,
     assert "skip_tokenizer_init" in message or "fetch it again" in message
 
 
-def test_half_of_it_is_none(folder: Path) -> None:
+def test_vocab_json_without_merges_is_no_tokenizer(folder: Path) -> None:
     (folder / "merges.txt").unlink()
     with pytest.raises(CheckpointError, match=r"nor vocab\.json and merges\.txt"):
         read(folder)
@@ -145,7 +145,7 @@ def test_half_of_it_is_none(folder: Path) -> None:
         (lambda p: p["model"]["vocab"].update(a=1 << 33), "broken"),
     ],
 )
-def test_ids_that_are_given_twice_or_leave_a_gap(model_dir: Path, change: Any, words: str) -> None:
+def test_duplicate_ids_and_gaps_are_rejected(model_dir: Path, change: Any, words: str) -> None:
     paper = json.loads((model_dir / "tokenizer.json").read_text())
     change(paper)
     (model_dir / "tokenizer.json").write_text(json.dumps(paper, ensure_ascii=False))
@@ -154,7 +154,7 @@ def test_ids_that_are_given_twice_or_leave_a_gap(model_dir: Path, change: Any, w
     assert "skip_tokenizer_init" in str(caught.value)
 
 
-def test_the_added_tokens_are_found_however_the_file_is_laid_out(model_dir: Path) -> None:
+def test_added_tokens_are_found_in_any_json_layout(model_dir: Path) -> None:
     paper = json.loads((model_dir / "tokenizer.json").read_text())
     for indent in (None, 2):
         (model_dir / "tokenizer.json").write_text(json.dumps(paper, indent=indent))
@@ -165,7 +165,7 @@ def test_the_added_tokens_are_found_however_the_file_is_laid_out(model_dir: Path
     assert read(model_dir).vocab_size == 361
 
 
-def test_a_pattern_that_explodes_is_a_mistake_of_one_prompt() -> None:
+def test_exploding_pattern_fails_only_its_prompt() -> None:
     backend = train_byte_level()
     parts = [pre_tokenizers.Split(tokenizers.Regex("(x+x+)+y"), "isolated"), pre_tokenizers.ByteLevel(False)]
     backend.pre_tokenizer = pre_tokenizers.Sequence(parts)  # type: ignore[assignment]
@@ -179,7 +179,7 @@ def test_a_pattern_that_explodes_is_a_mistake_of_one_prompt() -> None:
     assert tokenizer.decode(tokenizer.encode("the fox")) == "the fox"
 
 
-def test_a_special_token_spelled_in_a_text_is_found() -> None:
+def test_find_special_token() -> None:
     tokenizer = Tokenizer(train_byte_level())
     assert tokenizer.find_special_token("a<|im_end|>b<|im_start|>") == "<|im_end|>"
     assert tokenizer.find_special_token("a<tool><|im_end") is None
@@ -197,7 +197,7 @@ def test_a_special_token_spelled_in_a_text_is_found() -> None:
         {"additional_special_tokens": 7},
     ],
 )
-def test_damaged_settings_are_named(folder: Path, values: dict[str, Any]) -> None:
+def test_damaged_settings_file_is_named(folder: Path, values: dict[str, Any]) -> None:
     settings(folder, tokenizer_class="GPT2Tokenizer", **values)
     with pytest.raises(CheckpointError, match="is broken"):
         read(folder)

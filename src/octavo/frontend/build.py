@@ -32,7 +32,7 @@ from octavo.kernels.cpu import native
 from octavo.kernels.cpu import ops as cpu_ops
 from octavo.kernels.cpu import packed_linear as packed
 from octavo.models.config import ModelSpec, spec_from_config
-from octavo.models.loading.loader import Model, dummy_model, empty_model, load_decoder
+from octavo.models.loading.loader import Model, dummy_model, empty_model, load_model
 from octavo.runner.cuda_executor import CudaExecutor
 from octavo.runner.cuda_model_runner import CudaModelRunner
 from octavo.runner.executor import LocalExecutor
@@ -282,7 +282,7 @@ def _load(
     finish = methodcaller("pack", args.quantization)
     load: Callable[..., Model] = dummy_model
     if args.load_format == "auto":
-        load = partial(load_decoder, checkpoint)
+        load = partial(load_model, checkpoint)
     # On short-lived threads: a thread's OpenMP workers live as long as the thread, and once there are more workers than
     # cores, the computing ones sleep between any two operations.
     with ThreadPoolExecutor(2) as threads:

@@ -48,8 +48,8 @@ def test_a_file_and_the_engines_options(capsys: Output, tmp_path: Path) -> None:
 MISTAKES = {
     "trace": (["simulate", "nowhere"], "no file 'nowhere', and no workload; known: sharegpt"),
     "gpu": (["simulate", "--gpu", "h20"], "did you mean h200"),
-    "slo": (["simulate", "--slo", "fast"], "give times with units, s or ms, such as ttft=500ms"),
-    "slo without units": (["simulate", "--slo", "ttft=500,tpot=50"], "give times with units"),
+    "slo": (["simulate", "--slo", "fast"], "pass times with units, s or ms, such as ttft=500ms"),
+    "slo without units": (["simulate", "--slo", "ttft=500,tpot=50"], "pass times with units"),
     "rate": (["simulate", "--rate", "0"], "rate is 0.0, it must be above 0"),
     "requests": (["simulate", "--requests", "0"], "requests are 0"),
     "replicas": (["simulate", "--replicas", "0"], "replicas are 0"),

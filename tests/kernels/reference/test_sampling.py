@@ -200,9 +200,9 @@ def test_a_draw_does_not_depend_on_its_batch(ops: ModuleType, filters: dict[str,
     params = settings_of(num_rows, seed=list(range(100, 100 + num_rows)), position=[3] * num_rows, **filters)  # type: ignore[arg-type]
     together = ops.sample(logits, params)
     for row in range(num_rows):
-        assert ops.sample(logits[row : row + 1], params.rows(torch.tensor([row]))) == together[row]
+        assert ops.sample(logits[row : row + 1], params.select(torch.tensor([row]))) == together[row]
     order = torch.randperm(num_rows)
-    assert torch.equal(ops.sample(logits[order], params.rows(order)), together[order])
+    assert torch.equal(ops.sample(logits[order], params.select(order)), together[order])
 
 
 @BOTH

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton import precompile
 from octavo.kernels.triton.linear import skinny, skinny_hopper
-from octavo.kernels.triton.linear.skinny_hopper import StreamTuning
+from octavo.kernels.triton.linear.skinny_hopper import SkinnyHopperTuning
 
 
 class FakeDriver:
@@ -37,7 +37,7 @@ def hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fake GPU with an empty cache on disk, also for child processes, and no kernel in memory."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton.runtime.driver, "_active", FakeDriver())
-    for kernel in (skinny_hopper._stream_linear, skinny._make_normed_residual):
+    for kernel in (skinny_hopper._skinny_hopper, skinny._make_normed_residual):
         monkeypatch.setattr(kernel, "device_caches", type(kernel.device_caches)(kernel.create_binder))
 
 
@@ -47,7 +47,11 @@ def forward_pass() -> None:
     weight = torch.zeros(128, 256, dtype=torch.bfloat16)
     stream = NormedResidual(x, x, torch.zeros(3, 16))
     skinny.make_normed_residual(x, norm)
-    for tuning in (StreamTuning(128, 64, 1, 3), StreamTuning(128, 64, 1, 3), StreamTuning(64, 64, 2, 2)):
+    for tuning in (
+        SkinnyHopperTuning(128, 64, 1, 3),
+        SkinnyHopperTuning(128, 64, 1, 3),
+        SkinnyHopperTuning(64, 64, 2, 2),
+    ):
         skinny.norm_linear(stream, 1e-6, weight, tuning=tuning)
 
 
@@ -69,13 +73,13 @@ def run_and_compile(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
 def test_listed_kernels_are_found_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = precompile.list_kernels(forward_pass)
     assert len(lines) == 3 and knobs.runtime.jit_cache_hook is None
-    assert sum("_stream_linear" in line for line in lines) == 2
+    assert sum("_skinny_hopper" in line for line in lines) == 2
     for line in lines[:2]:
         precompile.compile_kernel(line)
     assert run_and_compile(monkeypatch) == [
         ("_make_normed_residual", True),
-        ("_stream_linear", True),
-        ("_stream_linear", False),
+        ("_skinny_hopper", True),
+        ("_skinny_hopper", False),
     ]
     assert precompile.list_kernels(forward_pass) == []  # all of them are in memory
 

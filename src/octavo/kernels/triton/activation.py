@@ -1,4 +1,4 @@
-"""The gated MLP's activations on a GPU, in Triton."""
+"""Activations of the gated MLP, in Triton."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton.launch import overlapped, wait_for_predecessor
+from octavo.kernels.triton.launch import pdl_options, wait_for_predecessor
 
 GELU_SLOPE = tl.constexpr(2 * math.sqrt(2 / math.pi))
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """See `reference.silu_mul`; rounded once, at the end."""
+    """`reference.silu_mul`, rounded once, at the end."""
     return _gated(gate_up, gelu=False)
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
-    """See `reference.gelu_mul`; rounded once, at the end."""
+    """`reference.gelu_mul`, rounded once, at the end."""
     return _gated(gate_up, gelu=True)
 
 
@@ -29,22 +29,22 @@ def _gated(gate_up: Tensor, gelu: bool) -> Tensor:
     out = gate_up.new_empty(num_tokens, double // 2)
     if out.numel():
         columns = min(triton.next_power_of_2(double // 2), 1024)
-        # The grid's first dimension is the one without a limit of 65,535.
+        # Only the grid's first dimension may exceed 65,535.
         _gated_mul[(num_tokens, triton.cdiv(double // 2, columns))](
-            gate_up, out, SIZE=double // 2, COLUMNS=columns, GELU=gelu, num_warps=4, **overlapped(out.device)
+            gate_up, out, SIZE=double // 2, COLUMNS=columns, GELU=gelu, num_warps=4, **pdl_options(out.device)
         )
     return out
 
 
 @triton.jit
-def _gated_mul(gate_up, out, SIZE: tl.constexpr, COLUMNS: tl.constexpr, GELU: tl.constexpr, OVERLAPPED: tl.constexpr):
-    wait_for_predecessor(OVERLAPPED)
+def _gated_mul(gate_up, out, SIZE: tl.constexpr, COLUMNS: tl.constexpr, GELU: tl.constexpr, USE_PDL: tl.constexpr):
+    wait_for_predecessor(USE_PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    here = column < SIZE
-    gate = tl.load(gate_up + token * 2 * SIZE + column, mask=here, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + token * 2 * SIZE + SIZE + column, mask=here, other=0.0).to(tl.float32)
+    mask = column < SIZE
+    gate = tl.load(gate_up + token * 2 * SIZE + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + token * 2 * SIZE + SIZE + column, mask=mask, other=0.0).to(tl.float32)
     slope = gate
     if GELU:  # 1 + tanh(z) is 2 * sigmoid(2 * z)
         slope = GELU_SLOPE * (gate + 0.044715 * gate * gate * gate)
-    tl.store(out + token * SIZE + column, (gate * tl.sigmoid(slope) * up).to(out.dtype.element_ty), mask=here)
+    tl.store(out + token * SIZE + column, (gate * tl.sigmoid(slope) * up).to(out.dtype.element_ty), mask=mask)

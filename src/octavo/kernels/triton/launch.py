@@ -1,11 +1,10 @@
-"""Launches that overlap on a GPU: a kernel starts while the one before it ends, and waits only where it must.
+"""Programmatic dependent launch (PDL): a kernel starts while its predecessor in the stream still runs.
 
-Between two kernels of a CUDA graph lies more than half a microsecond in which the GPU does nothing, and some of them
-take little more than one.
-From Hopper on, a launch may begin before its predecessor has ended (programmatic dependent launch): such a kernel first
-calls `wait_for_predecessor`, after which all memory is as it would be otherwise, and all that it does before (fetching
-weights, which nobody writes) costs nothing. All of its programs wait, also those without work: a kernel that ended
-before its predecessor would let its own successor start too early.
+The GPU idles for more than half a microsecond between two kernels of a CUDA graph, and some kernels take little more
+than one. From Hopper on, a launch may begin before its predecessor has ended. Such a kernel calls
+`wait_for_predecessor`; after the call, it sees all memory that the predecessor wrote. Work before the call is free,
+such as fetching weights, which no kernel writes. Every program of the kernel must wait, including those without work: a
+kernel that ends before its predecessor lets its own successor start too early.
 """
 
 from __future__ import annotations
@@ -20,30 +19,32 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @functools.cache
-def overlapped(device: torch.device) -> dict[str, bool]:
-    """What to launch a kernel with that has the parameter OVERLAPPED."""
+def pdl_options(device: torch.device) -> dict[str, bool]:
+    """Launch options for a kernel with the parameter USE_PDL."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        return {"OVERLAPPED": False}
-    return {"OVERLAPPED": True, "launch_pdl": True}
+        return {"USE_PDL": False}
+    return {"USE_PDL": True, "launch_pdl": True}
 
 
-def given(instead: Tensor, *tensors: Tensor | None) -> list[Tensor]:
-    """Pointers for a kernel to tensors that may not be there: those it never follows, and any will do for them."""
-    return [instead if tensor is None else tensor for tensor in tensors]
+def or_placeholder(placeholder: Tensor, *tensors: Tensor | None) -> list[Tensor]:
+    """The tensors, with `placeholder` for each None: a kernel needs a pointer even where it never reads through it."""
+    return [placeholder if tensor is None else tensor for tensor in tensors]
 
 
 @triton.jit
-def wait_before_successor(OVERLAPPED: tl.constexpr):
-    """`wait_for_predecessor` of a kernel whose successor fills the GPU: started while this one waits itself, that would
-    take the room of what this one waits for."""
-    if OVERLAPPED:
+def wait_before_successor(USE_PDL: tl.constexpr):
+    """Wait for the predecessor, then let the successor start: for a kernel whose successor fills the GPU.
+
+    Started earlier, the successor would take the multiprocessors from the predecessor that this kernel waits for.
+    """
+    if USE_PDL:
         gdc_wait()
         gdc_launch_dependents()
 
 
 @triton.jit
-def wait_for_predecessor(OVERLAPPED: tl.constexpr):
-    """Its own successor may start, and wait for this kernel in turn; from here on it may touch what others write."""
-    if OVERLAPPED:
+def wait_for_predecessor(USE_PDL: tl.constexpr):
+    """Let the successor start, then wait: after this call, the predecessor's writes are visible."""
+    if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -1,4 +1,4 @@
-"""RMS norms on a GPU, in Triton: one pass over the data, whose bytes are all that they cost."""
+"""RMS norms, in Triton: one pass over the data, bound by memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton.launch import overlapped, wait_for_predecessor
+from octavo.kernels.triton.launch import pdl_options, wait_for_predecessor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -30,7 +30,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, tot
     if num_rows == 0:
         return
     columns = triton.next_power_of_2(size)
-    rows = max(1, min(1024 // columns, 16))  # small ones together, so that a program has enough to do
+    rows = max(1, min(1024 // columns, 16))  # several short rows for each program, so that it has enough work
     _rms_norm[(triton.cdiv(num_rows, rows),)](
         x,
         x if residual is None else residual,
@@ -44,7 +44,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, tot
         COLUMNS=columns,
         ADD=residual is not None,
         num_warps=max(1, min(rows * columns // 512, 16)),
-        **overlapped(x.device),
+        **pdl_options(x.device),
     )
 
 
@@ -61,25 +61,25 @@ def _rms_norm(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ADD: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    """ROWS rows of SIZE; with ADD, of x + residual, rounded to their dtype and kept in total."""
-    wait_for_predecessor(OVERLAPPED)
+    """ROWS rows of SIZE numbers. With ADD, of x + residual, which is rounded to its dtype and stored in `total`."""
+    wait_for_predecessor(USE_PDL)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, COLUMNS)
-    here = (row < num_rows)[:, None] & (column < SIZE)[None, :]
-    place = row[:, None] * SIZE + column[None, :]
-    values = tl.load(x + place, mask=here, other=0.0)
+    mask = (row < num_rows)[:, None] & (column < SIZE)[None, :]
+    offsets = row[:, None] * SIZE + column[None, :]
+    values = tl.load(x + offsets, mask=mask, other=0.0)
     if ADD:
-        values = (values.to(tl.float32) + tl.load(residual + place, mask=here, other=0.0).to(tl.float32)).to(
+        values = (values.to(tl.float32) + tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)).to(
             values.dtype
         )
-        tl.store(total + place, values, mask=here)
+        tl.store(total + offsets, values, mask=mask)
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + eps)
-    factors = tl.load(weight + column, mask=column < SIZE, other=0.0)
+    norm_weight = tl.load(weight + column, mask=column < SIZE, other=0.0)
     normed = wide * scale[:, None]
-    if factors.dtype == values.dtype:  # a wider weight is applied before rounding
+    if norm_weight.dtype == values.dtype:  # a wider weight is applied before rounding
         normed = normed.to(values.dtype).to(tl.float32)
-    normed = normed * factors.to(tl.float32)[None, :]
-    tl.store(out + place, normed.to(values.dtype), mask=here)
+    normed = normed * norm_weight.to(tl.float32)[None, :]
+    tl.store(out + offsets, normed.to(values.dtype), mask=mask)

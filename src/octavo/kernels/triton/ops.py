@@ -1,6 +1,6 @@
-"""The GPU's fast path: `reference`'s functions and signatures, in Triton where that is written, else in torch.
+"""The operations of `reference` on a GPU, with the same signatures: in Triton, or in torch where no kernel exists.
 
-Only a GPU needs this module, and only it needs triton.
+Only this package imports triton, and only a GPU needs it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rotary position embedding on a GPU, in Triton, and the norm of heads before it: parts of kernels that also write."""
+"""Device functions for RoPE and the norm of heads before it; `kv.write` calls them. In Triton."""
 
 from __future__ import annotations
 
@@ -7,40 +7,45 @@ import triton.language as tl
 
 
 @triton.jit
-def load_halves(x, head, pair, here, HALF: tl.constexpr):
-    """Both halves of one token's heads; x points at the first of them."""
-    place = x + head[:, None] * 2 * HALF + pair[None, :]
-    return tl.load(place, mask=here, other=0.0), tl.load(place + HALF, mask=here, other=0.0)
+def load_halves(x, head, pair, mask, HALF: tl.constexpr):
+    """Load both halves of one token's heads; x points at the first head."""
+    ptrs = x + head[:, None] * 2 * HALF + pair[None, :]
+    return tl.load(ptrs, mask=mask, other=0.0), tl.load(ptrs + HALF, mask=mask, other=0.0)
 
 
 @triton.jit
-def load_factors(weight, pair, HALF: tl.constexpr):
-    """Both halves of a norm's weight."""
+def load_norm_weight(weight, pair, HALF: tl.constexpr):
+    """Load both halves of a norm's weight."""
     first = tl.load(weight + pair, mask=pair < HALF, other=0.0).to(tl.float32)
     return first, tl.load(weight + HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def normed(x, scale, factor, like):
-    """`reference.rms_norm` of heads by a scale each. like: where the weight comes from, a wider one than x being
-    applied before rounding."""
+def apply_norm(x, scale, weight, weight_ptr):
+    """`reference.rms_norm` with a given scale for each head. weight_ptr: a weight wider than x is applied before
+    rounding."""
     wide = x.to(tl.float32) * scale[:, None]
-    if like.dtype.element_ty == x.dtype:
+    if weight_ptr.dtype.element_ty == x.dtype:
         wide = wide.to(x.dtype).to(tl.float32)
-    return (wide * factor[None, :]).to(x.dtype)
+    return (wide * weight[None, :]).to(x.dtype)
 
 
 @triton.jit
-def turned(x, partner, cos, sin):
-    """A part of heads, by what is half a head away from it; sin is negative for first halves."""
+def rotate(x, partner, cos, sin):
+    """Rotate one half of heads; partner is the other half, and sin is negative for first halves."""
     return (x.to(tl.float32) * cos[None, :] + partner.to(tl.float32) * sin[None, :]).to(x.dtype)
 
 
 @triton.jit
-def turn_halves(first, second, factor, second_factor, like, eps, cos, sin, HALF: tl.constexpr, NORM: tl.constexpr):
-    """Both halves of heads, each head normalised first if NORM."""
+def norm_and_rotate(
+    first, second, weight, second_weight, weight_ptr, eps, cos, sin, HALF: tl.constexpr, NORM: tl.constexpr
+):
+    """Rotate both halves of heads; with NORM, normalise each head first."""
     if NORM:
         a, b = first.to(tl.float32), second.to(tl.float32)
         scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * HALF) + eps)
-        first, second = normed(first, scale, factor, like), normed(second, scale, second_factor, like)
-    return turned(first, second, cos, -sin), turned(second, first, cos, sin)
+        first, second = (
+            apply_norm(first, scale, weight, weight_ptr),
+            apply_norm(second, scale, second_weight, weight_ptr),
+        )
+    return rotate(first, second, cos, -sin), rotate(second, first, cos, sin)

@@ -196,7 +196,7 @@ def time_swaps(move: Callable[[list[tuple[int, int]]], None], num_blocks: int) -
     num = min(num_blocks, 16)
     pairs = [(i, num + 1 - i) for i in range(1, num + 1)]  # not runs: most swaps move blocks one by one
     times = []
-    for _ in range(4):  # the first one also makes the system allocate the host's pages
+    for _ in range(4):  # the first one also makes the system allocate host memory
         begin = time.perf_counter()
         move(pairs)
         times.append(time.perf_counter() - begin)

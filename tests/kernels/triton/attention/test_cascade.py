@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.triton.attention.cascade import UNIT, CascadeTuning, make_cascade
+from octavo.kernels.triton.attention.cascade import PREFIX_ALIGNMENT, CascadeTuning, make_cascade_plan
 from octavo.kernels.triton.attention.decode import decode_attention
 from tests.kernels.pool import Case, make_case, naive_attention, relative_error
 from tests.kernels.triton.device import DEVICE, DTYPES, INTERPRETED, TOLERANCE, on_device
 
-SMALL = CascadeTuning(rows=16, tile=16, num_warps=4, num_stages=2, programs_per_multiprocessor=2, least=UNIT)
+SMALL = CascadeTuning(
+    rows=16, tile=16, num_warps=4, num_stages=2, programs_per_multiprocessor=2, min_prefix_len=PREFIX_ALIGNMENT
+)
 
 
 def alike(seq_lens: list[int], common: list[int], *, block_size: int = 16, **shape: object) -> Case:
@@ -45,7 +47,7 @@ def attend(case: Case, tuning: CascadeTuning | None) -> tuple[Tensor, Tensor]:
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan, device=DEVICE)
     layer = case.kv.to(DEVICE)[:, 1]
     for _ in range(2):  # as an earlier layer, and as a later one
-        decode_attention(q, layer, batch, out, lse, scale=case.scale, window=0, alone=True, cascade=tuning)
+        decode_attention(q, layer, batch, out, lse, scale=case.scale, window=0, decode_only=True, cascade=tuning)
     (schedule,) = batch.derived.values()
     assert schedule.cascade is not None
     return out.cpu(), lse.cpu()
@@ -94,14 +96,18 @@ def test_tiles_and_pieces_cover_what_is_common(num_seqs: int) -> None:
             common = [0] + [max(common)] * (num_seqs - 1)
         batch = on_device(RaggedBatch.from_lists([1] * num_seqs, [1] * num_seqs, [[1]] * num_seqs, 16))
         batch = replace(batch, common_prefix_lens=torch.tensor(common, dtype=torch.int32, device=DEVICE))
-        tuning = replace(SMALL, least=least)
-        made = make_cascade(batch, tuning, 5, num_kv_heads=2, group_size=4, head_dim=16)
-        joins, pieces = made.joins.view(-1, 4).tolist(), made.pieces.view(-1, 8).tolist()
+        tuning = replace(SMALL, min_prefix_len=least)
+        made = make_cascade_plan(batch, tuning, 5, num_kv_heads=2, group_size=4, head_dim=16)
+        joins, pieces = made.prefixes.view(-1, 4).tolist(), made.splits.view(-1, 8).tolist()
         count = int(made.count[0])
         assert count <= len(pieces)
         places: dict[int, tuple[int, int, int]] = {}  # where a part lies: of which sequence, from which key to which
         for first, size, begin, end, place, *_ in pieces[:count]:
-            assert 2 <= size <= tuning.rows // 4 and begin % UNIT == end % UNIT == 0 and begin < end
+            assert (
+                2 <= size <= tuning.rows // 4
+                and begin % PREFIX_ALIGNMENT == end % PREFIX_ALIGNMENT == 0
+                and begin < end
+            )
             assert end <= min(common[first + 1 : first + size]), "nobody has this in common"
             for i in range(size):
                 assert place + i not in places, "two parts in one place"
@@ -118,5 +124,7 @@ def test_tiles_and_pieces_cover_what_is_common(num_seqs: int) -> None:
 def test_a_long_beginning_of_few_is_better_than_a_short_one_of_all() -> None:
     batch = on_device(RaggedBatch.from_lists([1] * 8, [1] * 8, [[1]] * 8, 16))
     common = torch.tensor([0, 1024, 1024, 1024, 256, 1024, 1024, 1024], dtype=torch.int32, device=DEVICE)
-    made = make_cascade(replace(batch, common_prefix_lens=common), SMALL, 5, num_kv_heads=1, group_size=1, head_dim=16)
-    assert made.joins.view(-1, 4)[:, 0].tolist() == [1024] * 8
+    made = make_cascade_plan(
+        replace(batch, common_prefix_lens=common), SMALL, 5, num_kv_heads=1, group_size=1, head_dim=16
+    )
+    assert made.prefixes.view(-1, 4)[:, 0].tolist() == [1024] * 8

@@ -13,9 +13,9 @@ from tests.kernels.triton.hopper import REGISTERS_OF_ALL, SHARED_BYTES_OF_ALL, c
 
 POINTERS = {
     **dict.fromkeys(("q", "kv", "out"), "*bf16"),
-    **dict.fromkeys(("lse", "partial", "partial_ml", "common_partial", "common_partial_ml"), "*fp32"),
+    **dict.fromkeys(("lse", "partial", "partial_ml", "prefix_partial", "prefix_partial_ml"), "*fp32"),
     **dict.fromkeys(("arrivals", "block_tables", "query_start", "seq_lens", "segments", "starts", "totals"), "*i32"),
-    **dict.fromkeys(("joins", "pieces", "count"), "*i32"),
+    **dict.fromkeys(("prefixes", "splits", "count"), "*i32"),
 }
 
 
@@ -32,17 +32,17 @@ def compiled(tuning: DecodeTuning, group: int, head_dim: int, *, cascaded: bool 
         "HEAD_DIM_PADDED": head_dim,
         "TILE": tuning.tile,
         "STAGES": tuning.num_stages,
-        "SPLIT": 0,
-        "GAP": tuning.gap,
-        "WINDOWED": False,
+        "SPLIT_TILES": 0,
+        "SEQ_OVERHEAD": tuning.seq_overhead,
+        "SLIDING_WINDOW": False,
         "WITH_LSE": False,
-        "MERGING": True,
-        "CASCADED": cascaded,
-        "ALONE": True,
+        "MERGE_INLINE": True,
+        "USE_CASCADE": cascaded,
+        "DECODE_ONLY": True,
         "GROUP_PADDED": 1 << (group - 1).bit_length(),
         "KV_HEADS_PADDED": 8,
         "PRECISION": "tf32",
-        "OVERLAPPED": True,
+        "USE_PDL": True,
     }
     options = {"num_warps": tuning.num_warps, "maxnreg": tuning.registers}
     return compile_for_hopper(decode._decode, constants, types_of(decode._decode), **options)
@@ -74,7 +74,7 @@ def test_all_programs_that_read_what_is_common_are_there_at_once(group: int, hea
         "TILE": tuning.tile,
         "STAGES": tuning.num_stages,
         "PRECISION": "tf32",
-        "OVERLAPPED": True,
+        "USE_PDL": True,
     }
     common = cascade._attend_common
     kernel = compile_for_hopper(common, constants, types_of(common), num_warps=tuning.num_warps)

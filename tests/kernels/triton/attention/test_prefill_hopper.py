@@ -21,7 +21,8 @@ def test_parts_of_a_tile_are_merged_by_their_weights() -> None:
     out, lse = torch.zeros(5, heads, head_dim, device=DEVICE), torch.zeros(5, heads, device=DEVICE)
     _merge[(2, 8)](
         out, lse, partial, logs, tiles, count, num_parts,
-        NUM_HEADS=heads, PACKED=heads, HEAD_DIM=head_dim, HEAD_DIM_PADDED=64, KEYS=8, ROWS=8, PARTS=2, WITH_LSE=True,
+        NUM_HEADS=heads, PACKED=heads, HEAD_DIM=head_dim, HEAD_DIM_PADDED=64, KEYS=8, ROWS=8, PARTS_PER_STEP=2,
+        WITH_LSE=True,
     )  # fmt: skip
     share = (logs.double() * math.log(2)).softmax(0)
     rows = (share[:, :, None] * partial.double()).sum(0)[: num_queries * heads, :head_dim]

@@ -20,7 +20,7 @@ INDICES = ("tiles", "count", "block_tables", "query_start", "seq_lens")
 
 
 def compiled(head_dim: int, block_size: int, group: int, *, may_split: bool) -> Any:
-    tuning = prefill_hopper.prefill_tuning(head_dim)
+    tuning = prefill_hopper.hopper_prefill_tuning(head_dim)
     padded, packed, rows = 1 << (head_dim - 1).bit_length(), group & -group, min(block_size, tuning.keys)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     constants = {
@@ -44,7 +44,7 @@ def compiled(head_dim: int, block_size: int, group: int, *, may_split: bool) -> 
         **POINTERS,
         **dict.fromkeys(INDICES, "*i32"),
     }
-    return compile_for_hopper(prefill_hopper._prefill, constants, types)
+    return compile_for_hopper(prefill_hopper._hopper_prefill, constants, types)
 
 
 @pytest.mark.parametrize(
@@ -60,4 +60,4 @@ def test_it_compiles_for_hopper_and_fits(head_dim: int, block_size: int, group: 
 
 def test_what_is_not_for_it_is_left_to_the_portable_kernel() -> None:
     q, kv = torch.zeros(200, 8, 64, dtype=torch.bfloat16), torch.zeros(5, 2, 2, 16, 64, dtype=torch.bfloat16)
-    assert not prefill_hopper.can_prefill(q, kv)  # no Hopper
+    assert not prefill_hopper.supports_hopper_prefill(q, kv)  # no Hopper

@@ -7,7 +7,7 @@ import torch
 
 from octavo.kernels import reference
 from octavo.kernels.triton import ops as cuda
-from octavo.kernels.triton.kv.swap import Grid, move
+from octavo.kernels.triton.kv.swap import SwapTuning, copy_blocks
 from tests.kernels.triton.device import DEVICE, INTERPRETED, synchronize
 
 
@@ -22,10 +22,10 @@ def test_swaps_move_whole_blocks_and_nothing_else(shape: tuple[int, ...], dtype:
     kv = torch.randn(9, *shape, device=DEVICE).to(dtype)
     original, before = kv.clone(), host.clone()
     ids = torch.tensor([[5, 2, 7, 1, 8], [11, 0, 3, 1, 6]], device=DEVICE)
-    for grid in (Grid(2, 512, 4), Grid(), Grid(64, 256, 1)):
+    for grid in (SwapTuning(2, 512, 4), SwapTuning(), SwapTuning(64, 256, 1)):
         host.copy_(before)
         kv.copy_(original)
-        assert move(kv, host, ids[0], ids[1], grid)
+        assert copy_blocks(kv, host, ids[0], ids[1], grid)
         synchronize()
         assert torch.equal(host[ids[1].cpu()], original[ids[0]].cpu()) and torch.equal(kv, original)
         others = torch.tensor([2, 4, 5, 7, 8, 9, 10])
@@ -34,7 +34,7 @@ def test_swaps_move_whole_blocks_and_nothing_else(shape: tuple[int, ...], dtype:
         expected = kv.clone()
         targets = torch.tensor([0, 8, 3, 2, 6], device=DEVICE)
         reference.swap_in(host, expected, ids[1], targets)
-        assert move(host, kv, ids[1], targets, grid)
+        assert copy_blocks(host, kv, ids[1], targets, grid)
         assert torch.equal(kv, expected) and torch.equal(kv[targets], original[ids[0]])
 
 
@@ -42,12 +42,12 @@ def test_swaps_that_the_kernel_leaves_to_torch() -> None:
     """Blocks of no whole number of accesses; and nothing at all."""
     kv, host = torch.randn(5, 1, 2, 1, 1, 3, device=DEVICE), torch.zeros(4, 1, 2, 1, 1, 3, pin_memory=not INTERPRETED)
     original, ids = kv.clone(), torch.tensor([[4, 1], [0, 3]], device=DEVICE)
-    assert not move(kv, host, ids[0], ids[1], Grid())
+    assert not copy_blocks(kv, host, ids[0], ids[1], SwapTuning())
     cuda.swap_out(kv, host, ids[0], ids[1])
     assert torch.equal(host[[0, 3]], original[[4, 1]].cpu())
     cuda.swap_in(host, kv, ids[1], ids[0].flip(0))
     assert torch.equal(kv[[1, 4]], original[[4, 1]])
     kv, host = torch.randn(2, 5, 1, 2, 1, 4, 4, device=DEVICE)
     before = kv.clone()
-    assert move(kv, host, ids[0, :0], ids[1, :0], Grid())
+    assert copy_blocks(kv, host, ids[0, :0], ids[1, :0], SwapTuning())
     assert torch.equal(kv, before)

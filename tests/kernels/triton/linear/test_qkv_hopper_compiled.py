@@ -10,14 +10,14 @@ import torch
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton.linear import qkv_hopper, skinny, skinny_hopper
-from octavo.kernels.triton.linear.qkv_hopper import heads_tuning
+from octavo.kernels.triton.linear.qkv_hopper import qkv_tuning
 from tests.kernels.triton.hopper import SHARED_BYTES, compile_for_hopper, registers_of
 
 POINTERS = {
     **dict.fromkeys(("bias", "q_norm", "k_norm", "q", "kv"), "*bf16"),
-    **dict.fromkeys(("squares", "cos_sin", "parts"), "*fp32"),
+    **dict.fromkeys(("squares", "cos_sin", "partial_sums"), "*fp32"),
     **dict.fromkeys(("positions", "slots"), "*i64"),
-    "meetings": "*i32",
+    "barriers": "*i32",
 }
 
 
@@ -30,7 +30,7 @@ def test_it_compiles_for_hopper_and_fits(
     heads: int, kv_heads: int, head_dim: int, num_in: int, normed: bool, num_tokens: int
 ) -> None:
     """Of Qwen3-0.6B, Llama 3.1 8B, Qwen2.5-1.5B and 0.5B."""
-    tuning = heads_tuning(heads + 2 * kv_heads, head_dim, num_in, num_tokens)
+    tuning = qkv_tuning(heads + 2 * kv_heads, head_dim, num_in, num_tokens)
     padded = skinny_hopper.padded_tokens(num_tokens)
     tokens = min(padded, skinny_hopper.TILE_TOKENS)
     constants = {
@@ -45,7 +45,7 @@ def test_it_compiles_for_hopper_and_fits(
         "STAGES": tuning.stages,
         "WITH_BIAS": not normed,
         "NORM": normed,
-        "OVERLAPPED": True,
+        "USE_PDL": True,
     }
     types = {
         "xs": f"tensordesc<bf16[{tokens}, {tuning.columns}],{skinny_hopper.LAYOUT!r}>",
@@ -54,7 +54,7 @@ def test_it_compiles_for_hopper_and_fits(
         "norm_eps": "fp32",
         **POINTERS,
     }
-    kernel = compile_for_hopper(qkv_hopper._stream_heads, constants, types, maxnreg=tuning.registers)
+    kernel = compile_for_hopper(qkv_hopper._qkv_hopper, constants, types, maxnreg=tuning.registers)
     assert kernel.metadata.shared <= SHARED_BYTES and registers_of(kernel)[1] == 0
     ptx = kernel.asm["ptx"]
     assert ("atom" in ptx) == (tuning.splits > 1)
@@ -69,18 +69,18 @@ def test_every_program_of_a_tuning_is_at_work_at_once() -> None:
         for head_dim in qkv_hopper.HEAD_DIMS:
             for num_tokens in (1, 16, 32, 33, 64, 65, 128, 256):
                 for num_in in (576, 1024, 4096):
-                    tuning = heads_tuning(num_heads, head_dim, num_in, num_tokens)
+                    tuning = qkv_tuning(num_heads, head_dim, num_in, num_tokens)
                     padded = skinny_hopper.padded_tokens(num_tokens)
                     tokens = min(padded, skinny_hopper.TILE_TOKENS)
                     programs = num_heads * (padded // tokens) * tuning.splits
-                    assert tuning.splits == 1 or programs <= skinny_hopper.MULTIPROCESSORS
+                    assert tuning.splits == 1 or programs <= skinny_hopper.NUM_MULTIPROCESSORS
                     assert tokens % tuning.splits == 0 and tuning.rows == head_dim
                     assert (head_dim + tokens) * tuning.columns * 2 * tuning.stages + 18432 <= SHARED_BYTES
 
 
 def test_what_the_kernel_is_told_and_who_takes_a_projection(monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, Any] = {}
-    names = qkv_hopper._stream_heads.arg_names
+    names = qkv_hopper._qkv_hopper.arg_names
 
     class Kernel:
         def __getitem__(self, grid: tuple[int]) -> Any:
@@ -88,8 +88,8 @@ def test_what_the_kernel_is_told_and_who_takes_a_projection(monkeypatch: pytest.
                 {"grid": grid} | dict(zip(names, given, strict=False)) | options
             )
 
-    monkeypatch.setattr(qkv_hopper, "_stream_heads", Kernel())
-    monkeypatch.setattr(skinny_hopper, "_hopper", lambda device: True)
+    monkeypatch.setattr(qkv_hopper, "_qkv_hopper", Kernel())
+    monkeypatch.setattr(skinny_hopper, "_is_hopper", lambda device: True)
     x, bias = torch.zeros(70, 256, dtype=torch.bfloat16), torch.zeros(8 * 64, dtype=torch.bfloat16)
     weight, norm = torch.zeros(8 * 64, 256, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
     stream = NormedResidual(x, x + 1, torch.zeros(3, 128))

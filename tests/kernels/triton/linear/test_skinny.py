@@ -11,7 +11,7 @@ from octavo.kernels import reference
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference.norms import NormedResidual
 from octavo.kernels.triton import ops as cuda
-from octavo.kernels.triton.linear.skinny import ThinTuning
+from octavo.kernels.triton.linear.skinny import SkinnyTuning
 from tests.kernels.pool import relative_error
 from tests.kernels.triton.device import DEVICE
 
@@ -33,7 +33,7 @@ def test_products_of_few_tokens(num_tokens: int, size: int, num_in: int, splits:
     x = torch.randn(num_tokens, num_in + 8, device=DEVICE).half()[:, :num_in]
     weight, bias = torch.randn(size, num_in, device=DEVICE).half() / 16, torch.randn(size, device=DEVICE).half()
     norm = torch.rand(size, device=DEVICE).half()
-    tuning = ThinTuning(rows=16, columns=128, splits=splits, num_warps=2, num_stages=3)
+    tuning = SkinnyTuning(rows=16, columns=128, splits=splits, num_warps=2, num_stages=3)
     begin = torch.randn(num_tokens, size, device=DEVICE).half()
     stream, expected = (
         cuda.make_normed_residual(begin, norm),

@@ -1,16 +1,15 @@
-"""Decoding sequences that begin with the same blocks: these are read once for several, in Triton.
+"""Cascade attention: decode reads a shared prefix once for several sequences, in Triton.
 
-    sequence  blocks              common with the one before
+    sequence  blocks              shared with the previous sequence
     0         a b c d e | f                      }
-    1         a b c d e | g h     a b c d e      }  a tile: its queries are the rows of one product with a .. e
+    1         a b c d e | g h     a b c d e      }  a prefix group: its queries are the rows of one product with a .. e
     2         a b c d e | i       a b c d e      }
     3         j k l m             nothing
 
-A tile is up to ROWS rows of neighbours that begin alike; its common keys are cut into pieces, and a program takes one
-piece for one K/V head and leaves what it gives each of the sequences, unnormalised. `decode_attention` then begins each
-of them behind what is common, and adds that. The idea is Hydragen's (arXiv 2402.05099), known as cascade attention,
-too; here tiles and pieces are worked out on the device, once a step, from `RaggedBatch.common_prefix_lens`, so that a
-CUDA graph replays with others.
+A prefix group is up to ROWS query rows of neighbouring sequences with a shared prefix. The prefix is cut into splits; a
+program takes one split for one K/V head and stores an unnormalised part for each sequence. `decode_attention` then
+reads the rest of each sequence and merges these parts. The idea is Hydragen's (arXiv 2402.05099). Groups and splits are
+computed on the device, once a step, from `RaggedBatch.common_prefix_lens`, so a CUDA graph replays with other prefixes.
 """
 
 from __future__ import annotations
@@ -24,118 +23,120 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.triton.attention.softmax import LOG2_E, NOTHING, load_rows
-from octavo.kernels.triton.launch import overlapped
+from octavo.kernels.triton.attention.common import LOG2_E, MIN_SCORE, load_kv_rows
+from octavo.kernels.triton.launch import pdl_options
 
-UNIT = 64
-"""Keys that what is common is a multiple of: no kernel's tile is longer, so that none is cut."""
-PIECE = tl.constexpr(8)
-"""Numbers of a line of `Cascade.pieces`."""
-JOIN = tl.constexpr(4)
-"""Numbers of a line of `Cascade.joins`."""
+PREFIX_ALIGNMENT = 64
+"""Prefix lengths are multiples of so many keys: no kernel has a longer tile, so no tile is cut."""
+SPLIT_FIELDS = tl.constexpr(8)
+"""Numbers in a row of `CascadePlan.splits`."""
+PREFIX_FIELDS = tl.constexpr(4)
+"""Numbers in a row of `CascadePlan.prefixes`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CascadeTuning:
-    """rows: queries of a tile, a group's heads side by side; tile: keys read at a time; least: tokens in common below
-    which each sequence reads its own, and the shortest piece."""
+    """rows            query rows of a prefix group: its sequences times the query heads of a K/V head
+    tile            keys read at a time
+    min_prefix_len  shorter prefixes are not shared; also the minimum length of a split
+    """
 
     rows: int
     tile: int
     num_warps: int
     num_stages: int
     programs_per_multiprocessor: int
-    least: int = 256
+    min_prefix_len: int = 256
 
 
 def cascade_tuning(q: Tensor) -> CascadeTuning:
     head_dim = triton.next_power_of_2(q.shape[2])
-    if q.dtype == torch.float32:  # for tests: products of float32 are done without the matrix units
+    if q.dtype == torch.float32:  # for tests: products of float32 do not use the tensor cores
         return CascadeTuning(rows=32, tile=16, num_warps=4, num_stages=2, programs_per_multiprocessor=2)
     tile = 32 if head_dim > 128 else 64
     return CascadeTuning(rows=64, tile=tile, num_warps=4, num_stages=2, programs_per_multiprocessor=2)
 
 
 @dataclass(slots=True)
-class Cascade:
-    """What a step's sequences have in common, and where the parts of that are left, the same for all its layers.
+class CascadePlan:
+    """The shared prefixes of a step and the buffers for their parts, the same for all layers.
 
-    joins       [num_seqs, JOIN] int32, of a sequence: the tokens that it has in common with its tile, a multiple of
-                UNIT, 0 for one alone; the place of what the first piece gave it; how far the next piece's is from
-                there; the number of pieces
-    pieces      [bound, PIECE] int32, of a piece: the tile's first sequence and how many there are; its first key and
-                the one behind the last; the place of what it gives the first; the rest is unused
-    count       [4] int32, how many pieces there are; the rest is unused
-    partial     [num_places, num_kv_heads, group_size, head_dim] float32, unnormalised output
-    partial_ml  [num_places, num_kv_heads, group_size, 2] float32, largest score and sum of exponentials
+    prefixes    [num_seqs, PREFIX_FIELDS] int32, for each sequence: length of the prefix that its group shares, a
+                multiple of PREFIX_ALIGNMENT, or 0; slot of its part of the first split; distance to the slot of its
+                next part; number of splits
+    splits      [max_splits, SPLIT_FIELDS] int32, for each split: the group's first sequence; number of sequences; first
+                key; end key; slot of the first sequence's part; the rest is unused
+    count       [4] int32: number of splits; the rest is unused
+    partial     [num_slots, num_kv_heads, group_size, head_dim] float32, unnormalised outputs
+    partial_ml  [num_slots, num_kv_heads, group_size, 2] float32, row maxima and row sums of exponentials
     """
 
     tuning: CascadeTuning
     num_programs: int
-    joins: Tensor
-    pieces: Tensor
+    prefixes: Tensor
+    splits: Tensor
     count: Tensor
     partial: Tensor
     partial_ml: Tensor
 
 
-def make_cascade(
+def make_cascade_plan(
     batch: RaggedBatch,
     tuning: CascadeTuning,
     num_multiprocessors: int,
     num_kv_heads: int,
     group_size: int,
     head_dim: int,
-) -> Cascade:
-    """Of a batch that has `common_prefix_lens`."""
+) -> CascadePlan:
+    """The plan for a batch that has `common_prefix_lens`."""
     device, num_seqs = batch.seq_lens.device, batch.num_seqs
-    cap = tuning.rows // group_size
+    max_group_seqs = tuning.rows // group_size
     num_programs = num_multiprocessors * tuning.programs_per_multiprocessor
-    wanted = max(num_programs // num_kv_heads, 1)  # pieces; there are up to one more of each tile, since tiles end
-    bound = wanted + num_seqs // 2
-    num_places = wanted * cap + num_seqs
-    # One piece of memory, and what has a multiple of 16 bytes first: a pointer's alignment makes a kernel's variant.
-    sizes = [4, PIECE.value * bound, JOIN.value * num_seqs, num_seqs + 1]
+    target_splits = max(num_programs // num_kv_heads, 1)  # each group may add one: its last split is shorter
+    max_splits = target_splits + num_seqs // 2
+    num_slots = target_splits * max_group_seqs + num_seqs
+    # One allocation, multiples of 16 bytes first: every alignment of a pointer is a variant of the kernel.
+    sizes = [4, SPLIT_FIELDS.value * max_splits, PREFIX_FIELDS.value * num_seqs, num_seqs + 1]
     ints = torch.empty(sum(sizes), dtype=torch.int32, device=device)
-    count, pieces, joins, firsts = ints.split(sizes)
-    floats = torch.empty(num_places * num_kv_heads * group_size * (head_dim + 2), dtype=torch.float32, device=device)
-    partial, partial_ml = floats.split([x * num_places * num_kv_heads * group_size for x in (head_dim, 2)])
-    _plan_cascade[(1,)](
+    count, splits, prefixes, group_starts = ints.split(sizes)
+    floats = torch.empty(num_slots * num_kv_heads * group_size * (head_dim + 2), dtype=torch.float32, device=device)
+    partial, partial_ml = floats.split([x * num_slots * num_kv_heads * group_size for x in (head_dim, 2)])
+    _build_cascade_plan[(1,)](
         batch.common_prefix_lens,
-        joins,
-        pieces,
-        firsts,
+        prefixes,
+        splits,
+        group_starts,
         count,
         num_seqs,
-        wanted,
-        CAP=cap,
-        LEAST=tuning.least,
-        WHOLE=UNIT,
+        target_splits,
+        MAX_GROUP_SEQS=max_group_seqs,
+        MIN_PREFIX_LEN=tuning.min_prefix_len,
+        ALIGNMENT=PREFIX_ALIGNMENT,
         SEQS=max(64, triton.next_power_of_2(num_seqs)),
         num_warps=4,
     )
-    return Cascade(tuning, num_programs, joins, pieces, count, partial, partial_ml)
+    return CascadePlan(tuning, num_programs, prefixes, splits, count, partial, partial_ml)
 
 
 def cascade_attention(
-    q: Tensor, kv_layer: Tensor, batch: RaggedBatch, cascade: Cascade, *, scale: float, early: bool
+    q: Tensor, kv_layer: Tensor, batch: RaggedBatch, plan: CascadePlan, *, scale: float, early: bool
 ) -> None:
-    """Attention of all tiles' queries over what they have in common, into the cascade's parts.
+    """Attention of every group's queries over its prefix, into the plan's partial results.
 
-    early: the cascade was made by an earlier layer
+    early  an earlier layer made the plan
     """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = kv_layer.shape[2:4]
-    tuning = cascade.tuning
-    _attend_common[(cascade.num_programs,)](
+    tuning = plan.tuning
+    _attend_common[(plan.num_programs,)](
         q,
         kv_layer,
-        cascade.partial,
-        cascade.partial_ml,
+        plan.partial,
+        plan.partial_ml,
         batch.block_tables,
         batch.query_start,
-        cascade.pieces,
-        cascade.count,
+        plan.splits,
+        plan.count,
         scale * LOG2_E,
         q.stride(0),
         q.stride(1),
@@ -153,77 +154,81 @@ def cascade_attention(
         STAGES=tuning.num_stages,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tuning.num_warps,
-        **(overlapped(q.device) if early else {"OVERLAPPED": False}),
+        **(pdl_options(q.device) if early else {"USE_PDL": False}),
     )
 
 
 @triton.jit
-def _larger(a, b):
+def _max(a, b):
     return tl.maximum(a, b)
 
 
-# Numbers that differ from batch to batch are not specialised on: every variant of a kernel is a compilation.
-@triton.jit(do_not_specialize=["num_seqs", "wanted"])
-def _plan_cascade(
+# Numbers that vary between batches are not specialised on: every variant of a kernel is a compilation.
+@triton.jit(do_not_specialize=["num_seqs", "target_splits"])
+def _build_cascade_plan(
     common_prefix_lens,
-    joins,
-    pieces,
-    firsts,
+    prefixes,
+    splits,
+    group_starts,
     count,
     num_seqs,
-    wanted,
-    CAP: tl.constexpr,
-    LEAST: tl.constexpr,
-    WHOLE: tl.constexpr,
+    target_splits,
+    MAX_GROUP_SEQS: tl.constexpr,
+    MIN_PREFIX_LEN: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     SEQS: tl.constexpr,
 ):
-    """Fill a `Cascade`; one program. firsts [num_seqs + 1] int32 is its own: the first sequence of each tile.
+    """Fill a `CascadePlan`; one program. group_starts [num_seqs + 1] int32 is scratch: each group's first sequence.
 
-    A tile ends where too little is common. It also ends where that is less than half of what it is on either side:
-    better to read a long beginning once for four than a short one once for all.
+    A group ends before a sequence that shares less than MIN_PREFIX_LEN tokens with the previous one, or less than half
+    of what a neighbouring pair shares: reading a long prefix once for four beats reading a short one once for all.
     """
     seq = tl.arange(0, SEQS)
-    alive = seq < num_seqs
-    common = tl.load(common_prefix_lens + seq, mask=alive, other=0)
-    before = tl.load(common_prefix_lens + seq - 1, mask=alive & (seq > 0), other=0)
+    valid = seq < num_seqs
+    common = tl.load(common_prefix_lens + seq, mask=valid, other=0)
+    before = tl.load(common_prefix_lens + seq - 1, mask=valid & (seq > 0), other=0)
     after = tl.load(common_prefix_lens + seq + 1, mask=seq + 1 < num_seqs, other=0)
-    alone = (common < LEAST) | (2 * common < before) | (2 * common < after)
-    run = tl.associative_scan(tl.where(alone, seq, 0), 0, _larger)
-    starts_tile = (seq - run) % CAP == 0
-    tile = tl.cumsum(starts_tile.to(tl.int32), 0) - 1
-    num_tiles = tl.sum((starts_tile & alive).to(tl.int32), 0)
-    tl.store(firsts + tile, seq, mask=starts_tile & alive)
-    tl.store(firsts + num_tiles, num_seqs)
-    tl.debug_barrier()  # what this program's threads wrote is read by others of them
+    starts_run = (common < MIN_PREFIX_LEN) | (2 * common < before) | (2 * common < after)
+    run_start = tl.associative_scan(tl.where(starts_run, seq, 0), 0, _max)
+    starts_group = (seq - run_start) % MAX_GROUP_SEQS == 0
+    group_index = tl.cumsum(starts_group.to(tl.int32), 0) - 1
+    num_groups = tl.sum((starts_group & valid).to(tl.int32), 0)
+    tl.store(group_starts + group_index, seq, mask=starts_group & valid)
+    tl.store(group_starts + num_groups, num_seqs)
+    tl.debug_barrier()  # other threads of this program read what was written
 
-    here = seq < num_tiles  # from here on, tiles
-    first = tl.load(firsts + seq, mask=here, other=0)
-    size = tl.load(firsts + seq + 1, mask=here, other=0) - first
-    keys = tl.full([SEQS], 1 << 30, tl.int32)
-    for i in range(1, CAP):
-        keys = tl.minimum(keys, tl.load(common_prefix_lens + first + i, mask=here & (i < size), other=1 << 30))
-    keys = tl.where(here & (size > 1), keys // WHOLE * WHOLE, 0)
-    stretch = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(keys, 0), wanted), WHOLE) * WHOLE, LEAST)
-    num_pieces = tl.cdiv(keys, stretch)
-    first_piece = tl.cumsum(num_pieces, 0) - num_pieces
-    places = num_pieces * size
-    first_place = tl.cumsum(places, 0) - places
-    tl.store(count, tl.sum(num_pieces, 0))
-    for i in range(0, tl.max(num_pieces, 0)):
-        line = pieces + (first_piece + i) * PIECE
-        mine = i < num_pieces
-        tl.store(line, first, mask=mine)
-        tl.store(line + 1, size, mask=mine)
-        tl.store(line + 2, i * stretch, mask=mine)
-        tl.store(line + 3, tl.minimum((i + 1) * stretch, keys), mask=mine)
-        tl.store(line + 4, first_place + i * size, mask=mine)
-    for i in range(0, CAP):
-        line = joins + (first + i) * JOIN
-        mine = here & (i < size)
-        tl.store(line, keys, mask=mine)
-        tl.store(line + 1, first_place + i, mask=mine)
-        tl.store(line + 2, size, mask=mine)
-        tl.store(line + 3, num_pieces, mask=mine)
+    is_group = seq < num_groups  # from here on, one lane for each group
+    first = tl.load(group_starts + seq, mask=is_group, other=0)
+    size = tl.load(group_starts + seq + 1, mask=is_group, other=0) - first
+    prefix_len = tl.full([SEQS], 1 << 30, tl.int32)
+    for i in range(1, MAX_GROUP_SEQS):
+        prefix_len = tl.minimum(
+            prefix_len, tl.load(common_prefix_lens + first + i, mask=is_group & (i < size), other=1 << 30)
+        )
+    prefix_len = tl.where(is_group & (size > 1), prefix_len // ALIGNMENT * ALIGNMENT, 0)
+    split_len = tl.maximum(
+        tl.cdiv(tl.cdiv(tl.sum(prefix_len, 0), target_splits), ALIGNMENT) * ALIGNMENT, MIN_PREFIX_LEN
+    )
+    num_splits = tl.cdiv(prefix_len, split_len)
+    first_split = tl.cumsum(num_splits, 0) - num_splits
+    num_slots = num_splits * size
+    first_slot = tl.cumsum(num_slots, 0) - num_slots
+    tl.store(count, tl.sum(num_splits, 0))
+    for i in range(0, tl.max(num_splits, 0)):
+        row_ptr = splits + (first_split + i) * SPLIT_FIELDS
+        mask = i < num_splits
+        tl.store(row_ptr, first, mask=mask)
+        tl.store(row_ptr + 1, size, mask=mask)
+        tl.store(row_ptr + 2, i * split_len, mask=mask)
+        tl.store(row_ptr + 3, tl.minimum((i + 1) * split_len, prefix_len), mask=mask)
+        tl.store(row_ptr + 4, first_slot + i * size, mask=mask)
+    for i in range(0, MAX_GROUP_SEQS):
+        row_ptr = prefixes + (first + i) * PREFIX_FIELDS
+        mask = is_group & (i < size)
+        tl.store(row_ptr, prefix_len, mask=mask)
+        tl.store(row_ptr + 1, first_slot + i, mask=mask)
+        tl.store(row_ptr + 2, size, mask=mask)
+        tl.store(row_ptr + 3, num_splits, mask=mask)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -234,7 +239,7 @@ def _attend_common(
     partial_ml,
     block_tables,
     query_start,
-    pieces,
+    splits,
     count,
     scale,
     q_token_stride,
@@ -252,96 +257,103 @@ def _attend_common(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    """Pieces by turns, each for each K/V head. Of ROWS rows those of the tile's sequences are used; all of them see all
-    of the keys, and no load of these needs a mask."""
+    """Attend over splits of prefixes; programs take (split, K/V head) pairs in turn.
+
+    Only the rows of the group's sequences are used. All of them see all keys, so no load of keys needs a mask.
+    """
     row = tl.arange(0, ROWS)
     column = tl.arange(0, HEAD_DIM_PADDED)
     key = tl.arange(0, TILE)
     in_head = column < HEAD_DIM
     num_items = tl.load(count) * NUM_KV_HEADS
-    if OVERLAPPED:
+    if USE_PDL:
         gdc_wait()
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        line = pieces + item // NUM_KV_HEADS * PIECE
+        split_ptr = splits + item // NUM_KV_HEADS * SPLIT_FIELDS
         head = item % NUM_KV_HEADS
-        first = tl.load(line)
-        begin = tl.load(line + 2)
-        end = tl.load(line + 3)
-        place = tl.load(line + 4)
-        member = row // GROUP
-        wanted = member < tl.load(line + 1)
+        first = tl.load(split_ptr)
+        begin = tl.load(split_ptr + 2)
+        end = tl.load(split_ptr + 3)
+        first_slot = tl.load(split_ptr + 4)
+        seq_in_group = row // GROUP
+        row_mask = seq_in_group < tl.load(split_ptr + 1)
         table = block_tables + first.to(tl.int64) * table_stride
         next_ids = tl.load(table + (begin + key) // BLOCK_SIZE)
-        token = tl.load(query_start + first + member, mask=wanted, other=0).to(tl.int64)
+        token = tl.load(query_start + first + seq_in_group, mask=row_mask, other=0).to(tl.int64)
         heads = head * GROUP + row % GROUP
         queries = tl.load(
             q + (token * q_token_stride + heads * q_head_stride)[:, None] + column[None, :],
-            mask=wanted[:, None] & in_head[None, :],
+            mask=row_mask[:, None] & in_head[None, :],
             other=0.0,
         )
-        best = tl.full([ROWS], NOTHING, tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
+        row_max = tl.full([ROWS], MIN_SCORE, tl.float32)
+        row_sum = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, HEAD_DIM_PADDED], tl.float32)
         for start in tl.range(begin, end, TILE, num_stages=STAGES):
             offset = next_ids.to(tl.int64) * kv_block_stride + head * kv_head_stride
             offset += (start + key) % BLOCK_SIZE * HEAD_DIM
             next_ids = tl.load(table + tl.minimum(start + TILE + key, end - 1) // BLOCK_SIZE)
-            keys = load_rows(kv + offset[:, None] + column[None, :], in_head, HEAD_DIM, HEAD_DIM_PADDED)
+            keys = load_kv_rows(kv + offset[:, None] + column[None, :], in_head, HEAD_DIM, HEAD_DIM_PADDED)
             scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-            new_best = tl.maximum(best, tl.max(scores, 1))
-            weights = tl.exp2(scores - new_best[:, None])
-            decay = tl.exp2(best - new_best)
-            total = total * decay + tl.sum(weights, 1)
-            place_of_values = kv + kv_value_stride + offset[:, None] + column[None, :]
-            values = load_rows(place_of_values, in_head, HEAD_DIM, HEAD_DIM_PADDED)
-            acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision=PRECISION)
-            best = new_best
-        target = ((place + member).to(tl.int64) * NUM_KV_HEADS + head) * GROUP + row % GROUP
-        tl.store(partial + target[:, None] * HEAD_DIM + column[None, :], acc, mask=wanted[:, None] & in_head[None, :])
-        tl.store(partial_ml + target * 2, best, mask=wanted)
-        tl.store(partial_ml + target * 2 + 1, total, mask=wanted)
+            new_max = tl.maximum(row_max, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_max[:, None])
+            rescale = tl.exp2(row_max - new_max)
+            row_sum = row_sum * rescale + tl.sum(weights, 1)
+            value_ptrs = kv + kv_value_stride + offset[:, None] + column[None, :]
+            values = load_kv_rows(value_ptrs, in_head, HEAD_DIM, HEAD_DIM_PADDED)
+            acc = tl.dot(weights.to(values.dtype), values, acc * rescale[:, None], input_precision=PRECISION)
+            row_max = new_max
+        slot_row = ((first_slot + seq_in_group).to(tl.int64) * NUM_KV_HEADS + head) * GROUP + row % GROUP
+        tl.store(
+            partial + slot_row[:, None] * HEAD_DIM + column[None, :], acc, mask=row_mask[:, None] & in_head[None, :]
+        )
+        tl.store(partial_ml + slot_row * 2, row_max, mask=row_mask)
+        tl.store(partial_ml + slot_row * 2 + 1, row_sum, mask=row_mask)
 
 
 @triton.jit
-def join_common(
+def merge_prefix(
     acc,
-    best,
-    total,
+    row_max,
+    row_sum,
     row,
     column,
     partial,
     partial_ml,
-    line,
+    prefix_ptr,
     head,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """A sequence's own result for one K/V head, its group's rows first, and what the pieces of its tile gave it.
+    """Merge the parts of a sequence's prefix into its running result for one K/V head; the group's rows come first.
 
-    line: the sequence's of `Cascade.joins`. An earlier layer's parts lay in the same place: they are read past the
-    level-1 cache.
+    prefix_ptr  the sequence's row of `CascadePlan.prefixes`
+    The parts of an earlier layer were in the same slots, so they are read past the L1 cache.
     """
     in_group = row < GROUP
-    here = in_group[:, None] & (column < HEAD_DIM)[None, :]
-    place = tl.load(line + 1).to(tl.int64)
-    step = tl.load(line + 2)
-    num_pieces = tl.load(line + 3)
-    for some in range(0, num_pieces, 2):
-        for i in tl.static_range(2):  # more of them at once have no room in registers
-            new = some + i < num_pieces
-            source = ((place + (some + i) * step) * NUM_KV_HEADS + head) * GROUP + row
+    mask = in_group[:, None] & (column < HEAD_DIM)[None, :]
+    first_slot = tl.load(prefix_ptr + 1).to(tl.int64)
+    slot_stride = tl.load(prefix_ptr + 2)
+    num_splits = tl.load(prefix_ptr + 3)
+    for base in range(0, num_splits, 2):
+        for i in tl.static_range(2):  # more at once do not fit into registers
+            valid = base + i < num_splits
+            slot_row = ((first_slot + (base + i) * slot_stride) * NUM_KV_HEADS + head) * GROUP + row
             part = tl.load(
-                partial + source[:, None] * HEAD_DIM + column[None, :], mask=here & new, other=0.0, cache_modifier=".cg"
+                partial + slot_row[:, None] * HEAD_DIM + column[None, :],
+                mask=mask & valid,
+                other=0.0,
+                cache_modifier=".cg",
             )
-            part_best = tl.load(partial_ml + source * 2, mask=in_group & new, other=NOTHING, cache_modifier=".cg")
-            part_total = tl.load(partial_ml + source * 2 + 1, mask=in_group & new, other=0.0, cache_modifier=".cg")
-            new_best = tl.maximum(best, part_best)
-            decay = tl.exp2(best - new_best)
-            share = tl.exp2(part_best - new_best)
-            total = total * decay + part_total * share
-            acc = acc * decay[:, None] + part * share[:, None]
-            best = new_best
-    return acc, best, total
+            part_max = tl.load(partial_ml + slot_row * 2, mask=in_group & valid, other=MIN_SCORE, cache_modifier=".cg")
+            part_sum = tl.load(partial_ml + slot_row * 2 + 1, mask=in_group & valid, other=0.0, cache_modifier=".cg")
+            new_max = tl.maximum(row_max, part_max)
+            rescale = tl.exp2(row_max - new_max)
+            weight = tl.exp2(part_max - new_max)
+            row_sum = row_sum * rescale + part_sum * weight
+            acc = acc * rescale[:, None] + part * weight[:, None]
+            row_max = new_max
+    return acc, row_max, row_sum

@@ -1,6 +1,7 @@
-"""Who reads what when a batch decodes: worked out on the device, once a step, by one small program.
+"""The schedule of decode attention: which program reads which tiles of keys.
 
-`decode_attention` says what for. A CUDA graph replays it with other lengths.
+One small program computes it on the device, once a step, so a CUDA graph replays with other lengths. `decode` describes
+how the work is partitioned.
 """
 
 from __future__ import annotations
@@ -15,85 +16,86 @@ from torch import Tensor
 
 from octavo.integers import cdiv
 from octavo.kernels.metadata import RaggedBatch
-from octavo.kernels.triton.attention.cascade import JOIN, Cascade, CascadeTuning, make_cascade
+from octavo.kernels.triton.attention.cascade import PREFIX_FIELDS, CascadePlan, CascadeTuning, make_cascade_plan
 
-SPLIT = 512
-"""Keys of a piece, where the split is fixed."""
-LINE = tl.constexpr(8)
-"""Numbers of a line of `Schedule.segments` and `Schedule.starts`."""
-NUMBER, BEGIN = tl.constexpr(5), tl.constexpr(6)
-"""Where in a line of `starts` are the segment's number, and where the program begins."""
-SKIPPED = tl.constexpr(7)
-"""Where in either line are the tiles that the sequence leaves to its cascade."""
-FEW_SHARERS = 10
-"""Programs that share a (head, sequence), up to which the last of them to be done merges."""
+SPLIT_KEYS = 512
+"""Keys of a split, if the batch asks for `fixed_split`."""
+SEGMENT_FIELDS = tl.constexpr(8)
+"""Numbers in a row of `DecodeSchedule.segments` and `DecodeSchedule.starts`."""
+SEGMENT_INDEX, PROGRAM_BEGIN = tl.constexpr(5), tl.constexpr(6)
+"""Fields of a row of `starts`: index of the segment, and the tile where the program begins."""
+PREFIX_TILES = tl.constexpr(7)
+"""Field of a row of either: tiles of the shared prefix, which cascade attention reads."""
+MAX_INLINE_MERGE = 10
+"""If at most so many programs share a (head, segment), the last of them to finish merges; else a second kernel does."""
 
 
 @functools.cache
 def _num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 3  # Triton's interpreter: few enough that programs share sequences also in small tests
+        return 3  # Triton's interpreter: few, so that programs share sequences in small tests, too
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
-    """tile: keys read at a time; gap: going on to another sequence counts like so many of them."""
+    """tile          keys read at a time
+    seq_overhead  cost of switching to another sequence, in tiles
+    """
 
     tile: int
     num_warps: int
     num_stages: int
     programs_per_multiprocessor: int
-    gap: int = 0
+    seq_overhead: int = 0
 
     @property
     def registers(self) -> int:
-        """That a thread may have, if all programs are to be there at once."""
+        """Limit for each thread, so that all programs are resident at once."""
         return min(65536 // (32 * self.num_warps * self.programs_per_multiprocessor) // 8 * 8, 255)
 
 
 def decode_tuning(q: Tensor, num_seqs: int) -> DecodeTuning:
-    """What was fastest on an H200; see benchmarks/kernels/gpu_check.py."""
+    """The fastest tuning on an H200 (benchmarks/kernels/gpu_check.py)."""
     row_bytes = triton.next_power_of_2(q.shape[2]) * q.element_size()
     if row_bytes <= 128 and num_seqs > 32:
-        return DecodeTuning(tile=64, num_warps=2, num_stages=3, programs_per_multiprocessor=4, gap=2)
-    tile = min(max(8192 // row_bytes, 16), 64)  # short tiles are shared out more evenly, and more of them are in flight
+        return DecodeTuning(tile=64, num_warps=2, num_stages=3, programs_per_multiprocessor=4, seq_overhead=2)
+    tile = min(max(8192 // row_bytes, 16), 64)  # short tiles balance better, and more of them are in flight
     if num_seqs > 32:
         return DecodeTuning(tile, 1 if row_bytes == 256 else 2, num_stages=3, programs_per_multiprocessor=6)
     if row_bytes == 256:
-        return DecodeTuning(tile, num_warps=1, num_stages=4, programs_per_multiprocessor=4, gap=1)
+        return DecodeTuning(tile, num_warps=1, num_stages=4, programs_per_multiprocessor=4, seq_overhead=1)
     return DecodeTuning(tile, num_warps=2, num_stages=4, programs_per_multiprocessor=4)
 
 
 @dataclass(slots=True)
-class Schedule:
-    """Who reads what in a step, the same for all its layers.
+class DecodeSchedule:
+    """The schedule of a step, the same for all its layers.
 
-    segments    [num_seqs, LINE] int32, a line for each sequence that has tiles, in their order: the first of these and
-                the one behind the last, on the line of one head, with a gap before each sequence; its length, its
-                token, its number; two unused; with a cascade, how many tiles it leaves to that, which are not on
-                the line
-    starts      [num_programs + 1, LINE] int32, the same of the sequence that each program begins in; that one's line in
-                `segments`; and where the program begins, on the line of all heads. It ends where the next one begins.
-                So what a program needs first lies in one place
-    totals      [4] int32: tiles of all sequences for one head, with the gaps, and the stretch of one program; two
-                unused
-    merges      [5, num_merges] int32, what is shared by several programs and to be merged: its token, or -1 where
-                nothing is; its K/V head; the first and the last program that share it; and the slot that the first of
-                these left its part in, all others having used slot 0. A column for every (head, segment), or none if
-                the last of those that share it merges
-    arrivals    [num_programs] int32, how many of those that share what a program is the first to share have left their
-                part; zeros between launches
-    partial     [2 * num_programs, group_size, head_dim] float32, unnormalised output of the shared (head, segment)s
-    partial_ml  [2 * num_programs, 2, group_size] float32, their largest scores and their sums of exponentials
-    cascade     what its sequences have in common, where that is read once
+    A segment is the tiles of one sequence for one head. The segments of all sequences are numbered through, with
+    `seq_overhead` empty tiles before each; tiles of head h follow those of head h - 1.
 
-    With a fixed split, sequences are padded to whole pieces of tiles, a piece has a slot of its own instead of a
-    program two, and merges name a first and a last piece.
+    segments    [num_seqs, SEGMENT_FIELDS] int32, one row for each segment: first tile, end tile, context length, token,
+                sequence; two unused; tiles of the shared prefix, which have no number
+    starts      [num_programs + 1, SEGMENT_FIELDS] int32, a copy of the row of the segment in which each program begins,
+                then its index in `segments` and the tile where the program begins, over all heads. A program ends where
+                the next one begins. The copy puts everything that a program needs first into one place
+    totals      [4] int32: tiles of one head, overhead included; tiles of one program; two unused
+    merges      [5, num_merges] int32, one column for each (head, segment): token, or -1 if one program covers it; K/V
+                head; first and last program that share it; the first program's slot, all others use slot 0. Empty if
+                the last program to finish merges
+    arrivals    [num_programs] int32, for the first program that shares a segment: how many of the sharing programs have
+                stored their part; zeros between launches
+    partial     [2 * num_programs, group_size, head_dim] float32, unnormalised outputs of shared (head, segment)s
+    partial_ml  [2 * num_programs, 2, group_size] float32, their row maxima and row sums of exponentials
+    cascade     the plan for shared prefixes, if there is one
+
+    With a fixed split, segments are padded to whole splits, every split has one slot instead of two for each program,
+    and `merges` holds the first and the last split instead of programs.
     """
 
-    num_sharers: int
-    """Programs that share a (head, segment), roughly."""
+    programs_per_segment: int
+    """Estimate for one (head, segment)."""
     segments: Tensor
     starts: Tensor
     totals: Tensor
@@ -101,39 +103,51 @@ class Schedule:
     arrivals: Tensor
     partial: Tensor
     partial_ml: Tensor
-    cascade: Cascade | None = None
+    cascade: CascadePlan | None = None
 
 
-def make_schedule(
+def make_decode_schedule(
     batch: RaggedBatch,
     tuning: DecodeTuning,
-    split: int,
+    split_tiles: int,
     num_kv_heads: int,
     group_size: int,
     head_dim: int,
     window: int,
     cascade_tuning: CascadeTuning | None = None,
-) -> Schedule:
-    """split: tiles of a piece, or 0. cascade_tuning: set where the batch has `common_prefix_lens`, read once."""
+) -> DecodeSchedule:
+    """split_tiles: tiles of a fixed split, or 0. cascade_tuning: if set, read shared prefixes once; needs
+    `common_prefix_lens`."""
     device = batch.seq_lens.device
     num_programs = cdiv(_num_multiprocessors(device) * tuning.programs_per_multiprocessor, 4) * 4
-    num_shared = batch.num_seqs * num_kv_heads
-    num_sharers = num_programs // num_shared + 2
-    num_merges, num_slots = num_shared if split or num_sharers > FEW_SHARERS else 0, 2 * num_programs
+    num_segments = batch.num_seqs * num_kv_heads
+    programs_per_segment = num_programs // num_segments + 2
+    num_merges, num_slots = (
+        num_segments if split_tiles or programs_per_segment > MAX_INLINE_MERGE else 0,
+        2 * num_programs,
+    )
     cascade = None
     if cascade_tuning is not None and num_merges == 0:
-        cascade = make_cascade(batch, cascade_tuning, _num_multiprocessors(device), num_kv_heads, group_size, head_dim)
-    if split:
-        num_tiles = cdiv(batch.max_seq_len, tuning.tile)  # of one sequence; a window may begin and end inside one
+        cascade = make_cascade_plan(
+            batch, cascade_tuning, _num_multiprocessors(device), num_kv_heads, group_size, head_dim
+        )
+    if split_tiles:
+        num_tiles = cdiv(batch.max_seq_len, tuning.tile)  # of one sequence; a window may begin and end inside a tile
         num_tiles = min(num_tiles, window // tuning.tile + 2) if window else num_tiles
-        num_slots = num_shared * cdiv(num_tiles, split)
-    # One piece of memory, and what has a multiple of 16 bytes first: a pointer's alignment makes a kernel's variant.
-    sizes = [4, LINE.value * (num_programs + 1), LINE.value * batch.num_seqs, num_programs, 5 * num_merges]
+        num_slots = num_segments * cdiv(num_tiles, split_tiles)
+    # One allocation, multiples of 16 bytes first: every alignment of a pointer is a variant of the kernel.
+    sizes = [
+        4,
+        SEGMENT_FIELDS.value * (num_programs + 1),
+        SEGMENT_FIELDS.value * batch.num_seqs,
+        num_programs,
+        5 * num_merges,
+    ]
     ints = torch.empty(sum(sizes), dtype=torch.int32, device=device)
     totals, starts, segments, arrivals, merges = ints.split(sizes)
     floats = torch.empty(num_slots * group_size * (head_dim + 2), dtype=torch.float32, device=device)
     partial, partial_ml = floats.split([num_slots * group_size * head_dim, 2 * num_slots * group_size])
-    _plan_decode[(1,)](
+    _build_decode_schedule[(1,)](
         batch.seq_lens,
         batch.query_start,
         segments,
@@ -141,7 +155,7 @@ def make_schedule(
         arrivals,
         totals,
         merges,
-        totals if cascade is None else cascade.joins,
+        totals if cascade is None else cascade.prefixes,
         batch.num_seqs,
         num_programs,
         num_merges,
@@ -149,20 +163,22 @@ def make_schedule(
         NUM_KV_HEADS=num_kv_heads,
         TILE=tuning.tile,
         SEQS=max(64, triton.next_power_of_2(batch.num_seqs)),
-        GAP=0 if split else tuning.gap,
+        SEQ_OVERHEAD=0 if split_tiles else tuning.seq_overhead,
         PROGRAMS=triton.next_power_of_2(max(num_programs + 1, num_merges)),
-        SPLIT=split,
-        CASCADED=cascade is not None,
+        SPLIT_TILES=split_tiles,
+        USE_CASCADE=cascade is not None,
         num_warps=8,
     )
-    segments, starts = segments.view(-1, LINE.value), starts.view(-1, LINE.value)
+    segments, starts = segments.view(-1, SEGMENT_FIELDS.value), starts.view(-1, SEGMENT_FIELDS.value)
     merges = merges.view(5, num_merges)
-    return Schedule(num_sharers, segments, starts, totals, merges, arrivals, partial, partial_ml, cascade)
+    return DecodeSchedule(
+        programs_per_segment, segments, starts, totals, merges, arrivals, partial, partial_ml, cascade
+    )
 
 
-# Numbers that differ from batch to batch are not specialised on: every variant of a kernel is a compilation.
+# Numbers that vary between batches are not specialised on: every variant of a kernel is a compilation.
 @triton.jit(do_not_specialize=["num_seqs", "num_merges", "window"])
-def _plan_decode(
+def _build_decode_schedule(
     seq_lens,
     query_start,
     segments,
@@ -170,7 +186,7 @@ def _plan_decode(
     arrivals,
     totals,
     merges,
-    joins,
+    prefixes,
     num_seqs,
     num_programs,
     num_merges,
@@ -178,90 +194,100 @@ def _plan_decode(
     NUM_KV_HEADS: tl.constexpr,
     TILE: tl.constexpr,
     SEQS: tl.constexpr,
-    GAP: tl.constexpr,
+    SEQ_OVERHEAD: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    CASCADED: tl.constexpr,
+    SPLIT_TILES: tl.constexpr,
+    USE_CASCADE: tl.constexpr,
 ):
-    """Fill a `Schedule`; one program. Sequences with no query, with several, or with no keys have no tiles."""
+    """Fill a `DecodeSchedule`; one program. Sequences without a query, with several, or without keys have no tiles."""
     seq = tl.arange(0, SEQS)
-    alive = seq < num_seqs
-    seq_len = tl.load(seq_lens + seq, mask=alive, other=0)
-    query_begin = tl.load(query_start + seq, mask=alive, other=0)
-    query_end = tl.load(query_start + seq + 1, mask=alive, other=0)
+    valid = seq < num_seqs
+    seq_len = tl.load(seq_lens + seq, mask=valid, other=0)
+    query_begin = tl.load(query_start + seq, mask=valid, other=0)
+    query_end = tl.load(query_start + seq + 1, mask=valid, other=0)
     tiles = tl.cdiv(seq_len, TILE)
-    if CASCADED:
-        skipped = tl.load(joins + seq * JOIN, mask=alive, other=0) // TILE
-        tiles -= skipped
+    if USE_CASCADE:
+        prefix_tiles = tl.load(prefixes + seq * PREFIX_FIELDS, mask=valid, other=0) // TILE
+        tiles -= prefix_tiles
     if window > 0:
         tiles -= tl.maximum(seq_len - window, 0) // TILE
-    if SPLIT:
-        tiles = tl.cdiv(tiles, SPLIT) * SPLIT
-    decodes = (query_end - query_begin == 1) & (seq_len > 0)
-    length = tl.where(decodes, GAP + tiles, 0)
+    if SPLIT_TILES:
+        tiles = tl.cdiv(tiles, SPLIT_TILES) * SPLIT_TILES
+    is_decode = (query_end - query_begin == 1) & (seq_len > 0)
+    length = tl.where(is_decode, SEQ_OVERHEAD + tiles, 0)
     ends = tl.cumsum(length, 0)
     num_tiles = tl.sum(length, 0)
-    num_segments = tl.sum(decodes.to(tl.int32), 0)
-    stretch = tl.maximum(tl.cdiv(num_tiles * NUM_KV_HEADS, num_programs), 1)
-    share = stretch  # what a slot is for
-    if SPLIT:
-        stretch = tl.cdiv(stretch, SPLIT) * SPLIT
-        share = SPLIT
+    num_segments = tl.sum(is_decode.to(tl.int32), 0)
+    tiles_per_program = tl.maximum(tl.cdiv(num_tiles * NUM_KV_HEADS, num_programs), 1)
+    tiles_per_slot = tiles_per_program
+    if SPLIT_TILES:
+        tiles_per_program = tl.cdiv(tiles_per_program, SPLIT_TILES) * SPLIT_TILES
+        tiles_per_slot = SPLIT_TILES
     tl.store(totals, num_tiles)
-    tl.store(totals + 1, stretch)
-    line = segments + (tl.cumsum(decodes.to(tl.int32), 0) - 1) * LINE
-    tl.store(line, ends - tiles, mask=decodes)
-    tl.store(line + 1, ends, mask=decodes)
-    tl.store(line + 2, seq_len, mask=decodes)
-    tl.store(line + 3, query_begin, mask=decodes)
-    tl.store(line + 4, seq, mask=decodes)
-    if CASCADED:
-        tl.store(line + SKIPPED, skipped, mask=decodes)
-    tl.debug_barrier()  # what this program's threads wrote is read by others of them
+    tl.store(totals + 1, tiles_per_program)
+    segment_ptr = segments + (tl.cumsum(is_decode.to(tl.int32), 0) - 1) * SEGMENT_FIELDS
+    tl.store(segment_ptr, ends - tiles, mask=is_decode)
+    tl.store(segment_ptr + 1, ends, mask=is_decode)
+    tl.store(segment_ptr + 2, seq_len, mask=is_decode)
+    tl.store(segment_ptr + 3, query_begin, mask=is_decode)
+    tl.store(segment_ptr + 4, seq, mask=is_decode)
+    if USE_CASCADE:
+        tl.store(segment_ptr + PREFIX_TILES, prefix_tiles, mask=is_decode)
+    tl.debug_barrier()  # other threads of this program read what was written
     program = tl.arange(0, PROGRAMS)
-    tile = (program * stretch) % tl.maximum(num_tiles, 1)
-    low = tl.zeros([PROGRAMS], tl.int32)  # the tile is behind the first of `low`, and before that of `high`
+    tile = (program * tiles_per_program) % tl.maximum(num_tiles, 1)
+    low = tl.zeros(
+        [PROGRAMS], tl.int32
+    )  # binary search: segment `low` begins at the tile or before it, `high` after it
     high = tl.zeros([PROGRAMS], tl.int32) + num_segments
-    step = SEQS
-    while step > 0:
+    search_step = SEQS
+    while search_step > 0:
         middle = (low + high) // 2
-        below = tl.load(segments + middle * LINE, mask=middle < num_segments, other=0) - GAP <= tile
-        low = tl.where(below, middle, low)
-        high = tl.where(below, high, middle)
-        step = step // 2
-    alive = (program <= num_programs) & (low < num_segments)
+        is_before = (
+            tl.load(segments + middle * SEGMENT_FIELDS, mask=middle < num_segments, other=0) - SEQ_OVERHEAD <= tile
+        )
+        low = tl.where(is_before, middle, low)
+        high = tl.where(is_before, high, middle)
+        search_step = search_step // 2
+    valid = (program <= num_programs) & (low < num_segments)
     for field in tl.static_range(5):
-        value = tl.load(segments + low * LINE + field, mask=alive, other=0)
-        tl.store(starts + program * LINE + field, value, mask=alive)
-    if CASCADED:
-        value = tl.load(segments + low * LINE + SKIPPED, mask=alive, other=0)
-        tl.store(starts + program * LINE + SKIPPED, value, mask=alive)
-    tl.store(starts + program * LINE + NUMBER, low, mask=alive)
-    first_tile = tl.load(segments + low * LINE, mask=alive, other=0)  # behind the gap, if it would begin in one
-    begin = tl.minimum(program * stretch - tile + tl.maximum(tile, first_tile), num_tiles * NUM_KV_HEADS)
-    tl.store(starts + program * LINE + BEGIN, begin, mask=program <= num_programs)
+        value = tl.load(segments + low * SEGMENT_FIELDS + field, mask=valid, other=0)
+        tl.store(starts + program * SEGMENT_FIELDS + field, value, mask=valid)
+    if USE_CASCADE:
+        value = tl.load(segments + low * SEGMENT_FIELDS + PREFIX_TILES, mask=valid, other=0)
+        tl.store(starts + program * SEGMENT_FIELDS + PREFIX_TILES, value, mask=valid)
+    tl.store(starts + program * SEGMENT_FIELDS + SEGMENT_INDEX, low, mask=valid)
+    first_tile = tl.load(
+        segments + low * SEGMENT_FIELDS, mask=valid, other=0
+    )  # after the overhead, if the program would begin in it
+    begin = tl.minimum(program * tiles_per_program - tile + tl.maximum(tile, first_tile), num_tiles * NUM_KV_HEADS)
+    tl.store(starts + program * SEGMENT_FIELDS + PROGRAM_BEGIN, begin, mask=program <= num_programs)
     tl.store(arrivals + program, 0, mask=program < num_programs)
 
     if num_merges > 0:
-        merge = program
-        head = merge % NUM_KV_HEADS
-        shared = segments + merge // NUM_KV_HEADS * LINE
-        here = merge < num_merges
-        alive = here & (merge // NUM_KV_HEADS < num_segments)
-        whole = head * num_tiles + tl.load(shared, mask=alive, other=0)
-        first = whole // share
-        last = (head * num_tiles + tl.load(shared + 1, mask=alive, other=0) - 1) // share
-        token = tl.load(shared + 3, mask=alive, other=0)
-        tl.store(merges + merge, tl.where(alive & (first < last), token, -1), mask=here)
-        tl.store(merges + num_merges + merge, head, mask=here)
-        tl.store(merges + 2 * num_merges + merge, first, mask=here)
-        tl.store(merges + 3 * num_merges + merge, last, mask=here)
-        # It came last in the program that it began in the middle of, and first in all that follow.
-        tl.store(merges + 4 * num_merges + merge, (first * share < whole - GAP).to(tl.int32), mask=here)
+        merge_index = program
+        head = merge_index % NUM_KV_HEADS
+        segment_of_merge = segments + merge_index // NUM_KV_HEADS * SEGMENT_FIELDS
+        mask = merge_index < num_merges
+        valid = mask & (merge_index // NUM_KV_HEADS < num_segments)
+        segment_begin = head * num_tiles + tl.load(segment_of_merge, mask=valid, other=0)
+        first = segment_begin // tiles_per_slot
+        last = (head * num_tiles + tl.load(segment_of_merge + 1, mask=valid, other=0) - 1) // tiles_per_slot
+        token = tl.load(segment_of_merge + 3, mask=valid, other=0)
+        tl.store(merges + merge_index, tl.where(valid & (first < last), token, -1), mask=mask)
+        tl.store(merges + num_merges + merge_index, head, mask=mask)
+        tl.store(merges + 2 * num_merges + merge_index, first, mask=mask)
+        tl.store(merges + 3 * num_merges + merge_index, last, mask=mask)
+        # A segment that begins inside a program is that program's last, and the first of all that follow.
+        tl.store(
+            merges + 4 * num_merges + merge_index,
+            (first * tiles_per_slot < segment_begin - SEQ_OVERHEAD).to(tl.int32),
+            mask=mask,
+        )
 
 
 @triton.jit
-def load_segment(line):
-    """Of a line of `Schedule.segments` or its `starts`: first tile, the one behind the last, length, token, number."""
-    token = tl.load(line + 3).to(tl.int64)
-    return tl.load(line), tl.load(line + 1), tl.load(line + 2), token, tl.load(line + 4)
+def load_segment(segment_ptr):
+    """(first tile, end tile, context length, token, sequence) of a row of `segments` or `starts`."""
+    token = tl.load(segment_ptr + 3).to(tl.int64)
+    return tl.load(segment_ptr), tl.load(segment_ptr + 1), tl.load(segment_ptr + 2), token, tl.load(segment_ptr + 4)

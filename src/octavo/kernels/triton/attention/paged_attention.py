@@ -1,8 +1,8 @@
-"""Paged attention on a GPU: one kernel for queries of length 1, one for longer ones, and one for long ones on Hopper.
+"""Paged attention on a GPU: a decode kernel, a portable prefill kernel, and a prefill kernel for Hopper.
 
-Decoding (`decode_attention`) is bound by memory, longer queries (`chunk_attention`, `prefill_attention`) by arithmetic.
-All are ragged; a batch that mixes them takes two launches. Memory behind a sequence's last token, and before its
-window, never counts: it may hold NaN.
+Decode (`decode_attention`, one query) is bound by memory, prefill (`prefill_attention`, `hopper_prefill_attention`) by
+arithmetic. All kernels take ragged batches; a batch that mixes decode and prefill takes two launches. Memory after a
+sequence's last token and before its window has no effect: it may hold NaN.
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.triton.attention.common import MAX_GROUP
 from octavo.kernels.triton.attention.decode import decode_attention
-from octavo.kernels.triton.attention.prefill import chunk_attention
-from octavo.kernels.triton.attention.prefill_hopper import can_prefill, is_worth_it, prefill_attention
-from octavo.kernels.triton.attention.softmax import MAX_GROUP
+from octavo.kernels.triton.attention.prefill import prefill_attention
+from octavo.kernels.triton.attention.prefill_hopper import (
+    hopper_prefill_attention,
+    prefers_hopper_prefill,
+    supports_hopper_prefill,
+)
 
 
 @overload
@@ -46,10 +50,10 @@ def paged_attention(
     window: int = 0,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `reference.paged_attention`; float16, bfloat16 or float32, q and the pool alike.
+    """`reference.paged_attention` in float16, bfloat16 or float32; q and the pool have the same dtype.
 
-    q may be a view whose last dimension is contiguous; the output is contiguous. head_dim is any up to 256, a multiple
-    of 8 for speed. All launches are the same for batches of the same shapes and host ints: they can be captured.
+    q may be a view whose last dimension is contiguous; the output is contiguous. head_dim is at most 256; multiples of
+    8 are faster. Batches with the same shapes and host ints make the same launches, so they can be captured.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv_layer.shape[2]
@@ -61,17 +65,17 @@ def paged_attention(
     if num_tokens == 0:
         return (out, lse) if return_lse else out
     if batch.max_query_len <= 1:
-        decode_attention(q, kv_layer, batch, out, lse, scale=scale, window=window, alone=True)
+        decode_attention(q, kv_layer, batch, out, lse, scale=scale, window=window, decode_only=True)
     else:
-        # Where all queries are as long as the longest, none has length 1. Only the device could say more.
+        # If all queries are as long as the longest, none has length 1. The lengths themselves are on the device.
         mixed = num_tokens < batch.num_seqs * batch.max_query_len
         if window >= batch.max_seq_len:
-            window = 0  # nobody has that many keys
-        on_hopper = not window and not batch.fixed_split and can_prefill(q, kv_layer)
-        if on_hopper and is_worth_it(q, kv_layer, batch):
-            prefill_attention(q, kv_layer, batch, out, lse, scale=scale, skip_single=mixed)
+            window = 0  # no sequence has that many keys
+        on_hopper = not window and not batch.fixed_split and supports_hopper_prefill(q, kv_layer)
+        if on_hopper and prefers_hopper_prefill(q, kv_layer, batch):
+            hopper_prefill_attention(q, kv_layer, batch, out, lse, scale=scale, skip_single=mixed)
         else:
-            chunk_attention(q, kv_layer, batch, out, lse, scale=scale, window=window, skip_single=mixed)
+            prefill_attention(q, kv_layer, batch, out, lse, scale=scale, window=window, skip_single=mixed)
         if mixed:
-            decode_attention(q, kv_layer, batch, out, lse, scale=scale, window=window, alone=False)
+            decode_attention(q, kv_layer, batch, out, lse, scale=scale, window=window, decode_only=False)
     return (out, lse) if return_lse else out

@@ -1,8 +1,8 @@
-"""Paged attention for queries of any length, in Triton. See `paged_attention`.
+"""Portable prefill attention: paged attention for queries of any length, in Triton.
 
-Longer queries are bound by arithmetic: a program takes a tile of queries, the heads of a group side by side as rows of
-one matrix, and walks over the keys that any of them sees (FlashAttention-2, arXiv 2307.08691). As in decoding, the ids
-of the next tile's blocks are loaded while this tile is computed.
+Prefill is bound by arithmetic. A program takes a tile of queries, with the query heads of one K/V head as rows of one
+matrix, and loops over the keys that any of them sees (FlashAttention-2, arXiv 2307.08691). As in decode, block ids are
+loaded one tile ahead.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.triton.attention.common import LN_2, LOG2_E, MIN_SCORE, load_kv_rows
 from octavo.kernels.triton.attention.query_tiles import query_tiles
-from octavo.kernels.triton.attention.softmax import LN_2, LOG2_E, NOTHING, load_rows
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkTuning:
-    """rows: of a tile of queries, the group's heads side by side; tile: keys read at a time."""
+class PrefillTuning:
+    """rows  rows of a tile: its queries times the query heads of a K/V head
+    tile  keys read at a time
+    """
 
     rows: int
     tile: int
@@ -29,18 +31,18 @@ class ChunkTuning:
     num_stages: int
 
 
-def chunk_tuning(q: Tensor, max_query_len: int, group_size: int) -> ChunkTuning:
-    """What was fastest on an H200; see benchmarks/kernels/gpu_check.py."""
+def prefill_tuning(q: Tensor, max_query_len: int, group_size: int) -> PrefillTuning:
+    """The fastest tuning on an H200 (benchmarks/kernels/gpu_check.py)."""
     head_dim = triton.next_power_of_2(q.shape[2])
-    if q.dtype == torch.float32:  # for tests: products of float32 are done without the matrix units
-        return ChunkTuning(rows=32, tile=16 if head_dim > 128 else 32, num_warps=4, num_stages=2)
+    if q.dtype == torch.float32:  # for tests: products of float32 do not use the tensor cores
+        return PrefillTuning(rows=32, tile=16 if head_dim > 128 else 32, num_warps=4, num_stages=2)
     tile = 32 if head_dim > 128 else 64
     if max_query_len * group_size <= 16:
-        return ChunkTuning(rows=16, tile=tile, num_warps=4, num_stages=3)
-    return ChunkTuning(rows=64, tile=tile, num_warps=4, num_stages=3)
+        return PrefillTuning(rows=16, tile=tile, num_warps=4, num_stages=3)
+    return PrefillTuning(rows=64, tile=tile, num_warps=4, num_stages=3)
 
 
-def chunk_attention(
+def prefill_attention(
     q: Tensor,
     kv_layer: Tensor,
     batch: RaggedBatch,
@@ -50,20 +52,21 @@ def chunk_attention(
     scale: float,
     window: int,
     skip_single: bool,
-    tuning: ChunkTuning | None = None,
+    tuning: PrefillTuning | None = None,
 ) -> None:
-    """Attention of queries of any lengths, into their rows of out and lse (empty if nobody asks).
+    """Attention of queries of any length, written to their rows of out and lse.
 
-    skip_single: leave sequences with one query to `decode_attention`.
+    lse          [num_tokens, num_heads] float32, or empty if it is not needed
+    skip_single  leave sequences with one query to `decode_attention`
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_layer.shape[2:4]
     group_size = num_heads // num_kv_heads
-    longest = 64 if batch.fixed_split else batch.max_query_len
-    tuning = tuning or chunk_tuning(q, longest, group_size)
+    max_query_len = 64 if batch.fixed_split else batch.max_query_len
+    tuning = tuning or prefill_tuning(q, max_query_len, group_size)
     queries = tuning.rows // group_size
     tiles = query_tiles(batch, queries, tuning.tile, num_tokens, skip_single=skip_single).tiles
-    _chunk[(tiles.shape[0] * num_kv_heads,)](
+    _prefill[(tiles.shape[0] * num_kv_heads,)](
         q,
         kv_layer,
         out,
@@ -85,7 +88,7 @@ def chunk_attention(
         HEAD_DIM_PADDED=max(triton.next_power_of_2(head_dim), 16),
         ROWS=tuning.rows,
         TILE=tuning.tile,
-        WINDOWED=window > 0,
+        SLIDING_WINDOW=window > 0,
         WITH_LSE=lse.numel() > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tuning.num_warps,
@@ -94,7 +97,7 @@ def chunk_attention(
 
 
 @triton.jit(do_not_specialize=["window", "table_stride"])
-def _chunk(
+def _prefill(
     q,
     kv,
     out,
@@ -116,11 +119,11 @@ def _chunk(
     HEAD_DIM_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    SLIDING_WINDOW: tl.constexpr,
     WITH_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of queries and one K/V head: ROWS rows, of which those of its queries are used."""
+    """One tile of queries and one K/V head; rows past its queries are padding."""
     tile = tl.program_id(0) // NUM_KV_HEADS
     head = tl.program_id(0) % NUM_KV_HEADS
     seq = tl.load(tiles + tile * 4)
@@ -132,54 +135,54 @@ def _chunk(
     query = row // GROUP
     heads = head * GROUP + row % GROUP
     in_head = column < HEAD_DIM
-    wanted = query < num_queries
+    row_mask = query < num_queries
     token = (first_token + query).to(tl.int64)
-    place = token * NUM_KV_HEADS * GROUP + heads
+    out_row = token * NUM_KV_HEADS * GROUP + heads
     if seq >= 0:
         position = first_position + query
-        wanted_2d = wanted[:, None] & in_head[None, :]
+        row_mask_2d = row_mask[:, None] & in_head[None, :]
         queries = tl.load(
-            q + (token * q_token_stride + heads * q_head_stride)[:, None] + column[None, :], mask=wanted_2d, other=0.0
+            q + (token * q_token_stride + heads * q_head_stride)[:, None] + column[None, :], mask=row_mask_2d, other=0.0
         )
-        # Keys, in tiles: [low, full) are seen by all of these queries, [full, high) by some; with a window, all by some
-        high = first_position + num_queries
+        # Tiles of keys: all queries see those in [key_begin, masked_begin), some see the rest. A window masks all.
+        key_end = first_position + num_queries
         first_key = 0
-        low = 0
-        full = (first_position + 1) // TILE * TILE
-        if WINDOWED:
+        key_begin = 0
+        masked_begin = (first_position + 1) // TILE * TILE
+        if SLIDING_WINDOW:
             first_key = tl.maximum(first_position - window + 1, 0)
-            low = first_key // TILE * TILE
-            full = low
-        best = tl.full([ROWS], NOTHING, tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
+            key_begin = first_key // TILE * TILE
+            masked_begin = key_begin
+        row_max = tl.full([ROWS], MIN_SCORE, tl.float32)
+        row_sum = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, HEAD_DIM_PADDED], tl.float32)
         table = block_tables + seq.to(tl.int64) * table_stride
         kv_head = kv + head * kv_head_stride
-        last_block = (high - 1) // BLOCK_SIZE
-        ids = tl.load(table + tl.minimum((low + tl.arange(0, TILE)) // BLOCK_SIZE, last_block))
-        if not WINDOWED:
-            acc, best, total, ids = _attend(
-                acc, best, total, ids, queries, position, low, full, 0, high, last_block, table, kv_head, scale, window,
-                kv_block_stride, kv_value_stride,
-                BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PADDED, TILE, False, WINDOWED, PRECISION,
+        last_block = (key_end - 1) // BLOCK_SIZE
+        ids = tl.load(table + tl.minimum((key_begin + tl.arange(0, TILE)) // BLOCK_SIZE, last_block))
+        if not SLIDING_WINDOW:
+            acc, row_max, row_sum, ids = _attend(
+                acc, row_max, row_sum, ids, queries, position, key_begin, masked_begin, 0, key_end, last_block, table,
+                kv_head, scale, window, kv_block_stride, kv_value_stride,
+                BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PADDED, TILE, False, SLIDING_WINDOW, PRECISION,
             )  # fmt: skip
-        acc, best, total, ids = _attend(
-            acc, best, total, ids, queries, position, full, high, first_key, high, last_block, table, kv_head, scale,
-            window, kv_block_stride, kv_value_stride,
-            BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PADDED, TILE, True, WINDOWED, PRECISION,
+        acc, row_max, row_sum, ids = _attend(
+            acc, row_max, row_sum, ids, queries, position, masked_begin, key_end, first_key, key_end, last_block, table,
+            kv_head, scale, window, kv_block_stride, kv_value_stride,
+            BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PADDED, TILE, True, SLIDING_WINDOW, PRECISION,
         )  # fmt: skip
-        total = tl.where(wanted, total, 1.0)  # a padding row may have seen nothing
-        result = (acc / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out + place[:, None] * HEAD_DIM + column[None, :], result, mask=wanted_2d)
+        row_sum = tl.where(row_mask, row_sum, 1.0)  # padding rows may have seen no key
+        result = (acc / row_sum[:, None]).to(out.dtype.element_ty)
+        tl.store(out + out_row[:, None] * HEAD_DIM + column[None, :], result, mask=row_mask_2d)
         if WITH_LSE:
-            tl.store(lse + place, (best + tl.log2(total)) * LN_2, mask=wanted)
+            tl.store(lse + out_row, (row_max + tl.log2(row_sum)) * LN_2, mask=row_mask)
 
 
 @triton.jit
 def _attend(
     acc,
-    best,
-    total,
+    row_max,
+    row_sum,
     ids,
     queries,
     query_position,
@@ -199,13 +202,13 @@ def _attend(
     HEAD_DIM_PADDED: tl.constexpr,
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    SLIDING_WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add the keys [begin, end) to the running result; ids are the blocks of its first tile.
+    """Add the keys [begin, end) to the running result; ids are the blocks of the first tile.
 
-    A row may see none of a tile's keys, under a window: its scores are -inf, whose exponential is 0, because the best
-    is finite even before the first key.
+    With a window, a row may see none of a tile's keys: its scores are -inf, whose exponential is 0, because the row
+    maximum is finite even before the first key.
     """
     key = tl.arange(0, TILE)
     column = tl.arange(0, HEAD_DIM_PADDED)
@@ -214,30 +217,30 @@ def _attend(
         position = start + key
         offset = ids.to(tl.int64) * kv_block_stride + (position % BLOCK_SIZE) * HEAD_DIM
         ids = tl.load(table + tl.minimum((position + TILE) // BLOCK_SIZE, last_block))
-        place = kv + offset[:, None] + column[None, :]
-        here = position < num_keys
-        if WINDOWED:
-            here &= position >= first_key
+        ptrs = kv + offset[:, None] + column[None, :]
+        mask = position < num_keys
+        if SLIDING_WINDOW:
+            mask &= position >= first_key
         if MASKED:
-            keys = tl.load(place, mask=here[:, None] & in_head[None, :], other=0.0)
+            keys = tl.load(ptrs, mask=mask[:, None] & in_head[None, :], other=0.0)
         else:
-            keys = load_rows(place, in_head, HEAD_DIM, HEAD_DIM_PADDED)
+            keys = load_kv_rows(ptrs, in_head, HEAD_DIM, HEAD_DIM_PADDED)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         if MASKED:
             distance = query_position[:, None] - position[None, :]
-            seen = distance >= 0
-            if WINDOWED:
-                seen &= distance < window
-            scores = tl.where(seen, scores, -float("inf"))
-        new_best = tl.maximum(best, tl.max(scores, 1) * scale)
-        weights = tl.exp2(scores * scale - new_best[:, None])
-        decay = tl.exp2(best - new_best)
-        total = total * decay + tl.sum(weights, 1)
-        acc = acc * decay[:, None]
+            visible = distance >= 0
+            if SLIDING_WINDOW:
+                visible &= distance < window
+            scores = tl.where(visible, scores, -float("inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+        weights = tl.exp2(scores * scale - new_max[:, None])
+        rescale = tl.exp2(row_max - new_max)
+        row_sum = row_sum * rescale + tl.sum(weights, 1)
+        acc = acc * rescale[:, None]
         if MASKED:
-            values = tl.load(place + kv_value_stride, mask=here[:, None] & in_head[None, :], other=0.0)
+            values = tl.load(ptrs + kv_value_stride, mask=mask[:, None] & in_head[None, :], other=0.0)
         else:
-            values = load_rows(place + kv_value_stride, in_head, HEAD_DIM, HEAD_DIM_PADDED)
+            values = load_kv_rows(ptrs + kv_value_stride, in_head, HEAD_DIM, HEAD_DIM_PADDED)
         acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
-        best = new_best
-    return acc, best, total, ids
+        row_max = new_max
+    return acc, row_max, row_sum, ids

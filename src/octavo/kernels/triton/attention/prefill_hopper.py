@@ -1,22 +1,23 @@
-"""Paged attention of long queries on Hopper, in Gluon, its warps specialised. See `paged_attention`.
+"""Prefill attention on Hopper: warp-specialised paged attention for long queries, in Gluon.
 
-A program of 9 warps stays on its multiprocessor and takes item after item: a tile of 128 rows, each a query of one of
-the heads that share a K/V head. One warp drives the copy engine; two groups of four, 64 rows each, multiply and take
-exponentials:
+The kernel is persistent: a program of 9 warps stays on its multiprocessor and takes item after item. An item is a tile
+of 128 rows, each a query of one of the heads that share a K/V head. One warp drives the copy engine (TMA); two groups
+of four warps compute 64 rows each:
 
-    copy     | K n | Q | V n | K n-1 | V n-1 | ...             into shared memory, block by block, some tiles ahead
+    producer | K n | Q | V n | K n-1 | V n-1 | ...             into shared memory, block by block, some tiles ahead
     group 0        | QK n | softmax n | QK n-1, PV n | softmax n-1 | ...
     group 1            | QK n | softmax n | QK n-1, PV n | softmax n-1 | ...
 
-While one group takes exponentials, the other has the matrix units; and PV of a tile of keys runs beside the softmax of
-the next. Where items are fewer than programs, several share one's keys, and `_merge` puts their parts together.
+While one group computes exponentials, the other uses the tensor cores, and PV of a tile of keys overlaps the softmax of
+the next. If there are fewer items than programs, several programs split an item's keys, and `_merge` merges their
+parts.
 
-Keys are walked backwards, so that the tiles that need the causal mask come first. A block's K is [block_size, head_dim]
-in one piece of memory, so it is one box of the copy engine; boxes land one under the other in the swizzled tile that
-the matrix units read. The structure is FlashAttention-3's (arXiv 2407.08608), for blocks of any size.
+Keys are walked backwards, so the tiles that need the causal mask come first. A block's K is [block_size, head_dim] in
+contiguous memory, so it is one TMA box; boxes are placed below each other in the swizzled tile that the tensor cores
+read. The structure is FlashAttention-3's (arXiv 2407.08608), for blocks of any size.
 
-Where a sequence's last block is partly filled, its box is asked for earlier by as many rows as are missing: the copy
-engine writes zeros for rows before the block's first, and nothing behind the last token is ever read.
+If a sequence's last block is partly filled, its box begins earlier by the number of missing rows. TMA writes zeros for
+rows before the block's first, and no memory after the last token is read:
 
          block      | k0 k1 k2 ?? |               `?` may be NaN, and 0 * NaN would poison the product with V
          box   |  0 | k0 k1 k2 |
@@ -44,35 +45,37 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octavo.kernels.metadata import RaggedBatch
+from octavo.kernels.triton.attention.common import LN_2, LOG2_E, MIN_SCORE
 from octavo.kernels.triton.attention.query_tiles import query_tiles
-from octavo.kernels.triton.attention.softmax import LN_2, LOG2_E, NOTHING
 
 ROWS = 128
-"""Of a tile, (query, head)s: two groups of 64, a matrix instruction's."""
+"""(query, head) rows of a tile: two groups of 64, the rows of a matrix instruction."""
 REGISTERS = 232
-"""Of a thread that computes."""
+"""Registers of a thread in a consumer warp."""
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillTuning:
-    """keys: of a tile; k_stages, v_stages: tiles in shared memory."""
+class HopperPrefillTuning:
+    """keys                keys of a tile
+    k_stages, v_stages  tiles of K and of V in shared memory
+    """
 
     keys: int
     k_stages: int
     v_stages: int
 
 
-def prefill_tuning(head_dim: int) -> PrefillTuning:
-    """What fits into 227 KiB beside the queries, and was fastest on an H200; see benchmarks/kernels/gpu_vs_fa3.py."""
+def hopper_prefill_tuning(head_dim: int) -> HopperPrefillTuning:
+    """The fastest tuning on an H200 that fits into 227 KiB with the queries (benchmarks/kernels/gpu_vs_fa3.py)."""
     if head_dim <= 64:
-        return PrefillTuning(keys=128, k_stages=4, v_stages=4)
+        return HopperPrefillTuning(keys=128, k_stages=4, v_stages=4)
     if head_dim <= 128:
-        return PrefillTuning(keys=128, k_stages=3, v_stages=2)
-    return PrefillTuning(keys=64, k_stages=2, v_stages=2)
+        return HopperPrefillTuning(keys=128, k_stages=3, v_stages=2)
+    return HopperPrefillTuning(keys=64, k_stages=2, v_stages=2)
 
 
 @functools.cache
-def _hopper(device: torch.device) -> bool:
+def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
@@ -81,15 +84,15 @@ def _num_multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def can_prefill(q: Tensor, kv_layer: Tensor) -> bool:
-    """Whether this kernel takes them: Hopper, 16 bits, and all that the copy engine steps over a multiple of 16 bytes.
+def supports_hopper_prefill(q: Tensor, kv_layer: Tensor) -> bool:
+    """True if this kernel supports the tensors: Hopper, 16-bit dtypes, and strides of multiples of 16 bytes for TMA.
 
-    A layer's blocks must also lie a whole number of (block, head)s apart, as in the pool.
+    Strides of the pool must also be multiples of one (block, head), as in the KV pool.
     """
     block_size, head_dim = kv_layer.shape[3:]
     box = block_size * head_dim
     return (
-        _hopper(q.device)
+        _is_hopper(q.device)
         and q.dtype in (torch.bfloat16, torch.float16)
         and head_dim % 8 == 0
         and block_size >= 8
@@ -101,28 +104,32 @@ def can_prefill(q: Tensor, kv_layer: Tensor) -> bool:
     )
 
 
-def is_worth_it(q: Tensor, kv_layer: Tensor, batch: RaggedBatch) -> bool:
-    """Whether this kernel is ahead of `chunk_attention`: if a sequence fills a tile, or keys must be split."""
-    packed = _packed(q, kv_layer)
+def prefers_hopper_prefill(q: Tensor, kv_layer: Tensor, batch: RaggedBatch) -> bool:
+    """True if this kernel is faster than `prefill_attention`: a sequence fills a tile, or keys must be split."""
+    packed = _heads_per_tile(q, kv_layer)
     return batch.max_query_len * packed >= ROWS or _may_split(q, batch, packed)
 
 
-def _packed(q: Tensor, kv_layer: Tensor) -> int:
-    """Heads side by side in a tile of queries: the largest power of two that divides a group. The fewer queries that
-    leaves, the fewer rows are wasted where a sequence's queries end."""
+def _heads_per_tile(q: Tensor, kv_layer: Tensor) -> int:
+    """Query heads of a tile (packed GQA): the largest power of two that divides the group.
+
+    More heads leave fewer queries for a tile, so fewer rows are wasted where a sequence's queries end.
+    """
     group = q.shape[1] // kv_layer.shape[2]
     return group & -group
 
 
 def _may_split(q: Tensor, batch: RaggedBatch, packed: int) -> bool:
-    """Whether tiles are so few, at most, that several programs could share one's keys. For short batches alone, since
-    it costs a second launch."""
+    """True if there are so few tiles that several programs could split one's keys.
+
+    Only for small batches, because the merge is a second launch.
+    """
     queries = ROWS // packed
-    most_tiles = (q.shape[0] + batch.num_seqs * (queries - 1)) // queries
-    return 2 * most_tiles * (q.shape[1] // packed) <= _num_multiprocessors(q.device)
+    max_tiles = (q.shape[0] + batch.num_seqs * (queries - 1)) // queries
+    return 2 * max_tiles * (q.shape[1] // packed) <= _num_multiprocessors(q.device)
 
 
-def prefill_attention(
+def hopper_prefill_attention(
     q: Tensor,
     kv_layer: Tensor,
     batch: RaggedBatch,
@@ -132,23 +139,24 @@ def prefill_attention(
     scale: float,
     skip_single: bool,
 ) -> None:
-    """Causal attention of queries of any lengths, into their rows of out and lse (empty if nobody asks).
+    """Causal attention of queries of any length, written to their rows of out and lse; see `supports_hopper_prefill`.
 
-    skip_single: leave sequences with one query to `decode_attention`. What it takes, `can_prefill` says.
+    lse          [num_tokens, num_heads] float32, or empty if it is not needed
+    skip_single  leave sequences with one query to `decode_attention`
     """
     num_tokens, num_heads, head_dim = q.shape
     num_blocks, _, num_kv_heads, block_size, _ = kv_layer.shape
-    tuning, packed = prefill_tuning(head_dim), _packed(q, kv_layer)
+    tuning, packed = hopper_prefill_tuning(head_dim), _heads_per_tile(q, kv_layer)
     padded = max(triton.next_power_of_2(head_dim), 64)
-    rows = min(block_size, tuning.keys)  # of a box
+    rows = min(block_size, tuning.keys)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-    # Boxes of the pool are found by (block, head) and row; K and V by one description, and a row that is not there is 0
+    # A box of the pool is addressed by (block, head) and row. K and V share one descriptor; rows out of bounds are 0
     box = block_size * head_dim
     block_boxes, value_boxes, head_boxes = (stride // box for stride in kv_layer.stride()[:3])
     boxes = (num_blocks - 1) * block_boxes + value_boxes + (num_kv_heads - 1) * head_boxes + 1
     pool = TensorDescriptor(kv_layer, [boxes, block_size, head_dim], [box, head_dim, 1], [1, rows, padded], layout)
     queries = TensorDescriptor(q, list(q.shape), list(q.stride()), [64 // packed, packed, padded], layout)
-    work = query_tiles(batch, ROWS // packed, tuning.keys, num_tokens, skip_single=skip_single)
+    tiles = query_tiles(batch, ROWS // packed, tuning.keys, num_tokens, skip_single=skip_single)
     num_programs = _num_multiprocessors(q.device)
     may_split = _may_split(q, batch, packed)
     partial = partial_lse = lse
@@ -158,15 +166,15 @@ def prefill_attention(
             sizes = [num_programs * ROWS * padded, num_programs * ROWS]
             batch.derived[key] = torch.empty(sum(sizes), dtype=torch.float32, device=q.device).split(sizes)
         partial, partial_lse = batch.derived[key]
-    _prefill[(num_programs,)](
+    _hopper_prefill[(num_programs,)](
         queries,
         pool,
         out,
         lse,
         partial,
         partial_lse,
-        work.tiles,
-        work.count,
+        tiles.tiles,
+        tiles.count,
         batch.block_tables,
         batch.seq_lens,
         scale * LOG2_E,
@@ -194,8 +202,8 @@ def prefill_attention(
             lse,
             partial,
             partial_lse,
-            work.tiles,
-            work.count,
+            tiles.tiles,
+            tiles.count,
             num_programs,
             NUM_HEADS=num_heads,
             PACKED=packed,
@@ -203,19 +211,19 @@ def prefill_attention(
             HEAD_DIM_PADDED=padded,
             KEYS=tuning.keys,
             ROWS=ROWS,
-            PARTS=8,
+            PARTS_PER_STEP=8,
             WITH_LSE=lse.numel() > 0,
             num_warps=1,
         )
 
 
-# -- who does what ----------------------------------------------------------------------------------------------------
+# -- work partition ---------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _count_parts(tiles, count, num_programs, HEADS: tl.constexpr, KEYS: tl.constexpr, MAY_SPLIT: tl.constexpr):
-    """(items, parts of each): where tiles are too few for all programs, several share one's keys, two tiles each at
-    least. The first tile has most."""
+    """(number of items, parts of each tile). If there are fewer tiles than programs, a tile's keys are split into parts
+    of at least two tiles of keys. The first tile has the most keys."""
     num_items = tl.load(count) * HEADS
     num_parts = 1
     if MAY_SPLIT:
@@ -225,26 +233,27 @@ def _count_parts(tiles, count, num_programs, HEADS: tl.constexpr, KEYS: tl.const
 
 
 @gluon.jit
-def _num_mine(num_items, program, num_programs):
-    """Items of one program: they are dealt in rounds, every other one backwards, so that nobody always gets the longest
+def _num_program_items(num_items, program, num_programs):
+    """Number of a program's items. They are dealt in rounds, every other one backwards, to balance their lengths:
 
     round 0   0 1 2 3
     round 1   7 6 5 4      4 programs, 10 items
     round 2   8 9
     """
     rounds = num_items // num_programs
-    turn = gl.where(rounds % 2 == 0, program, num_programs - 1 - program)
-    return rounds + (turn < num_items - rounds * num_programs).to(gl.int32)
+    place_in_round = gl.where(rounds % 2 == 0, program, num_programs - 1 - program)
+    return rounds + (place_in_round < num_items - rounds * num_programs).to(gl.int32)
 
 
 @gluon.jit
-def _item(turn, program, num_programs):
-    return turn * num_programs + gl.where(turn % 2 == 0, program, num_programs - 1 - program)
+def _item_index(round_index, program, num_programs):
+    """Index of the item that a program takes in a round."""
+    return round_index * num_programs + gl.where(round_index % 2 == 0, program, num_programs - 1 - program)
 
 
 @gluon.jit
-def _describe(tiles, item, num_parts, NUM_HEADS: gl.constexpr, PACKED: gl.constexpr):
-    """(part, first head, sequence, first token, number of queries, position of the first) of an item."""
+def _load_item(tiles, item, num_parts, NUM_HEADS: gl.constexpr, PACKED: gl.constexpr):
+    """(part, first head, sequence, first token, number of queries, position of the first query) of an item."""
     tile = tiles + item // (NUM_HEADS // PACKED) // num_parts * 4
     part = item // (NUM_HEADS // PACKED) % num_parts
     head = item % (NUM_HEADS // PACKED) * PACKED
@@ -252,8 +261,8 @@ def _describe(tiles, item, num_parts, NUM_HEADS: gl.constexpr, PACKED: gl.conste
 
 
 @gluon.jit
-def _part(num_keys, part, num_parts, KEYS: gl.constexpr):
-    """Tiles of keys of a part, [begin, end), and whether it has any: then it has one nevertheless, to be masked."""
+def _key_tiles(num_keys, part, num_parts, KEYS: gl.constexpr):
+    """(begin, end, has keys) of a part, in tiles of keys. An empty part gets one tile, which is masked."""
     num_tiles = (num_keys + KEYS - 1) // KEYS
     begin = num_tiles * part // num_parts
     end = num_tiles * (part + 1) // num_parts
@@ -261,38 +270,39 @@ def _part(num_keys, part, num_parts, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def _boxes(
-    table, first_box, last_box, missing, first, block_boxes,
-    BOXES: gl.constexpr, ROWS: gl.constexpr, BLOCK_BOXES: gl.constexpr, LAST: gl.constexpr,
+def _locate_boxes(
+    table, first_box, last_box, rows_missing, first, block_boxes,
+    BOXES: gl.constexpr, ROWS: gl.constexpr, BLOCK_BOXES: gl.constexpr, IS_LAST_TILE: gl.constexpr,
 ):  # fmt: skip
-    """Where the boxes of one tile of K lie in the pool, (block and head, row) each; a tuple, loop-carried.
+    """Pool coordinates (block and head, row) of the boxes of one tile of K, as a loop-carried tuple.
 
-    first: the pool's box of (block 0, this K/V head). LAST: of the last tile, which the last block may end in. Boxes
-    behind it are the last again: what is there is masked, and finite.
+    first         the pool's box of (block 0, this K/V head)
+    IS_LAST_TILE  the sequence's last block may end in this tile; boxes after it repeat the last, whose keys are masked
+                  and finite
     """
-    places = ()
+    boxes = ()
     for i in gl.static_range(BOXES):
         box = first_box + i
-        if LAST:
+        if IS_LAST_TILE:
             box = gl.minimum(box, last_box)
         row = box % BLOCK_BOXES * ROWS
-        if LAST:
-            row -= gl.where(box == last_box, missing, 0)
-        places = places + ((gl.load(table + box // BLOCK_BOXES) * block_boxes + first, row),)  # type: ignore[assignment]  # noqa: RUF005
-    return places
+        if IS_LAST_TILE:
+            row -= gl.where(box == last_box, rows_missing, 0)
+        boxes = boxes + ((gl.load(table + box // BLOCK_BOXES) * block_boxes + first, row),)  # type: ignore[assignment]  # noqa: RUF005
+    return boxes
 
 
 @gluon.jit
-def _fill(ring, step, pool, places, further, NUM_BYTES: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr):
-    """Have the boxes of one tile copied, of K, or of V, which lies so many boxes further, once there is room."""
+def _copy_tile(ring, step, pool, boxes, box_offset, NUM_BYTES: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr):
+    """Wait for a free stage, then copy one tile of K; box_offset selects V, which is so many boxes after K."""
     tiles, full, free = ring
     stage = step % STAGES
     mbarrier.wait(free.index(stage), step // STAGES % 2 ^ 1)
     mbarrier.expect(full.index(stage), NUM_BYTES)
     for i in gl.static_range(BOXES):
-        box, row = places[i]
+        box, row = boxes[i]
         tma.async_copy_global_to_shared(
-            pool, [box + further, row, 0], full.index(stage), tiles.index(stage).slice(i, 1)
+            pool, [box + box_offset, row, 0], full.index(stage), tiles.index(stage).slice(i, 1)
         )
 
 
@@ -304,10 +314,10 @@ def _produce(
     HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     MAY_SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp. Where the next tile's blocks are travels through the loop: loads between the engine's orders
-    would hold those up."""
+    """The producer warp, which issues TMA copies. Block ids are loaded a tile ahead: loads between copies would delay
+    the copies."""
     ROWS: gl.constexpr = min(BLOCK_SIZE, KEYS)
-    BOXES: gl.constexpr = KEYS // ROWS  # of a tile
+    BOXES: gl.constexpr = KEYS // ROWS
     BLOCK_BOXES: gl.constexpr = BLOCK_SIZE // ROWS
     NUM_BYTES: gl.constexpr = KEYS * HEAD_DIM * 2
     q_tile, q_full, q_free = q_ring
@@ -315,74 +325,78 @@ def _produce(
     num_programs = gl.num_programs(0)
     step = 0
     num_items, num_parts = _count_parts(tiles, count, num_programs, NUM_HEADS // PACKED, KEYS, MAY_SPLIT)
-    for turn in range(_num_mine(num_items, program, num_programs)):
-        item = _item(turn, program, num_programs)
-        part, head, seq, token, num_queries, position = _describe(tiles, item, num_parts, NUM_HEADS, PACKED)
+    for item_round in range(_num_program_items(num_items, program, num_programs)):
+        item = _item_index(item_round, program, num_programs)
+        part, head, seq, token, num_queries, position = _load_item(tiles, item, num_parts, NUM_HEADS, PACKED)
         num_keys = position + num_queries
-        begin, end, _ = _part(num_keys, part, num_parts, KEYS)
+        begin, end, _ = _key_tiles(num_keys, part, num_parts, KEYS)
         last_box = (num_keys - 1) // ROWS
-        missing = gl.maximum((last_box + 1) * ROWS - gl.load(seq_lens + seq), 0)
+        rows_missing = gl.maximum((last_box + 1) * ROWS - gl.load(seq_lens + seq), 0)
         table = block_tables + seq.to(gl.int64) * table_stride
         first = head // GROUP * head_boxes
         box = (end - 1) * BOXES
-        last = _boxes(table, box, last_box, missing, first, block_boxes, BOXES, ROWS, BLOCK_BOXES, True)
+        last_boxes = _locate_boxes(
+            table, box, last_box, rows_missing, first, block_boxes, BOXES, ROWS, BLOCK_BOXES, True
+        )
         box = gl.maximum(box - BOXES, 0)
-        places = _boxes(table, box, 0, 0, first, block_boxes, BOXES, ROWS, BLOCK_BOXES, False)
-        _fill(k_ring, step, pool, last, 0, NUM_BYTES, K_STAGES, BOXES)
-        for group in gl.static_range(2):  # behind the first K, which need not wait until the last queries are done with
-            mbarrier.wait(q_free.index(group), turn % 2 ^ 1)
+        boxes = _locate_boxes(table, box, 0, 0, first, block_boxes, BOXES, ROWS, BLOCK_BOXES, False)
+        _copy_tile(k_ring, step, pool, last_boxes, 0, NUM_BYTES, K_STAGES, BOXES)
+        for group in gl.static_range(2):  # after the first K, whose copy need not wait for the previous queries' buffer
+            mbarrier.wait(q_free.index(group), item_round % 2 ^ 1)
             mbarrier.expect(q_full.index(group), 64 * HEAD_DIM * 2)
-            at = [token + group * (64 // PACKED), head, 0]
-            tma.async_copy_global_to_shared(queries, at, q_full.index(group), q_tile.index(group))
-        _fill(v_ring, step, pool, last, value_boxes, NUM_BYTES, V_STAGES, BOXES)
+            coordinates = [token + group * (64 // PACKED), head, 0]
+            tma.async_copy_global_to_shared(queries, coordinates, q_full.index(group), q_tile.index(group))
+        _copy_tile(v_ring, step, pool, last_boxes, value_boxes, NUM_BYTES, V_STAGES, BOXES)
         step += 1
         for _ in range(begin + 1, end):
             box = gl.maximum(box - BOXES, 0)
-            next_places = _boxes(table, box, 0, 0, first, block_boxes, BOXES, ROWS, BLOCK_BOXES, False)
-            _fill(k_ring, step, pool, places, 0, NUM_BYTES, K_STAGES, BOXES)
-            _fill(v_ring, step, pool, places, value_boxes, NUM_BYTES, V_STAGES, BOXES)
-            places = next_places
+            next_boxes = _locate_boxes(table, box, 0, 0, first, block_boxes, BOXES, ROWS, BLOCK_BOXES, False)
+            _copy_tile(k_ring, step, pool, boxes, 0, NUM_BYTES, K_STAGES, BOXES)
+            _copy_tile(v_ring, step, pool, boxes, value_boxes, NUM_BYTES, V_STAGES, BOXES)
+            boxes = next_boxes
             step += 1
 
 
 @gluon.constexpr_function
 def _product_layout(columns):
-    """Of the product of 64 rows that a group of four warps makes: four neighbouring threads share a row."""
+    """Layout of a product of 64 rows by four warps: four neighbouring threads share a row."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 @gluon.constexpr_function
-def _shares_layout():
-    """[64 rows, 4 threads], of one number of each thread that shares a row of a product."""
+def _row_sum_layout():
+    """Layout [64 rows, 4 threads] of one number for each thread that shares a row of a product."""
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
 
 
 @gluon.constexpr_function
-def _stored_layout(columns):
-    """A product's, but that a thread has 8 numbers side by side, 16 bytes: the four of a row trade theirs for that."""
+def _store_layout(columns):
+    """Layout for stores: each thread has 8 adjacent numbers, 16 bytes, after an exchange among the four of a row."""
     registers = [[0, 1], [0, 2], [0, 4], [8, 0]] + [[0, 32 << i] for i in range(columns.bit_length() - 6)]
     lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, columns])
 
 
 @gluon.jit
-def _softmax(scores, best, total, scale, KEYS: gl.constexpr):
-    """(weights, largest score, sum of weights by thread, decay) after one more tile, scale being for base 2.
+def _softmax(scores, row_max, row_sum, scale, KEYS: gl.constexpr):
+    """One step of online softmax -> (weights, row maximum, row sums by thread, rescale factor); scale is for base 2.
 
-    Four threads share a row. Of the keys in between, taken in pairs, a thread has every fourth pair. It adds up its own
-    in short chains, and what the four have is added only in the end.
+    Four threads share a row, and a thread has every fourth pair of keys. Each adds its own weights in short chains; the
+    four sums are added at the end of the item.
     """
-    shares: gl.constexpr = total.type.layout
-    own = gl.max(gl.max(gl.max(scores.reshape([64, KEYS // 32, 4, 4, 2]), 4), 2), 1)  # [64, 4], a row's threads
-    largest = gl.convert_layout(gl.max(own, 1), best.type.layout, assert_trivial=True)
-    new_best = gl.maximum(best, largest * scale)
-    weights = gl.exp2(scores * scale - new_best[:, None])
-    decay = gl.exp2(best - new_best)
-    own = gl.sum(gl.sum(gl.sum(weights.reshape([64, KEYS // 32, 4, 4, 2]), 4), 2), 1)
-    own_decay = gl.convert_layout(decay, gl.SliceLayout(1, shares), assert_trivial=True)
-    total = total * own_decay[:, None] + gl.convert_layout(own, shares, assert_trivial=True)
-    return weights, new_best, total, decay
+    sum_layout: gl.constexpr = row_sum.type.layout
+    thread_values = gl.max(
+        gl.max(gl.max(scores.reshape([64, KEYS // 32, 4, 4, 2]), 4), 2), 1
+    )  # [64, 4], one for each thread of a row
+    tile_max = gl.convert_layout(gl.max(thread_values, 1), row_max.type.layout, assert_trivial=True)
+    new_max = gl.maximum(row_max, tile_max * scale)
+    weights = gl.exp2(scores * scale - new_max[:, None])
+    rescale = gl.exp2(row_max - new_max)
+    thread_values = gl.sum(gl.sum(gl.sum(weights.reshape([64, KEYS // 32, 4, 4, 2]), 4), 2), 1)
+    thread_rescale = gl.convert_layout(rescale, gl.SliceLayout(1, sum_layout), assert_trivial=True)
+    row_sum = row_sum * thread_rescale[:, None] + gl.convert_layout(thread_values, sum_layout, assert_trivial=True)
+    return weights, new_max, row_sum, rescale
 
 
 @gluon.jit
@@ -390,27 +404,27 @@ def _store(
     out, lse, token, head, first_query, num_queries, result, row_lse,
     NUM_HEADS: gl.constexpr, PACKED: gl.constexpr, HEAD_DIM: gl.constexpr, WITH_LSE: gl.constexpr,
 ):  # fmt: skip
-    """64 rows of a tile, [64, padded head_dim] float32, and their log-sum-exp in base 2."""
-    STORED: gl.constexpr = _stored_layout(result.shape[1])
+    """Store 64 rows of a tile, [64, padded head_dim] float32, and their log-sum-exp, given in base 2."""
+    STORED: gl.constexpr = _store_layout(result.shape[1])
     result = gl.convert_layout(result.to(out.dtype.element_ty), STORED)
     row = gl.arange(0, 64, gl.SliceLayout(1, STORED))
     query = first_query + row // PACKED
     column = gl.arange(0, result.shape[1], gl.SliceLayout(0, STORED))
-    wanted = (query < num_queries)[:, None]
+    mask = (query < num_queries)[:, None]
     if result.shape[1] > HEAD_DIM:
-        wanted = wanted & (column < HEAD_DIM)[None, :]
-    place = (token + query).to(gl.int64) * NUM_HEADS + head + row % PACKED
-    gl.store(out + place[:, None] * HEAD_DIM + column[None, :], result, mask=wanted)
+        mask = mask & (column < HEAD_DIM)[None, :]
+    out_row = (token + query).to(gl.int64) * NUM_HEADS + head + row % PACKED
+    gl.store(out + out_row[:, None] * HEAD_DIM + column[None, :], result, mask=mask)
     if WITH_LSE:
-        row_of_score = gl.arange(0, 64, row_lse.type.layout)
-        query_of_score = first_query + row_of_score // PACKED
-        place_of_score = (token + query_of_score).to(gl.int64) * NUM_HEADS + head + row_of_score % PACKED
-        gl.store(lse + place_of_score, row_lse * LN_2, mask=query_of_score < num_queries)
+        lse_row = gl.arange(0, 64, row_lse.type.layout)
+        lse_query = first_query + lse_row // PACKED
+        lse_offset = (token + lse_query).to(gl.int64) * NUM_HEADS + head + lse_row % PACKED
+        gl.store(lse + lse_offset, row_lse * LN_2, mask=lse_query < num_queries)
 
 
 @gluon.jit
-def _store_part(partial, partial_lse, first_row, result, row_lse):
-    """The same of one part, for `_merge`."""
+def _store_partial(partial, partial_lse, first_row, result, row_lse):
+    """Store 64 rows of one part for `_merge`."""
     row = first_row + gl.arange(0, 64, gl.SliceLayout(1, result.type.layout))
     column = gl.arange(0, result.shape[1], gl.SliceLayout(0, result.type.layout))
     gl.store(partial + row[:, None] * result.shape[1] + column[None, :], result)
@@ -420,16 +434,16 @@ def _store_part(partial, partial_lse, first_row, result, row_lse):
 @gluon.jit
 def _consume(
     out, lse, partial, partial_lse, q_ring, k_ring, v_ring, tiles, count, seq_lens, scale,
-    WHICH: gl.constexpr, NUM_HEADS: gl.constexpr, PACKED: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    GROUP_INDEX: gl.constexpr, NUM_HEADS: gl.constexpr, PACKED: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr, HEAD_DIM_PADDED: gl.constexpr, KEYS: gl.constexpr, K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr, MAY_SPLIT: gl.constexpr, WITH_LSE: gl.constexpr,
 ):  # fmt: skip
-    """One of the two groups of four warps: 64 rows of each tile, (query, head)s."""
-    FIRST: gl.constexpr = WHICH * (64 // PACKED)  # query
+    """One of the two consumer groups of four warps: 64 (query, head) rows of each tile."""
+    FIRST_QUERY: gl.constexpr = GROUP_INDEX * (64 // PACKED)
     SCORES: gl.constexpr = _product_layout(KEYS)
     OUT: gl.constexpr = _product_layout(HEAD_DIM_PADDED)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
-    SHARES: gl.constexpr = _shares_layout()
+    ROW_SUM: gl.constexpr = _row_sum_layout()
     SCORE_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     ROWS: gl.constexpr = min(BLOCK_SIZE, KEYS)
@@ -437,60 +451,60 @@ def _consume(
     q_tiles, q_full, q_free = q_ring
     k_tiles, k_full, k_free = k_ring
     v_tiles, v_full, v_free = v_ring
-    q_tile = q_tiles.index(WHICH).reshape([64, HEAD_DIM_PADDED])
+    q_tile = q_tiles.index(GROUP_INDEX).reshape([64, HEAD_DIM_PADDED])
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
     row = gl.arange(0, 64, SCORE_ROW)
     key = gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
     no_scores = gl.zeros([64, KEYS], gl.float32, SCORES)
     num_items, num_parts = _count_parts(tiles, count, num_programs, NUM_HEADS // PACKED, KEYS, MAY_SPLIT)
-    num_mine = _num_mine(num_items, program, num_programs)
+    num_program_items = _num_program_items(num_items, program, num_programs)
     step = 0
-    # What the next item is, is loaded one item ahead
+    # The next item's fields are loaded one item ahead
     next_item = gl.minimum(program, gl.maximum(num_items - 1, 0))
-    following = _describe(tiles, next_item, num_parts, NUM_HEADS, PACKED)
-    for turn in range(num_mine):
+    next_fields = _load_item(tiles, next_item, num_parts, NUM_HEADS, PACKED)
+    for item_round in range(num_program_items):
         item = next_item
-        part, head, seq, token, num_queries, first_position = following
-        next_item = gl.minimum(_item(turn + 1, program, num_programs), num_items - 1)
-        following = _describe(tiles, next_item, num_parts, NUM_HEADS, PACKED)
+        part, head, seq, token, num_queries, first_position = next_fields
+        next_item = gl.minimum(_item_index(item_round + 1, program, num_programs), num_items - 1)
+        next_fields = _load_item(tiles, next_item, num_parts, NUM_HEADS, PACKED)
         seq_len = gl.load(seq_lens + seq)
         num_keys = first_position + num_queries
-        begin, end, some = _part(num_keys, part, num_parts, KEYS)
-        seen = (first_position + FIRST + 1) // KEYS  # tiles of keys that all these rows see, and then those some see
-        seen = gl.minimum(gl.maximum(seen, begin), end - 1)
-        position = first_position + FIRST + row // PACKED
+        begin, end, has_keys = _key_tiles(num_keys, part, num_parts, KEYS)
+        unmasked_end = (first_position + FIRST_QUERY + 1) // KEYS  # end of the tiles of keys that all rows see
+        unmasked_end = gl.minimum(gl.maximum(unmasked_end, begin), end - 1)
+        position = first_position + FIRST_QUERY + row // PACKED
         if MAY_SPLIT:
-            position = gl.where(some, position, -1)
-        best = gl.full([64], NOTHING, gl.float32, SCORE_ROW)
-        total = gl.zeros([64, 4], gl.float32, SHARES)
+            position = gl.where(has_keys, position, -1)
+        row_max = gl.full([64], MIN_SCORE, gl.float32, SCORE_ROW)
+        row_sum = gl.zeros([64, 4], gl.float32, ROW_SUM)
         acc = warpgroup_mma_init(gl.zeros([64, HEAD_DIM_PADDED], gl.float32, OUT))
 
-        # The last tile of keys, which may end with a block partly filled, whose keys then lie `missing` rows further on
+        # The last tile of keys may end with a partly filled block, whose keys are shifted by `rows_missing` rows
         last_begin = (num_keys - 1) // ROWS * ROWS
-        missing = gl.maximum(last_begin + ROWS - seq_len, 0)
-        at = (end - 1) * KEYS + key
-        moved = gl.where(at - missing >= last_begin, at - missing, seq_len)
-        at = gl.where(at >= last_begin, moved, at)
+        rows_missing = gl.maximum(last_begin + ROWS - seq_len, 0)
+        key_position = (end - 1) * KEYS + key
+        shifted = gl.where(key_position - rows_missing >= last_begin, key_position - rows_missing, seq_len)
+        key_position = gl.where(key_position >= last_begin, shifted, key_position)
         stage = step % K_STAGES
-        mbarrier.wait(q_full.index(WHICH), turn % 2)
+        mbarrier.wait(q_full.index(GROUP_INDEX), item_round % 2)
         mbarrier.wait(k_full.index(stage), step // K_STAGES % 2)
         k_tile = k_tiles.index(stage).reshape([KEYS, HEAD_DIM_PADDED])
         pending = warpgroup_mma(q_tile, k_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[pending])
         mbarrier.arrive(k_free.index(stage), count=1)
-        scores = gl.where(position[:, None] >= at[None, :], scores, -float("inf"))
-        weights, best, total, decay = _softmax(scores, best, total, scale, KEYS)
-        packed = gl.convert_layout(weights.to(DTYPE), WEIGHTS, assert_trivial=True)
+        scores = gl.where(position[:, None] >= key_position[None, :], scores, -float("inf"))
+        weights, row_max, row_sum, rescale = _softmax(scores, row_max, row_sum, scale, KEYS)
+        weights_16bit = gl.convert_layout(weights.to(DTYPE), WEIGHTS, assert_trivial=True)
 
-        for MASKED in gl.static_range(1, -1, -1):  # first the tiles of keys that some rows don't see, then the others
+        for MASKED in gl.static_range(1, -1, -1):  # first the tiles that need the causal mask
             if MASKED:
-                low = seen
-                high = end - 1
+                tile_begin = unmasked_end
+                tile_end = end - 1
             else:
-                low = begin
-                high = seen
-            for i in range(high - low):
+                tile_begin = begin
+                tile_end = unmasked_end
+            for i in range(tile_end - tile_begin):
                 v_stage = step % V_STAGES
                 v_phase = step // V_STAGES % 2
                 v_tile = v_tiles.index(v_stage).reshape([KEYS, HEAD_DIM_PADDED])
@@ -500,49 +514,49 @@ def _consume(
                 mbarrier.wait(k_full.index(k_stage), step // K_STAGES % 2)
                 pending = warpgroup_mma(q_tile, k_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
                 mbarrier.wait(v_full.index(v_stage), v_phase)
-                acc = warpgroup_mma(packed, v_tile, acc, is_async=True)
+                acc = warpgroup_mma(weights_16bit, v_tile, acc, is_async=True)
                 scores = warpgroup_mma_wait(1, deps=[pending])
                 if MASKED:
-                    at = (high - 1 - i) * KEYS + key
-                    scores = gl.where(position[:, None] >= at[None, :], scores, -float("inf"))
-                weights, best, total, decay = _softmax(scores, best, total, scale, KEYS)
-                next_packed = gl.convert_layout(weights.to(DTYPE), WEIGHTS, assert_trivial=True)
-                # Over already: the barrier is only here to end a basic block. Without one, ptxas moves the exponentials
-                # behind the wait for PV, and they no longer run beside it.
+                    key_position = (tile_end - 1 - i) * KEYS + key
+                    scores = gl.where(position[:, None] >= key_position[None, :], scores, -float("inf"))
+                weights, row_max, row_sum, rescale = _softmax(scores, row_max, row_sum, scale, KEYS)
+                next_weights_16bit = gl.convert_layout(weights.to(DTYPE), WEIGHTS, assert_trivial=True)
+                # This barrier has completed already; it only ends a basic block. Without it, ptxas moves the
+                # exponentials after the wait for PV, and the two no longer overlap.
                 mbarrier.wait(v_full.index(v_stage), v_phase)
-                acc_done, packed = warpgroup_mma_wait(0, deps=[acc, next_packed])
+                acc_done, weights_16bit = warpgroup_mma_wait(0, deps=[acc, next_weights_16bit])
                 mbarrier.arrive(k_free.index(k_stage), count=1)
                 mbarrier.arrive(v_free.index(v_stage), count=1)
-                acc_done = acc_done * gl.convert_layout(decay, OUT_ROW, assert_trivial=True)[:, None]
+                acc_done = acc_done * gl.convert_layout(rescale, OUT_ROW, assert_trivial=True)[:, None]
                 acc = warpgroup_mma_init(acc_done)
 
-        mbarrier.arrive(q_free.index(WHICH), count=1)
+        mbarrier.arrive(q_free.index(GROUP_INDEX), count=1)
         stage = step % V_STAGES
         mbarrier.wait(v_full.index(stage), step // V_STAGES % 2)
         v_tile = v_tiles.index(stage).reshape([KEYS, HEAD_DIM_PADDED])
-        acc = warpgroup_mma(packed, v_tile, acc, is_async=True)
+        acc = warpgroup_mma(weights_16bit, v_tile, acc, is_async=True)
         acc_done = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_free.index(stage), count=1)
         step += 1
 
-        row_total = gl.sum(total, 1)
+        full_row_sum = gl.sum(row_sum, 1)
         if MAY_SPLIT:
-            # 0 for a row that sees none of the part's keys: its best is NOTHING, and so is its part in the end
-            row_total = gl.where(row_total == 0, 1.0, row_total)
-        acc_done = acc_done * (1.0 / gl.convert_layout(row_total, OUT_ROW, assert_trivial=True))[:, None]
-        row_total = gl.convert_layout(row_total, SCORE_ROW, assert_trivial=True)
-        row_lse = best + gl.log2(row_total)
+            # A row that sees no key of the part has sum 0 and maximum MIN_SCORE, so its weight in the merge is 0
+            full_row_sum = gl.where(full_row_sum == 0, 1.0, full_row_sum)
+        acc_done = acc_done * (1.0 / gl.convert_layout(full_row_sum, OUT_ROW, assert_trivial=True))[:, None]
+        full_row_sum = gl.convert_layout(full_row_sum, SCORE_ROW, assert_trivial=True)
+        row_lse = row_max + gl.log2(full_row_sum)
         num_stored = num_queries
         if MAY_SPLIT:
             if num_parts > 1:
-                _store_part(partial, partial_lse, item * 128 + WHICH * 64, acc_done, row_lse)
+                _store_partial(partial, partial_lse, item * 128 + GROUP_INDEX * 64, acc_done, row_lse)
             num_stored = gl.where(num_parts > 1, 0, num_queries)
-        _store(out, lse, token, head, FIRST, num_stored, acc_done, row_lse, NUM_HEADS, PACKED, HEAD_DIM, WITH_LSE)
+        _store(out, lse, token, head, FIRST_QUERY, num_stored, acc_done, row_lse, NUM_HEADS, PACKED, HEAD_DIM, WITH_LSE)
 
 
 @gluon.jit
-def _ring(SHAPE: gl.constexpr, LAYOUT: gl.constexpr, DTYPE: gl.constexpr, NUM_USERS: gl.constexpr):
-    """(tiles in shared memory, a barrier each that says it is full, one each that says all its users are done)."""
+def _make_ring(SHAPE: gl.constexpr, LAYOUT: gl.constexpr, DTYPE: gl.constexpr, NUM_USERS: gl.constexpr):
+    """A ring of tiles in shared memory -> (tiles, barriers of full tiles, barriers of tiles that users released)."""
     NUM: gl.constexpr = SHAPE[0]
     tiles = gl.allocate_shared_memory(DTYPE, SHAPE, LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
@@ -554,7 +568,7 @@ def _ring(SHAPE: gl.constexpr, LAYOUT: gl.constexpr, DTYPE: gl.constexpr, NUM_US
 
 
 @gluon.jit(do_not_specialize=["table_stride"])
-def _prefill(
+def _hopper_prefill(
     queries,
     pool,
     out,
@@ -583,7 +597,7 @@ def _prefill(
     MAY_SPLIT: gl.constexpr,
     WITH_LSE: gl.constexpr,
 ):
-    """Tiles of queries, dealt out to a grid of one program a multiprocessor."""
+    """Persistent prefill kernel: one program for each multiprocessor."""
     ROWS: gl.constexpr = min(BLOCK_SIZE, KEYS)
     Q_SHAPE: gl.constexpr = [2, 64 // PACKED, PACKED, HEAD_DIM_PADDED]
     K_SHAPE: gl.constexpr = [K_STAGES, KEYS // ROWS, ROWS, HEAD_DIM_PADDED]
@@ -591,9 +605,9 @@ def _prefill(
     Q_LAYOUT: gl.constexpr = queries.layout
     KV_LAYOUT: gl.constexpr = pool.layout
     DTYPE: gl.constexpr = out.dtype.element_ty
-    q_ring = _ring(Q_SHAPE, Q_LAYOUT, DTYPE, 1)
-    k_ring = _ring(K_SHAPE, KV_LAYOUT, DTYPE, 2)
-    v_ring = _ring(V_SHAPE, KV_LAYOUT, DTYPE, 2)
+    q_ring = _make_ring(Q_SHAPE, Q_LAYOUT, DTYPE, 1)
+    k_ring = _make_ring(K_SHAPE, KV_LAYOUT, DTYPE, 2)
+    v_ring = _make_ring(V_SHAPE, KV_LAYOUT, DTYPE, 2)
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -627,7 +641,7 @@ def _prefill(
     )  # fmt: skip
 
 
-# -- several programs for one tile ------------------------------------------------------------------------------------
+# -- merging the parts of a tile --------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -645,10 +659,10 @@ def _merge(
     HEAD_DIM_PADDED: tl.constexpr,
     KEYS: tl.constexpr,
     ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS_PER_STEP: tl.constexpr,
     WITH_LSE: tl.constexpr,
 ):
-    """One row of a tile of which several programs computed a part each, PARTS at a time."""
+    """Merge the parts of one row of a tile, PARTS_PER_STEP at a time."""
     HEADS: tl.constexpr = NUM_HEADS // PACKED
     num_items, num_parts = _count_parts(tiles, count, num_programs, HEADS, KEYS, True)
     item = tl.program_id(0)
@@ -658,26 +672,26 @@ def _merge(
         query = row // PACKED
         if query < tl.load(tiles + tile * 4 + 2):
             column = tl.arange(0, HEAD_DIM_PADDED)
-            best = NOTHING
-            total = 0.0
+            row_max = MIN_SCORE
+            row_sum = 0.0
             acc = tl.zeros([HEAD_DIM_PADDED], tl.float32)
-            for some in range(0, num_parts, PARTS):
-                part = some + tl.arange(0, PARTS)
-                here = part < num_parts
-                place = ((tile * num_parts + part) * HEADS + item % HEADS) * ROWS + row
-                bests = tl.load(partial_lse + place, mask=here, other=NOTHING)
-                results = tl.load(
-                    partial + place[:, None] * HEAD_DIM_PADDED + column[None, :], mask=here[:, None], other=0.0
+            for base in range(0, num_parts, PARTS_PER_STEP):
+                part = base + tl.arange(0, PARTS_PER_STEP)
+                mask = part < num_parts
+                offset = ((tile * num_parts + part) * HEADS + item % HEADS) * ROWS + row
+                part_lses = tl.load(partial_lse + offset, mask=mask, other=MIN_SCORE)
+                parts = tl.load(
+                    partial + offset[:, None] * HEAD_DIM_PADDED + column[None, :], mask=mask[:, None], other=0.0
                 )
-                new_best = tl.maximum(best, tl.max(bests, 0))
-                decay = tl.exp2(best - new_best)
-                share = tl.exp2(bests - new_best)
-                total = total * decay + tl.sum(share, 0)
-                acc = acc * decay + tl.sum(results * share[:, None], 0)
-                best = new_best
+                new_max = tl.maximum(row_max, tl.max(part_lses, 0))
+                rescale = tl.exp2(row_max - new_max)
+                weight = tl.exp2(part_lses - new_max)
+                row_sum = row_sum * rescale + tl.sum(weight, 0)
+                acc = acc * rescale + tl.sum(parts * weight[:, None], 0)
+                row_max = new_max
             token = (tl.load(tiles + tile * 4 + 1) + query).to(tl.int64)
-            place = token * NUM_HEADS + item % HEADS * PACKED + row % PACKED
-            result = (acc / total).to(out.dtype.element_ty)
-            tl.store(out + place * HEAD_DIM + column, result, mask=column < HEAD_DIM)
+            offset = token * NUM_HEADS + item % HEADS * PACKED + row % PACKED
+            result = (acc / row_sum).to(out.dtype.element_ty)
+            tl.store(out + offset * HEAD_DIM + column, result, mask=column < HEAD_DIM)
             if WITH_LSE:
-                tl.store(lse + place, (best + tl.log2(total)) * LN_2)
+                tl.store(lse + offset, (row_max + tl.log2(row_sum)) * LN_2)

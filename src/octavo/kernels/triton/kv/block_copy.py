@@ -1,4 +1,4 @@
-"""Copying blocks within the pool on a GPU, in Triton: all copies of a step in one launch."""
+"""Copies blocks within the KV pool, in Triton: all copies of a step in one launch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from octavo.kernels import reference
 
 MAX_COPIES = 256
-"""In one launch, because a program holds its share of all of them in registers."""
+"""Limit of one launch: a program holds its share of every copied block in registers."""
 
 
 def block_copy(kv: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
-    """See `reference.block_copy`; kv is contiguous.
+    """`reference.block_copy`; kv is contiguous.
 
-    A target may be another copy's source, so each program takes one stretch of every block concerned: it reads that
-    stretch of all sources before it writes it to any target, and no other program touches it.
+    A target may be the source of another copy. So each program owns one range of words in every block: it reads this
+    range of all sources before it writes any target, and no other program touches the range.
 
                 block 3     block 9     block 4
         program 0 |##|......|##|......|##|......
@@ -33,19 +33,19 @@ def block_copy(kv: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
     if words.shape[1] * kv.element_size() % 4 == 0 and kv.element_size() < 4:
         words = words.view(torch.int32)
     copies = triton.next_power_of_2(num_copies)
-    stretch = min(max(8192 // copies, 32), 1024)
-    _block_copy[(triton.cdiv(words.shape[1], stretch),)](
-        words, src_ids, dst_ids, num_copies, words.shape[1], COPIES=copies, STRETCH=stretch, num_warps=8
+    words_per_program = min(max(8192 // copies, 32), 1024)
+    _block_copy[(triton.cdiv(words.shape[1], words_per_program),)](
+        words, src_ids, dst_ids, num_copies, words.shape[1], COPIES=copies, WORDS=words_per_program, num_warps=8
     )
 
 
 @triton.jit(do_not_specialize=["num_copies"])
-def _block_copy(kv, src_ids, dst_ids, num_copies, block_words, COPIES: tl.constexpr, STRETCH: tl.constexpr):
+def _block_copy(kv, src_ids, dst_ids, num_copies, block_words, COPIES: tl.constexpr, WORDS: tl.constexpr):
     copy = tl.arange(0, COPIES)
-    word = tl.program_id(0) * STRETCH + tl.arange(0, STRETCH)
-    here = (copy < num_copies)[:, None] & (word < block_words)[None, :]
+    word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+    mask = (copy < num_copies)[:, None] & (word < block_words)[None, :]
     src = tl.load(src_ids + copy, mask=copy < num_copies, other=0)
     dst = tl.load(dst_ids + copy, mask=copy < num_copies, other=0)
-    values = tl.load(kv + src[:, None] * block_words + word[None, :], mask=here)
-    tl.debug_barrier()  # all of this program's threads have read
-    tl.store(kv + dst[:, None] * block_words + word[None, :], values, mask=here)
+    values = tl.load(kv + src[:, None] * block_words + word[None, :], mask=mask)
+    tl.debug_barrier()  # all threads of this program have read
+    tl.store(kv + dst[:, None] * block_words + word[None, :], values, mask=mask)

@@ -1,8 +1,8 @@
-"""Blocks between a GPU and the host, in Triton: all of a step in one launch.
+"""Copies KV blocks between a GPU and the host, in Triton: all blocks of a step in one launch.
 
-Pinned memory has an address on the device, so a kernel can read and write it over the bus. The copy engine takes some
-microseconds to start a move and then runs at the bus's full rate: that is the better way for blocks of megabytes, and a
-third of the rate for blocks of a tenth of that (see benchmarks/kernels/bench_swap.py).
+Pinned memory has an address on the device, so a kernel can read and write it over the bus. The copy engine takes a few
+microseconds to start a copy and then runs at the bus's full rate. It is faster for blocks of megabytes, and reaches a
+third of that rate for blocks of a tenth of the size (benchmarks/kernels/bench_swap.py).
 """
 
 from __future__ import annotations
@@ -17,76 +17,78 @@ from torch import Tensor
 from octavo.kernels import reference
 
 WORD_BYTES = 8
-"""Threads copy two of them at a time: 16 bytes, as wide as an access is."""
+"""A thread copies two words at a time: 16 bytes, the widest access."""
 
 
-class Grid(NamedTuple):
-    """How a move is spread. In flight are num_programs * piece_bytes at a time: reading host memory takes some 2 us, so
-    that 55 GB/s need 110 KB of it, and several times that where reads come back unevenly.
+class SwapTuning(NamedTuple):
+    """How a copy is distributed over programs.
 
-    num_programs  few, each of which stays on one of the device's multiprocessors for as long as there is anything to
-                  move: all others are left to the step beside it
-    piece_bytes   of a block, that a program copies at a time
-    num_warps     of a program; each thread has piece_bytes / num_warps / 32 bytes in flight, 128 at most, in registers
+    num_programs * chunk_bytes are in flight at a time. Reading host memory takes about 2 us, so 55 GB/s need 110 KB in
+    flight, and several times that where latencies vary.
+
+    num_programs  each occupies one multiprocessor until the copy ends; the others are left to the forward pass
+    chunk_bytes   bytes of a block that a program copies at a time
+    num_warps     of a program; each thread has chunk_bytes / num_warps / 32 bytes in flight, at most 128, in registers
     """
 
     num_programs: int = 32
-    piece_bytes: int = 32 * 1024
+    chunk_bytes: int = 32 * 1024
     num_warps: int = 8
 
 
-GRID = Grid()
+TUNING = SwapTuning()
 
 
 def swap_out(kv: Tensor, host_kv: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
-    """See `reference.swap_out`; kv and the ids are on a GPU, host_kv in pinned memory. Nothing here waits."""
-    if not move(kv, host_kv, src_ids, dst_ids, GRID):
+    """`reference.swap_out`; kv and the ids are on a GPU, host_kv in pinned memory. Does not synchronize."""
+    if not copy_blocks(kv, host_kv, src_ids, dst_ids, TUNING):
         reference.swap_out(kv, host_kv, src_ids, dst_ids)
 
 
 def swap_in(host_kv: Tensor, kv: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
-    """See `reference.swap_in`; likewise."""
-    if not move(host_kv, kv, src_ids, dst_ids, GRID):
+    """`reference.swap_in`; kv and the ids are on a GPU, host_kv in pinned memory. Does not synchronize."""
+    if not copy_blocks(host_kv, kv, src_ids, dst_ids, TUNING):
         reference.swap_in(host_kv, kv, src_ids, dst_ids)
 
 
-def move(source: Tensor, target: Tensor, src_ids: Tensor, dst_ids: Tensor, grid: Grid) -> bool:
-    """Blocks `src_ids` of one to blocks `dst_ids` of the other, [num_blocks] int64 each; False if it cannot be done so.
+def copy_blocks(source: Tensor, target: Tensor, src_ids: Tensor, dst_ids: Tensor, tuning: SwapTuning) -> bool:
+    """Copy blocks `src_ids` of source to blocks `dst_ids` of target; both ids are [num_blocks] int64.
 
-    A program takes every `num_programs`-th piece:
+    Returns False, and copies nothing, where the kernel does not support the layout. Program p copies every
+    num_programs-th chunk, from chunk p on:
 
         block 3              block 9              block 4
-        | 0  | 1  | 2  | 0  || 1  | 2  | 0  | 1  || 2  | 0  | ...      of 3 programs
+        | 0  | 1  | 2  | 0  || 1  | 2  | 0  | 1  || 2  | 0  | ...      3 programs
     """
     block_bytes = source[0].nbytes
     if block_bytes % (2 * WORD_BYTES) or not (source.is_contiguous() and target.is_contiguous()):
         return False
     if num_blocks := src_ids.shape[0]:
-        piece = grid.piece_bytes // WORD_BYTES
-        num_pieces = num_blocks * triton.cdiv(block_bytes, grid.piece_bytes)
-        _move_blocks[(min(grid.num_programs, num_pieces),)](
+        chunk = tuning.chunk_bytes // WORD_BYTES
+        num_chunks = num_blocks * triton.cdiv(block_bytes, tuning.chunk_bytes)
+        _copy_blocks[(min(tuning.num_programs, num_chunks),)](
             source.view(source.shape[0], -1).view(torch.int64),
             target.view(target.shape[0], -1).view(torch.int64),
             src_ids,
             dst_ids,
-            num_pieces,
+            num_chunks,
             BLOCK_WORDS=block_bytes // WORD_BYTES,
-            PIECE=piece,
-            num_warps=grid.num_warps,
+            CHUNK=chunk,
+            num_warps=tuning.num_warps,
         )
     return True
 
 
-# Of where the ids lie nothing is known: they are two rows of one tensor, and its length varies.
-@triton.jit(do_not_specialize=["num_pieces"], do_not_specialize_on_alignment=["src_ids", "dst_ids"])
-def _move_blocks(source, target, src_ids, dst_ids, num_pieces, BLOCK_WORDS: tl.constexpr, PIECE: tl.constexpr):
-    PIECES: tl.constexpr = (BLOCK_WORDS + PIECE - 1) // PIECE  # of a block
-    for number in range(tl.program_id(0), num_pieces, tl.num_programs(0)):
-        block, piece = number // PIECES, number % PIECES
-        word = piece * PIECE + tl.arange(0, PIECE)
-        here = word < BLOCK_WORDS
+# The ids are two rows of one tensor of any length, so their alignment varies.
+@triton.jit(do_not_specialize=["num_chunks"], do_not_specialize_on_alignment=["src_ids", "dst_ids"])
+def _copy_blocks(source, target, src_ids, dst_ids, num_chunks, BLOCK_WORDS: tl.constexpr, CHUNK: tl.constexpr):
+    CHUNKS_PER_BLOCK: tl.constexpr = (BLOCK_WORDS + CHUNK - 1) // CHUNK
+    for index in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
+        block, chunk = index // CHUNKS_PER_BLOCK, index % CHUNKS_PER_BLOCK
+        word = chunk * CHUNK + tl.arange(0, CHUNK)
+        mask = word < BLOCK_WORDS
         src = tl.load(src_ids + block) * BLOCK_WORDS  # int64: a pool has more than 2^31 words
         dst = tl.load(dst_ids + block) * BLOCK_WORDS
-        # Read once, written once: let it push nothing else out of the caches.
-        words = tl.load(source + src + word, mask=here, eviction_policy="evict_first")
-        tl.store(target + dst + word, words, mask=here, eviction_policy="evict_first")
+        # Each word is read once and written once: evict it first, to keep the rest of the caches.
+        words = tl.load(source + src + word, mask=mask, eviction_policy="evict_first")
+        tl.store(target + dst + word, words, mask=mask, eviction_policy="evict_first")

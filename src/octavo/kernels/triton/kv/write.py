@@ -1,4 +1,4 @@
-"""Writing K and V into their slots on a GPU, in Triton: alone, or with all that stands between projection and pool."""
+"""Writes K and V into their slots of the KV pool, in Triton: alone, or after QK-norm and RoPE in the same launch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton.launch import overlapped, wait_before_successor
-from octavo.kernels.triton.rope import load_factors, load_halves, turn_halves
+from octavo.kernels.triton.launch import pdl_options, wait_before_successor
+from octavo.kernels.triton.rope import load_halves, load_norm_weight, norm_and_rotate
 
 
 def kv_write(k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
-    """See `reference.kv_write`. k and v may be views of a fused projection."""
+    """`reference.kv_write`. k and v may be views of a fused projection."""
     num_tokens, num_kv_heads, head_dim = k.shape
     assert k.stride()[1:] == v.stride()[1:] == (head_dim, 1), (k.stride(), v.stride())
     assert kv_layer.stride()[3:] == (head_dim, 1), kv_layer.stride()
@@ -49,11 +49,16 @@ def rope_kv_write(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """`rms_norm` of q's and k's heads where weights [head_dim] are given, `apply_rope`, then `kv_write` -> q, turned.
+    """Normalise and rotate the heads of q and k, write K and V into their slots -> rotated q.
 
-    q [num_tokens, num_heads, head_dim], k, v [num_tokens, num_kv_heads, head_dim], which may be views of a fused
-    projection; positions, slot_mapping [num_tokens]; cos_sin from `rope_table`. One launch, and k never returns to
-    memory but in its slot. All but q, k and v are read before the kernel in front has ended: it must not write them.
+    q_norm, k_norm  [head_dim] weights of `rms_norm`, or None for models without QK-norm
+    q               [num_tokens, num_heads, head_dim]; may be a view of a fused projection
+    k, v            [num_tokens, num_kv_heads, head_dim]; likewise
+    positions, slot_mapping  [num_tokens]
+    cos_sin         from `rope_table`
+
+    One launch; rotated K goes straight to its slot. Everything but q, k and v is read before the preceding kernel has
+    ended, so that kernel must not write it.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -90,7 +95,7 @@ def rope_kv_write(
             HALF_PADDED=triton.next_power_of_2(head_dim // 2),
             NORM=q_norm is not None,
             num_warps=4,
-            **overlapped(q.device),
+            **pdl_options(q.device),
         )
     return out
 
@@ -112,21 +117,19 @@ def _kv_write(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
 ):
-    """One token: its K, or its V."""
+    """Write one token's K, or its V."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     head = tl.arange(0, HEADS_PADDED)[:, None]
     column = tl.arange(0, HEAD_DIM_PADDED)[None, :]
-    here = (head < HEADS) & (column < HEAD_DIM)
-    place = (
-        kv + (slot // BLOCK_SIZE) * kv_block_stride + (slot % BLOCK_SIZE) * HEAD_DIM + head * kv_head_stride + column
-    )
+    mask = (head < HEADS) & (column < HEAD_DIM)
+    ptrs = kv + (slot // BLOCK_SIZE) * kv_block_stride + (slot % BLOCK_SIZE) * HEAD_DIM + head * kv_head_stride + column
     if tl.program_id(1) == 0:
-        rows = tl.load(k + token * k_token_stride + head * HEAD_DIM + column, mask=here)
-        tl.store(place, rows.to(kv.dtype.element_ty), mask=here)
+        rows = tl.load(k + token * k_token_stride + head * HEAD_DIM + column, mask=mask)
+        tl.store(ptrs, rows.to(kv.dtype.element_ty), mask=mask)
     else:
-        rows = tl.load(v + token * v_token_stride + head * HEAD_DIM + column, mask=here)
-        tl.store(place + kv_value_stride, rows.to(kv.dtype.element_ty), mask=here)
+        rows = tl.load(v + token * v_token_stride + head * HEAD_DIM + column, mask=mask)
+        tl.store(ptrs + kv_value_stride, rows.to(kv.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -156,10 +159,13 @@ def _rope_kv_write(
     HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     NORM: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    """One token: all its heads. What no kernel of this layer writes is asked for before the wait, and all else at once
-    behind it: there is little to compute, so that each time one waits for memory counts."""
+    """All heads of one token.
+
+    Tensors that no kernel of this layer writes are loaded before the wait, everything else right after it: there is
+    little to compute, so each wait for memory counts.
+    """
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, HALF_PADDED)
     in_half = pair < HALF
@@ -167,27 +173,27 @@ def _rope_kv_write(
     slot = tl.load(slot_mapping + token)
     cos = tl.load(angles, mask=in_half, other=0.0).to(tl.float32)
     sin = tl.load(angles + HALF, mask=in_half, other=0.0).to(tl.float32)
-    q_factor, q_second_factor, k_factor, k_second_factor = cos, cos, cos, cos
+    q_weight, q_second_weight, k_weight, k_second_weight = cos, cos, cos, cos
     if NORM:
-        q_factor, q_second_factor = load_factors(q_norm, pair, HALF)
-        k_factor, k_second_factor = load_factors(k_norm, pair, HALF)
-    wait_before_successor(OVERLAPPED)
+        q_weight, q_second_weight = load_norm_weight(q_norm, pair, HALF)
+        k_weight, k_second_weight = load_norm_weight(k_norm, pair, HALF)
+    wait_before_successor(USE_PDL)
     head = tl.arange(0, HEADS_PADDED)
-    here = (head < HEADS)[:, None] & in_half[None, :]
-    q_first, q_second = load_halves(q + token * q_token_stride, head, pair, here, HALF)
+    mask = (head < HEADS)[:, None] & in_half[None, :]
+    q_first, q_second = load_halves(q + token * q_token_stride, head, pair, mask, HALF)
     kv_head = tl.arange(0, KV_HEADS_PADDED)
-    kv_here = (kv_head < KV_HEADS)[:, None] & in_half[None, :]
-    k_first, k_second = load_halves(k + token * k_token_stride, kv_head, pair, kv_here, HALF)
-    v_first, v_second = load_halves(v + token * v_token_stride, kv_head, pair, kv_here, HALF)
+    kv_mask = (kv_head < KV_HEADS)[:, None] & in_half[None, :]
+    k_first, k_second = load_halves(k + token * k_token_stride, kv_head, pair, kv_mask, HALF)
+    v_first, v_second = load_halves(v + token * v_token_stride, kv_head, pair, kv_mask, HALF)
 
-    q_first, q_second = turn_halves(q_first, q_second, q_factor, q_second_factor, q_norm, eps, cos, sin, HALF, NORM)
-    place = out + token * HEADS * 2 * HALF + head[:, None] * 2 * HALF + pair[None, :]
-    tl.store(place, q_first, mask=here)
-    tl.store(place + HALF, q_second, mask=here)
-    k_first, k_second = turn_halves(k_first, k_second, k_factor, k_second_factor, k_norm, eps, cos, sin, HALF, NORM)
-    place = kv + (slot // BLOCK_SIZE) * kv_block_stride + (slot % BLOCK_SIZE) * 2 * HALF
-    place += kv_head[:, None] * kv_head_stride + pair[None, :]
-    tl.store(place, k_first.to(kv.dtype.element_ty), mask=kv_here)
-    tl.store(place + HALF, k_second.to(kv.dtype.element_ty), mask=kv_here)
-    tl.store(place + kv_value_stride, v_first.to(kv.dtype.element_ty), mask=kv_here)
-    tl.store(place + kv_value_stride + HALF, v_second.to(kv.dtype.element_ty), mask=kv_here)
+    q_first, q_second = norm_and_rotate(q_first, q_second, q_weight, q_second_weight, q_norm, eps, cos, sin, HALF, NORM)
+    ptrs = out + token * HEADS * 2 * HALF + head[:, None] * 2 * HALF + pair[None, :]
+    tl.store(ptrs, q_first, mask=mask)
+    tl.store(ptrs + HALF, q_second, mask=mask)
+    k_first, k_second = norm_and_rotate(k_first, k_second, k_weight, k_second_weight, k_norm, eps, cos, sin, HALF, NORM)
+    ptrs = kv + (slot // BLOCK_SIZE) * kv_block_stride + (slot % BLOCK_SIZE) * 2 * HALF
+    ptrs += kv_head[:, None] * kv_head_stride + pair[None, :]
+    tl.store(ptrs, k_first.to(kv.dtype.element_ty), mask=kv_mask)
+    tl.store(ptrs + HALF, k_second.to(kv.dtype.element_ty), mask=kv_mask)
+    tl.store(ptrs + kv_value_stride, v_first.to(kv.dtype.element_ty), mask=kv_mask)
+    tl.store(ptrs + kv_value_stride + HALF, v_second.to(kv.dtype.element_ty), mask=kv_mask)

@@ -1,11 +1,10 @@
-"""The product of q, k and v on Hopper with all that lies between it and attention, in Gluon: `stream_linear`, and
-`rope_kv_write` in the end of it.
+"""Fused QKV projection on Hopper, in Gluon: the product of `skinny_hopper` with `rope_kv_write` as its epilogue.
 
     norm_linear | rope_kv_write | attention        project_qkv | attention
 
-A tile of the weight's rows is one head, so that whoever has its sums can normalise and turn it. Programs that share a
-tile share out its tokens, not its rows; a thread has both numbers of every pair that is turned. q is written as
-attention reads it, k and v into their slots.
+A tile of the weight's rows is one head, so the program that has its sums can normalise and rotate it. Programs that
+share a tile divide its tokens, not its rows, and a thread has both numbers of every rotated pair. q is written as
+attention reads it, K and V to their slots.
 """
 
 from __future__ import annotations
@@ -24,36 +23,38 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octavo.kernels.metadata import RaggedBatch
 from octavo.kernels.reference.norms import NormedResidual
-from octavo.kernels.triton.launch import given, overlapped, wait_for_predecessor
+from octavo.kernels.triton.launch import or_placeholder, pdl_options, wait_for_predecessor
 from octavo.kernels.triton.linear.skinny_hopper import (
     LAYOUT,
-    MULTIPROCESSORS,
-    REGISTERS_OF_COPIER,
+    NUM_MULTIPROCESSORS,
+    PRODUCER_REGISTERS,
     TILE_TOKENS,
-    StreamTuning,
+    SkinnyHopperTuning,
+    barrier_counters,
     make_ring,
-    meet,
-    meeting_places,
     padded_tokens,
-    produce,
+    producer,
     squares_layout,
+    sync_programs,
 )
 
 HEAD_DIMS = (64, 128)
-"""Of the heads that it takes: rows of a tile."""
+"""Supported head sizes: the rows of a tile."""
 
 
-def heads_tuning(num_heads: int, head_dim: int, num_in: int, num_tokens: int) -> StreamTuning:
-    """num_heads: of q, k and v together. As in `stream_tuning`, all programs are at work at once."""
+def qkv_tuning(num_heads: int, head_dim: int, num_in: int, num_tokens: int) -> SkinnyHopperTuning:
+    """num_heads: of q, k and v together. As in `skinny_hopper_tuning`, all programs run at once."""
     tiles = num_heads * triton.cdiv(num_tokens, TILE_TOKENS)
-    most = MULTIPROCESSORS if num_tokens <= TILE_TOKENS else MULTIPROCESSORS // 2  # many sums take long to trade
+    max_programs = (
+        NUM_MULTIPROCESSORS if num_tokens <= TILE_TOKENS else NUM_MULTIPROCESSORS // 2
+    )  # exchanging many sums is slow
     splits = 1
-    while splits < 16 and 2 * splits * tiles <= most and num_in >= 256 * splits:
+    while splits < 16 and 2 * splits * tiles <= max_programs and num_in >= 256 * splits:
         splits *= 2
     if num_tokens <= 32:
         columns, stages = (128, 4) if num_in // splits >= 512 else (64, 8)
-        return StreamTuning(head_dim, columns, splits, stages)
-    return StreamTuning(head_dim, 128, splits, max(2, min(4, triton.cdiv(num_in, 128 * splits))), registers=232)
+        return SkinnyHopperTuning(head_dim, columns, splits, stages)
+    return SkinnyHopperTuning(head_dim, 128, splits, max(2, min(4, triton.cdiv(num_in, 128 * splits))), registers=232)
 
 
 def launch(
@@ -69,15 +70,17 @@ def launch(
     k_norm: Tensor | None,
     norm_eps: float,
 ) -> Tensor:
-    """See `reference.project_qkv`. Calls on a device must not overlap, with those of `stream_linear` neither: their
-    programs meet at the same places. What no layer writes is read before the kernel in front has ended."""
+    """`reference.project_qkv`. Tensors that no layer writes are read before the preceding kernel has ended.
+
+    Launches on a device must not overlap, nor overlap those of `skinny_hopper`: they share the barrier counters.
+    """
     num_tokens, num_in = residual.x.shape
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
     all_heads = weight.shape[0] // head_dim
     num_heads = all_heads - 2 * num_kv_heads
     assert kv_layer.stride()[3:] == (head_dim, 1) and kv_layer.dtype == residual.x.dtype, kv_layer.stride()
     assert cos_sin.is_contiguous() and cos_sin.shape[1] == head_dim, cos_sin.shape
-    tuning = heads_tuning(all_heads, head_dim, num_in, num_tokens)
+    tuning = qkv_tuning(all_heads, head_dim, num_in, num_tokens)
     padded = padded_tokens(num_tokens)
     tokens = min(padded, TILE_TOKENS)
     programs = all_heads * (padded // tokens) * tuning.splits
@@ -86,10 +89,10 @@ def launch(
     x = residual.weighted
     xs = TensorDescriptor(x, [num_tokens, num_in], [x.stride(0), 1], [tokens, tuning.columns], LAYOUT)
     weights = TensorDescriptor(weight, list(weight.shape), [num_in, 1], [head_dim, tuning.columns], LAYOUT)
-    _stream_heads[(programs,)](
+    _qkv_hopper[(programs,)](
         xs,
         weights,
-        *given(q, bias, q_norm, k_norm),
+        *or_placeholder(q, bias, q_norm, k_norm),
         residual.squares,
         cos_sin,
         batch.positions,
@@ -97,7 +100,7 @@ def launch(
         q,
         kv_layer,
         torch.empty(num_sums, dtype=torch.float32, device=q.device),
-        meeting_places(q.device),
+        barrier_counters(q.device),
         num_tokens,
         num_in,
         len(residual.squares),
@@ -119,23 +122,23 @@ def launch(
         NORM=q_norm is not None,
         num_warps=4,
         maxnreg=tuning.registers,
-        **overlapped(q.device),
+        **pdl_options(q.device),
     )
     return q
 
 
 @gluon.constexpr_function
 def _half_layout(half):
-    """Of [half, tokens]: rows side by side, as they are stored. Of [2 * half, tokens] a thread has both of a pair."""
+    """Layout of [half, tokens]: a thread has adjacent rows. Of [2 * half, tokens], it has both numbers of a pair."""
     return gl.BlockedLayout([4, 1], [half // 4, 128 // half], [1, 4], [0, 1])
 
 
 @gluon.jit
-def _asked_for(
+def _load_inputs(
     positions, slots, cos_sin, q_norm, k_norm, is_q, first_token, num_tokens,
     HALF: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr, NORM: gl.constexpr,
 ):  # fmt: skip
-    """What no kernel of a layer writes, as it is in memory: slots, angles, and the norm's weight."""
+    """Load the tensors that no kernel of a layer writes: slots, angles, and the norm's weight."""
     pair = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))
     token = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT))
     is_token = token < num_tokens
@@ -144,34 +147,34 @@ def _asked_for(
     angles = cos_sin + position[None, :] * 2 * HALF + pair[:, None]
     cos = gl.load(angles)
     sin = gl.load(angles + HALF)
-    factor = gl.zeros([HALF], q_norm.dtype.element_ty, gl.SliceLayout(1, LAYOUT))
-    second_factor = factor
+    weight = gl.zeros([HALF], q_norm.dtype.element_ty, gl.SliceLayout(1, LAYOUT))
+    second_weight = weight
     if NORM:
-        factor = gl.where(is_q, gl.load(q_norm + pair), gl.load(k_norm + pair))
-        second_factor = gl.where(is_q, gl.load(q_norm + HALF + pair), gl.load(k_norm + HALF + pair))
-    return slot, cos, sin, factor, second_factor
+        weight = gl.where(is_q, gl.load(q_norm + pair), gl.load(k_norm + pair))
+        second_weight = gl.where(is_q, gl.load(q_norm + HALF + pair), gl.load(k_norm + HALF + pair))
+    return slot, cos, sin, weight, second_weight
 
 
 @gluon.jit
-def _scale_of(
+def _norm_scale(
     squares, first_token, num_squares, num_in, eps,
     TOKENS: gl.constexpr, PADDED: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The factor of a norm, of some tokens."""
-    PARTS: gl.constexpr = squares_layout(TOKENS)
-    AT_ONCE: gl.constexpr = 4096 // TOKENS if TOKENS >= 16 else 256
-    part = gl.arange(0, AT_ONCE, gl.SliceLayout(1, PARTS))
-    column = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, PARTS))
-    sums = gl.zeros([TOKENS], gl.float32, gl.SliceLayout(0, PARTS))
-    for first in range(0, num_squares, AT_ONCE):
-        place = squares + (first + part)[:, None] * PADDED + column[None, :]
-        sums += gl.sum(gl.load(place, mask=(first + part < num_squares)[:, None], other=0.0), 0)
-    return gl.rsqrt(gl.convert_layout(sums, gl.SliceLayout(0, LAYOUT)) / num_in + eps)
+    """The scale of the norm before the projection, for some tokens."""
+    SQUARES_LAYOUT: gl.constexpr = squares_layout(TOKENS)
+    SQUARES_PER_LOAD: gl.constexpr = 4096 // TOKENS if TOKENS >= 16 else 256
+    part = gl.arange(0, SQUARES_PER_LOAD, gl.SliceLayout(1, SQUARES_LAYOUT))
+    column = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, SQUARES_LAYOUT))
+    sum_squares = gl.zeros([TOKENS], gl.float32, gl.SliceLayout(0, SQUARES_LAYOUT))
+    for base in range(0, num_squares, SQUARES_PER_LOAD):
+        ptrs = squares + (base + part)[:, None] * PADDED + column[None, :]
+        sum_squares += gl.sum(gl.load(ptrs, mask=(base + part < num_squares)[:, None], other=0.0), 0)
+    return gl.rsqrt(gl.convert_layout(sum_squares, gl.SliceLayout(0, LAYOUT)) / num_in + eps)
 
 
 @gluon.jit
-def _projected(acc, scale, bias, first_row, WITH_BIAS: gl.constexpr, DTYPE: gl.constexpr):
-    """Sums of a head's rows to what the projection gives, rounded."""
+def _project(acc, scale, bias, first_row, WITH_BIAS: gl.constexpr, DTYPE: gl.constexpr):
+    """Scale a head's sums, add the bias, and round."""
     acc *= scale[None, :]
     if WITH_BIAS:
         row = first_row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
@@ -180,16 +183,16 @@ def _projected(acc, scale, bias, first_row, WITH_BIAS: gl.constexpr, DTYPE: gl.c
 
 
 @gluon.jit
-def _finish(
-    heads, asked_for, q_norm, q, kv, head, first_token, num_tokens, norm_eps,
+def _write_heads(
+    heads, inputs, q_norm, q, kv, head, first_token, num_tokens, norm_eps,
     kv_block_stride, kv_value_stride, kv_head_stride,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, NORM: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """One head of some tokens, [HEAD_DIM, tokens]: normalised, turned, and written where it belongs."""
+    """Normalise and rotate one head of some tokens, [HEAD_DIM, tokens], and write it to q or to its K/V slots."""
     DTYPE: gl.constexpr = heads.dtype
     HALF: gl.constexpr = heads.shape[0] // 2
     TOKENS: gl.constexpr = heads.shape[1]
-    slot, cos, sin, factor, second_factor = asked_for
+    slot, cos, sin, weight, second_weight = inputs
     first, second = heads.reshape([2, HALF, TOKENS]).permute((1, 2, 0)).split()
     first = gl.convert_layout(first, LAYOUT)
     second = gl.convert_layout(second, LAYOUT)
@@ -203,82 +206,82 @@ def _finish(
             if q_norm.dtype.element_ty == DTYPE:  # a wider weight is applied before rounding
                 x = x.to(DTYPE).to(gl.float32)
                 y = y.to(DTYPE).to(gl.float32)
-            x = (x * factor.to(gl.float32)[:, None]).to(DTYPE).to(gl.float32)
-            y = (y * second_factor.to(gl.float32)[:, None]).to(DTYPE).to(gl.float32)
+            x = (x * weight.to(gl.float32)[:, None]).to(DTYPE).to(gl.float32)
+            y = (y * second_weight.to(gl.float32)[:, None]).to(DTYPE).to(gl.float32)
         first = (x * cos - y * sin).to(DTYPE)
         second = (y * cos + x * sin).to(DTYPE)
     pair = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))
     token = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT))
-    here = (token < num_tokens)[None, :]
+    mask = (token < num_tokens)[None, :]
     if head < HEADS:
-        place = q + (token * HEADS + head)[None, :] * 2 * HALF + pair[:, None]
-        gl.store(place, first, mask=here)
-        gl.store(place + HALF, second, mask=here)
+        ptrs = q + (token * HEADS + head)[None, :] * 2 * HALF + pair[:, None]
+        gl.store(ptrs, first, mask=mask)
+        gl.store(ptrs + HALF, second, mask=mask)
     else:
         is_value = head >= HEADS + KV_HEADS
         kv_head = gl.where(is_value, head - HEADS - KV_HEADS, head - HEADS).to(gl.int64)
-        base = kv + kv_head * kv_head_stride + gl.where(is_value, kv_value_stride, 0)
-        at = slot // BLOCK_SIZE * kv_block_stride + slot % BLOCK_SIZE * 2 * HALF
-        place = base + at[None, :] + pair[:, None]
-        gl.store(place, first, mask=here)
-        gl.store(place + HALF, second, mask=here)
+        head_ptr = kv + kv_head * kv_head_stride + gl.where(is_value, kv_value_stride, 0)
+        slot_offset = slot // BLOCK_SIZE * kv_block_stride + slot % BLOCK_SIZE * 2 * HALF
+        ptrs = head_ptr + slot_offset[None, :] + pair[:, None]
+        gl.store(ptrs, first, mask=mask)
+        gl.store(ptrs + HALF, second, mask=mask)
 
 
 @gluon.jit
-def _consume(
-    bias, q_norm, k_norm, squares, cos_sin, positions, slots, q, kv, parts, meetings,
+def _consumer(
+    bias, q_norm, k_norm, squares, cos_sin, positions, slots, q, kv, partial_sums, barriers,
     ring, head, first_token, split, begin, end, num_tokens, num_in, num_squares, eps, norm_eps,
     kv_block_stride, kv_value_stride, kv_head_stride,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
     TOKENS: gl.constexpr, PADDED: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
-    WITH_BIAS: gl.constexpr, NORM: gl.constexpr, OVERLAPPED: gl.constexpr,
+    WITH_BIAS: gl.constexpr, NORM: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
-    """The four warps that multiply."""
+    """The four consumer warps, which multiply."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TOKENS, 16])
     DTYPE: gl.constexpr = q.dtype.element_ty
     SHARE: gl.constexpr = TOKENS // SPLITS
-    SHARED: gl.constexpr = _half_layout(HEAD_DIM // 2)
+    SHARE_LAYOUT: gl.constexpr = _half_layout(HEAD_DIM // 2)
     tiles, x_tiles, full, free = ring
-    own_token = first_token + split * SHARE
-    asked_for = _asked_for(
-        positions, slots, cos_sin, q_norm, k_norm, head < HEADS, own_token, num_tokens,
-        HEAD_DIM // 2, SHARE, SHARED, NORM,
+    share_token = first_token + split * SHARE
+    inputs = _load_inputs(
+        positions, slots, cos_sin, q_norm, k_norm, head < HEADS, share_token, num_tokens,
+        HEAD_DIM // 2, SHARE, SHARE_LAYOUT, NORM,
     )  # fmt: skip
-    wait_for_predecessor(OVERLAPPED)
-    WHOLE: gl.constexpr = ACC if SPLITS == 1 else SHARED
-    scale = _scale_of(squares, own_token, num_squares, num_in, eps, SHARE, PADDED, WHOLE)
+    wait_for_predecessor(USE_PDL)
+    SCALE_LAYOUT: gl.constexpr = ACC if SPLITS == 1 else SHARE_LAYOUT
+    scale = _norm_scale(squares, share_token, num_squares, num_in, eps, SHARE, PADDED, SCALE_LAYOUT)
     acc = gl.zeros([HEAD_DIM, TOKENS], gl.float32, ACC)
-    for turn in range(end - begin):
-        stage = turn % STAGES
-        mbarrier.wait(full.index(stage), turn // STAGES % 2)
+    for iteration in range(end - begin):
+        stage = iteration % STAGES
+        mbarrier.wait(full.index(stage), iteration // STAGES % 2)
         pending = warpgroup_mma(tiles.index(stage), x_tiles.index(stage).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[pending])
         mbarrier.arrive(free.index(stage), count=1)
 
     if SPLITS == 1:
-        heads = gl.convert_layout(_projected(acc, scale, bias, head * HEAD_DIM, WITH_BIAS, DTYPE), SHARED)
+        heads = gl.convert_layout(_project(acc, scale, bias, head * HEAD_DIM, WITH_BIAS, DTYPE), SHARE_LAYOUT)
     else:
-        SIZE: gl.constexpr = HEAD_DIM * TOKENS  # a token's rows are side by side
-        group = gl.program_id(0) // SPLITS
-        theirs = parts + group * SPLITS * SIZE
+        SIZE: gl.constexpr = HEAD_DIM * TOKENS  # a token's rows are adjacent
+        tile_index = gl.program_id(0) // SPLITS
+        tile_sums = partial_sums + tile_index * SPLITS * SIZE
         row = gl.arange(0, HEAD_DIM, gl.SliceLayout(1, ACC))[:, None]
         token = gl.arange(0, TOKENS, gl.SliceLayout(0, ACC))[None, :]
-        gl.store(theirs + split * SIZE + token * HEAD_DIM + row, acc)
-        meet(meetings + group, split == 0, SPLITS)
-        row = gl.arange(0, HEAD_DIM, gl.SliceLayout(1, SHARED))[:, None]
-        token = split * SHARE + gl.arange(0, SHARE, gl.SliceLayout(0, SHARED))[None, :]
-        share = gl.zeros([HEAD_DIM, SHARE], gl.float32, SHARED)
+        gl.store(tile_sums + split * SIZE + token * HEAD_DIM + row, acc)
+        sync_programs(barriers + tile_index, split == 0, SPLITS)
+        row = gl.arange(0, HEAD_DIM, gl.SliceLayout(1, SHARE_LAYOUT))[:, None]
+        token = split * SHARE + gl.arange(0, SHARE, gl.SliceLayout(0, SHARE_LAYOUT))[None, :]
+        share = gl.zeros([HEAD_DIM, SHARE], gl.float32, SHARE_LAYOUT)
         for i in gl.static_range(SPLITS):
-            share += gl.load(theirs + i * SIZE + token * HEAD_DIM + row, cache_modifier=".cg")
-        heads = _projected(share, scale, bias, head * HEAD_DIM, WITH_BIAS, DTYPE)
-    _finish(
-        heads, asked_for, q_norm, q, kv, head, own_token, num_tokens, norm_eps,
-        kv_block_stride, kv_value_stride, kv_head_stride, HEADS, KV_HEADS, BLOCK_SIZE, NORM, SHARED,
+            share += gl.load(tile_sums + i * SIZE + token * HEAD_DIM + row, cache_modifier=".cg")
+        heads = _project(share, scale, bias, head * HEAD_DIM, WITH_BIAS, DTYPE)
+    _write_heads(
+        heads, inputs, q_norm, q, kv, head, share_token, num_tokens, norm_eps,
+        kv_block_stride, kv_value_stride, kv_head_stride, HEADS, KV_HEADS, BLOCK_SIZE, NORM, SHARE_LAYOUT,
     )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_squares"])
-def _stream_heads(
+def _qkv_hopper(
     xs,
     weights,
     bias,
@@ -290,8 +293,8 @@ def _stream_heads(
     slots,
     q,
     kv,
-    parts,
-    meetings,
+    partial_sums,
+    barriers,
     num_tokens,
     num_in,
     num_squares,
@@ -311,9 +314,9 @@ def _stream_heads(
     STAGES: gl.constexpr,
     WITH_BIAS: gl.constexpr,
     NORM: gl.constexpr,
-    OVERLAPPED: gl.constexpr,
+    USE_PDL: gl.constexpr,
 ):
-    """A head, a tile of tokens, and one of SPLITS parts of the columns, as in `_stream_linear`."""
+    """A head, a tile of tokens, and one of SPLITS ranges of the columns, as in `_skinny_hopper`."""
     DTYPE: gl.constexpr = q.dtype.element_ty
     head = gl.program_id(0) // (PADDED // TOKENS * SPLITS)
     first_token = gl.program_id(0) // SPLITS % (PADDED // TOKENS) * TOKENS
@@ -325,19 +328,19 @@ def _stream_heads(
     gl.warp_specialize(
         [
             (
-                _consume,
+                _consumer,
                 (
-                    bias, q_norm, k_norm, squares, cos_sin, positions, slots, q, kv, parts, meetings,
+                    bias, q_norm, k_norm, squares, cos_sin, positions, slots, q, kv, partial_sums, barriers,
                     ring, head, first_token, split, begin, end, num_tokens, num_in, num_squares, eps, norm_eps,
                     kv_block_stride, kv_value_stride, kv_head_stride,
-                    HEADS, KV_HEADS, BLOCK_SIZE, HEAD_DIM, TOKENS, PADDED, SPLITS, STAGES, WITH_BIAS, NORM, OVERLAPPED,
+                    HEADS, KV_HEADS, BLOCK_SIZE, HEAD_DIM, TOKENS, PADDED, SPLITS, STAGES, WITH_BIAS, NORM, USE_PDL,
                 ),
             ),
             (
-                produce,
-                (xs, weights, ring, head, first_token, begin, end, 0, HEAD_DIM, TOKENS, COLUMNS, STAGES, 1, OVERLAPPED),
+                producer,
+                (xs, weights, ring, head, first_token, begin, end, 0, HEAD_DIM, TOKENS, COLUMNS, STAGES, 1, USE_PDL),
             ),
         ],
         [1],
-        [REGISTERS_OF_COPIER],
+        [PRODUCER_REGISTERS],
     )  # fmt: skip

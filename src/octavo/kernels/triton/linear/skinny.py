@@ -1,21 +1,21 @@
-"""Products of few tokens with a weight on a GPU, in Triton, together with what stands around them in a layer.
+"""Linear layers for small batches (skinny products), fused with norms, activations and residual sums, in Triton.
 
-Such a product is bound by reading the weight once. What a library chooses for it leaves half of the memory's speed
-unused where the weight is small, since it has too few programs to keep enough bytes in flight; and a norm before it, an
-activation or a sum behind it are kernels that take as long to start as to run. Here they are part of it:
+Such a product is bound by reading the weight once. Library kernels leave half of the memory bandwidth unused for small
+weights, because too few programs keep too few bytes in flight. The norm before the product, and the activation or the
+sum after it, are kernels that take as long to start as to run. Here they are fused:
 
-    make_normed_residual   x -> stream
-    norm_linear    stream -> rms_norm(stream) @ weight.T, and of a gated MLP's weight the activation, too
-    add_linear     stream, x -> stream + x @ weight.T
-    project_qkv  stream -> q; K and V into their slots: `norm_linear` and `rope_kv_write`, on Hopper in one
+    make_normed_residual  x -> residual
+    norm_linear           residual -> rms_norm(residual) @ weight.T; for a gated MLP also the activation
+    add_linear            residual, x -> residual + x @ weight.T
+    project_qkv           residual -> q, and K and V to their slots: `norm_linear` and `rope_kv_write`, on Hopper in one
 
-so that a layer is four products, attention, and at most one kernel that prepares that. A norm's factor is the same for
-all outputs of a token, so it is applied to them in the end; the sums of squares that it takes are left, in parts, by
-whoever wrote the stream.
+A layer is then four products, attention, and at most one kernel before it. The norm's scale is the same for all outputs
+of a token, so it is applied to the finished sums. The kernel that writes the residual also writes the sums of squares
+for the scale, in parts.
 
-A program takes a few rows of the weight and, where these are few in all, a part of their columns: the last program to
-finish adds up the parts, in a fixed order, so that results do not depend on who was last. On Hopper, `stream_linear` is
-faster.
+A program takes a few rows of the weight and, if there are few rows in all, a split of their columns. The last program
+to finish adds the partial sums in a fixed order, so results do not depend on which one is last. On Hopper,
+`skinny_hopper` is faster.
 """
 
 from __future__ import annotations
@@ -33,27 +33,33 @@ from octavo.kernels.reference import split_heads
 from octavo.kernels.reference.norms import Gate, NormedResidual
 from octavo.kernels.triton.activation import GELU_SLOPE
 from octavo.kernels.triton.kv.write import rope_kv_write
-from octavo.kernels.triton.launch import given, overlapped, wait_for_predecessor
-from octavo.kernels.triton.linear import qkv_hopper as stream_heads
-from octavo.kernels.triton.linear import skinny_hopper as stream_linear
-from octavo.kernels.triton.linear.skinny_hopper import StreamTuning, can_stream, padded_tokens, stream_tuning
+from octavo.kernels.triton.launch import or_placeholder, pdl_options, wait_for_predecessor
+from octavo.kernels.triton.linear import qkv_hopper, skinny_hopper
+from octavo.kernels.triton.linear.skinny_hopper import (
+    SkinnyHopperTuning,
+    padded_tokens,
+    skinny_hopper_tuning,
+    supports_skinny_hopper,
+)
 
-MOST_TOKENS = 32
-"""That there are tunings for."""
-EDGE_TOKENS = 24
-"""Beyond, the library has the edge, with all the kernels around it."""
-LARGE_BYTES = 128 << 20
-"""Of a weight: from there on the library reads at the memory's speed, and has the edge with any number of tokens."""
-LINE_BYTES = tl.constexpr(128)
-FETCHED = tl.constexpr(1024)
-"""Columns of its rows that a program asks for before its predecessor has ended."""
-SQUARES = tl.constexpr(64)
-"""Parts of a stream's squares that are read at a time."""
+MAX_TOKENS = 32
+"""The largest number of tokens with a tuning."""
+MAX_TRITON_TOKENS = 24
+"""With more tokens, the library's product and separate kernels are faster."""
+LARGE_WEIGHT_BYTES = 128 << 20
+"""Larger weights are read at full bandwidth by the library, which is faster with any number of tokens."""
+CACHE_LINE_BYTES = tl.constexpr(128)
+PREFETCH_COLUMNS = tl.constexpr(1024)
+"""Columns of the weight that a program prefetches before its predecessor has ended."""
+SQUARES_PER_LOAD = tl.constexpr(64)
+"""Partial sums of squares that are read at a time."""
 
 
 @dataclass(frozen=True, slots=True)
-class ThinTuning:
-    """rows, columns: of the weight, a program's tile; splits: programs that share a row."""
+class SkinnyTuning:
+    """rows, columns  a program's tile of the weight
+    splits         programs that share a row
+    """
 
     rows: int
     columns: int
@@ -62,38 +68,38 @@ class ThinTuning:
     num_stages: int
 
 
-Tuning = ThinTuning | StreamTuning
+Tuning = SkinnyTuning | SkinnyHopperTuning
 
 
-def thin_tuning(num_out: int, num_in: int, num_tokens: int, gated: bool) -> ThinTuning:
-    """What was fastest on an H200; see benchmarks/kernels/bench_thin_linear.py."""
+def skinny_tuning(num_out: int, num_in: int, num_tokens: int, gated: bool) -> SkinnyTuning:
+    """The fastest tuning on an H200 (benchmarks/kernels/bench_skinny.py)."""
     few = num_tokens <= 16
     if gated and num_in > 2048:
-        return ThinTuning(32, 256, 1, num_warps=4, num_stages=3)
+        return SkinnyTuning(32, 256, 1, num_warps=4, num_stages=3)
     if gated:
-        return ThinTuning(32, 128, 1, num_warps=2, num_stages=4) if few else ThinTuning(64, 128, 1, 4, 3)
+        return SkinnyTuning(32, 128, 1, num_warps=2, num_stages=4) if few else SkinnyTuning(64, 128, 1, 4, 3)
     if few and num_out > 4096:
-        return ThinTuning(16, 256, 2, num_warps=2, num_stages=3)
+        return SkinnyTuning(16, 256, 2, num_warps=2, num_stages=3)
     if max(num_out // 2, num_in) <= 1024:
-        return ThinTuning(16, 128, 1 if num_out > 1024 else 2, num_warps=2, num_stages=4)
+        return SkinnyTuning(16, 128, 1 if num_out > 1024 else 2, num_warps=2, num_stages=4)
     if few:
         splits = max(1, min(512 * 32 // num_out, num_in // 256, 16))
-        return ThinTuning(32, 256, 1 << (splits.bit_length() - 1), num_warps=4, num_stages=3)
+        return SkinnyTuning(32, 256, 1 << (splits.bit_length() - 1), num_warps=4, num_stages=3)
     if num_in <= 1024:
-        return ThinTuning(32, 128, 2, num_warps=2, num_stages=4)
-    return ThinTuning(64, 64, 16, num_warps=4, num_stages=5)
+        return SkinnyTuning(32, 128, 2, num_warps=2, num_stages=4)
+    return SkinnyTuning(64, 64, 16, num_warps=4, num_stages=5)
 
 
 def max_small_batch_tokens(weight: Tensor) -> int:
-    """See `reference.max_small_batch_tokens`."""
-    if can_stream(weight):
-        small = weight.nbytes <= stream_linear.SMALL_BYTES
-        return stream_linear.MOST_TOKENS_OF_SMALL if small else stream_linear.MOST_TOKENS
-    return EDGE_TOKENS if weight.nbytes <= LARGE_BYTES else 0
+    """`reference.max_small_batch_tokens`."""
+    if supports_skinny_hopper(weight):
+        small = weight.nbytes <= skinny_hopper.SMALL_WEIGHT_BYTES
+        return skinny_hopper.MAX_TOKENS_SMALL_WEIGHT if small else skinny_hopper.MAX_TOKENS
+    return MAX_TRITON_TOKENS if weight.nbytes <= LARGE_WEIGHT_BYTES else 0
 
 
 def make_normed_residual(x: Tensor, norm: Tensor) -> NormedResidual:
-    """See `reference.make_normed_residual`."""
+    """`reference.make_normed_residual`."""
     num_tokens, size = x.shape
     padded = padded_tokens(num_tokens)
     weighted, squares = torch.empty_like(x), torch.empty(1, padded, dtype=torch.float32, device=x.device)
@@ -112,7 +118,7 @@ def norm_linear(
     *,
     tuning: Tuning | None = None,
 ) -> Tensor:
-    """See `reference.norm_linear`, for at most `max_small_batch_tokens`; weight contiguous. Rounded at the end."""
+    """`reference.norm_linear` for at most `max_small_batch_tokens`; weight is contiguous. Rounded once, at the end."""
     y, _ = _launch(residual.weighted, weight, bias, gate, tuning, squares=residual.squares, eps=eps)
     return y
 
@@ -126,10 +132,10 @@ def add_linear(
     *,
     tuning: Tuning | None = None,
 ) -> NormedResidual:
-    """See `reference.add_linear`, for at most `max_small_batch_tokens`; weight contiguous. Rounded at the end."""
-    y, written = _launch(x, weight, bias, "", tuning, residual=residual.x, norm=norm)
-    assert written is not None
-    return NormedResidual(y, *written)
+    """`reference.add_linear` for at most `max_small_batch_tokens`; weight is contiguous. Rounded once, at the end."""
+    y, norm_outputs = _launch(x, weight, bias, "", tuning, residual=residual.x, norm=norm)
+    assert norm_outputs is not None
+    return NormedResidual(y, *norm_outputs)
 
 
 def project_qkv(
@@ -145,9 +151,9 @@ def project_qkv(
     k_norm: Tensor | None = None,
     norm_eps: float = 0.0,
 ) -> Tensor:
-    """See `reference.project_qkv`, for at most `max_small_batch_tokens`."""
-    if can_stream(weight) and kv_layer.shape[4] in stream_heads.HEAD_DIMS:
-        return stream_heads.launch(
+    """`reference.project_qkv` for at most `max_small_batch_tokens`."""
+    if supports_skinny_hopper(weight) and kv_layer.shape[4] in qkv_hopper.HEAD_DIMS:
+        return qkv_hopper.launch(
             residual, eps, weight, bias, kv_layer, batch, cos_sin, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps
         )
     q, k, v = split_heads(norm_linear(residual, eps, weight, bias), kv_layer)
@@ -159,14 +165,14 @@ def project_qkv(
 def _tuning(weight: Tensor, num_tokens: int, gated: bool) -> Tuning:
     num_rows, num_in = weight.shape
     num_out = num_rows // 2 if gated else num_rows
-    if can_stream(weight):
-        return stream_tuning(num_out, num_in, num_tokens, gated)
-    return thin_tuning(num_out, num_in, num_tokens, gated)
+    if supports_skinny_hopper(weight):
+        return skinny_hopper_tuning(num_out, num_in, num_tokens, gated)
+    return skinny_tuning(num_out, num_in, num_tokens, gated)
 
 
 @functools.cache
-def _counters(device: torch.device) -> Tensor:
-    """Programs that have finished their part of a row, for every tile of rows; each use leaves zeros behind."""
+def _finished_counters(device: torch.device) -> Tensor:
+    """For each tile of rows, how many programs have stored their partial sums; zeros between launches."""
     return torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
@@ -182,29 +188,29 @@ def _launch(
     residual: Tensor | None = None,
     norm: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """-> y, and with a norm (weighted, squares) of it. Calls on a device must not overlap: they share the counters."""
+    """-> y, and with a norm its (weighted, squares). Launches on a device must not overlap: they share the counters."""
     num_tokens, num_in = x.shape
     num_out = weight.shape[0] // (2 if gate else 1)
     assert num_tokens > 0 and weight.is_contiguous() and x.stride(1) == 1, (x.shape, x.stride())
     tuning = tuning or _tuning(weight, num_tokens, bool(gate))
-    if isinstance(tuning, StreamTuning):
-        return stream_linear.launch(
+    if isinstance(tuning, SkinnyHopperTuning):
+        return skinny_hopper.launch(
             x, weight, bias, gate, tuning, squares=squares, eps=eps, residual=residual, norm=norm
         )
-    assert num_tokens <= MOST_TOKENS
+    assert num_tokens <= MAX_TOKENS
     assert not (gate and tuning.splits > 1), tuning
     y = torch.empty(num_tokens, num_out, dtype=x.dtype, device=x.device)
     tiles, tokens = triton.cdiv(num_out, tuning.rows), padded_tokens(num_tokens)
-    written = None
+    norm_outputs = None
     if norm is not None:
-        written = torch.empty_like(y), torch.empty(tiles, tokens, dtype=torch.float32, device=x.device)
+        norm_outputs = torch.empty_like(y), torch.empty(tiles, tokens, dtype=torch.float32, device=x.device)
     num_sums = tuning.splits * num_tokens * num_out if tuning.splits > 1 else 0
-    _thin_linear[(tiles, tuning.splits)](
+    _skinny[(tiles, tuning.splits)](
         x,
         weight,
-        *given(y, bias, squares, residual, norm, y, *(written or (None, None))),
+        *or_placeholder(y, bias, squares, residual, norm, y, *(norm_outputs or (None, None))),
         torch.empty(num_sums, dtype=torch.float32, device=x.device),
-        _counters(x.device),
+        _finished_counters(x.device),
         num_tokens,
         num_out,
         num_in,
@@ -224,36 +230,38 @@ def _launch(
         WITH_NORM=norm is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tuning.num_warps,
-        **overlapped(x.device),
+        **pdl_options(x.device),
     )
-    return y, written
+    return y, norm_outputs
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _make_normed_residual(x, norm, weighted, squares, num_tokens, size, SIZE: tl.constexpr):
-    """One token, or padding behind the last."""
+    """One token, or padding after the last."""
     token = tl.program_id(0)
     column = tl.arange(0, SIZE)
-    here = (column < size) & (token < num_tokens)
-    values = tl.load(x + token * size + column, mask=here, other=0.0)
+    mask = (column < size) & (token < num_tokens)
+    values = tl.load(x + token * size + column, mask=mask, other=0.0)
     wide = values.to(tl.float32)
     tl.store(squares + token, tl.sum(wide * wide, 0))
-    factor = tl.load(norm + column, mask=here, other=0.0).to(tl.float32)
-    tl.store(weighted + token * size + column, (wide * factor).to(values.dtype), mask=here)
+    norm_weight = tl.load(norm + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(weighted + token * size + column, (wide * norm_weight).to(values.dtype), mask=mask)
 
 
 @triton.jit
-def _fetch(lines, begin, end):
-    """Ask for columns from begin on, FETCHED at most, of some rows of a weight, for the level-2 cache; never for
-    what is not theirs, also where there is nothing to ask for."""
-    step: tl.constexpr = LINE_BYTES // (lines.dtype.element_ty.primitive_bitwidth // 8)
-    at = tl.minimum(begin + tl.arange(0, FETCHED // step) * step, tl.maximum(end - 1, begin))
-    places = (lines + at[None, :]).to(tl.int64, bitcast=True)
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], tl.int32, False, 1)
+def _prefetch_weight(row_ptrs, begin, end):
+    """Prefetch columns of some rows of the weight into the L2 cache: from begin on, at most PREFETCH_COLUMNS.
+
+    Addresses are clamped to [begin, end), or to begin if the range is empty.
+    """
+    step: tl.constexpr = CACHE_LINE_BYTES // (row_ptrs.dtype.element_ty.primitive_bitwidth // 8)
+    column = tl.minimum(begin + tl.arange(0, PREFETCH_COLUMNS // step) * step, tl.maximum(end - 1, begin))
+    ptrs = (row_ptrs + column[None, :]).to(tl.int64, bitcast=True)
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs], tl.int32, False, 1)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_squares"])
-def _thin_linear(
+def _skinny(
     x,
     weight,
     bias,
@@ -262,8 +270,8 @@ def _thin_linear(
     norm,
     y,
     weighted,
-    own_squares,
-    parts,
+    out_squares,
+    partial_sums,
     counters,
     num_tokens,
     num_out,
@@ -283,81 +291,83 @@ def _thin_linear(
     WITH_RESIDUAL: tl.constexpr,
     WITH_NORM: tl.constexpr,
     PRECISION: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    """ROWS rows of the weight, with a gate ROWS of each half, and one of SPLITS parts of their columns."""
+    """ROWS rows of the weight (with a gate, of each half) and one of SPLITS ranges of their columns."""
     tile = tl.program_id(0)
-    part = tl.program_id(1)
-    out = tile * ROWS + tl.arange(0, ROWS)
+    split = tl.program_id(1)
+    row = tile * ROWS + tl.arange(0, ROWS)
     token = tl.arange(0, TOKENS)
     column = tl.arange(0, COLUMNS)
-    steps = (num_in + COLUMNS - 1) // COLUMNS
-    begin = part * steps // SPLITS * COLUMNS
-    end = (part + 1) * steps // SPLITS * COLUMNS
-    # Rows past the last are the last again: what is not there is not read, and no load needs a mask for it.
-    lines = weight + tl.minimum(out, num_out - 1).to(tl.int64)[:, None] * num_in
-    upper = lines + num_out.to(tl.int64) * num_in
-    if OVERLAPPED:
-        _fetch(lines, begin, tl.minimum(end, num_in))
+    num_steps = (num_in + COLUMNS - 1) // COLUMNS
+    begin = split * num_steps // SPLITS * COLUMNS
+    end = (split + 1) * num_steps // SPLITS * COLUMNS
+    # Rows past the last are clamped to it, so that no load needs a mask for rows.
+    row_ptrs = weight + tl.minimum(row, num_out - 1).to(tl.int64)[:, None] * num_in
+    up_ptrs = row_ptrs + num_out.to(tl.int64) * num_in
+    if USE_PDL:
+        _prefetch_weight(row_ptrs, begin, tl.minimum(end, num_in))
         if GATE != "":
-            _fetch(upper, begin, tl.minimum(end, num_in))
-    wait_for_predecessor(OVERLAPPED)
-    some = tl.arange(0, SQUARES)
-    if SCALED:  # asked for now, needed at the end
-        first_squares = tl.load(squares + some[:, None] * TOKENS + token, mask=(some < num_squares)[:, None], other=0.0)
+            _prefetch_weight(up_ptrs, begin, tl.minimum(end, num_in))
+    wait_for_predecessor(USE_PDL)
+    part = tl.arange(0, SQUARES_PER_LOAD)
+    if SCALED:  # loaded early, used at the end
+        first_squares = tl.load(squares + part[:, None] * TOKENS + token, mask=(part < num_squares)[:, None], other=0.0)
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     acc_up = tl.zeros([ROWS, TOKENS], tl.float32)
     for start in tl.range(begin, end, COLUMNS, num_stages=STAGES):
-        at = start + column
-        inside = (token < num_tokens)[None, :] & (at < num_in)[:, None]
-        xs = tl.load(x + token[None, :] * x_stride + at[:, None], mask=inside, other=0.0)
+        columns = start + column
+        valid = (token < num_tokens)[None, :] & (columns < num_in)[:, None]
+        xs = tl.load(x + token[None, :] * x_stride + columns[:, None], mask=valid, other=0.0)
         if EVEN:
-            w = tl.load(lines + at[None, :])
+            w = tl.load(row_ptrs + columns[None, :])
         else:
-            w = tl.load(lines + at[None, :], mask=(at < num_in)[None, :], other=0.0)
+            w = tl.load(row_ptrs + columns[None, :], mask=(columns < num_in)[None, :], other=0.0)
         acc = tl.dot(w, xs, acc, input_precision=PRECISION)
         if GATE != "":
             if EVEN:
-                w = tl.load(upper + at[None, :])
+                w = tl.load(up_ptrs + columns[None, :])
             else:
-                w = tl.load(upper + at[None, :], mask=(at < num_in)[None, :], other=0.0)
+                w = tl.load(up_ptrs + columns[None, :], mask=(columns < num_in)[None, :], other=0.0)
             acc_up = tl.dot(w, xs, acc_up, input_precision=PRECISION)
-    here = (out < num_out)[:, None] & (token < num_tokens)[None, :]
-    place = token[None, :] * num_out + out[:, None]
-    mine = True
+    mask = (row < num_out)[:, None] & (token < num_tokens)[None, :]
+    offsets = token[None, :] * num_out + row[:, None]
+    is_last = True
     if SPLITS > 1:
         size = num_tokens * num_out
-        tl.store(parts + part * size + place, acc, mask=here)
+        tl.store(partial_sums + split * size + offsets, acc, mask=mask)
         tl.debug_barrier()
-        mine = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1
-        if mine:
+        is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1
+        if is_last:
             acc = tl.zeros([ROWS, TOKENS], tl.float32)
-            for other in tl.static_range(SPLITS):
-                acc += tl.load(parts + other * size + place, mask=here, other=0.0, cache_modifier=".cg")
+            for other_split in tl.static_range(SPLITS):
+                acc += tl.load(partial_sums + other_split * size + offsets, mask=mask, other=0.0, cache_modifier=".cg")
             tl.store(counters + tile, 0)
-    if mine:
+    if is_last:
         if SCALED:
-            total = tl.sum(first_squares, 0)
-            for first in range(SQUARES, num_squares, SQUARES):
-                inside = (first + some < num_squares)[:, None]
-                total += tl.sum(tl.load(squares + (first + some[:, None]) * TOKENS + token, mask=inside, other=0.0), 0)
-            scale = tl.rsqrt(total / num_in + eps)
+            sum_squares = tl.sum(first_squares, 0)
+            for base in range(SQUARES_PER_LOAD, num_squares, SQUARES_PER_LOAD):
+                valid = (base + part < num_squares)[:, None]
+                sum_squares += tl.sum(
+                    tl.load(squares + (base + part[:, None]) * TOKENS + token, mask=valid, other=0.0), 0
+                )
+            scale = tl.rsqrt(sum_squares / num_in + eps)
             acc *= scale[None, :]
             acc_up *= scale[None, :]
         if WITH_BIAS:
-            acc += tl.load(bias + out, mask=out < num_out, other=0.0).to(tl.float32)[:, None]
+            acc += tl.load(bias + row, mask=row < num_out, other=0.0).to(tl.float32)[:, None]
             if GATE != "":
-                acc_up += tl.load(bias + num_out + out, mask=out < num_out, other=0.0).to(tl.float32)[:, None]
+                acc_up += tl.load(bias + num_out + row, mask=row < num_out, other=0.0).to(tl.float32)[:, None]
         if GATE == "silu":
             acc = acc * tl.sigmoid(acc) * acc_up
         if GATE == "gelu":
             acc = acc * tl.sigmoid(GELU_SLOPE * (acc + 0.044715 * acc * acc * acc)) * acc_up
         if WITH_RESIDUAL:
-            acc += tl.load(residual + place, mask=here, other=0.0).to(tl.float32)
+            acc += tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
         rounded = acc.to(y.dtype.element_ty)
-        tl.store(y + place, rounded, mask=here)
+        tl.store(y + offsets, rounded, mask=mask)
         if WITH_NORM:
-            wide = tl.where(here, rounded.to(tl.float32), 0.0)
-            tl.store(own_squares + tile * TOKENS + token, tl.sum(wide * wide, 0))
-            factor = tl.load(norm + out, mask=out < num_out, other=0.0).to(tl.float32)
-            tl.store(weighted + place, (wide * factor[:, None]).to(y.dtype.element_ty), mask=here)
+            wide = tl.where(mask, rounded.to(tl.float32), 0.0)
+            tl.store(out_squares + tile * TOKENS + token, tl.sum(wide * wide, 0))
+            norm_weight = tl.load(norm + row, mask=row < num_out, other=0.0).to(tl.float32)
+            tl.store(weighted + offsets, (wide * norm_weight[:, None]).to(y.dtype.element_ty), mask=mask)

@@ -1,16 +1,16 @@
-"""Products of few tokens on Hopper, in Gluon: the weight streams through shared memory.
+"""Linear layers for small batches on Hopper, in Gluon: the weight streams through shared memory.
 
-`thin_linear` starts programs enough to keep the memory busy, and each begins and ends; between two products of a layer
-the memory rests. Here the copy engine brings the weight, tile by tile and some tiles ahead, and it begins with that
-before the kernel in front has ended: weights are nobody's to write.
+The kernel of `skinny` starts enough programs to keep the memory busy, but memory is idle between two products of a
+layer. Here a producer warp copies the weight by TMA, tile by tile and some tiles ahead. It begins before the preceding
+kernel has ended, because no kernel writes weights.
 
-A program takes a tile of rows of the weight, or where these are few one of some shares of its columns. Then programs
-that share a tile trade: each leaves its sums for all, waits for the others, and adds up a share of the rows, always in
-the same order, so that results do not depend on who was last.
+A program takes a tile of rows of the weight, or, if there are few tiles, one of several ranges of its columns. Programs
+that share a tile then exchange sums: each stores its partial sums, waits for the others, and adds the parts of its
+share of the rows, always in the same order. So results do not depend on which program is last.
 
     columns     0 1 2 3 4 5 6 7
-    program 0   x x x x             of the tile's rows, the first half are added up by program 0
-    program 1           x x x x     and the others by program 1
+    program 0   x x x x             adds the parts of the tile's first half of rows
+    program 1           x x x x     adds the parts of the second half
 """
 
 from __future__ import annotations
@@ -35,23 +35,28 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from octavo.integers import cdiv
 from octavo.kernels.reference.norms import Gate
 from octavo.kernels.triton.activation import GELU_SLOPE
-from octavo.kernels.triton.launch import given, overlapped, wait_for_predecessor
+from octavo.kernels.triton.launch import or_placeholder, pdl_options, wait_for_predecessor
 
-MOST_TOKENS, MOST_TOKENS_OF_SMALL = 64, 256
-"""Up to which it has the edge, the second with weights of SMALL_BYTES; it is right with any number."""
-SMALL_BYTES = 32 << 20
+MAX_TOKENS, MAX_TOKENS_SMALL_WEIGHT = 64, 256
+"""Up to so many tokens it is faster than the library; the second for weights of at most SMALL_WEIGHT_BYTES. Results are
+correct with any number."""
+SMALL_WEIGHT_BYTES = 32 << 20
 TILE_TOKENS = 64
-MULTIPROCESSORS = 132
-"""Of the GPU that tunings are chosen for; they are right on any."""
+NUM_MULTIPROCESSORS = 132
+"""Of the GPU that the tunings are chosen for; results are correct on any."""
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-REGISTERS_OF_COPIER = gl.constexpr(40)
-"""Of the warp that drives the copy engine: what it gives back is for those that multiply."""
+PRODUCER_REGISTERS = gl.constexpr(40)
+"""Registers of a thread of the producer warp; the rest goes to the consumer warps."""
 
 
 @dataclass(frozen=True, slots=True)
-class StreamTuning:
-    """rows: of a tile, with a gate of either half of the weight; columns: of a step; splits: programs that share a
-    tile; stages: steps in shared memory; registers: of a thread when a program starts."""
+class SkinnyHopperTuning:
+    """rows       rows of a tile; with a gate, of each half of the weight
+    columns    columns of a step
+    splits     programs that share a tile
+    stages     steps in shared memory
+    registers  registers of a thread when a program starts
+    """
 
     rows: int
     columns: int
@@ -60,62 +65,70 @@ class StreamTuning:
     registers: int = 128
 
 
-def stream_tuning(num_out: int, num_in: int, num_tokens: int, gated: bool) -> StreamTuning:
-    """What was fastest on an H200; see benchmarks/kernels/bench_thin_linear.py. All programs are at work at once, most
-    often as many as multiprocessors or a few less, so that none begins when others end."""
+def skinny_hopper_tuning(num_out: int, num_in: int, num_tokens: int, gated: bool) -> SkinnyHopperTuning:
+    """The fastest tuning on an H200 (benchmarks/kernels/bench_skinny.py).
+
+    All programs run at once, usually as many as multiprocessors or a few less, so that none starts when others end.
+    """
     if num_tokens > TILE_TOKENS:
-        return _many_tuning(num_out, num_in, num_tokens, gated)
+        return _multi_tile_tuning(num_out, num_in, num_tokens, gated)
     few = num_tokens <= 32
     tiles = triton.cdiv(num_out, 128)
-    if tiles > MULTIPROCESSORS:  # two programs fit into each
-        return StreamTuning(128, 64, 1, stages=(3 if few else 2) if gated else (5 if few else 4))
-    splits = max(1, min(MULTIPROCESSORS // tiles, num_in // 128, 16))
+    if tiles > NUM_MULTIPROCESSORS:  # two programs fit into a multiprocessor
+        return SkinnyHopperTuning(128, 64, 1, stages=(3 if few else 2) if gated else (5 if few else 4))
+    splits = max(1, min(NUM_MULTIPROCESSORS // tiles, num_in // 128, 16))
     splits = 1 << (splits.bit_length() - 1)
     if few and not gated:
-        return StreamTuning(128, 128, splits, stages=4) if num_in // splits >= 512 else StreamTuning(128, 64, splits, 9)
+        return (
+            SkinnyHopperTuning(128, 128, splits, stages=4)
+            if num_in // splits >= 512
+            else SkinnyHopperTuning(128, 64, splits, 9)
+        )
     if few:
-        return StreamTuning(128, 64, splits, stages=5)
+        return SkinnyHopperTuning(128, 64, splits, stages=5)
     if splits == 1:
-        return StreamTuning(128, 64, 1, stages=3 if gated else 5)
-    return StreamTuning(64, 64, splits // 2, stages=5 if gated else 8)  # sums of many tokens are much to trade
+        return SkinnyHopperTuning(128, 64, 1, stages=3 if gated else 5)
+    return SkinnyHopperTuning(
+        64, 64, splits // 2, stages=5 if gated else 8
+    )  # exchanging the sums of many tokens is slow
 
 
-def _many_tuning(num_out: int, num_in: int, num_tokens: int, gated: bool) -> StreamTuning:
-    """Of several tiles of tokens: one program fills a multiprocessor, or where there are more of them, two."""
+def _multi_tile_tuning(num_out: int, num_in: int, num_tokens: int, gated: bool) -> SkinnyHopperTuning:
+    """Tuning for several tiles of tokens: one program for each multiprocessor, or two if there are more programs."""
     tiles = triton.cdiv(num_out, 64) * triton.cdiv(num_tokens, TILE_TOKENS)
-    if tiles > MULTIPROCESSORS:
-        return StreamTuning(64, 64, 1, stages=4 if gated else 6)
+    if tiles > NUM_MULTIPROCESSORS:
+        return SkinnyHopperTuning(64, 64, 1, stages=4 if gated else 6)
     if gated:
-        return StreamTuning(64, 128, 1, stages=4, registers=232)
+        return SkinnyHopperTuning(64, 128, 1, stages=4, registers=232)
     splits = 1
-    while splits < 8 and 2 * splits * tiles <= MULTIPROCESSORS and num_in >= 256 * splits:
-        adds = splits == 1 and num_out <= num_in  # to the stream, which takes long at the end
-        if splits * tiles >= 50 and num_in // splits <= 1600 and not adds:
+    while splits < 8 and 2 * splits * tiles <= NUM_MULTIPROCESSORS and num_in >= 256 * splits:
+        adds_residual = splits == 1 and num_out <= num_in  # a slow epilogue
+        if splits * tiles >= 50 and num_in // splits <= 1600 and not adds_residual:
             break
         splits *= 2
-    return StreamTuning(64, 128, splits, max(2, min(7, triton.cdiv(num_in, 128 * splits))), registers=232)
+    return SkinnyHopperTuning(64, 128, splits, max(2, min(7, triton.cdiv(num_in, 128 * splits))), registers=232)
 
 
 def padded_tokens(num_tokens: int) -> int:
-    """Whole tiles of TILE_TOKENS, or one of fewer: a matrix instruction has 16 columns, or a multiple."""
+    """num_tokens, rounded up to whole tiles of TILE_TOKENS or to one smaller tile of at least 16 tokens."""
     if num_tokens > TILE_TOKENS:
         return cdiv(num_tokens, TILE_TOKENS) * TILE_TOKENS
     return max(16, int(triton.next_power_of_2(num_tokens)))
 
 
 @functools.cache
-def _hopper(device: torch.device) -> bool:
+def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def can_stream(weight: Tensor) -> bool:
-    """Whether this kernel takes it: Hopper, bfloat16, and rows that are a multiple of 16 bytes."""
-    return _hopper(weight.device) and weight.dtype == torch.bfloat16 and weight.shape[1] % 8 == 0
+def supports_skinny_hopper(weight: Tensor) -> bool:
+    """True if this kernel supports the weight: Hopper, bfloat16, and rows of multiples of 16 bytes."""
+    return _is_hopper(weight.device) and weight.dtype == torch.bfloat16 and weight.shape[1] % 8 == 0
 
 
 @functools.cache
-def meeting_places(device: torch.device) -> Tensor:
-    """For each tile, where its programs meet; see `meet`."""
+def barrier_counters(device: torch.device) -> Tensor:
+    """One counter for each tile; see `sync_programs`."""
     return torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
@@ -124,33 +137,35 @@ def launch(
     weight: Tensor,
     bias: Tensor | None,
     gate: Gate,
-    tuning: StreamTuning,
+    tuning: SkinnyHopperTuning,
     *,
     squares: Tensor | None,
     eps: float,
     residual: Tensor | None,
     norm: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """-> y, and with a norm (weighted, squares) of it; see `thin_linear`. All that the copy engine steps over is a
-    multiple of 16 bytes. Calls on a device must not overlap: their programs meet at the same places."""
+    """-> y, and with a norm its (weighted, squares). Strides must be multiples of 16 bytes, for TMA.
+
+    Launches on a device must not overlap: they share the barrier counters.
+    """
     num_tokens, num_in = x.shape
     num_rows = weight.shape[0]
     num_out, padded = num_rows // (2 if gate else 1), padded_tokens(num_tokens)
     y = torch.empty(num_tokens, num_out, dtype=x.dtype, device=x.device)
-    tokens, shares = min(padded, TILE_TOKENS), triton.cdiv(num_out, tuning.rows) * tuning.splits
-    programs = shares * (padded // tokens)
-    written = None
+    tokens, row_shares = min(padded, TILE_TOKENS), triton.cdiv(num_out, tuning.rows) * tuning.splits
+    programs = row_shares * (padded // tokens)
+    norm_outputs = None
     if norm is not None:
-        written = torch.empty_like(y), torch.empty(shares, padded, dtype=torch.float32, device=x.device)
+        norm_outputs = torch.empty_like(y), torch.empty(row_shares, padded, dtype=torch.float32, device=x.device)
     num_sums = programs * (num_rows // num_out) * tuning.rows * tokens if tuning.splits > 1 else 0
     xs = TensorDescriptor(x, [num_tokens, num_in], [x.stride(0), 1], [tokens, tuning.columns], LAYOUT)
     weights = TensorDescriptor(weight, [num_rows, num_in], [num_in, 1], [tuning.rows, tuning.columns], LAYOUT)
-    _stream_linear[(programs,)](
+    _skinny_hopper[(programs,)](
         xs,
         weights,
-        *given(y, bias, squares, residual, norm, y, *(written or (None, None))),
+        *or_placeholder(y, bias, squares, residual, norm, y, *(norm_outputs or (None, None))),
         torch.empty(num_sums, dtype=torch.float32, device=x.device),
-        meeting_places(x.device),
+        barrier_counters(x.device),
         num_tokens,
         num_out,
         num_in,
@@ -169,9 +184,9 @@ def launch(
         WITH_NORM=norm is not None,
         num_warps=4,
         maxnreg=tuning.registers,
-        **overlapped(x.device),
+        **pdl_options(x.device),
     )
-    return y, written
+    return y, norm_outputs
 
 
 @gluon.constexpr_function
@@ -182,7 +197,7 @@ def squares_layout(tokens):
 
 @gluon.constexpr_function
 def _share_layout(rows):
-    """Of a share of a tile's rows: a thread has some side by side, as they are stored."""
+    """Layout of a share of a tile's rows: a thread has adjacent rows, which it stores together."""
     return gl.BlockedLayout([min(rows // 8, 4), 1], [8, 4], [1, 4], [0, 1])
 
 
@@ -191,7 +206,7 @@ def make_ring(
     xs, weights, ROWS: gl.constexpr, TOKENS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
     HALVES: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """STAGES steps of the weight and of the tokens, and for each the barriers that say that it is there, and free."""
+    """A ring of STAGES steps of the weight and of the tokens, with a full and a free barrier for each."""
     tiles = gl.allocate_shared_memory(DTYPE, [STAGES * HALVES, ROWS, COLUMNS], weights.layout)
     x_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, TOKENS, COLUMNS], xs.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -204,170 +219,176 @@ def make_ring(
 
 
 @gluon.jit
-def _fetch_weights(
-    weights, ring, stage, tile, step, num_out, wanted,
+def _copy_weights(
+    weights, ring, stage, tile, step, num_out, pred,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, NUM_BYTES: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """A step's part of the weight; NUM_BYTES: with the tokens', which come by `_fetch_tokens`."""
+    """Copy the weight's part of a step. NUM_BYTES includes the tokens, which `_copy_tokens` copies."""
     tiles, _, full, _ = ring
-    mbarrier.expect(full.index(stage), NUM_BYTES, pred=wanted)
+    mbarrier.expect(full.index(stage), NUM_BYTES, pred=pred)
     for half in gl.static_range(HALVES):
-        at = [tile * ROWS + half * num_out, step * COLUMNS]
-        into = tiles.index(stage * HALVES + half)
-        tma.async_copy_global_to_shared(weights, at, full.index(stage), into, pred=wanted)
+        coordinates = [tile * ROWS + half * num_out, step * COLUMNS]
+        target = tiles.index(stage * HALVES + half)
+        tma.async_copy_global_to_shared(weights, coordinates, full.index(stage), target, pred=pred)
 
 
 @gluon.jit
-def _fetch_tokens(xs, ring, stage, first_token, step, wanted, COLUMNS: gl.constexpr):
+def _copy_tokens(xs, ring, stage, first_token, step, pred, COLUMNS: gl.constexpr):
     _, x_tiles, full, _ = ring
-    at = [first_token, step * COLUMNS]
-    tma.async_copy_global_to_shared(xs, at, full.index(stage), x_tiles.index(stage), pred=wanted)
+    coordinates = [first_token, step * COLUMNS]
+    tma.async_copy_global_to_shared(xs, coordinates, full.index(stage), x_tiles.index(stage), pred=pred)
 
 
 @gluon.jit
-def produce(
+def producer(
     xs, weights, ring, tile, first_token, begin, end, num_out,
     ROWS: gl.constexpr, TOKENS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
-    OVERLAPPED: gl.constexpr,
+    USE_PDL: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp."""
+    """The producer warp, which issues TMA copies."""
     NUM_BYTES: gl.constexpr = (HALVES * ROWS + TOKENS) * COLUMNS * 2
     _, _, _, free = ring
     for i in gl.static_range(STAGES):
         step = begin + i
-        _fetch_weights(weights, ring, i, tile, step, num_out, step < end, ROWS, COLUMNS, NUM_BYTES, HALVES)
-    wait_for_predecessor(OVERLAPPED)
+        _copy_weights(weights, ring, i, tile, step, num_out, step < end, ROWS, COLUMNS, NUM_BYTES, HALVES)
+    wait_for_predecessor(USE_PDL)
     for i in gl.static_range(STAGES):
-        _fetch_tokens(xs, ring, i, first_token, begin + i, begin + i < end, COLUMNS)
-    for turn in range(STAGES, end - begin):
-        stage = turn % STAGES
-        mbarrier.wait(free.index(stage), turn // STAGES % 2 ^ 1)
-        _fetch_weights(weights, ring, stage, tile, begin + turn, num_out, True, ROWS, COLUMNS, NUM_BYTES, HALVES)
-        _fetch_tokens(xs, ring, stage, first_token, begin + turn, True, COLUMNS)
+        _copy_tokens(xs, ring, i, first_token, begin + i, begin + i < end, COLUMNS)
+    for iteration in range(STAGES, end - begin):
+        stage = iteration % STAGES
+        mbarrier.wait(free.index(stage), iteration // STAGES % 2 ^ 1)
+        _copy_weights(weights, ring, stage, tile, begin + iteration, num_out, True, ROWS, COLUMNS, NUM_BYTES, HALVES)
+        _copy_tokens(xs, ring, stage, first_token, begin + iteration, True, COLUMNS)
 
 
 @gluon.jit
-def meet(meeting, is_first, NUM: gl.constexpr):
-    """Wait until NUM programs are here, and see what they have written. All that they add together flips the highest
-    bit and leaves the others 0, so that nobody has to reset it for the next ones."""
+def sync_programs(counter, is_first, NUM: gl.constexpr):
+    """A barrier of NUM programs: afterwards, each sees what the others wrote before it.
+
+    The increments of all programs together flip the counter's highest bit and leave the others 0, so the next use needs
+    no reset.
+    """
     gl.thread_barrier()
-    amount = gl.where(is_first, -(1 << 31) - (NUM - 1) + (1 << 32), 1).to(gl.int32)
-    before = gl.atomic_add(meeting, amount, sem="acq_rel")
-    now = before + amount
-    while (before ^ now) >= 0:
-        now = gl.atomic_add(meeting, 0, sem="acquire")
+    increment = gl.where(is_first, -(1 << 31) - (NUM - 1) + (1 << 32), 1).to(gl.int32)
+    before = gl.atomic_add(counter, increment, sem="acq_rel")
+    current = before + increment
+    while (before ^ current) >= 0:
+        current = gl.atomic_add(counter, 0, sem="acquire")
 
 
 @gluon.jit
-def _places(
+def _output_tile(
     first_row, first_token, num_tokens, num_out, ROWS: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Of some rows and tokens of y: the rows, the tokens, which rows there are, which of all, and where they lie."""
-    out = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    """A tile of y -> (rows, tokens, mask of rows, mask of elements, offsets of elements)."""
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     token = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT))
-    is_row = out < num_out
-    here = is_row[:, None] & (token < num_tokens)[None, :]
-    return out, token, is_row, here, token[None, :] * num_out + out[:, None]
+    row_mask = row < num_out
+    mask = row_mask[:, None] & (token < num_tokens)[None, :]
+    return row, token, row_mask, mask, token[None, :] * num_out + row[:, None]
 
 
 @gluon.jit
-def _ask_for(
+def _load_epilogue_inputs(
     bias, residual, norm, first_row, first_token, num_tokens, num_out,
     ROWS: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr, GATE: gl.constexpr, WITH_BIAS: gl.constexpr,
     WITH_RESIDUAL: gl.constexpr, WITH_NORM: gl.constexpr,
 ):  # fmt: skip
-    """What `_finish` adds to the sums or multiplies them by, as it is in memory; zeros for what is not there."""
-    out, _, is_row, here, place = _places(first_row, first_token, num_tokens, num_out, ROWS, TOKENS, LAYOUT)
-    own_bias = gl.zeros([ROWS], bias.dtype.element_ty, gl.SliceLayout(1, LAYOUT))
-    up_bias = own_bias
-    factor = gl.zeros([ROWS], norm.dtype.element_ty, gl.SliceLayout(1, LAYOUT))
-    added = gl.zeros([ROWS, TOKENS], residual.dtype.element_ty, LAYOUT)
+    """Load bias, residual and norm weight for `_epilogue`, as they are in memory; zeros for those that are absent."""
+    row, _, row_mask, mask, offsets = _output_tile(first_row, first_token, num_tokens, num_out, ROWS, TOKENS, LAYOUT)
+    bias_values = gl.zeros([ROWS], bias.dtype.element_ty, gl.SliceLayout(1, LAYOUT))
+    up_bias = bias_values
+    norm_weight = gl.zeros([ROWS], norm.dtype.element_ty, gl.SliceLayout(1, LAYOUT))
+    residual_values = gl.zeros([ROWS, TOKENS], residual.dtype.element_ty, LAYOUT)
     if WITH_BIAS:
-        own_bias = gl.load(bias + out, mask=is_row, other=0.0)
+        bias_values = gl.load(bias + row, mask=row_mask, other=0.0)
         if GATE != "":
-            up_bias = gl.load(bias + num_out + out, mask=is_row, other=0.0)
+            up_bias = gl.load(bias + num_out + row, mask=row_mask, other=0.0)
     if WITH_RESIDUAL:
-        added = gl.load(residual + place, mask=here, other=0.0)
+        residual_values = gl.load(residual + offsets, mask=mask, other=0.0)
     if WITH_NORM:
-        factor = gl.load(norm + out, mask=is_row, other=0.0)
-    return own_bias, up_bias, added, factor
+        norm_weight = gl.load(norm + row, mask=row_mask, other=0.0)
+    return bias_values, up_bias, residual_values, norm_weight
 
 
 @gluon.jit
-def _finish(
-    acc, up, squares, some_squares, asked_for, y, weighted, own_squares,
+def _epilogue(
+    acc, up, squares, first_squares, inputs, y, weighted, out_squares,
     first_row, first_token, num_tokens, num_out, num_in, num_squares, eps,
     PADDED: gl.constexpr, GATE: gl.constexpr, SCALED: gl.constexpr, WITH_BIAS: gl.constexpr,
     WITH_RESIDUAL: gl.constexpr, WITH_NORM: gl.constexpr,
 ):  # fmt: skip
-    """Sums of some rows, [rows, tokens], to what is stored of them. own_squares: [PADDED], of these rows alone."""
+    """Apply scale, bias, gate, residual and norm to the sums [rows, tokens], and store them.
+
+    out_squares  [PADDED], sums of squares of these rows
+    """
     LAYOUT: gl.constexpr = acc.type.layout
     DTYPE: gl.constexpr = y.dtype.element_ty
     TOKENS: gl.constexpr = acc.shape[1]
-    own_bias, up_bias, added, factor = asked_for
-    _, token, _, here, place = _places(first_row, first_token, num_tokens, num_out, acc.shape[0], TOKENS, LAYOUT)
+    bias_values, up_bias, residual_values, norm_weight = inputs
+    _, token, _, mask, offsets = _output_tile(first_row, first_token, num_tokens, num_out, acc.shape[0], TOKENS, LAYOUT)
     if SCALED:
-        PARTS: gl.constexpr = some_squares.type.layout
-        AT_ONCE: gl.constexpr = some_squares.shape[0]
-        sums = gl.sum(some_squares, 0)
-        part = gl.arange(0, AT_ONCE, gl.SliceLayout(1, PARTS))
-        column = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, PARTS))
-        for first in range(AT_ONCE, num_squares, AT_ONCE):
-            inside = (first + part < num_squares)[:, None]
-            sums += gl.sum(gl.load(squares + (first + part)[:, None] * PADDED + column[None, :], inside, 0.0), 0)
-        scale = gl.rsqrt(gl.convert_layout(sums, gl.SliceLayout(0, LAYOUT)) / num_in + eps)
+        SQUARES_LAYOUT: gl.constexpr = first_squares.type.layout
+        SQUARES_PER_LOAD: gl.constexpr = first_squares.shape[0]
+        sum_squares = gl.sum(first_squares, 0)
+        part = gl.arange(0, SQUARES_PER_LOAD, gl.SliceLayout(1, SQUARES_LAYOUT))
+        column = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, SQUARES_LAYOUT))
+        for base in range(SQUARES_PER_LOAD, num_squares, SQUARES_PER_LOAD):
+            valid = (base + part < num_squares)[:, None]
+            sum_squares += gl.sum(gl.load(squares + (base + part)[:, None] * PADDED + column[None, :], valid, 0.0), 0)
+        scale = gl.rsqrt(gl.convert_layout(sum_squares, gl.SliceLayout(0, LAYOUT)) / num_in + eps)
         acc *= scale[None, :]
         up *= scale[None, :]
     if WITH_BIAS:
-        acc += own_bias.to(gl.float32)[:, None]
+        acc += bias_values.to(gl.float32)[:, None]
         up += up_bias.to(gl.float32)[:, None]
     if GATE == "silu":
         acc = acc / (1.0 + gl.exp(-acc)) * up
     if GATE == "gelu":
         acc = acc / (1.0 + gl.exp(-GELU_SLOPE * (acc + 0.044715 * acc * acc * acc))) * up
     if WITH_RESIDUAL:
-        acc += added.to(gl.float32)
+        acc += residual_values.to(gl.float32)
     rounded = acc.to(DTYPE)
-    gl.store(y + place, rounded, mask=here)
+    gl.store(y + offsets, rounded, mask=mask)
     if WITH_NORM:
-        wide = gl.where(here, rounded.to(gl.float32), 0.0)
-        gl.store(own_squares + token, gl.sum(wide * wide, 0))
-        gl.store(weighted + place, (wide * factor.to(gl.float32)[:, None]).to(DTYPE), mask=here)
+        wide = gl.where(mask, rounded.to(gl.float32), 0.0)
+        gl.store(out_squares + token, gl.sum(wide * wide, 0))
+        gl.store(weighted + offsets, (wide * norm_weight.to(gl.float32)[:, None]).to(DTYPE), mask=mask)
 
 
 @gluon.jit
-def _consume(
-    bias, squares, residual, norm, y, weighted, own_squares, parts, meetings,
+def _consumer(
+    bias, squares, residual, norm, y, weighted, out_squares, partial_sums, barriers,
     ring, tile, first_token, split, begin, end, num_tokens, num_out, num_in, num_squares, eps,
     ROWS: gl.constexpr, TOKENS: gl.constexpr, PADDED: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
     GATE: gl.constexpr, SCALED: gl.constexpr, WITH_BIAS: gl.constexpr, WITH_RESIDUAL: gl.constexpr,
-    WITH_NORM: gl.constexpr, OVERLAPPED: gl.constexpr,
+    WITH_NORM: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
-    """The four warps that multiply."""
+    """The four consumer warps, which multiply."""
     HALVES: gl.constexpr = 2 if GATE != "" else 1
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TOKENS, 16])
-    PARTS: gl.constexpr = squares_layout(TOKENS)
-    AT_ONCE: gl.constexpr = 4096 // TOKENS  # parts of squares
+    SQUARES_LAYOUT: gl.constexpr = squares_layout(TOKENS)
+    SQUARES_PER_LOAD: gl.constexpr = 4096 // TOKENS
     tiles, x_tiles, full, free = ring
-    wait_for_predecessor(OVERLAPPED)
-    some_squares = gl.zeros([AT_ONCE, TOKENS], gl.float32, PARTS)
-    # All of this is asked for now, and needed at the end.
+    wait_for_predecessor(USE_PDL)
+    first_squares = gl.zeros([SQUARES_PER_LOAD, TOKENS], gl.float32, SQUARES_LAYOUT)
+    # Loaded early, used in the epilogue.
     if SCALED:
-        part = gl.arange(0, AT_ONCE, gl.SliceLayout(1, PARTS))[:, None]
-        column = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, PARTS))[None, :]
-        some_squares = gl.load(squares + part * PADDED + column, mask=part < num_squares, other=0.0)
+        part = gl.arange(0, SQUARES_PER_LOAD, gl.SliceLayout(1, SQUARES_LAYOUT))[:, None]
+        column = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, SQUARES_LAYOUT))[None, :]
+        first_squares = gl.load(squares + part * PADDED + column, mask=part < num_squares, other=0.0)
     SHARE: gl.constexpr = ROWS // SPLITS
-    SHARED: gl.constexpr = ACC if SPLITS == 1 else _share_layout(SHARE)
+    SHARE_LAYOUT: gl.constexpr = ACC if SPLITS == 1 else _share_layout(SHARE)
     first_row = tile * ROWS + split * SHARE
-    asked_for = _ask_for(
+    inputs = _load_epilogue_inputs(
         bias, residual, norm, first_row, first_token, num_tokens, num_out,
-        SHARE, TOKENS, SHARED, GATE, WITH_BIAS, WITH_RESIDUAL, WITH_NORM,
+        SHARE, TOKENS, SHARE_LAYOUT, GATE, WITH_BIAS, WITH_RESIDUAL, WITH_NORM,
     )  # fmt: skip
     acc = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
     up = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
-    for turn in range(end - begin):
-        stage = turn % STAGES
-        mbarrier.wait(full.index(stage), turn // STAGES % 2)
+    for iteration in range(end - begin):
+        stage = iteration % STAGES
+        mbarrier.wait(full.index(stage), iteration // STAGES % 2)
         x_tile = x_tiles.index(stage).permute((1, 0))
         pending = warpgroup_mma(tiles.index(stage * HALVES), x_tile, acc, is_async=True)
         if GATE != "":
@@ -377,42 +398,42 @@ def _consume(
             acc = warpgroup_mma_wait(0, deps=[pending])
         mbarrier.arrive(free.index(stage), count=1)
 
-    own_squares += (tile * SPLITS + split) * PADDED
+    out_squares += (tile * SPLITS + split) * PADDED
     if SPLITS == 1:
-        _finish(
-            acc, up, squares, some_squares, asked_for, y, weighted, own_squares,
+        _epilogue(
+            acc, up, squares, first_squares, inputs, y, weighted, out_squares,
             first_row, first_token, num_tokens, num_out, num_in, num_squares, eps,
             PADDED, GATE, SCALED, WITH_BIAS, WITH_RESIDUAL, WITH_NORM,
         )  # fmt: skip
     else:
-        SIZE: gl.constexpr = HALVES * ROWS * TOKENS  # a token's rows are side by side
-        group = gl.program_id(0) // SPLITS
-        theirs = parts + group * SPLITS * SIZE
+        SIZE: gl.constexpr = HALVES * ROWS * TOKENS  # a token's rows are adjacent
+        tile_index = gl.program_id(0) // SPLITS
+        tile_sums = partial_sums + tile_index * SPLITS * SIZE
         row = gl.arange(0, ROWS, gl.SliceLayout(1, ACC))[:, None]
         token = gl.arange(0, TOKENS, gl.SliceLayout(0, ACC))[None, :]
-        own = theirs + split * SIZE + token * ROWS + row
-        gl.store(own, acc)
+        sum_ptrs = tile_sums + split * SIZE + token * ROWS + row
+        gl.store(sum_ptrs, acc)
         if GATE != "":
-            gl.store(own + ROWS * TOKENS, up)
-        meet(meetings + group, split == 0, SPLITS)
-        row = split * SHARE + gl.arange(0, SHARE, gl.SliceLayout(1, SHARED))[:, None]
-        token = gl.arange(0, TOKENS, gl.SliceLayout(0, SHARED))[None, :]
-        share = gl.zeros([SHARE, TOKENS], gl.float32, SHARED)
-        upper_share = gl.zeros([SHARE, TOKENS], gl.float32, SHARED)
+            gl.store(sum_ptrs + ROWS * TOKENS, up)
+        sync_programs(barriers + tile_index, split == 0, SPLITS)
+        row = split * SHARE + gl.arange(0, SHARE, gl.SliceLayout(1, SHARE_LAYOUT))[:, None]
+        token = gl.arange(0, TOKENS, gl.SliceLayout(0, SHARE_LAYOUT))[None, :]
+        share = gl.zeros([SHARE, TOKENS], gl.float32, SHARE_LAYOUT)
+        up_share = gl.zeros([SHARE, TOKENS], gl.float32, SHARE_LAYOUT)
         for i in gl.static_range(SPLITS):
-            at = theirs + i * SIZE + token * ROWS + row
-            share += gl.load(at, cache_modifier=".cg")
+            ptrs = tile_sums + i * SIZE + token * ROWS + row
+            share += gl.load(ptrs, cache_modifier=".cg")
             if GATE != "":
-                upper_share += gl.load(at + ROWS * TOKENS, cache_modifier=".cg")
-        _finish(
-            share, upper_share, squares, some_squares, asked_for, y, weighted, own_squares,
+                up_share += gl.load(ptrs + ROWS * TOKENS, cache_modifier=".cg")
+        _epilogue(
+            share, up_share, squares, first_squares, inputs, y, weighted, out_squares,
             first_row, first_token, num_tokens, num_out, num_in, num_squares, eps,
             PADDED, GATE, SCALED, WITH_BIAS, WITH_RESIDUAL, WITH_NORM,
         )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_squares"])
-def _stream_linear(
+def _skinny_hopper(
     xs,
     weights,
     bias,
@@ -421,9 +442,9 @@ def _stream_linear(
     norm,
     y,
     weighted,
-    own_squares,
-    parts,
-    meetings,
+    out_squares,
+    partial_sums,
+    barriers,
     num_tokens,
     num_out,
     num_in,
@@ -440,10 +461,12 @@ def _stream_linear(
     WITH_BIAS: gl.constexpr,
     WITH_RESIDUAL: gl.constexpr,
     WITH_NORM: gl.constexpr,
-    OVERLAPPED: gl.constexpr,
+    USE_PDL: gl.constexpr,
 ):
-    """A tile of rows, one of tokens, and one of SPLITS parts of the columns; tiles of the same rows are side by side.
-    xs, weights: descriptions of x [num_tokens, num_in] and the weight."""
+    """A tile of rows, a tile of tokens, and one of SPLITS ranges of the columns; tiles of the same rows are adjacent.
+
+    xs, weights  TMA descriptors of x [num_tokens, num_in] and of the weight
+    """
     HALVES: gl.constexpr = 2 if GATE != "" else 1
     DTYPE: gl.constexpr = y.dtype.element_ty
     tile = gl.program_id(0) // (PADDED // TOKENS * SPLITS)
@@ -456,21 +479,21 @@ def _stream_linear(
     gl.warp_specialize(
         [
             (
-                _consume,
+                _consumer,
                 (
-                    bias, squares, residual, norm, y, weighted, own_squares, parts, meetings,
+                    bias, squares, residual, norm, y, weighted, out_squares, partial_sums, barriers,
                     ring, tile, first_token, split, begin, end, num_tokens, num_out, num_in, num_squares, eps,
-                    ROWS, TOKENS, PADDED, SPLITS, STAGES, GATE, SCALED, WITH_BIAS, WITH_RESIDUAL, WITH_NORM, OVERLAPPED,
+                    ROWS, TOKENS, PADDED, SPLITS, STAGES, GATE, SCALED, WITH_BIAS, WITH_RESIDUAL, WITH_NORM, USE_PDL,
                 ),
             ),
             (
-                produce,
+                producer,
                 (
                     xs, weights, ring, tile, first_token, begin, end, num_out,
-                    ROWS, TOKENS, COLUMNS, STAGES, HALVES, OVERLAPPED,
+                    ROWS, TOKENS, COLUMNS, STAGES, HALVES, USE_PDL,
                 ),
             ),
         ],
         [1],
-        [REGISTERS_OF_COPIER],
+        [PRODUCER_REGISTERS],
     )  # fmt: skip

@@ -1,5 +1,6 @@
-"""What a row's request asks of sampling beyond noise and filters, in Triton: from logits to logits, and the counts of
-tokens that penalties go by. See `rows.LogitsProcessorState`; a row that asks for nothing costs a look at a flag.
+"""Logits processors of rows, in Triton: penalties, logit bias, allowed tokens, min_tokens; and the penalties' counts.
+
+See `row_state.LogitsProcessorState`. A row without processors costs one load of its flags.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ TILE = 1024
 def init_token_counts(
     processors: LogitsProcessorState, rows: Tensor, starts: Tensor, begins: Tensor, token_ids: Tensor
 ) -> None:
-    """See `reference.init_token_counts`."""
+    """`reference.init_token_counts`."""
     if len(rows):
         _init_token_counts[(len(rows),)](
             processors.counts,
@@ -45,7 +46,7 @@ def init_token_counts(
 
 
 def update_token_counts(processors: LogitsProcessorState, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
-    """See `reference.update_token_counts`."""
+    """`reference.update_token_counts`."""
     assert rows.is_contiguous() and positions.is_contiguous() and tokens.is_contiguous()
     if len(rows):
         _update_token_counts[(len(rows),)](
@@ -65,12 +66,12 @@ def update_token_counts(processors: LogitsProcessorState, rows: Tensor, position
 def apply_row_logits_processors(
     logits: Tensor, rows: Tensor, positions: Tensor, state: RowState, processors: LogitsProcessorState
 ) -> None:
-    """See `reference.apply_row_logits_processors`; logits' rows contiguous."""
+    """`reference.apply_row_logits_processors`; logits are contiguous."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and logits.stride(0) == vocab_size, logits.stride()
     if not num_rows:
         return
-    _apply_few[(num_rows,)](
+    _apply_sparse[(num_rows,)](
         logits,
         rows,
         positions,
@@ -83,7 +84,7 @@ def apply_row_logits_processors(
         BIAS=triton.next_power_of_2(MAX_BIAS),
         num_warps=4,
     )
-    _apply_all[(num_rows, triton.cdiv(vocab_size, TILE))](
+    _apply_dense[(num_rows, triton.cdiv(vocab_size, TILE))](
         logits,
         rows,
         processors.enabled,
@@ -101,29 +102,29 @@ def apply_row_logits_processors(
 def _init_token_counts(
     counts, num_counted, num_prompt, rows, starts, begins, token_ids, counts_stride, TILE: tl.constexpr
 ):
-    """The tokens of one slice."""
+    """Count the tokens of one slice."""
     i = tl.program_id(0)
     row = tl.load(rows + i)
     start = tl.load(starts + i)
     begin = tl.load(begins + i)
     end = tl.load(begins + i + 1)
-    line = counts + row * counts_stride
-    known = tl.load(num_counted + row)
+    counts_ptr = counts + row * counts_stride
+    num_known = tl.load(num_counted + row)
     prompt = tl.load(num_prompt + row)
     for first in range(begin, end, TILE):
-        at = first + tl.arange(0, TILE)
-        position = start + at - begin
-        here = (at < end) & (position >= known)
-        token = tl.load(token_ids + at, mask=here, other=0)
-        tl.atomic_or(line + token, IN_PROMPT_BIT, mask=here & (position < prompt))
-        tl.atomic_add(line + token, 1, mask=here & (position >= prompt))
-    tl.debug_barrier()  # all of this program's threads have looked at what was known
-    tl.store(num_counted + row, tl.maximum(known, (start + end - begin).to(tl.int32)))
+        index = first + tl.arange(0, TILE)
+        position = start + index - begin
+        mask = (index < end) & (position >= num_known)
+        token = tl.load(token_ids + index, mask=mask, other=0)
+        tl.atomic_or(counts_ptr + token, IN_PROMPT_BIT, mask=mask & (position < prompt))
+        tl.atomic_add(counts_ptr + token, 1, mask=mask & (position >= prompt))
+    tl.debug_barrier()  # all threads of this program have read num_known
+    tl.store(num_counted + row, tl.maximum(num_known, (start + end - begin).to(tl.int32)))
 
 
 @triton.jit
 def _update_token_counts(enabled, counts, num_counted, history, rows, positions, tokens, counts_stride, history_stride):
-    """One draw."""
+    """Count the token of one sample."""
     i = tl.program_id(0)
     row = tl.load(rows + i)
     token = tl.load(tokens + i)
@@ -132,58 +133,58 @@ def _update_token_counts(enabled, counts, num_counted, history, rows, positions,
         position = tl.load(positions + i)
         tl.store(history + row * history_stride + position, token.to(tl.int32))
         if flags & PENALTIES_BIT:
-            place = counts + row * counts_stride + token
-            tl.store(place, tl.load(place) + 1)
+            count_ptr = counts + row * counts_stride + token
+            tl.store(count_ptr, tl.load(count_ptr) + 1)
             tl.store(num_counted + row, (position + 1).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["vocab_size"])
-def _apply_few(
+def _apply_sparse(
     logits, rows, positions, sampling_params, enabled, min_length, bias_ids, bias_values, vocab_size, BIAS: tl.constexpr
 ):
-    """One row: what changes some of its logits."""
+    """One row: logit bias and min_tokens, which change a few logits."""
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + i)
     flags = tl.load(enabled + row)
-    line = logits + i * vocab_size
+    row_ptr = logits + i * vocab_size
     if flags & LOGIT_BIAS_BIT:
         k = tl.arange(0, BIAS)
         token = tl.load(bias_ids + row * BIAS_ENTRIES + k, mask=k < BIAS_ENTRIES, other=-1)
-        here = (token >= 0) & (token < vocab_size)
-        added = tl.load(bias_values + row * BIAS_ENTRIES + k, mask=here, other=0.0)
-        tl.store(line + token, tl.load(line + token, mask=here, other=0.0) + added, mask=here)
+        mask = (token >= 0) & (token < vocab_size)
+        added = tl.load(bias_values + row * BIAS_ENTRIES + k, mask=mask, other=0.0)
+        tl.store(row_ptr + token, tl.load(row_ptr + token, mask=mask, other=0.0) + added, mask=mask)
     is_early = tl.load(positions + i) < tl.load(min_length + row)
     if ((flags & MIN_TOKENS_BIT) != 0) & is_early:
-        tl.debug_barrier()  # a stop token may have a bias
+        tl.debug_barrier()  # a stop token may also have a bias
         k = tl.arange(0, 16)
-        token = tl.load(sampling_params + row * COLUMNS + STOPS_AT + k, mask=k < STOP_IDS, other=-1)
-        tl.store(line + token, -float("inf"), mask=(token >= 0) & (token < vocab_size))
+        token = tl.load(sampling_params + row * COLUMNS + FIRST_STOP_COLUMN + k, mask=k < NUM_STOP_COLUMNS, other=-1)
+        tl.store(row_ptr + token, -float("inf"), mask=(token >= 0) & (token < vocab_size))
 
 
 @triton.jit(do_not_specialize=["vocab_size", "allowed_stride"])
-def _apply_all(
+def _apply_dense(
     logits, rows, enabled, penalties, allowed_bitmask, counts, vocab_size, allowed_stride, TILE: tl.constexpr
 ):
-    """A tile of one row: what changes any of its logits."""
+    """A tile of one row: penalties and allowed tokens, which may change every logit."""
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + i)
     flags = tl.load(enabled + row)
     if flags & (ALLOWED_TOKENS_BIT | PENALTIES_BIT):
         token = tl.program_id(1) * TILE + tl.arange(0, TILE)
-        here = token < vocab_size
-        place = logits + i * vocab_size + token
-        value = tl.load(place, mask=here, other=0.0)
+        mask = token < vocab_size
+        ptrs = logits + i * vocab_size + token
+        value = tl.load(ptrs, mask=mask, other=0.0)
         if flags & PENALTIES_BIT:
-            count = tl.load(counts + row * vocab_size + token, mask=here, other=0)
+            count = tl.load(counts + row * vocab_size + token, mask=mask, other=0)
             num_output = (count & (IN_PROMPT_BIT - 1)).to(tl.float32)
             repetition = tl.load(penalties + row * 3)
             value = tl.where(count != 0, tl.where(value > 0, value / repetition, value * repetition), value)
             value -= tl.load(penalties + row * 3 + 2) * num_output
             value -= tl.where(num_output > 0, tl.load(penalties + row * 3 + 1), 0.0)
         if flags & ALLOWED_TOKENS_BIT:
-            word = tl.load(allowed_bitmask + row * allowed_stride + token // 32, mask=here, other=0)
+            word = tl.load(allowed_bitmask + row * allowed_stride + token // 32, mask=mask, other=0)
             value = tl.where(((word >> (token % 32)) & 1) != 0, value, -float("inf"))
-        tl.store(place, value, mask=here)
+        tl.store(ptrs, value, mask=mask)
 
 
 PENALTIES_BIT = tl.constexpr(PENALTIES)
@@ -193,5 +194,5 @@ MIN_TOKENS_BIT = tl.constexpr(MIN_TOKENS)
 IN_PROMPT_BIT = tl.constexpr(IN_PROMPT)
 BIAS_ENTRIES = tl.constexpr(MAX_BIAS)
 COLUMNS = tl.constexpr(NUM_COLUMNS)
-STOPS_AT = tl.constexpr(FIRST_STOP_ID)
-STOP_IDS = tl.constexpr(MAX_STOP_IDS)
+FIRST_STOP_COLUMN = tl.constexpr(FIRST_STOP_ID)
+NUM_STOP_COLUMNS = tl.constexpr(MAX_STOP_IDS)

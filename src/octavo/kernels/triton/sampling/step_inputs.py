@@ -1,4 +1,4 @@
-"""Between two passes of the model on a GPU, in Triton: from the rows to the inputs, and from the tokens to the rows."""
+"""Prepares the inputs of a forward pass from the row state, and commits its sampled tokens to it, in Triton."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from octavo.kernels.row_state import (
     DecodeInputs,
     RowState,
 )
-from octavo.kernels.triton.launch import given
+from octavo.kernels.triton.launch import or_placeholder
 
 
 def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int) -> None:
-    """See `reference.prepare_decode_inputs`."""
+    """`reference.prepare_decode_inputs`."""
     batch, sampling = inputs.batch, inputs.sampling
     _prepare_decode_inputs[(len(inputs.rows),)](
         state.block_tables,
@@ -43,7 +43,7 @@ def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int
         batch.slot_mapping,
         batch.seq_lens,
         batch.block_tables,
-        *given(inputs.step_counter, batch.common_prefix_lens),
+        *or_placeholder(inputs.step_counter, batch.common_prefix_lens),
         sampling.temperature,
         sampling.top_k,
         sampling.top_p,
@@ -57,7 +57,7 @@ def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int
         COLUMNS=NUM_COLUMNS,
         BLOCK_SIZE=block_size,
         TILE=256,
-        COMPARING=batch.common_prefix_lens is not None,
+        FIND_COMMON_PREFIX=batch.common_prefix_lens is not None,
         num_warps=2,
     )
 
@@ -65,7 +65,7 @@ def prepare_decode_inputs(state: RowState, inputs: DecodeInputs, block_size: int
 def prepare_prefill_inputs(
     state: RowState, rows: Tensor, starts: Tensor, known: Tensor, batch: RaggedBatch, token_ids: Tensor, block_size: int
 ) -> None:
-    """See `reference.prepare_prefill_inputs`."""
+    """`reference.prepare_prefill_inputs`."""
     tile = 256
     _prepare_prefill_inputs[(len(rows), triton.cdiv(batch.max_query_len, tile))](
         state.block_tables,
@@ -90,7 +90,7 @@ def prepare_prefill_inputs(
 
 
 def commit_sampled_tokens(state: RowState, rows: Tensor, tokens: Tensor, ring: Tensor, step_counter: Tensor) -> None:
-    """See `reference.commit_sampled_tokens`."""
+    """`reference.commit_sampled_tokens`."""
     _commit_sampled_tokens[(1,)](
         state.last_token,
         state.done,
@@ -102,13 +102,13 @@ def commit_sampled_tokens(state: RowState, rows: Tensor, tokens: Tensor, ring: T
         len(rows),
         ring.stride(0),
         COLUMNS=NUM_COLUMNS,
-        DRAWS=triton.next_power_of_2(ring.shape[1]),  # not of these rows: each number would be a compilation
+        SAMPLES=triton.next_power_of_2(ring.shape[1]),  # not len(rows): each value is a compilation
         num_warps=4,
     )
 
 
-# What the host counts up from step to step is not specialised on: every variant of a kernel is a compilation.
-@triton.jit(do_not_specialize=["null_row", "table_stride", "own_table_stride"])
+# Numbers that vary between steps are not specialised on: every variant of a kernel is a compilation.
+@triton.jit(do_not_specialize=["null_row", "table_stride", "batch_table_stride"])
 def _prepare_decode_inputs(
     block_tables,
     last_token,
@@ -123,7 +123,7 @@ def _prepare_decode_inputs(
     positions,
     slot_mapping,
     seq_lens,
-    own_tables,
+    batch_tables,
     common_prefix_lens,
     temperature,
     top_k,
@@ -134,16 +134,16 @@ def _prepare_decode_inputs(
     next_position,
     null_row,
     table_stride,
-    own_table_stride,
+    batch_table_stride,
     COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    COMPARING: tl.constexpr,
+    FIND_COMMON_PREFIX: tl.constexpr,
 ):
-    """One slice."""
+    """Inputs of one slice."""
     i = tl.program_id(0)
     num_passes = tl.load(step_counter + 1)
-    row, live, position = _place(rows, starts, ends, done, i, num_passes)
+    row, live, position = _slice_position(rows, starts, ends, done, i, num_passes)
     seq_len = tl.where(live, position + 1, 0).to(tl.int32)
     block = tl.load(block_tables + row * table_stride + position // BLOCK_SIZE).to(tl.int64)
     tl.store(live_rows + i, tl.where(live, row, null_row))
@@ -152,45 +152,45 @@ def _prepare_decode_inputs(
     tl.store(slot_mapping + i, tl.where(live, block * BLOCK_SIZE + position % BLOCK_SIZE, 0))
     tl.store(seq_lens + i, seq_len)
 
-    line = sampling_params + row * COLUMNS
-    tl.store(temperature + i, tl.load(line + TEMPERATURE_AT).to(tl.float64, bitcast=True).to(tl.float32))
-    tl.store(top_p + i, tl.load(line + TOP_P_AT).to(tl.float64, bitcast=True).to(tl.float32))
-    tl.store(min_p + i, tl.load(line + MIN_P_AT).to(tl.float64, bitcast=True).to(tl.float32))
-    tl.store(top_k + i, tl.load(line + TOP_K_AT).to(tl.int32))
-    tl.store(seed + i, tl.load(line + SEED_AT))
-    tl.store(sample_index + i, tl.load(line + SAMPLE_INDEX_AT))
+    params_ptr = sampling_params + row * COLUMNS
+    tl.store(temperature + i, tl.load(params_ptr + TEMPERATURE_COLUMN).to(tl.float64, bitcast=True).to(tl.float32))
+    tl.store(top_p + i, tl.load(params_ptr + TOP_P_COLUMN).to(tl.float64, bitcast=True).to(tl.float32))
+    tl.store(min_p + i, tl.load(params_ptr + MIN_P_COLUMN).to(tl.float64, bitcast=True).to(tl.float32))
+    tl.store(top_k + i, tl.load(params_ptr + TOP_K_COLUMN).to(tl.int32))
+    tl.store(seed + i, tl.load(params_ptr + SEED_COLUMN))
+    tl.store(sample_index + i, tl.load(params_ptr + SAMPLE_INDEX_COLUMN))
     tl.store(next_position + i, position + 1)
 
     num_blocks = tl.cdiv(seq_len, BLOCK_SIZE)
     for first in range(0, num_blocks, TILE):
         column = first + tl.arange(0, TILE)
         ids = tl.load(block_tables + row * table_stride + column, mask=column < num_blocks)
-        tl.store(own_tables + i.to(tl.int64) * own_table_stride + column, ids, mask=column < num_blocks)
+        tl.store(batch_tables + i.to(tl.int64) * batch_table_stride + column, ids, mask=column < num_blocks)
 
-    if COMPARING:
-        other, other_live, other_position = _place(rows, starts, ends, done, tl.maximum(i - 1, 0), num_passes)
+    if FIND_COMMON_PREFIX:
+        other, other_live, other_position = _slice_position(rows, starts, ends, done, tl.maximum(i - 1, 0), num_passes)
         both = live & other_live & (i > 0)
-        most = tl.where(both, tl.minimum(position, other_position) // BLOCK_SIZE, 0).to(tl.int32)
-        common = most
-        for first in range(0, most, TILE):
+        max_common = tl.where(both, tl.minimum(position, other_position) // BLOCK_SIZE, 0).to(tl.int32)
+        common = max_common
+        for first in range(0, max_common, TILE):
             column = first + tl.arange(0, TILE)
-            ids = tl.load(block_tables + row * table_stride + column, mask=column < most)
-            other_ids = tl.load(block_tables + other * table_stride + column, mask=column < most)
-            differ = (ids != other_ids) & (column < most)
-            common = tl.minimum(common, tl.min(tl.where(differ, column, most), 0))
+            ids = tl.load(block_tables + row * table_stride + column, mask=column < max_common)
+            other_ids = tl.load(block_tables + other * table_stride + column, mask=column < max_common)
+            differ = (ids != other_ids) & (column < max_common)
+            common = tl.minimum(common, tl.min(tl.where(differ, column, max_common), 0))
         tl.store(common_prefix_lens + i, common * BLOCK_SIZE)
 
 
 @triton.jit
-def _place(rows, starts, ends, done, i, num_passes):
-    """A slice's row, whether there is something to do, and the position, 0 if not."""
+def _slice_position(rows, starts, ends, done, i, num_passes):
+    """(row, is live, position) of a slice; the position is 0 if the slice is not live."""
     row = tl.load(rows + i)
     position = tl.load(starts + i) + num_passes
     live = (position < tl.load(ends + i)) & (tl.load(done + row).to(tl.int32) == 0)
     return row, live, tl.where(live, position, 0)
 
 
-@triton.jit(do_not_specialize=["table_stride", "own_table_stride", "width"])
+@triton.jit(do_not_specialize=["table_stride", "batch_table_stride", "width"])
 def _prepare_prefill_inputs(
     block_tables,
     last_token,
@@ -203,35 +203,35 @@ def _prepare_prefill_inputs(
     positions,
     slot_mapping,
     seq_lens,
-    own_tables,
+    batch_tables,
     table_stride,
-    own_table_stride,
+    batch_table_stride,
     width,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """TILE tokens of one slice; the first of its programs also writes its line of the block tables."""
+    """TILE tokens of one slice; the slice's first program also writes its row of the block tables."""
     i = tl.program_id(0)
     tile = tl.program_id(1)
     row = tl.load(rows + i)
     begin = tl.load(query_start + i)
     count = tl.load(query_start + i + 1) - begin
-    # The first token tells whether the host sent any: the row's own last token is -1 there.
+    # If the host sent no tokens, the first entry is -1 and stands for the row's last token.
     from_host = tl.load(known + begin, mask=count > 0, other=-1) >= 0
     is_done = (tl.load(done + row).to(tl.int32) != 0) & (not from_host)
     start = tl.where(is_done, 0, tl.load(starts + i))
     offset = tile * TILE + tl.arange(0, TILE)
-    here = offset < count
-    token = tl.load(known + begin + offset, mask=here, other=0)
+    mask = offset < count
+    token = tl.load(known + begin + offset, mask=mask, other=0)
     token = tl.where(token < 0, tl.load(last_token + row), token)
     position = start + offset
-    block = tl.load(block_tables + row * table_stride + position // BLOCK_SIZE, mask=here, other=0).to(tl.int64)
+    block = tl.load(block_tables + row * table_stride + position // BLOCK_SIZE, mask=mask, other=0).to(tl.int64)
     slot = tl.where(is_done, 0, block * BLOCK_SIZE + position % BLOCK_SIZE)
-    tl.store(token_ids + begin + offset, token, mask=here)
-    tl.store(positions + begin + offset, position, mask=here)
-    tl.store(slot_mapping + begin + offset, slot, mask=here)
+    tl.store(token_ids + begin + offset, token, mask=mask)
+    tl.store(positions + begin + offset, position, mask=mask)
+    tl.store(slot_mapping + begin + offset, slot, mask=mask)
     if tile == 0:
-        tl.store(done + row, is_done)  # cleared by the host's tokens
+        tl.store(done + row, is_done)  # tokens from the host clear the flag
         seq_len = (start + count).to(tl.int32)
         tl.store(seq_lens + i, seq_len)
         num_blocks = tl.minimum(tl.cdiv(seq_len, BLOCK_SIZE), width)
@@ -239,10 +239,10 @@ def _prepare_prefill_inputs(
             column = first + tl.arange(0, TILE)
             ids = tl.load(block_tables + row * table_stride + column, mask=column < num_blocks)
             ids = tl.where(is_done, 0, ids)
-            tl.store(own_tables + i.to(tl.int64) * own_table_stride + column, ids, mask=column < num_blocks)
+            tl.store(batch_tables + i.to(tl.int64) * batch_table_stride + column, ids, mask=column < num_blocks)
 
 
-@triton.jit(do_not_specialize=["num_draws", "ring_stride"])
+@triton.jit(do_not_specialize=["num_samples", "ring_stride"])
 def _commit_sampled_tokens(
     last_token,
     done,
@@ -251,39 +251,39 @@ def _commit_sampled_tokens(
     tokens,
     ring,
     step_counter,
-    num_draws,
+    num_samples,
     ring_stride,
     COLUMNS: tl.constexpr,
-    DRAWS: tl.constexpr,
+    SAMPLES: tl.constexpr,
 ):
-    """One program: several draws of one row all look at its flag before any of them sets it."""
-    i = tl.arange(0, DRAWS)
-    here = i < num_draws
-    row = tl.load(rows + i, mask=here, other=0)
-    token = tl.load(tokens + i, mask=here, other=0)
-    alive = here & (tl.load(done + row, mask=here, other=1).to(tl.int32) == 0)
+    """One program for all samples: several samples of a row must all read its done flag before one sets it."""
+    i = tl.arange(0, SAMPLES)
+    mask = i < num_samples
+    row = tl.load(rows + i, mask=mask, other=0)
+    token = tl.load(tokens + i, mask=mask, other=0)
+    active = mask & (tl.load(done + row, mask=mask, other=1).to(tl.int32) == 0)
     column = tl.load(step_counter)
     num_passes = tl.load(step_counter + 1)
-    is_number = token >= 0
+    is_token = token >= 0
     stops = token < 0
-    for k in tl.static_range(STOP_IDS):
-        stops |= tl.load(sampling_params + row * COLUMNS + STOPS_AT + k, mask=here, other=-1) == token
-    told = tl.where(alive, tl.where(is_number, token, token + (NOT_FINITE_MARK + 1)), NOTHING_MARK)
-    tl.debug_barrier()  # all of this program's threads have read
-    tl.store(ring + column * ring_stride + i, told.to(ring.dtype.element_ty), mask=here)
-    tl.store(last_token + row, token, mask=alive & is_number)
-    tl.store(done + row, stops, mask=alive & stops)
+    for k in tl.static_range(NUM_STOP_COLUMNS):
+        stops |= tl.load(sampling_params + row * COLUMNS + FIRST_STOP_COLUMN + k, mask=mask, other=-1) == token
+    ring_value = tl.where(active, tl.where(is_token, token, token + (NOT_FINITE_MARK + 1)), NOTHING_SAMPLED_MARK)
+    tl.debug_barrier()  # all threads of this program have read
+    tl.store(ring + column * ring_stride + i, ring_value.to(ring.dtype.element_ty), mask=mask)
+    tl.store(last_token + row, token, mask=active & is_token)
+    tl.store(done + row, stops, mask=active & stops)
     tl.store(step_counter, column + 1)
     tl.store(step_counter + 1, num_passes + 1)
 
 
-TEMPERATURE_AT = tl.constexpr(TEMPERATURE)
-TOP_P_AT = tl.constexpr(TOP_P)
-MIN_P_AT = tl.constexpr(MIN_P)
-TOP_K_AT = tl.constexpr(TOP_K)
-SEED_AT = tl.constexpr(SEED)
-SAMPLE_INDEX_AT = tl.constexpr(SAMPLE_INDEX)
-STOPS_AT = tl.constexpr(FIRST_STOP_ID)
-STOP_IDS = tl.constexpr(MAX_STOP_IDS)
+TEMPERATURE_COLUMN = tl.constexpr(TEMPERATURE)
+TOP_P_COLUMN = tl.constexpr(TOP_P)
+MIN_P_COLUMN = tl.constexpr(MIN_P)
+TOP_K_COLUMN = tl.constexpr(TOP_K)
+SEED_COLUMN = tl.constexpr(SEED)
+SAMPLE_INDEX_COLUMN = tl.constexpr(SAMPLE_INDEX)
+FIRST_STOP_COLUMN = tl.constexpr(FIRST_STOP_ID)
+NUM_STOP_COLUMNS = tl.constexpr(MAX_STOP_IDS)
 NOT_FINITE_MARK = tl.constexpr(NOT_FINITE)
-NOTHING_MARK = tl.constexpr(NOTHING_SAMPLED)
+NOTHING_SAMPLED_MARK = tl.constexpr(NOTHING_SAMPLED)

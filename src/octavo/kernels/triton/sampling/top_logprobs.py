@@ -1,8 +1,8 @@
-"""The likeliest tokens of each row of logits, and what the model thought of one of them, in Triton: nothing is sorted.
+"""Top tokens and log-probabilities of rows of logits, in Triton, without a sort.
 
-A row is cut into pieces, and one look at all of them says how high each of them goes, and what their exponentials come
-to. The likeliest token is in the piece that goes highest, which then goes as high as its next: so k more looks, each at
-a single piece, find the k likeliest.
+A row is cut into splits. One pass over all splits computes the largest logit and the sum of exponentials of each. The
+top token is in the split with the largest logit, which then continues with its next largest. So k further steps, each
+over one split, find the top k tokens.
 """
 
 from __future__ import annotations
@@ -15,36 +15,40 @@ from torch import Tensor
 from octavo.kernels import reference
 from octavo.kernels.row_state import MAX_LOGPROBS, NUM_COLUMNS, NUM_LOGPROBS, RowState
 
-PIECE = 2048
-"""Tokens."""
-MOST_FOUND = 256
-"""Of the likeliest tokens; to find more, all are sorted."""
+SPLIT_SIZE = 2048
+"""Tokens of a split."""
+MAX_TOP = 256
+"""Limit of top tokens for the kernel; for more, `reference` sorts the row."""
 LOW_BITS = (1 << 31) - 1
 
 
 def packed_top_logprobs(logits: Tensor, num: int) -> Tensor:
-    """See `reference.packed_top_logprobs`; logits of any float dtype, rows contiguous. Captures into a graph."""
-    if num > min(MOST_FOUND, logits.shape[1]):
+    """`reference.packed_top_logprobs`; logits of any float dtype with contiguous rows. Can be captured into a graph."""
+    if num > min(MAX_TOP, logits.shape[1]):
         return reference.packed_top_logprobs(logits, num)
-    best = logits.new_empty(len(logits), 2 + 2 * num, dtype=torch.int32)
-    _find(logits, None, best, num)
-    return best
+    packed = logits.new_empty(len(logits), 2 + 2 * num, dtype=torch.int32)
+    _launch(logits, None, packed, num)
+    return packed
 
 
 def write_logprobs(
     state: RowState, rows: Tensor, logits: Tensor, tokens: Tensor, ring: Tensor, step_counter: Tensor
 ) -> None:
-    """See `reference.write_logprobs`; logits of any float dtype, rows contiguous. A row that does not ask costs next to
-    nothing. Captures into a graph."""
-    _find(logits, (state.sampling_params, rows, tokens, step_counter), ring, MAX_LOGPROBS)
+    """`reference.write_logprobs`; logits of any float dtype with contiguous rows. Can be captured into a graph.
+
+    A row that returns no log-probabilities costs next to nothing.
+    """
+    _launch(logits, (state.sampling_params, rows, tokens, step_counter), ring, MAX_LOGPROBS)
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `reference.token_logprobs`. The top are found, not sorted out, by keys that no two tokens share: a logit's
-    bits in the order of floats, then how low the id is."""
-    if num_top > MOST_FOUND or num_top > logits.shape[1]:
+    """`reference.token_logprobs`, by top-k instead of a sort.
+
+    The keys are unique: the logit's bits in the order of floats, then the token id, lowest first.
+    """
+    if num_top > MAX_TOP or num_top > logits.shape[1]:
         return reference.token_logprobs(logits, token_ids, num_top)
-    wide = logits.float() + 0.0  # which makes -0 a 0
+    wide = logits.float() + 0.0  # turns -0 into 0
     chosen = wide.gather(1, token_ids.unsqueeze(1))
     ranks = (wide > chosen).sum(1) + 1
     bits = wide.view(torch.int32).long()
@@ -56,147 +60,161 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Ten
     return (chosen - log_total).squeeze(1), ranks, top_ids, wide.gather(1, top_ids) - log_total
 
 
-def _find(logits: Tensor, asked: tuple[Tensor, Tensor, Tensor, Tensor] | None, out: Tensor, num: int) -> None:
+def _launch(logits: Tensor, per_row: tuple[Tensor, Tensor, Tensor, Tensor] | None, out: Tensor, num: int) -> None:
     """asked: (sampling_params, rows, tokens, step_counter), where each row has its own number of top tokens, at most
     `num`. None: `num` for all rows."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and out.stride(-1) == 1, (logits.stride(), out.stride())
     if not num_rows:
         return
-    pieces = triton.cdiv(vocab_size, PIECE)
-    found = logits.new_empty(num_rows, 3, pieces, dtype=torch.float32)
-    sampling_params, rows, tokens, step_counter = asked or (logits,) * 4
-    asking = {"ASKED": asked is not None, "PIECE": PIECE, "num_warps": 4}
-    _look[(num_rows, pieces)](logits, sampling_params, rows, tokens, found, vocab_size, logits.stride(0), **asking)
-    _tell[(num_rows,)](
+    num_splits = triton.cdiv(vocab_size, SPLIT_SIZE)
+    split_stats = logits.new_empty(num_rows, 3, num_splits, dtype=torch.float32)
+    sampling_params, rows, tokens, step_counter = per_row or (logits,) * 4
+    options = {"PER_ROW": per_row is not None, "SPLIT_SIZE": SPLIT_SIZE, "num_warps": 4}
+    _scan_splits[(num_rows, num_splits)](
+        logits, sampling_params, rows, tokens, split_stats, vocab_size, logits.stride(0), **options
+    )
+    _select_top[(num_rows,)](
         logits,
         sampling_params,
         rows,
         tokens,
         step_counter,
-        found,
+        split_stats,
         out,
         vocab_size,
         logits.stride(0),
         out.stride(-2),
         out.stride(0),
         num,
-        PIECES=pieces,
-        PIECES_PADDED=triton.next_power_of_2(pieces),
-        PLACES=triton.next_power_of_2(num),
-        **asking,
+        SPLITS=num_splits,
+        SPLITS_PADDED=triton.next_power_of_2(num_splits),
+        TOP_PADDED=triton.next_power_of_2(num),
+        **options,
     )
 
 
-LOGPROBS_AT = tl.constexpr(NUM_LOGPROBS)
+NUM_LOGPROBS_COLUMN = tl.constexpr(NUM_LOGPROBS)
 COLUMNS = tl.constexpr(NUM_COLUMNS)
 
 
 @triton.jit
-def _scores(line, token_ids, vocab_size):
-    """Of these tokens; -inf where there is none, or no number."""
-    scores = tl.load(line + token_ids, mask=token_ids < vocab_size, other=-float("inf")).to(tl.float32)
+def _load_logits(row_ptr, token_ids, vocab_size):
+    """Load logits of tokens; -inf past the vocabulary and for non-finite logits."""
+    scores = tl.load(row_ptr + token_ids, mask=token_ids < vocab_size, other=-float("inf")).to(tl.float32)
     return tl.where(tl.abs(scores) < float("inf"), scores, -float("inf"))
 
 
 @triton.jit
-def _asked_for(sampling_params, rows, tokens, row):
-    """How many of the likeliest tokens, -1 for nothing at all; and the row's own token."""
+def _load_request(sampling_params, rows, tokens, row):
+    """(number of top tokens, sampled token) of a row; the number is -1 if it returns no log-probabilities."""
     token = tl.load(tokens + row)
-    num = tl.load(sampling_params + tl.load(rows + row) * COLUMNS + LOGPROBS_AT)
+    num = tl.load(sampling_params + tl.load(rows + row) * COLUMNS + NUM_LOGPROBS_COLUMN)
     return tl.where(token < 0, -1, num), token
 
 
 @triton.jit(do_not_specialize=["vocab_size"])
-def _look(
-    logits, sampling_params, rows, tokens, found, vocab_size, row_stride, ASKED: tl.constexpr, PIECE: tl.constexpr
+def _scan_splits(
+    logits,
+    sampling_params,
+    rows,
+    tokens,
+    split_stats,
+    vocab_size,
+    row_stride,
+    PER_ROW: tl.constexpr,
+    SPLIT_SIZE: tl.constexpr,
 ):
-    """A piece of a row: how high it goes, the sum of exponentials, less that; and how many go higher than the row's
-    token, or, if nobody has asked, are not finite."""
-    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    line = logits + row * row_stride
+    """One split of a row: its largest logit, the sum of exponentials relative to that, and a count.
+
+    The count is of logits above the sampled token's with PER_ROW, else of non-finite logits.
+    """
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row_ptr = logits + row * row_stride
     num = 0
-    border = float("inf")
-    if ASKED:
-        num, token = _asked_for(sampling_params, rows, tokens, row)
-        border = tl.load(line + token, mask=num >= 0, other=0.0).to(tl.float32)
+    threshold = float("inf")
+    if PER_ROW:
+        num, token = _load_request(sampling_params, rows, tokens, row)
+        threshold = tl.load(row_ptr + token, mask=num >= 0, other=0.0).to(tl.float32)
     if num >= 0:
-        token_ids = piece * PIECE + tl.arange(0, PIECE)
-        scores = _scores(line, token_ids, vocab_size)
-        highest = tl.max(scores, 0)
-        counted = scores > border
-        if not ASKED:
+        token_ids = split * SPLIT_SIZE + tl.arange(0, SPLIT_SIZE)
+        scores = _load_logits(row_ptr, token_ids, vocab_size)
+        max_logit = tl.max(scores, 0)
+        counted = scores > threshold
+        if not PER_ROW:
             counted = (token_ids < vocab_size) & (scores == -float("inf"))
-        out = found + row * 3 * tl.num_programs(1) + piece
-        tl.store(out, highest)
-        total = tl.sum(tl.where(scores > -float("inf"), tl.exp(scores - highest), 0.0), 0)
-        tl.store(out + tl.num_programs(1), total)
-        tl.store(out + 2 * tl.num_programs(1), tl.sum(counted.to(tl.float32), 0))
+        stats_ptr = split_stats + row * 3 * tl.num_programs(1) + split
+        tl.store(stats_ptr, max_logit)
+        sum_exp = tl.sum(tl.where(scores > -float("inf"), tl.exp(scores - max_logit), 0.0), 0)
+        tl.store(stats_ptr + tl.num_programs(1), sum_exp)
+        tl.store(stats_ptr + 2 * tl.num_programs(1), tl.sum(counted.to(tl.float32), 0))
 
 
-@triton.jit(do_not_specialize=["vocab_size", "line_stride", "column_stride", "num"])
-def _tell(
+@triton.jit(do_not_specialize=["vocab_size", "out_row_stride", "ring_column_stride", "num"])
+def _select_top(
     logits,
     sampling_params,
     rows,
     tokens,
     step_counter,
-    found,
+    split_stats,
     out,
     vocab_size,
     row_stride,
-    line_stride,
-    column_stride,
+    out_row_stride,
+    ring_column_stride,
     num,
-    ASKED: tl.constexpr,
-    PIECE: tl.constexpr,
-    PIECES: tl.constexpr,
-    PIECES_PADDED: tl.constexpr,
-    PLACES: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    SPLIT_SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr,
+    TOP_PADDED: tl.constexpr,
 ):
-    """A row: of the piece that goes highest the next token, num times."""
+    """One row: num times, take the next token of the split with the largest remaining logit."""
     row = tl.program_id(0).to(tl.int64)
-    line = logits + row * row_stride
-    told = out + row * line_stride
-    most = num
-    if ASKED:
-        own_num, own = _asked_for(sampling_params, rows, tokens, row)
-        num = own_num.to(tl.int32)
-        told += tl.load(step_counter) * column_stride
+    row_ptr = logits + row * row_stride
+    out_ptr = out + row * out_row_stride
+    max_num = num
+    if PER_ROW:
+        row_num, row_token = _load_request(sampling_params, rows, tokens, row)
+        num = row_num.to(tl.int32)
+        out_ptr += tl.load(step_counter) * ring_column_stride
     if num >= 0:
-        piece = tl.arange(0, PIECES_PADDED)
-        here = piece < PIECES
-        place = found + row * 3 * PIECES + piece
-        highest = tl.load(place, mask=here, other=-float("inf"))
-        total = tl.load(place + PIECES, mask=here, other=0.0)
-        count = tl.sum(tl.load(place + 2 * PIECES, mask=here, other=0.0), 0)
-        peak = tl.max(highest, 0)
-        log_total = peak + tl.log(tl.sum(tl.where(total > 0, total * tl.exp(highest - peak), 0.0), 0))
-        if ASKED:
-            own_score = tl.load(line + own).to(tl.float32)
+        split = tl.arange(0, SPLITS_PADDED)
+        mask = split < SPLITS
+        stats_ptrs = split_stats + row * 3 * SPLITS + split
+        split_max = tl.load(stats_ptrs, mask=mask, other=-float("inf"))
+        split_sum = tl.load(stats_ptrs + SPLITS, mask=mask, other=0.0)
+        count = tl.sum(tl.load(stats_ptrs + 2 * SPLITS, mask=mask, other=0.0), 0)
+        row_max = tl.max(split_max, 0)
+        log_total = row_max + tl.log(tl.sum(tl.where(split_sum > 0, split_sum * tl.exp(split_max - row_max), 0.0), 0))
+        if PER_ROW:
+            token_logit = tl.load(row_ptr + row_token).to(tl.float32)
             rank = count + 1
         else:
-            own_score = peak
+            token_logit = row_max
             rank = tl.where(count == 0, 1.0, 0.0)
-        tl.store(told, (own_score - log_total).to(tl.int32, bitcast=True))
-        tl.store(told + 1, rank.to(tl.int32))
-        lane = tl.arange(0, PLACES)
-        best = tl.full([PLACES], 0.0, tl.float32)
-        best_ids = tl.zeros([PLACES], tl.int32)
-        last = tl.full([PIECES_PADDED], -1, tl.int32)  # of a piece, the last token that was as high as the next one is
+        tl.store(out_ptr, (token_logit - log_total).to(tl.int32, bitcast=True))
+        tl.store(out_ptr + 1, rank.to(tl.int32))
+        lane = tl.arange(0, TOP_PADDED)
+        top_logprobs = tl.full([TOP_PADDED], 0.0, tl.float32)
+        top_ids = tl.zeros([TOP_PADDED], tl.int32)
+        last_token = tl.full(
+            [SPLITS_PADDED], -1, tl.int32
+        )  # of a piece, the last token that was as high as the next one is
         for k in range(num):
-            # Pieces are in the order of their tokens: the first of equals has the lowest.
-            at = tl.argmax(highest, 0)
-            score = tl.max(highest, 0)
-            token_ids = at * PIECE + tl.arange(0, PIECE)
-            scores = _scores(line, token_ids, vocab_size)
-            equal = (scores == score) & (token_ids < vocab_size)
-            behind = token_ids > tl.sum(tl.where(piece == at, last, 0), 0)
-            token = tl.min(tl.where(equal & behind, token_ids, vocab_size - 1), 0)
-            following = tl.max(tl.where((scores < score) | (equal & (token_ids > token)), scores, -float("inf")), 0)
-            best = tl.where(lane == k, score - log_total, best)
-            best_ids = tl.where(lane == k, token, best_ids)
-            last = tl.where(piece == at, tl.where(following == score, token, -1), last)
-            highest = tl.where(piece == at, following, highest)
-        tl.store(told + 2 + lane, best_ids, mask=lane < num)
-        tl.store(told + 2 + most + lane, best.to(tl.int32, bitcast=True), mask=lane < num)
+            # Splits are in the order of their tokens, so the first of equal splits has the lowest token.
+            best_split = tl.argmax(split_max, 0)
+            max_logit = tl.max(split_max, 0)
+            token_ids = best_split * SPLIT_SIZE + tl.arange(0, SPLIT_SIZE)
+            scores = _load_logits(row_ptr, token_ids, vocab_size)
+            equal = (scores == max_logit) & (token_ids < vocab_size)
+            is_later = token_ids > tl.sum(tl.where(split == best_split, last_token, 0), 0)
+            token = tl.min(tl.where(equal & is_later, token_ids, vocab_size - 1), 0)
+            next_max = tl.max(tl.where((scores < max_logit) | (equal & (token_ids > token)), scores, -float("inf")), 0)
+            top_logprobs = tl.where(lane == k, max_logit - log_total, top_logprobs)
+            top_ids = tl.where(lane == k, token, top_ids)
+            last_token = tl.where(split == best_split, tl.where(next_max == max_logit, token, -1), last_token)
+            split_max = tl.where(split == best_split, next_max, split_max)
+        tl.store(out_ptr + 2 + lane, top_ids, mask=lane < num)
+        tl.store(out_ptr + 2 + max_num + lane, top_logprobs.to(tl.int32, bitcast=True), mask=lane < num)

@@ -1,5 +1,5 @@
-"""Writing K and V by slot, on a GPU behind QK-norm and RoPE, in one launch:
-`python benchmarks/kernels/bench_kv_write.py [--device cuda] [--threads N]`."""
+"""Writing K and V to their slots, alone and after QK-norm and RoPE (on a GPU, in one launch):
+`python benchmarks/kernels/bench_write.py [--device cuda] [--threads N]`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def main() -> None:
             lambda k=k, v=v, slots=slots: reference.kv_write(k, v, kv[:, 7], slots),
             num_bytes=2 * (k.numel() + v.numel()) * k.element_size(),
         )
-        turned = (q, k, v, positions, table, kv[:, 7], slots)
+        args = (q, k, v, positions, table, kv[:, 7], slots)
         compare(
             f"norms, rope and kv_write {n} tokens",
-            lambda turned=turned: ops.rope_kv_write(*turned, **norms),
-            lambda turned=turned: reference.rope_kv_write(*turned, **norms),
+            lambda args=args: ops.rope_kv_write(*args, **norms),
+            lambda args=args: reference.rope_kv_write(*args, **norms),
         )
 
 

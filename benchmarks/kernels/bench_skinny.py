@@ -1,15 +1,15 @@
-"""A layer's products of few tokens on a GPU, beside cuBLAS and the kernels around it.
+"""Linear layers of small batches on a GPU, compared with cuBLAS and separate kernels.
 
-    PYTHONPATH=src python benchmarks/kernels/bench_thin_linear.py [--products] [--tunings] [--processes N]
+    PYTHONPATH=src python benchmarks/kernels/bench_skinny.py [--products] [--tunings] [--processes N]
 
-Microseconds from replays of a CUDA graph that goes over so many weights that none is found in the cache. Of a layer,
-its four products one behind the other, with what stands around them but attention: `library` is cuBLAS, two sums with
-their norms and the gate's activation, `thin` is `thin_linear` in Triton, `stream` is `stream_linear`, on Hopper.
+Microseconds, from replays of a CUDA graph over so many weights that none is found in the cache. Each line is the four
+products of a layer in sequence, with everything around them except attention: `library` is cuBLAS with two
+add_rms_norms and the gate's activation, `triton` is `linear.skinny`, `hopper` is `linear.skinny_hopper`.
 
---products: of each product alone, many calls behind each other; `library` is rms_norm, a product and the activation,
-or the product alone where a sum follows (which the next norm takes along), `ours` what is chosen by itself.
---tunings: also the fastest of many tunings in Triton, which is what `thin_tuning` was chosen from; they are compiled
-by N processes first.
+--products  time each product alone, many calls in sequence. `library` is rms_norm, a product and the activation, or
+            only the product where a residual sum follows, which the next norm includes; `ours` uses the default tuning
+--tunings   also print the fastest of many tunings in Triton, from which `skinny_tuning` was chosen; N processes
+            compile them first
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from torch import Tensor
 from octavo.integers import cdiv
 from octavo.kernels.triton.activation import silu_mul
 from octavo.kernels.triton.linear.skinny import (
-    ThinTuning,
+    SkinnyTuning,
     Tuning,
     add_linear,
     make_normed_residual,
     norm_linear,
-    thin_tuning,
+    skinny_tuning,
 )
-from octavo.kernels.triton.linear.skinny_hopper import can_stream, stream_tuning
+from octavo.kernels.triton.linear.skinny_hopper import skinny_hopper_tuning, supports_skinny_hopper
 from octavo.kernels.triton.norms import add_rms_norm, rms_norm
 
 NUM_TOKENS = (1, 8, 16, 32)
-MORE_TOKENS = (48, 64, 72, 96, 128, 160, 192, 256)  # above 64, they are taken by themselves for small weights alone
+MORE_TOKENS = (48, 64, 72, 96, 128, 160, 192, 256)  # above 64, used by default for small weights only
 CALLS = 40
 BEYOND_CACHE = 160 << 20
 
@@ -77,7 +77,7 @@ PRODUCTS = [
 ]
 
 
-def tunings(product: Product, num_tokens: int) -> Iterator[ThinTuning]:
+def tunings(product: Product, num_tokens: int) -> Iterator[SkinnyTuning]:
     tiles = [(16, 128, 2, 4), (16, 256, 2, 3), (32, 128, 2, 4), (32, 256, 4, 3)]
     if num_tokens > 16:
         tiles = [(16, 128, 2, 4), (32, 128, 4, 4), (64, 64, 4, 5), (64, 128, 4, 3), (128, 64, 8, 4)]
@@ -85,24 +85,24 @@ def tunings(product: Product, num_tokens: int) -> Iterator[ThinTuning]:
         programs = cdiv(product.num_out, rows)
         for splits in (1,) if product.gated else (1, 2, 4, 8, 16):
             if 100 <= programs * splits <= 1100 and product.num_in // splits >= columns:
-                yield ThinTuning(rows, columns, splits, warps, stages)
+                yield SkinnyTuning(rows, columns, splits, warps, stages)
 
 
-def call(product: Product, num_tokens: int, tuning: ThinTuning | None) -> Callable[[Tensor], object]:
+def make_call(product: Product, num_tokens: int, tuning: SkinnyTuning | None) -> Callable[[Tensor], object]:
     def make(*shape: int) -> Tensor:
         return torch.randn(shape, device="cuda").bfloat16()
 
     x = make(num_tokens, product.num_in)
     if product.normed:
-        stream, gate = make_normed_residual(x, make(product.num_in)), "silu" if product.gated else ""
-        stream = replace(stream, squares=stream.squares.expand(product.num_in // 32, -1).contiguous() / 32)
-        return lambda w: norm_linear(stream, 1e-6, w, gate=gate, tuning=tuning)
+        residual, gate = make_normed_residual(x, make(product.num_in)), "silu" if product.gated else ""
+        residual = replace(residual, squares=residual.squares.expand(product.num_in // 32, -1).contiguous() / 32)
+        return lambda w: norm_linear(residual, 1e-6, w, gate=gate, tuning=tuning)
     norm = make(product.num_out)
-    stream = make_normed_residual(make(num_tokens, product.num_out), norm)
-    return lambda w: add_linear(stream, x, w, None, norm, tuning=tuning)
+    residual = make_normed_residual(make(num_tokens, product.num_out), norm)
+    return lambda w: add_linear(residual, x, w, None, norm, tuning=tuning)
 
 
-def library_call(product: Product, num_tokens: int) -> Callable[[Tensor], object]:
+def make_library_call(product: Product, num_tokens: int) -> Callable[[Tensor], object]:
     x = torch.randn(num_tokens, product.num_in, device="cuda").bfloat16()
     norm = torch.ones(product.num_in, device="cuda").bfloat16()
     if product.gated:
@@ -119,11 +119,11 @@ def replay_us(run: Callable[[Tensor], object], weights: list[Tensor]) -> float:
     return graph_us(all_calls) / CALLS
 
 
-def graph_us(work: Callable[[], object]) -> float:
+def graph_us(calls: Callable[[], object]) -> float:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        work()
+        calls()
     best = float("inf")
     for _ in range(5):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -149,16 +149,16 @@ def our_layers(
     def tuned(weight: Tensor, gated: bool = False) -> Tuning:
         return tune(len(weight) // (2 if gated else 1), weight.shape[1], len(x), gated)
 
-    stream = make_normed_residual(x, norm)
+    residual = make_normed_residual(x, norm)
     for qkv, out, gate_up, down in layers:
-        projected = norm_linear(stream, 1e-6, qkv, tuning=tuned(qkv))
-        stream = add_linear(stream, projected[:, : out.shape[1]], out, None, norm, tuning=tuned(out))
-        inner = norm_linear(stream, 1e-6, gate_up, None, "silu", tuning=tuned(gate_up, True))
-        stream = add_linear(stream, inner, down, None, norm, tuning=tuned(down))
+        projected = norm_linear(residual, 1e-6, qkv, tuning=tuned(qkv))
+        residual = add_linear(residual, projected[:, : out.shape[1]], out, None, norm, tuning=tuned(out))
+        inner = norm_linear(residual, 1e-6, gate_up, None, "silu", tuning=tuned(gate_up, True))
+        residual = add_linear(residual, inner, down, None, norm, tuning=tuned(down))
 
 
 def compare_layers() -> None:
-    print(f"{'':<14}{'tokens':>6}{'library':>9}{'thin':>8}{'stream':>8}{'TB/s':>7}   us a layer")
+    print(f"{'':<14}{'tokens':>6}{'library':>9}{'triton':>8}{'hopper':>8}{'TB/s':>7}   us a layer")
     for first in range(0, len(PRODUCTS), 4):
         products = PRODUCTS[first : first + 4]
         num_bytes = sum(weight_of(product).nbytes for product in products)
@@ -166,18 +166,18 @@ def compare_layers() -> None:
         norm = torch.ones(products[0].num_in, device="cuda").bfloat16()
         for num_tokens in NUM_TOKENS + MORE_TOKENS:
             x = torch.randn(num_tokens, products[0].num_in, device="cuda").bfloat16()
-            ways: list[Callable[[], object] | None] = [partial(library_layers, layers, x, norm), None, None]
+            variants: list[Callable[[], object] | None] = [partial(library_layers, layers, x, norm), None, None]
             if num_tokens not in MORE_TOKENS:
-                ways[1] = partial(our_layers, layers, x, norm, thin_tuning)
-            if can_stream(layers[0][0]):
-                ways[2] = partial(our_layers, layers, x, norm, stream_tuning)
+                variants[1] = partial(our_layers, layers, x, norm, skinny_tuning)
+            if supports_skinny_hopper(layers[0][0]):
+                variants[2] = partial(our_layers, layers, x, norm, skinny_hopper_tuning)
             line, fastest = f"{products[0].model:<14}{num_tokens:>6}", float("inf")
-            for way, width in zip(ways, (9, 8, 8), strict=True):
-                if way is None:
+            for variant, width in zip(variants, (9, 8, 8), strict=True):
+                if variant is None:
                     line += " " * width
                     continue
-                way()
-                us = graph_us(way) / len(layers)
+                variant()
+                us = graph_us(variant) / len(layers)
                 line += f"{us:>{width}.1f}"
                 fastest = min(fastest, us)
             print(f"{line}{num_bytes / fastest / 1e6:>7.2f}", flush=True)
@@ -188,12 +188,12 @@ def weight_of(product: Product) -> Tensor:
     return torch.randn(rows, product.num_in, device="cuda").bfloat16()
 
 
-def compile_some(share: int, of: int) -> None:
-    """Every of-th call once, whose kernels the cache on disk then has."""
+def compile_share(share: int, of: int) -> None:
+    """Run every `of`-th call once, to put its kernels into the cache on disk."""
     jobs = [(p, n, t) for p in PRODUCTS for n in NUM_TOKENS for t in tunings(p, n)]
     for product, num_tokens, tuning in jobs[share::of]:
         try:
-            call(product, num_tokens, tuning)(weight_of(product))
+            make_call(product, num_tokens, tuning)(weight_of(product))
         except Exception as e:
             print(product, num_tokens, tuning, repr(e)[:100], flush=True)
     torch.cuda.synchronize()
@@ -212,21 +212,21 @@ def main() -> None:
     if args.tunings:
         context = multiprocessing.get_context("spawn")
         with context.Pool(args.processes) as pool:
-            pool.map(partial(compile_some, of=args.processes), range(args.processes))
+            pool.map(partial(compile_share, of=args.processes), range(args.processes))
     print(f"{'':<14}{'product':<10}{'tokens':>6}{'library':>9}{'ours':>8}{'TB/s':>7}")
     for product in PRODUCTS:
         weights = [weight_of(product)]
         weights += [weight_of(product) for _ in range(min(CALLS, BEYOND_CACHE // weights[0].nbytes))]
         for num_tokens in NUM_TOKENS:
-            library = replay_us(library_call(product, num_tokens), weights)
-            ours = replay_us(call(product, num_tokens, None), weights)
+            library = replay_us(make_library_call(product, num_tokens), weights)
+            ours = replay_us(make_call(product, num_tokens, None), weights)
             rate = weights[0].nbytes / ours / 1e6
             line = f"{product.model:<14}{product.name:<10}{num_tokens:>6}{library:>9.2f}{ours:>8.2f}{rate:>7.2f}"
             if args.tunings:
                 timed = []
                 for tuning in tunings(product, num_tokens):
                     try:
-                        timed.append((replay_us(call(product, num_tokens, tuning), weights), tuning))
+                        timed.append((replay_us(make_call(product, num_tokens, tuning), weights), tuning))
                     except Exception as e:
                         print(repr(e)[:100])
                 timed.sort(key=lambda pair: pair[0])

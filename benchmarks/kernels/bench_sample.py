@@ -1,5 +1,5 @@
-"""Sampling from SmolLM2's vocabulary, on a GPU from Qwen3's, and there also what requests ask of their rows:
-`python benchmarks/kernels/bench_sampling.py [--device cuda] [--threads N]`."""
+"""Sampling with SmolLM2's vocabulary; on a GPU with Qwen3's, and also log-probabilities and logits processors:
+`python benchmarks/kernels/bench_sample.py [--device cuda] [--threads N]`."""
 
 from __future__ import annotations
 
@@ -53,22 +53,22 @@ def main() -> None:
             num_bytes=logits.nbytes,
         )
         if on_gpu():
-            compare_asking(ops, logits)
+            compare_row_features(ops, logits)
 
 
-def compare_asking(ops: ModuleType, logits: Tensor) -> None:
-    """Log-probabilities, with nobody asking, one row or all of them; candidates of beams; rules."""
+def compare_row_features(ops: ModuleType, logits: Tensor) -> None:
+    """Log-probabilities of no row, one row and all rows; beam candidates; logits processors."""
     num_rows, vocab_size = logits.shape
     device = logits.device
     state, rows = RowState.empty(num_rows, 1, device), torch.arange(num_rows)
     tokens, step_counter = torch.randint(vocab_size, (num_rows,)), torch.tensor([0, 0])
     ring = torch.zeros(1, num_rows, 2 + 2 * MAX_LOGPROBS, dtype=torch.int32, device="cpu", pin_memory=True)
-    on_device = ring.to(device)  # the reference's
-    for asking, num in ((0, -1), (1, 5), (num_rows, 0), (num_rows, 5), (num_rows, MAX_LOGPROBS)):
+    on_device = ring.to(device)  # for the reference
+    for num_asking, num in ((0, -1), (1, 5), (num_rows, 0), (num_rows, 5), (num_rows, MAX_LOGPROBS)):
         state.sampling_params[:, NUM_LOGPROBS] = -1
-        state.sampling_params[:asking, NUM_LOGPROBS] = num
+        state.sampling_params[:num_asking, NUM_LOGPROBS] = num
         compare(
-            f"logprobs {num} of {asking} of {num_rows} rows",
+            f"logprobs {num} of {num_asking} of {num_rows} rows",
             lambda: ops.write_logprobs(state, rows, logits, tokens, ring, step_counter),
             lambda: reference.write_logprobs(state, rows, logits, tokens, on_device, step_counter),
         )
@@ -78,17 +78,21 @@ def compare_asking(ops: ModuleType, logits: Tensor) -> None:
             lambda num=num: ops.packed_top_logprobs(logits, num),
             lambda num=num: reference.packed_top_logprobs(logits, num),
         )
-    rules = LogitsProcessorState.empty(num_rows, vocab_size, torch.zeros(num_rows + 1, 64, dtype=torch.int32))
-    rules.penalties[:] = torch.tensor([1.1, 0.5, 0.5])
-    rules.bias_ids[:] = -1
-    rules.bias_ids[:, :4] = torch.arange(4)
+    processors = LogitsProcessorState.empty(num_rows, vocab_size, torch.zeros(num_rows + 1, 64, dtype=torch.int32))
+    processors.penalties[:] = torch.tensor([1.1, 0.5, 0.5])
+    processors.bias_ids[:] = -1
+    processors.bias_ids[:, :4] = torch.arange(4)
     wide, positions = logits.float(), torch.full((num_rows,), 9)
-    for name, asks in (("no rules", 0), ("penalties", PENALTIES), ("biases, min_tokens", LOGIT_BIAS | MIN_TOKENS)):
-        rules.enabled[:] = asks
+    for name, flags in (
+        ("no processors", 0),
+        ("penalties", PENALTIES),
+        ("biases, min_tokens", LOGIT_BIAS | MIN_TOKENS),
+    ):
+        processors.enabled[:] = flags
         compare(
             f"{name} x {num_rows}",
-            lambda: ops.apply_row_logits_processors(wide, rows, positions, state, rules),
-            lambda: reference.apply_row_logits_processors(wide, rows, positions, state, rules),
+            lambda: ops.apply_row_logits_processors(wide, rows, positions, state, processors),
+            lambda: reference.apply_row_logits_processors(wide, rows, positions, state, processors),
         )
 
 
