@@ -262,7 +262,7 @@ async def turned_away(tally: Tally, server: Server) -> None:
 
 
 async def hang_ups(tally: Tally, world: World) -> None:
-    """Clients that disconnect at any byte, in every possible way, and others that stay and must not be affected. The pool
+    """Clients that disconnect at any byte, in every way, and others that stay and must not be affected. The pool
     is too small for all, so that some disconnect while they wait or are preempted."""
     chance, room = random.Random(5), asyncio.Semaphore(64)
     ends: list[str] = []
