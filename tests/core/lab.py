@@ -82,17 +82,17 @@ class Lab:
         plan, running = self.flight[0]
         columns = running.poll()
         assert columns is not None
-        return self._took(self.scheduler.update(plan, columns, last=False))
+        return self._record_finished(self.scheduler.update(plan, columns, last=False))
 
     def land(self) -> list[str]:
         plan, running = self.flight.popleft()
-        return self._took(self.scheduler.update(plan, running.result()))
+        return self._record_finished(self.scheduler.update(plan, running.result()))
 
     def err(self, request: Request) -> list[str]:
         """The oldest in flight lands, with numbers of this request that are not finite."""
         plan, running = self.flight.popleft()
         i = next(i for i, s in enumerate(plan.sequences) if s.request is request)
-        return self._took(self.scheduler.update(plan, StepResult(running.result().tokens, {i: "NaN"})))
+        return self._record_finished(self.scheduler.update(plan, StepResult(running.result().tokens, {i: "NaN"})))
 
     def fail(self, limit: int = 0) -> list[str]:
         """The oldest in flight fails, and all after it."""
@@ -140,14 +140,14 @@ class Lab:
         assert self.cache.rows.num_free == self.scheduler.max_num_seqs
         assert not self.cache._holders
 
-    def told(self, *kinds: type) -> list[ev.Event]:
+    def emitted(self, *kinds: type) -> list[ev.Event]:
         return [e for e in self.events if isinstance(e, kinds)]
 
     def reasons(self, name: str) -> list[str]:
         """Why a request waited, in order."""
         return [e.reason for e in self.events if isinstance(e, ev.Waiting) and e.request_id == name]
 
-    def _took(self, finished: list[Request]) -> list[str]:
+    def _record_finished(self, finished: list[Request]) -> list[str]:
         o.check(self.scheduler)
         names = [r.request_id for r in finished]
         self.finished += names

@@ -206,7 +206,7 @@ def test_three_requests() -> None:
     assert seen["preempting"] > 50 and seen["3 requests, one aborted or thrown out"] > 400
 
 
-def test_a_world_that_goes_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_world_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(o, "check", lambda _: o.need(False, o.Invariant, "planted"))
     with pytest.raises(o.Invariant, match=r"planted.*World"):
         play_all(((1, 1),), Counter(), interfere=False)

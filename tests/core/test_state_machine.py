@@ -57,9 +57,9 @@ class Memory(RuleBasedStateMachine):
         self.pool, self.host, self.size = self.cache.pool, self.cache.swap_space, size
         self.kv: dict[tuple[int, int], Content] = {}
         self.host_kv: dict[tuple[int, int], Content] = {}
-        self.sealed: dict[int, tuple[int, Content]] = {}  # block -> its seal id, and what it held when it was sealed
+        self.sealed: dict[int, tuple[int, Content]] = {}  # block -> its seal id, and its content when it was sealed
         self.tables: list[list[int]] = [[] for _ in range(4)]
-        self.arriving: dict[Sequence, list[int]] = {}  # sampled on the device, not yet known here
+        self.arriving: dict[Sequence, list[int]] = {}  # sampled on the device, not yet known to the host
         self.requests: list[Request] = []
         self.line: list[int] = []  # cached blocks, the oldest first
         self.marks = [0]
@@ -161,7 +161,7 @@ class Memory(RuleBasedStateMachine):
         assert prefix.num_positions >= self.best_pin(seq)
         for p in range(prefix.num_positions):
             assert self.kv[prefix.block_ids[p // size], p % size] == (seq.request.salt, tuple(tokens[: p + 1]))
-        if prefix.num_positions % size or not self.cache.enable_prefix_caching:  # nobody but a pin has that
+        if prefix.num_positions % size or not self.cache.enable_prefix_caching:  # only a pin has a partial tail
             assert prefix.num_positions == self.best_pin(seq)
             tail = prefix.block_ids[-1] if prefix.block_ids else 0
             assert not prefix.num_positions % size or not self.pool.seal_id[tail], "a full block to be copied"
@@ -468,10 +468,10 @@ QUICK = settings(
 )
 
 
-def test_anything_that_can_be_done_to_memory() -> None:
+def test_random_operations_keep_memory_right() -> None:
     run_state_machine_as_test(Memory, settings=QUICK)
 
 
 @pytest.mark.slow
-def test_anything_that_can_be_done_to_memory_at_length() -> None:
+def test_many_random_operations_keep_memory_right() -> None:
     run_state_machine_as_test(Memory, settings=settings(QUICK, max_examples=3000, derandomize=False))
