@@ -99,7 +99,7 @@ def test_figure_8_parallel_sampling_copies_on_write() -> None:
 
 
 def test_figure_9_beam_search_shares_as_its_tree_grows_and_shrinks() -> None:
-    """Four beams share block 0, and beams 0 to 2 share three blocks. Then beams 0 and 3 are pruned: blocks 2, 4, 5 and 8
+    """Four beams share block 0, and beams 0 to 2 share three blocks. Then beams 0 and 3 end: blocks 2, 4, 5 and 8
     are freed, and the continuations of beams 1 and 2 allocate 9 to 12."""
     cache = KVCacheManager(13, 2, num_rows=0, enable_prefix_caching=False)
     arrange(cache.pool, 13, 1, 3, 4, 2, 5, 6, 7, 8)
