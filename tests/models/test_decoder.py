@@ -1,4 +1,4 @@
-"""The decoder against Transformers in float32: the same logits at every position, however the tokens are served."""
+"""The models give Transformers' float32 logits at all positions, for every schedule of the tokens."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "opt": ("opt", {}),
-    "opt norms behind": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 22}),
+    "opt norms after": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 22}),
     "opt bare": (
         "opt",
         {
@@ -129,7 +129,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[Tensor]]]:
-    """Each case's directory, and Transformers' logits of every prompt; made when first asked for."""
+    """The directory and Transformers' logits of each case, created at first use."""
 
     class Models(dict[str, tuple[Path, list[Tensor]]]):
         def __missing__(self, case: str) -> tuple[Path, list[Tensor]]:
@@ -142,28 +142,28 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, li
 
 
 def random_steps(seed: int) -> list[list[int]]:
-    """Prompts, chunks and single tokens side by side, and sequences that skip a step."""
+    """Steps with prompts, chunks and single tokens, in which some sequences skip steps."""
     rng = random.Random(seed)
     return [[rng.choice([0, 1, 1, 2, 5, 11]) for _ in PROMPTS] for _ in range(200)]
 
 
-class Thin(ModuleType):
-    """The reference, told that layers of up to 6 tokens are faster as `DecoderLayer.forward_small_batch`."""
+class SmallBatchPath(ModuleType):
+    """The reference, with the small-batch path for up to 6 tokens."""
 
     def __init__(self) -> None:
-        super().__init__("thin")
+        super().__init__("small batches")
         self.__dict__.update(vars(reference))
         self.max_small_batch_tokens = lambda weight: 6
 
 
-@pytest.mark.parametrize("ops", [reference, cpu, Thin()], ids=["reference", "cpu", "thin"])
+@pytest.mark.parametrize("ops", [reference, cpu, SmallBatchPath()], ids=["reference", "cpu", "small batches"])
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers(models: Any, case: str, ops: ModuleType) -> None:
     directory, expected = models[case]
     decoder = load_tiny(directory, ops)
     for block_size, chunk in [(16, 999), (8, 7), (1, 4), (8, random_steps(1)), (16, 1)]:
-        got = PagedRun(decoder, PROMPTS, block_size=block_size, seed=block_size).run(chunk)
-        for actual, wanted in zip(got, expected, strict=True):
+        results = PagedRun(decoder, PROMPTS, block_size=block_size, seed=block_size).run(chunk)
+        for actual, wanted in zip(results, expected, strict=True):
             assert_close(actual, wanted)
 
 
@@ -177,24 +177,24 @@ def test_every_schedule_gives_the_same_logits(models: Any, chunk: Any, block_siz
         assert_close(actual, wanted)
 
 
-def test_only_the_rows_asked_for_get_logits(models: Any) -> None:
+def test_only_requested_rows_get_logits(models: Any) -> None:
     directory, expected = models["llama"]
     run = PagedRun(load_tiny(directory), PROMPTS, block_size=8)
     forward, wanted_rows = run.decoder.forward, torch.tensor([32, 0, 9])  # ends of sequences 2, 0 and 1
     seen = {}
     run.decoder.forward = lambda ids, batch, kv, rows: seen.setdefault("logits", forward(ids, batch, kv, wanted_rows))  # type: ignore[method-assign]
     with pytest.raises(RuntimeError):
-        run.step([len(prompt) for prompt in PROMPTS])  # it splits by all rows, and gets three
+        run.step([len(prompt) for prompt in PROMPTS])  # `step` expects the logits of all rows
     assert seen["logits"].dtype == torch.float32
     assert_close(seen["logits"], torch.stack([expected[2][-1], expected[0][-1], expected[1][-1]]))
 
 
 @pytest.mark.parametrize("case", ["qwen3", "gemma3", "gpt2", "opt"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_stays_near(models: Any, dtype: torch.dtype, case: str) -> None:
+def test_half_precision_logits_are_close(models: Any, dtype: torch.dtype, case: str) -> None:
     directory, expected = models[case]
     decoder = load_tiny(directory, cpu, dtype)
-    norms = [w.tensor.nbytes for w in decoder.weights() if case == "gemma3" and "norm" in w.name]  # stay in float32
+    norms = [w.tensor.nbytes for w in decoder.weights() if case == "gemma3" and "norm" in w.name]  # in float32
     assert decoder.num_bytes * 2 - sum(norms) == load_tiny(directory).num_bytes
     for actual, wanted in zip(PagedRun(decoder, PROMPTS, block_size=16).run(999), expected, strict=True):
         assert actual.dtype == torch.float32
@@ -216,7 +216,7 @@ def test_max_len_shortens_the_rotary_table_only(models: Any) -> None:
     assert_close(PagedRun(decoder, PROMPTS, block_size=8).run(999)[2], expected[2])
 
 
-def test_only_layers_with_a_window_turn_by_the_local_table(models: Any) -> None:
+def test_only_sliding_window_layers_use_the_local_rope_table(models: Any) -> None:
     decoder = load_tiny(models["gemma3"][0])
     assert isinstance(decoder, Decoder)
     assert decoder.spec.windows == (6, 6, 0)
@@ -233,11 +233,11 @@ def test_embeddings_are_scaled_in_the_dtype_of_the_model(models: Any) -> None:
 
 
 def test_dynamic_rope_beyond_the_trained_length(tmp_path: Path) -> None:
-    """Transformers turns a whole sequence by its length: a table for 23 is right for sequences of 23."""
+    """Transformers' angles depend on the length of the sequence: a table for 23 tokens fits sequences of 23."""
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     directory = make_tiny_checkpoint("llama", tmp_path, rope_parameters=rope, max_position_embeddings=16)
     spec = read_spec(directory)
-    assert [spec.max_model_len(asked) for asked in (None, 9, 16, 23, 99)] == [16, 16, 16, 32, 32]
+    assert [spec.max_model_len(requested) for requested in (None, 9, 16, 23, 99)] == [16, 16, 16, 32, 32]
     (expected,) = transformers_logits(directory, PROMPTS[2:3])
     stretched = PagedRun(load_tiny(directory, max_len=23), PROMPTS[2:3], block_size=8).run(5)
     assert_close(stretched[0], expected)
@@ -245,8 +245,8 @@ def test_dynamic_rope_beyond_the_trained_length(tmp_path: Path) -> None:
     assert_close(plain[0], transformers_logits(directory, PROMPTS[1:2])[0])
 
 
-@pytest.mark.parametrize("case", ["gemma3", "gpt2", "opt norms behind"])
-def test_every_projection_is_listed_once(models: Any, case: str) -> None:
+@pytest.mark.parametrize("case", ["gemma3", "gpt2", "opt norms after"])
+def test_matrices_lists_each_projection_once(models: Any, case: str) -> None:
     decoder = load_tiny(models[case][0])
     listed = [matrix.weight.data_ptr() for matrix in decoder.matrices()]
     assert len(listed) == len(set(listed)) == 4 * decoder.spec.num_layers + 1  # the vocabulary
@@ -255,7 +255,7 @@ def test_every_projection_is_listed_once(models: Any, case: str) -> None:
 
 
 class Ranks:
-    """Two ranks as two threads: `all_reduce` waits for the other's part, and both take the sum."""
+    """Ranks that run in threads of this process; `all_reduce` sums their parts."""
 
     def __init__(self, size: int) -> None:
         self.parts: list[Tensor | None] = [None] * size
@@ -273,7 +273,7 @@ class Ranks:
 
 
 @pytest.mark.parametrize("case", ["llama biases", "qwen2", "qwen3 even", "gemma3 even", "gpt2 scales", "opt even"])
-def test_two_ranks_make_one_model(models: Any, case: str) -> None:
+def test_two_ranks_give_the_same_logits(models: Any, case: str) -> None:
     directory, expected = models[case]
     ranks = Ranks(2)
 
@@ -282,7 +282,7 @@ def test_two_ranks_make_one_model(models: Any, case: str) -> None:
             decoder = load_tiny(directory, tp=ranks.rank(rank))
             return PagedRun(decoder, PROMPTS, block_size=8, tp_size=2).run(7)
         except BaseException:
-            ranks.barrier.abort()  # or the other rank would wait
+            ranks.barrier.abort()  # the other rank waits for this one
             raise
 
     with ThreadPoolExecutor(2) as threads:
@@ -292,6 +292,6 @@ def test_two_ranks_make_one_model(models: Any, case: str) -> None:
             assert_close(actual, wanted)
 
 
-def test_a_tensor_parallel_size_that_does_not_fit_is_refused(models: Any) -> None:
+def test_tensor_parallel_size_must_divide_the_heads(models: Any) -> None:
     with pytest.raises(ParameterError, match="tensor_parallel_size 3 does not divide the model's 4 attention heads"):
         load_tiny(models["llama"][0], tp=TensorParallel(0, 3))
